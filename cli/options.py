@@ -69,7 +69,7 @@ def options(
             parts = [f"{part.replace('_', ' ')} {_amount(n, _mib)}" for part, n in result["memory_bytes"].items()]
             print_fields({**result["options"], "memory": ", ".join(parts), "disk": _format_disk(result["disk"])})
             print()
-        free_memory = "" if free is None else f"; {_mib(free.bytes)} free {free.where}"
+        free_memory = "" if free is None else f"; {_mib(free.bytes)} free {free.location}"
         print(f"total memory, as far as known: {_mib(known)}{free_memory}")
         for disk in disks:
             rows_and_space = f"{size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"

@@ -14,7 +14,7 @@ from typing import Any
 from ..engine.ops.fingerprint import copied, same_lookups
 from ..engine.options.lookup import Lookup
 from ..engine.processors.processor import Processor
-from ..engine.table.prefetch import QUEUE
+from ..engine.table.prefetch import MAX_QUEUE
 from .handshake import Handshake
 from .row_exchange import IdExchange, LocalBatch, Traffic
 from .world import World
@@ -95,7 +95,7 @@ class IdPrefetcher:
         op = f"announced step {number} of embedding {self._name!r}"
         self._steps.append(AnnouncedStep(self._world, op, number, lookups, local_batch, self._traffic))
         self._num_announced = number  # not earlier: if ranks refuse the headers in flight, none announces this step
-        if len(self._steps) > QUEUE and self._steps[0].is_complete:
+        if len(self._steps) > MAX_QUEUE and self._steps[0].is_complete:
             self._steps.popleft()
 
     def advance(self) -> None:

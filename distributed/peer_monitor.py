@@ -25,7 +25,7 @@ from threading import Condition
 from time import monotonic
 from typing import Any, NamedTuple
 
-from ..engine.durable import remedy_for
+from ..engine.durable import choose_remedy
 from ..engine.errors import GroupError
 from ..engine.threads import Thread
 
@@ -92,7 +92,7 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, deadline: 
         connection = socket.create_connection((host, port), max(deadline - monotonic(), 0.1))
         connection.sendall(GREETING.pack(token.encode(), rank))
     except OSError as error:
-        remedy = remedy_for(error, "set GLOO_SOCKET_IFNAME to the network interface on which ranks reach each other")
+        remedy = choose_remedy(error, "set GLOO_SOCKET_IFNAME to the network interface on which ranks reach each other")
         raise GroupError(
             f"rank {rank} cannot reach rank {other} at {host}:{port} ({error}): {remedy}", [other]
         ) from error
@@ -133,7 +133,7 @@ def _accept_ranks(
             if error.errno not in CANNOT_ACCEPT:  # the connecting process has ended
                 continue
             if not ungreeted:
-                remedy = remedy_for(error, "let this host have more memory")
+                remedy = choose_remedy(error, "let this host have more memory")
                 raise GroupError(f"cannot accept connections of other ranks ({error}); {remedy}") from error
             reject(next(iter(ungreeted)))  # the oldest connection: probably not a rank
             continue

@@ -27,7 +27,7 @@ from ..engine.ops.exact_sum import partial_sum, sum_partials
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Lookup
 from ..engine.table.table import OpenTable, PinnedBatch
-from ..engine.table.table_report import new_rows
+from ..engine.table.table_report import count_new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .rank_group import PendingAllToAll
@@ -344,7 +344,7 @@ class ShardedTable:
         def prepare() -> LocalBatch:
             self._check_diverged()
             if is_step:
-                optimizer = table.check_optimizer()
+                optimizer = table.require_optimizer()
                 numbers = optimizer.numbers(table.step + 1)
                 shared_values.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
             if announced_step is not None and announced_step.local_batch is not None and dedup_from is None:
@@ -419,9 +419,9 @@ class ShardedTable:
         op = f"put of embedding {self.name!r} at step {self.open_table.step}"
         requested, rows = self._scatter(op, lookup, values)
         if self.capacity is not None:
-            num_new, error = try_call(lambda: new_rows(self.open_table, requested))
+            num_new, error = try_call(lambda: count_new_rows(self.open_table, requested))
             new_counts = [num_new or 0] * self.world.size
-            answer = self.world.handshake(f"{op}: room", error, counts=new_counts, note=self.open_table.counts.rows)
+            answer = self.world.handshake(f"{op}: room", error, counts=new_counts, note=self.open_table.counts.num_rows)
             self.check_capacity(answer.notes, answer.counts)
         self.local.count_write()
         _, error = try_call(lambda: self.open_table.put(requested, rows))
@@ -494,7 +494,7 @@ class ShardedTable:
         if self.capacity is None:
             return 0, 0
         num_written = int(owner_batch.table.processor.count_written(owner_batch.core).sum())
-        return self.open_table.counts.rows, owner_batch.core.unique - num_written
+        return self.open_table.counts.num_rows, owner_batch.core.unique - num_written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Called after this rank failed in an update that other ranks made. No rank can use the rows until a load."""

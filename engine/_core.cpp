@@ -1,4 +1,4 @@
-// The Python module `_core`. Each folder binds its own functions. The build writes the module's types to
+// The Python module `_core`. Each folder of engine/ binds its own functions. The build writes the module's types to
 // engine/_core.pyi; the C++ headers document what the functions do.
 //
 // Arrays are C-contiguous NumPy arrays, and loops release the interpreter lock. Wrong sizes and dtypes raise TypeError
@@ -22,7 +22,7 @@ void bind_ledger(nb::module_& m);
 }  // namespace tierbed
 
 NB_MODULE(_core, m) {
-    // At exit, threads, exceptions or parent objects may still own objects. Users could not fix the cause of a warning.
+    // At exit, threads, exceptions or parent objects may own objects. Users could not fix the cause of such a warning.
     nb::set_leak_warnings(false);
     // A std::runtime_error becomes a StoreError. Exceptions of nanobind's own types are passed on.
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {

@@ -36,26 +36,26 @@ def as_number(value: Any) -> float | None:
 
 
 def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf, maximum: float = math.inf) -> int:
-    """Returns the option's value as an int from `minimum` to `maximum`. Otherwise the OptionError says `expected`."""
+    """Returns the option's value as an int from `minimum` to `maximum`. The OptionError otherwise says `expected`."""
     number = as_int(value, minimum, maximum)
     if number is None:
         raise OptionError(f"{name}={value!r}: give {expected}")
     return number
 
 
-def budget_option(name: str, value: Any, zero: bool, alternative: str = "") -> float:
-    """Returns the option's value in MiB: above 0, or 0 if `zero` is True. The OptionError ends with `alternative`."""
+def budget_option(name: str, value: Any, allows_zero: bool, alternative: str = "") -> float:
+    """Returns the option's value in MiB: above 0, or 0 if `allows_zero`. An OptionError ends with `alternative`."""
     number = as_number(value)
-    if number is None or not (number > 0 or (zero and number == 0)) or number >= 1 << 40:
-        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if zero else '>'} 0{alternative}")
+    if number is None or not (number > 0 or (allows_zero and number == 0)) or number >= 1 << 40:
+        raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if allows_zero else '>'} 0{alternative}")
     return number
 
 
-def auto_budget_option(name: str, value: Any, zero: bool) -> float | Literal["auto"]:
+def auto_budget_option(name: str, value: Any, allows_zero: bool) -> float | Literal["auto"]:
     """Returns the option's value, "auto" or a number of MiB as in `budget_option`. Raises OptionError."""
     if isinstance(value, str) and value == "auto":
         return "auto"
-    return budget_option(name, value, zero, alternative=', or "auto"')
+    return budget_option(name, value, allows_zero, alternative=', or "auto"')
 
 
 def check_flags(error: type[TierbedError], **flags: object) -> None:
@@ -77,14 +77,14 @@ def is_folder_name(name: Any) -> bool:
 
 
 def expanded(option: str, path: str) -> str:
-    """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. Errors call the path `option`."""
+    """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. Error texts name the path by `option`."""
 
     def value(match: re.Match[str]) -> str:
         name = match[1] if match[2] is None else match[2]
         if content := os.environ.get(name):
             return content
         problem = f"the environment variable {name!r} is unset or empty"  # otherwise a folder would get this name
-        raise OptionError(f"{option}={path!r}: {problem}; set it, or give the folder")
+        raise OptionError(f"{option}={path!r}: {problem}; set the variable, or give the folder")
 
     result = os.path.expanduser(_VARIABLE.sub(value, path))
     if result.startswith("~"):
@@ -100,7 +100,7 @@ def check_arguments(
     names = [name for name in signature.parameters if name != "self"]
     has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if not has_kwargs and (unknown := sorted(set(kwargs) - set(names))):
-        raise OptionError(f"{maker}: it has no argument {', '.join(unknown)}; {nearest(unknown, names)}")
+        raise OptionError(f"{maker}: it has no argument {', '.join(unknown)}; {suggest_name(unknown, names)}")
     try:
         return signature.bind(*args, **kwargs).arguments
     except TypeError as error:
@@ -110,7 +110,7 @@ def check_arguments(
 def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorate a public function so that an unknown keyword raises OptionError and suggests the nearest argument.
 
-    `typed` lists arguments to check against their annotations. The checks are too slow for functions of each step.
+    `typed` lists arguments to check against their annotations. These checks are too slow for each step's functions.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -125,7 +125,7 @@ def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], 
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             arguments = check_arguments(name, signature, args, kwargs)
             for argument in typed:
-                if argument in arguments and not fits(arguments[argument], hint(argument)):
+                if argument in arguments and not has_type(arguments[argument], hint(argument)):
                     remedy = "True or False" if hint(argument) is bool else function.__annotations__[argument]
                     raise OptionError(f"{argument}={arguments[argument]!r:.80}: give {remedy}")
             return function(*args, **kwargs)
@@ -135,11 +135,11 @@ def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], 
     return decorate
 
 
-def fits(value: Any, kind: Any) -> bool:
+def has_type(value: Any, kind: Any) -> bool:
     """True if a value fits the annotated type `kind`. A container's items are checked only if `kind` is a Sequence."""
     origin = get_origin(kind) or kind
     if origin in (Union, UnionType):
-        return any(fits(value, member) for member in get_args(kind))
+        return any(has_type(value, member) for member in get_args(kind))
     if origin is Literal:
         return (type(value), value) in [(type(literal), literal) for literal in get_args(kind)]
     if origin is Any or not isinstance(origin, type | None):
@@ -151,13 +151,13 @@ def fits(value: Any, kind: Any) -> bool:
     ):
         return False  # a string is not meant as a sequence of characters, and a scalar tensor has no items
     if origin is Sequence and isinstance(value, (list, tuple)):
-        return all(fits(item, element) for element in get_args(kind) for item in value)
+        return all(has_type(item, element) for element in get_args(kind) for item in value)
     if origin is int:
         return isinstance(value, Integral)
     return value is None if origin is None else isinstance(value, origin)
 
 
-def nearest(unknown: Iterable[str], names: Sequence[str]) -> str:
+def suggest_name(unknown: Iterable[str], names: Sequence[str]) -> str:
     """Returns a remedy for unknown names: it suggests a similar one of `names`, or lists all `names`."""
     for name in sorted(unknown):
         if near := difflib.get_close_matches(name, names, 1):

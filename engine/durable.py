@@ -18,17 +18,17 @@ import msgpack  # type: ignore[import-untyped]
 
 from .signals import uninterrupted
 
-TEMPORARY = ".tmp-"  # name prefix of a file or folder that is being written
-MORE_FILES = "let this process open more files (ulimit -n)"
-MAX_SEALED = 1 << 24  # bytes of a record; limits the memory that reading a foreign file can allocate
+TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being written
+OPEN_FILES_REMEDY = "let this process open more files (ulimit -n)"
+MAX_RECORD_BYTES = 1 << 24  # bytes of a record; limits the memory that reading a foreign file can allocate
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # from <fcntl.h> and <linux/fs.h>
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants from <fcntl.h> and <linux/fs.h>
 _exchange_lock = Lock()  # `check_exchange` may run in several threads, since background saves call it
 
 
-def remedy_for(error: OSError, otherwise: str) -> str:
-    """Returns the remedy if the process ran out of file descriptors, and `otherwise` for all other errors."""
-    return MORE_FILES if error.errno in (errno.EMFILE, errno.ENFILE) else otherwise
+def choose_remedy(error: OSError, default: str) -> str:
+    """Returns OPEN_FILES_REMEDY if the process ran out of file descriptors, and `default` for all other errors."""
+    return OPEN_FILES_REMEDY if error.errno in (errno.EMFILE, errno.ENFILE) else default
 
 
 def fsync_file(path: Path) -> None:
@@ -55,7 +55,7 @@ def make_folder(path: Path) -> None:
 
 def temporary_path(path: Path) -> Path:
     """Returns the path that a file or folder has while it is being written."""
-    return path.with_name(f"{TEMPORARY}{path.name}")
+    return path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
 
 
 class NewFolder:
@@ -76,10 +76,10 @@ class NewFolder:
             raise
 
     def publish(self) -> None:
-        """Durably rename the folder to `path`. An old folder at `path` gets the temporary name until `drop`."""
+        """Durably rename the folder to `path`. An old folder at `path` has the temporary name until `drop`."""
         publish(self.temporary, self.path, self._overwrite)
 
-    def take_back(self) -> None:
+    def undo_publish(self) -> None:
         """Undo `publish`, ignoring errors."""
         with contextlib.suppress(OSError):
             if self.temporary.is_dir():
@@ -119,7 +119,7 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
 
 def remove_leftovers(folder: Path) -> None:
     """Remove the temporary folders that killed processes left in a folder, if the folder exists. Raises OSError."""
-    remove_temporary(list(folder.glob(f"{TEMPORARY}*/")))
+    remove_temporary(list(folder.glob(f"{TEMPORARY_PREFIX}*/")))
 
 
 class UnsyncedError(OSError):
@@ -162,7 +162,7 @@ def swap_folders(first: Path, second: Path) -> None:
 
 def check_exchange(folder: Path) -> None:
     """Raise NoExchangeError or OSError if `folder` could not be swapped with a folder next to it."""
-    path = folder.parent / f"{TEMPORARY}.{folder.name}"  # users cannot choose this name, because of its leading dot
+    path = folder.parent / f"{TEMPORARY_PREFIX}.{folder.name}"  # the leading dot keeps users from choosing this name
     with _exchange_lock:
         try:
             remove_folder(path)
@@ -212,8 +212,8 @@ def seal(value: Any) -> bytes:
     except (TypeError, OverflowError) as error:
         raise ValueError(f"msgpack cannot hold this value: {error}") from error
     data: bytes = msgpack.packb([payload, zlib.crc32(payload)])
-    if len(data) > MAX_SEALED:
-        raise ValueError(f"more than {MAX_SEALED} bytes")
+    if len(data) > MAX_RECORD_BYTES:
+        raise ValueError(f"more than {MAX_RECORD_BYTES} bytes")
     unseal(data)  # never write a record that cannot be read
     return data
 
@@ -242,11 +242,11 @@ def check_regular(path: Path) -> None:
 
 
 def read_record(path: Path) -> bytes:
-    """Read a file for `unseal`. Raises OSError, or ValueError if the file has more than MAX_SEALED bytes."""
+    """Read a record's file. Raises OSError, or ValueError if the file has more than MAX_RECORD_BYTES bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_SEALED:
-            raise ValueError(f"more than {MAX_SEALED} bytes")
+        if size > MAX_RECORD_BYTES:
+            raise ValueError(f"more than {MAX_RECORD_BYTES} bytes")
         return file.read(size)
 
 

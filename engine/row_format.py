@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 BUCKETS = 64
 WORD = 4  # bytes per word; a line consists of words
-RECORD_BYTES = 8  # the counters `updates` and `last step` in a line
-EMBEDDING = "embedding"  # the field that lookups return
+RECORD_BYTES = 8  # bytes of a line's counters `updates` and `last step`
+EMBEDDING = "embedding"  # name of the row field that lookups return
 STATE_TYPES = "state_dtypes"  # key in a stored description, for the states' types; absent if all row fields are float32
 NUMBERS: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
@@ -31,7 +31,7 @@ KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # the dtype of a row key
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
-    """Returns the packed NumPy dtype of a row with `width` 4-byte words, typed float32 whatever the words hold."""
+    """Returns the packed NumPy dtype of a row with `width` 4-byte words. Their dtype is float32, whatever they hold."""
     values = ("values", "<f4", (width,))
     return np.dtype([("table", "<u4"), ("key", "<u8"), values, ("updates", "<u4"), ("step", "<u4")])
 
@@ -62,7 +62,7 @@ class Field:
 
     @property
     def end(self) -> int:
-        """The byte offset in the line after the field and its padding."""
+        """The byte offset in the line where the field and its padding end."""
         return self.begin + (self.count + self.is_padded) * NUMBERS[self.type].itemsize
 
 
@@ -117,7 +117,7 @@ class RowForm:
         field = self._by_name[name]
         if not self.is_narrow:
             return rows["values"][:, field.begin // WORD : field.end // WORD]
-        return widened(rows[name], field.type)
+        return to_float32(rows[name], field.type)
 
     def set_values(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
         """Set a field in rows [n] to values [n, count], rounded to nearest even."""
@@ -125,34 +125,34 @@ class RowForm:
         if not self.is_narrow:
             rows["values"][:, field.begin // WORD : field.end // WORD] = values
         else:
-            rows[name] = narrowed(values, field.type)
+            rows[name] = to_stored(values, field.type)
 
 
-def narrowed(values: NDArray[np.float32], type: str) -> NDArray[Any]:
+def to_stored(values: NDArray[np.float32], type: str) -> NDArray[Any]:
     """Convert float32 numbers to the stored `type`: rounded to nearest even, and every NaN to the same NaN."""
     if type == "float32":
         return values
     if type == "float16":
-        with np.errstate(over="ignore", invalid="ignore"):  # on aarch64, a signalling NaN is invalid
+        with np.errstate(over="ignore", invalid="ignore"):  # on aarch64, a signalling NaN raises "invalid"
             return np.where(np.isnan(values), np.uint16(0x7E00).view(np.float16), values.astype(np.float16))
     bits = np.ascontiguousarray(values).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(values), np.uint32(0x7FC0), rounded).astype(np.uint16)
 
 
-def widened(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
+def to_float32(numbers: NDArray[Any], type: str) -> NDArray[np.float32]:
     """Convert stored numbers of `type` to float32, exactly."""
     if type != "bfloat16":
         return numbers.astype(np.float32)
     return (numbers.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
-    """Returns a mask that is True where `narrowed` makes a finite number infinite."""
-    return np.isfinite(values) & ~np.isfinite(widened(narrowed(values, type), type))
+def find_overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
+    """Returns a mask that is True where `to_stored` makes a finite number infinite."""
+    return np.isfinite(values) & ~np.isfinite(to_float32(to_stored(values, type), type))
 
 
-def keys_of(rows: RowArray) -> RowArray:
+def row_keys(rows: RowArray) -> RowArray:
     """Returns the rows' keys [n], with dtype KEY."""
     keys = np.empty(len(rows), KEY)
     keys["table"], keys["key"] = rows["table"], rows["key"]

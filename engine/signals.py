@@ -13,10 +13,10 @@ from types import FrameType
 _DEFERRED = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM))
 )
-# Signals deferred by the main thread's current block. None outside a block.
-_received: list[tuple[int, FrameType | None]] | None = None
+# Signals deferred by the main thread's current `uninterrupted` block. The value is None outside a block.
+_received_signals: list[tuple[int, FrameType | None]] | None = None
 
-_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: a handler not installed from Python
+_NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: the handler was not installed from Python
 Handler = Callable[[int, FrameType | None], object]
 
 
@@ -26,9 +26,9 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
     __slots__ = ("_handlers", "_signals")
 
     def __enter__(self) -> None:
-        global _received
+        global _received_signals
         self._handlers: dict[int, Handler] = {}
-        if _received is not None or threading.current_thread() is not threading.main_thread():
+        if _received_signals is not None or threading.current_thread() is not threading.main_thread():
             return  # Python runs signal handlers only in the main thread
         signals: list[tuple[int, FrameType | None]] = []
         self._signals = signals
@@ -47,13 +47,13 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
             for number, handler in handlers.items():
                 set_handler(number, handler)
             raise
-        self._handlers, _received = handlers, signals
+        self._handlers, _received_signals = handlers, signals
 
     def __exit__(self, *error: object) -> None:
-        global _received
+        global _received_signals
         if not self._handlers:
             return
-        _received = None
+        _received_signals = None
         try:
             for number, handler in self._handlers.items():
                 set_handler(number, handler)
@@ -71,6 +71,6 @@ def deferred_signals() -> list[int]:
 
     A block that waits for another process calls this function and raises if a signal came, so waits can be interrupted.
     """
-    if _received is None or threading.current_thread() is not threading.main_thread():
+    if _received_signals is None or threading.current_thread() is not threading.main_thread():
         return []
-    return [number for number, _ in _received]
+    return [number for number, _ in _received_signals]

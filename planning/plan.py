@@ -288,7 +288,7 @@ def plan(
     state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
     samples = _count("samples", samples, 1024)
     if memory_mb is not None:
-        memory_mb = budget_option("memory_mb", memory_mb, zero=False)
+        memory_mb = budget_option("memory_mb", memory_mb, allows_zero=False)
     elif (free := free_host_memory()) is not None:
         memory_mb = free.bytes / MB
     state_type = check_state_dtype(state_dtype)

@@ -21,7 +21,7 @@ from ...engine.options.table_names import with_table_name
 from ...engine.row_format import EMBEDDING
 from ...engine.signals import uninterrupted
 from ...engine.table.table import RowsReplacedError
-from ...engine.table.table_report import LOCK_SECONDS, cache_metrics, locate, metrics, scan_caught_up
+from ...engine.table.table_report import LOCK_SECONDS, cache_metrics, locate, read_metrics, scan_caught_up
 from ..state_dict.saved_rows import SnapshotEmbedding
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -161,7 +161,7 @@ class KeyedRows(SnapshotEmbedding):
         """Return `metrics`. Wait up to `seconds` for another thread's lock, but never while the store is moved."""
         handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
-        return {**metrics(handle.open_table, seconds), **traffic}
+        return {**read_metrics(handle.open_table, seconds), **traffic}
 
     @on_present_rows
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbedding]) -> None:
     """Remember that these parameters and the embeddings' rows belong together, because one load brought both."""
-    runs = {embedding.table_handle().open_table.run for embedding in embeddings if embedding.is_open}
+    runs = {embedding.table_handle().open_table.run_id for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
         _runs.setdefault(parameter, set()).update(runs)
 
@@ -70,7 +70,7 @@ class DensePart:
     def check(self, embedding: SnapshotEmbedding) -> None:
         """Warn if an open embedding resumed rows that were not trained with these parameters. Remembers the run id."""
         handle: Any = embedding.table_handle()
-        run, step = handle.open_table.run, handle.local.persistence.resumed_step
+        run, step = handle.open_table.run_id, handle.local.persistence.resumed_step
         fresh = sum(run not in runs if runs else not written for _, runs, written in self._before)
         is_half = fresh > 0 if self._is_known else run not in _own_runs
         is_intended = embedding.rows_are_chosen or embedding.store_options.open == "pretrained"

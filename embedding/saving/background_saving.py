@@ -28,7 +28,7 @@ class BackgroundSaving:
     """
 
     def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
-        self.what = label
+        self.label = label
         self._world, self._op, self._saves, self._new = world, op, saves, new
         self._threads: list[BackgroundSave] = []
         self._lock, self._arrived = Lock(), set[int | None]()
@@ -62,7 +62,7 @@ class BackgroundSaving:
             while not self._ended.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
                     if thread.done:  # this thread has arrived, or died before it could
-                        self._arrive(other, StoreError(f"{self.what}: a thread that saves it died"))
+                        self._arrive(other, StoreError(f"{self.label}: a thread that saves it died"))
             error = self._error
         if error is not None:
             raise error
@@ -72,7 +72,7 @@ class BackgroundSaving:
     def _unless_dropped(self, chunks: Chunks) -> Chunks:
         for chunk in chunks:
             if self._dropped.is_set():
-                raise StoreError("the embedding was closed before all ranks had written it")
+                raise StoreError("the embedding was closed before all ranks wrote it")
             yield chunk
 
     def _arrive(self, at: int | None, error: BaseException | None = None) -> None:
@@ -143,14 +143,14 @@ class BackgroundSaving:
         elif self._error is not self._world.shared_error:
             raise self._error
         else:
-            log.error("saving %s failed: %s", self.what, self._error)
+            log.error("saving %s failed: %s", self.label, self._error)
 
     def drop(self) -> None:
         """Over ranks, drop the save unless it is complete. Waits only for this rank's threads."""
         if self._world.size == 1 or self._ended.is_set():
             return
         self._ended.set()
-        self._error = StoreError(f"{self.what} was not saved: the embedding was closed before all ranks had written it")
+        self._error = StoreError(f"{self.label} was not saved: the embedding was closed before all ranks wrote it")
         self._dropped.set()
         with self._new:
             for save in self._saves:

@@ -70,7 +70,7 @@ class LocalRequests:
 
     def status(self) -> dict[str, Any]:
         table = self._handle.local.table
-        return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
+        return {"name": self._handle.name, "step": table.step, "rows": table.counts.num_rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
         """Call `call` between two steps of all tables trained with these tables. None if the client gave up first."""
@@ -107,7 +107,7 @@ class RankRequests(LocalRequests):
     def is_wanted(self) -> bool:
         """True if rank 0 has a request, and no table of this request is in a step."""
         request = self._request
-        if request is None or any(handle.local.table.in_step for handle in request.tables):
+        if request is None or any(handle.local.table.is_in_step for handle in request.tables):
             return False
         return all(handle.local.group is None or not handle.local.group.is_mid_step for handle in request.tables)
 

@@ -257,7 +257,7 @@ class SnapshotManager:
         rocksdb = bottom if isinstance(bottom, RocksDB) else None
         record, store = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
         return SaveSource(
-            table.describe(), table.counts.rows, table.scan, record, store, rocksdb, table.observers.changes_since, id
+            table.describe(), table.counts.num_rows, table.scan, record, store, rocksdb, table.observers.read_delta, id
         )
 
     # saves in the background
@@ -283,7 +283,7 @@ class SnapshotManager:
         if error is not None and self.world.failure is not None:
             raise error
         interrupted = not isinstance(error, Exception | None)
-        self.world.handshake(f"{self._saving.what}: waited for", error if interrupted else None)
+        self.world.handshake(f"{self._saving.label}: waited for", error if interrupted else None)
         self._saving = None
 
     def drop_saving(self) -> None:
@@ -295,7 +295,7 @@ class SnapshotManager:
         """Raise StoreError during a save in the background. Local."""
         self.local.table.check()
         if self._saving is not None:  # other ranks may still be writing
-            raise StoreError(still_saving_text(self._saving.what))
+            raise StoreError(still_saving_text(self._saving.label))
         self.local.table.observers.check_not_saving()
 
     # loads
@@ -493,7 +493,7 @@ class SnapshotManager:
         """Prune without the other ranks, on rank 0."""
         table, store = self.local.table, self.checked_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
-            saving = table.observers.saving
+            saving = table.observers.last_save
             if self._saving is None and (saving is None or saving.done):  # a running save uses a temporary folder
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]

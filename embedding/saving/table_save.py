@@ -93,7 +93,7 @@ class TableSave:
             observers = self.table.observers
             if from_image or self._image is not None:
                 observers.note_saved(id)
-            elif self.kind == "incremental" or observers.changes is not None:
+            elif self.kind == "incremental" or observers.tracker is not None:
                 observers.track_changes(id)
             self.on_saved(id)
             if self.capture is not None and self.shard is None:

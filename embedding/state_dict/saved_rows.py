@@ -375,7 +375,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     def _change_token(self) -> Any:
         """Return a value that changes if and only if a row changes."""
         table = None if self._handle is None else self._handle.open_table
-        return table and (weakref.ref(table), table.step, table.updates)
+        return table and (weakref.ref(table), table.step, table.num_updates)
 
     def _is_latest_copy(self, tensors: Mapping[str, Any]) -> bool:
         """True if `tensors` are the copy in the latest state_dict and no row has changed since that copy."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...engine.checks import fits
+from ...engine.checks import has_type
 from ...engine.errors import InputError, OptimizerError, SnapshotError, StoreError
 from ...engine.optim.kernel import kernels
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -145,7 +145,7 @@ def fit_selection(
     """
     remarks: list[str] = []
     names, selected = table_names.names_in(stored), selection.tables
-    if selected is not None and (not fits(selected, Collection) or not len(selected)):
+    if selected is not None and (not has_type(selected, Collection) or not len(selected)):
         raise InputError(f"tables={selected!r}: give a list of table ids or names, or None for all")
     if selection.where is not None and not callable(selection.where):
         raise InputError(f"where={selection.where!r}: give a function of (table_ids, keys), NumPy arrays, or None")

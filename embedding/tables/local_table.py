@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ...engine.durable import remedy_for
+from ...engine.durable import choose_remedy
 from ...engine.errors import ClosedError, OptimizerError, SnapshotError, StoreError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
@@ -69,7 +69,7 @@ class LocalTable:
             raise
         cache_metrics(self._table)
         if shard is None or shard.rank == 0:
-            (level, source), rows = self.persistence.source, f"{self._table.counts.rows:,} rows"
+            (level, source), rows = self.persistence.source, f"{self._table.counts.num_rows:,} rows"
             rows += f" of rank 0 of {shard.ranks}" if shard is not None else ""
             log.log(level, "embedding %r: %s of step %d; %s", self.name, rows, self._table.step, source)
         self._share_gate()
@@ -138,7 +138,7 @@ class LocalTable:
 
     def _share_gate(self) -> None:
         if self.group is not None and self.store is not None and self._table is not None:
-            self._table.use_gate(self.group.gate)
+            self._table.set_step_gate(self.group.gate)
 
     def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
         """Serve other processes' requests for a folder, until `close`. folder: None on ranks without it."""
@@ -152,7 +152,7 @@ class LocalTable:
         stored, needed = table.state, table.spec.state_of(optimizer)
         is_same_initial = table.optimizer is None or table.optimizer.initial == optimizer.initial
         is_stateless = stored.rule is None and not stored.names  # the rows were written by `put`
-        if table.counts.rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
+        if table.counts.num_rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {stored.rule} with state {list(stored.names)} that "
                 f"begins as {list(stored.initial)}, not of {needed.rule} with {list(needed.names)} from "
@@ -285,7 +285,7 @@ class LocalTable:
         except OSError as error:  # torch or this close raised the error
             if self._table is None:
                 raise
-            remedy = remedy_for(error, "remove its cause")
+            remedy = choose_remedy(error, "remove its cause")
             raise StoreError(
                 f"embedding {self.name!r} could not be closed: {error}: {remedy}, then close it again"
             ) from error

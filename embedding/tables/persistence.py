@@ -35,7 +35,7 @@ from ...engine.store.contract import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
 from ...engine.store.table_counts import TABLE_ROWS, count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets
-from ...engine.table.row_scan import checked_rows, load_rows
+from ...engine.table.row_scan import check_rows, load_rows
 from ...engine.table.stack import build_stack, processor_factory
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import FILES, LIVE, SHARD, check_description
@@ -95,7 +95,7 @@ class TablePersistence:
         self.options = options = options if shard is None else shard.options(options)
         self.rows_version = None if shard is None else RowsVersion(shard)
         self._processor = processor_factory(device, options)
-        self._budgets = AutoBudgets(spec.name, options, ranks=1 if shard is None else shard.ranks_on_host)
+        self._budgets = AutoBudgets(spec.name, options, num_ranks=1 if shard is None else shard.ranks_on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
@@ -299,7 +299,7 @@ class TablePersistence:
             reopened = self.open(optimizer)
             self.resumed_step = resumed_step
             return reopened
-        wider = self._build(optimizer, {**table.describe(), "rows": table.counts.rows, "shards": None}, None)
+        wider = self._build(optimizer, {**table.describe(), "rows": table.counts.num_rows, "shards": None}, None)
         self._fill(wider, table.describe(), table.scan())
         table.close()
         return wider
@@ -347,10 +347,10 @@ class TablePersistence:
         own = self.spec.id_limits(None)
         if self.spec.last_ids is not None and table.id_limits != own and not for_load:
             ids = LoadedIds(self.spec)
-            for _ in ids.count(checked_rows(table.scan(), self.spec.num_tables)):
+            for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):
                 pass
             if not self._remark(ids.remarks(where, False, None)):
-                table.use_own_reach()
+                table.reset_id_limits()
         return table
 
     def _live_table(
@@ -433,7 +433,7 @@ class TablePersistence:
         with self._with_seed_of(tensors.description), running.lock:
             check_stored(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
             ids = LoadedIds(self.spec)
-            chunks = ids.count(checked_rows(tensors.chunks(), self.spec.num_tables))
+            chunks = ids.count(check_rows(tensors.chunks(), self.spec.num_tables))
             table = self._restore(optimizer, tensors.stored(), contextlib.nullcontext(chunks), running)
             self._remark(ids.remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
@@ -509,10 +509,10 @@ class TablePersistence:
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
-        checked = checked_rows(chunks, self.spec.num_tables)
+        checked = check_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.note_loaded(checked)
         counts = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
-        table.counts.set_stored(counts)
+        table.counts.set_initial_counts(counts)
         return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
@@ -524,19 +524,19 @@ class TablePersistence:
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)
-        stack = build_stack(self._budgets.numbers(processor), processor, path, shards)
+        stack = build_stack(self._budgets.resolve(processor), processor, path, shards)
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._write_at, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
         stored_run = "" if stored is None else str(stored.get(RUN, "")) or self._run
         self._run = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
-        table.begin(optimizer, self._run, stored)
+        table.start(optimizer, self._run, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
-            table.counts.set_stored(read_counts(stored, self.spec.num_tables))
+            table.counts.set_initial_counts(read_counts(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
-                    remembered = lifecycle.note_loaded(checked_rows(table.scan(), self.spec.num_tables))
-                    table.counts.set_stored(count_chunk_rows(remembered, self.spec.num_tables))
+                    remembered = lifecycle.note_loaded(check_rows(table.scan(), self.spec.num_tables))
+                    table.counts.set_initial_counts(count_chunk_rows(remembered, self.spec.num_tables))
                 except BaseException:
                     table.close()
                     raise
@@ -581,12 +581,12 @@ class TablePersistence:
         bottom = table.stack.bottom
         live: dict[str, Any] = {"live": "rows"}
         if isinstance(bottom, RocksDB):
-            live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.versions()}
-        counts = table.counts.known_by_table
+            live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.read_versions()}
+        counts = table.counts.known_table_counts
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
         shard = {} if self.rows_version is None else {SHARD: self.rows_version.marker_fields()}
         version = {} if self.member is None or self.rows_version is not None else {LIVE: self.member.version}
-        return {**table.describe(), **live, "rows": table.counts.rows, **rows_by_table, **shard, **version}
+        return {**table.describe(), **live, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
 
 
 def _drop(table: OpenTable, path: Path | None) -> None:

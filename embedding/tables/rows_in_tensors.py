@@ -42,7 +42,7 @@ class RowTensors:
         """Return a copy of a table's rows at its last step."""
         with table.lock:
             table.check()
-            return cls.from_chunks(table.describe(), table.counts.rows, (rows for _, rows in table.scan()))
+            return cls.from_chunks(table.describe(), table.counts.num_rows, (rows for _, rows in table.scan()))
 
     @classmethod
     def make_empty(cls, spec: TableSpec) -> RowTensors:

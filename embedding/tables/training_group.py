@@ -77,13 +77,13 @@ class TrainingGroup:
     @property
     def is_mid_step(self) -> bool:
         """True if a table is in a step, so that tables may be at different steps."""
-        return self.gate.is_closed or any(handle.local.table.in_step for handle in self.handles())
+        return self.gate.is_closed or any(handle.local.table.is_in_step for handle in self.handles())
 
     def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
         own_handles = [e.open_handle for e in embeddings if e.group is self and e.world is None]
         handles = [handle for handle in own_handles if handle is not None and handle.member is not None]
-        behind = [table for handle in handles if (table := handle.local.table).in_step or table.failure is not None]
+        behind = [table for handle in handles if (table := handle.local.table).is_in_step or table.failure is not None]
         if 0 < len(behind) < len(handles) and any(table.update_failed or table.failure is not None for table in behind):
             mark_inconsistent([handle.member for handle in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
@@ -134,7 +134,7 @@ def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = 
                 stack.enter_context(gate.between_steps(tables.copy, lambda: False))
             for table in tables:
                 stack.enter_context(table.lock)
-            if any(table.is_replaced or table.observers.is_saved_by_another for table in tables):
+            if any(table.is_replaced or table.observers.is_saved_by_other_thread for table in tables):
                 continue
             if replaces and any(table.observers.is_saving for table in tables):  # another save has begun meanwhile
                 continue

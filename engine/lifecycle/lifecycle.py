@@ -19,30 +19,30 @@ from ..store.table_counts import Counts, count_by_table
 
 log = logging.getLogger("tierbed")
 
-SCANS = 16  # scans for expired rows per `ttl_steps` steps
+SCANS = 16  # how many scans for expired rows there are in `ttl_steps` steps
 
 
 class Lifecycle:
     """The lifecycle of an open table's rows.
 
-    Without `eviction`, `admission` and `ttl_steps`, no ledger exists, and `admit`, `note_written` and `expired` are not
-    called. If an earlier run stored more rows than the capacity, the excess is evicted when new rows are admitted.
+    Without `eviction`, `admission` and `ttl_steps`, no ledger exists, and nobody calls `admit`, `note_written` and
+    `find_expired`. If an earlier run stored more rows than the capacity, admitting new rows evicts the excess.
     """
 
-    def __init__(self, name: str, num_tables: int, options: StoreOptions, stored_rows: int, seed: int) -> None:
+    def __init__(self, name: str, num_tables: int, options: StoreOptions, num_stored_rows: int, seed: int) -> None:
         self._name, self.capacity = name, options.capacity
         self._eviction, self._admission, self._ttl = options.eviction, options.admission, options.ttl_steps
         self._ledger: _core.Ledger | None = None
         self.has_ledger = False  # if True, this class checks the capacity and must know every written row
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
-        self.removed_counts = np.zeros(num_tables, np.int64)  # per table: written rows removed since, and refused rows
-        if self.capacity is not None and options.eviction in ("none", "ttl") and stored_rows > self.capacity:
+        self.removed_counts = np.zeros(num_tables, np.int64)  # per table, since opening: removed and refused rows
+        if self.capacity is not None and options.eviction in ("none", "ttl") and num_stored_rows > self.capacity:
             log.warning(
                 "embedding %r: %d stored rows exceed capacity=%d; all of them stay, but no new row is inserted until "
                 "rows are deleted or capacity is raised",
-                name, stored_rows, self.capacity,
+                name, num_stored_rows, self.capacity,
             )  # fmt: skip
-            self.capacity = stored_rows
+            self.capacity = num_stored_rows
         if (options.eviction, options.admission, options.ttl_steps) != ("none", None, None):
             self.has_ledger = True
             self._ledger = _core.Ledger(
@@ -56,16 +56,16 @@ class Lifecycle:
 
     @property
     def metrics(self) -> dict[str, int]:
-        """`counts`, and the ledger's memory as `ledger_bytes`."""
+        """The numbers in `counts`, and the ledger's memory as `ledger_bytes`."""
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
-    def admit(self, batch: Any, layout: _core.Layout, step: int, training: bool) -> tuple[TableIds, Keys] | None:
-        """Decide which new rows to keep of a batch that `step` will write. Returns rows to erase first, or None."""
+    def admit(self, batch: Any, layout: _core.Layout, step: int, is_training: bool) -> tuple[TableIds, Keys] | None:
+        """Decide which new rows to keep of a batch that `step` will write. Returns the rows to erase first, or None."""
         assert self._ledger is not None
-        admitted = self._ledger.admit(batch, layout, step, training)  # refused rows get lines in the batch itself
-        if admitted.lacking:  # no row and no count has changed
-            raise CapacityError(self._capacity_text(admitted.fresh, admitted.lacking))
-        tables, keys = admitted.take_victims()
+        admission = self._ledger.admit(batch, layout, step, is_training)  # refused rows get lines in the batch itself
+        if admission.num_excess:  # the ledger has changed no row and no count
+            raise CapacityError(self._format_capacity_error(admission.num_new, admission.num_excess))
+        tables, keys = admission.take_victims()
         return (tables, keys) if len(keys) else None
 
     def note_written(self, batch: Any, step: int) -> None:
@@ -76,26 +76,26 @@ class Lifecycle:
             self._count(refused, "refused")
         self._ledger.commit(batch, step)
 
-    def expired(self, step: int) -> tuple[TableIds, Keys] | None:
-        """Returns the rows that expire after `step`, or None. Only `SCANS` of `ttl_steps` steps scan for rows."""
+    def find_expired(self, step: int) -> tuple[TableIds, Keys] | None:
+        """Returns the rows that expire after `step`, or None. Scans for them `SCANS` times in `ttl_steps` steps."""
         assert self._ledger is not None
         if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS):
             return None
-        tables, keys = self._ledger.expired(step)
+        tables, keys = self._ledger.find_expired(step)
         return (tables, keys) if len(keys) else None
 
-    def note_removed(self, tables: TableIds, keys: Keys, existing: Counts, cause: str) -> None:
-        """Record that rows were removed. `existing` counts the written rows per table; `cause` is a key of `counts`."""
+    def note_removed(self, tables: TableIds, keys: Keys, existing_counts: Counts, cause: str) -> None:
+        """Record removed rows. `existing_counts` counts the written rows per table; `cause` is a key in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
-        self._count(existing, cause)
+        self._count(existing_counts, cause)
 
     def _count(self, rows: Counts, cause: str) -> None:
         self.removed_counts += rows
         self.counts[cause] += int(rows.sum())
 
-    def absence_text(self) -> str:
-        """Returns all causes so far that may explain a missing row, as text. (Removed rows are not recorded.)"""
+    def explain_absence(self) -> str:
+        """Returns a text with all causes that may explain a missing row, since no record names the removed rows."""
         occurred = [cause for cause, count in self.counts.items() if count]
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]
         return " or ".join(["not written since the table was opened", *causes])
@@ -107,14 +107,14 @@ class Lifecycle:
                 self._ledger.load(*(rows[field].copy() for field in ("table", "key", "updates", "step")))
             yield bucket, rows
 
-    def _capacity_text(self, fresh: int, lacking: int) -> str:
+    def _format_capacity_error(self, num_new: int, num_excess: int) -> str:
         assert self.capacity is not None
         remedy = "raise capacity, or split the batch, whose own rows are never evicted"
         if self._eviction == "none":
             remedy = "raise capacity, choose an eviction, or leave new ids out"
-        elif self._eviction == "ttl" and fresh <= self.capacity:
+        elif self._eviction == "ttl" and num_new <= self.capacity:
             remedy = f"raise capacity, or lower ttl_steps={self._ttl}"
         return (
-            f"capacity={self.capacity} of embedding {self._name!r}, eviction={self._eviction!r}: the batch has {fresh} "
-            f"new rows, but there is room for {max(fresh - lacking, 0)}; {remedy}. Nothing was changed"
+            f"capacity={self.capacity} of embedding {self._name!r}, eviction={self._eviction!r}: the batch has "
+            f"{num_new} new rows, but there is room for {max(num_new - num_excess, 0)}; {remedy}. Nothing was changed"
         )

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..checks import as_int
 from ..errors import InputError, OptionError
-from ..row_format import overflows
+from ..row_format import find_overflows
 from .table_names import choices, table_number
 from .table_spec import DTYPES, KEY_TYPES, TableSpec
 
@@ -304,7 +304,7 @@ def check_values(spec: TableSpec, keys: Tensor, values: NDArray[np.float32], all
         flags, problem = ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
     if spec.dtype != "float32" and not flags.any():
         remedy = "give smaller numbers, or make the embedding with torch.float32"
-        flags, problem = overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
+        flags, problem = find_overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
     if flags.any():
         row, column = np.argwhere(flags)[0].tolist()
         raise _error(spec, "rows", f"{values[row, column]} for key {keys.flatten()[row].item()} {problem}")

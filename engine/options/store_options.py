@@ -23,7 +23,7 @@ from ..checks import (
     choice_option,
     expanded,
     int_option,
-    nearest,
+    suggest_name,
 )
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
@@ -264,9 +264,9 @@ class CachedHostMemOptions(StoreOptions, _Cached):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set("cache_budget_mb", auto_budget_option("cache_budget_mb", self.cache_budget_mb, zero=False))
+        self._set("cache_budget_mb", auto_budget_option("cache_budget_mb", self.cache_budget_mb, allows_zero=False))
         if self.overflow_mb is not None:
-            self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, zero=False))
+            self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, allows_zero=False))
         choice_option("cache_policy", self.cache_policy, CACHE_POLICIES)
 
     @property
@@ -318,13 +318,13 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
     def __post_init__(self) -> None:
         require_rocksdb()
         super().__post_init__()
-        host_budget = auto_budget_option("host_cache_budget_mb", self.host_cache_budget_mb, zero=True)
+        host_budget = auto_budget_option("host_cache_budget_mb", self.host_cache_budget_mb, allows_zero=True)
         self._set("host_cache_budget_mb", host_budget)
         self._set_int("shards", f"a whole number from 1 to {BUCKETS}", 1, BUCKETS)
         choice_option("read_mode", self.read_mode, READ_MODES)
         if self.read_mode == "direct":
             cache_mb = ROCKSDB_CACHE_MB if self.rocksdb_cache_mb is None else self.rocksdb_cache_mb
-            self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, zero=True))
+            self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, allows_zero=True))
         elif self.rocksdb_cache_mb is not None:
             problem = f"read_mode={self.read_mode!r} uses the page cache instead"
             raise self._wrong("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
@@ -384,7 +384,7 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
     known = [f.name for f in fields(STORES[store]) if f.init]
     unknown = sorted(set(arguments) - set(known))
     if unknown:
-        raise OptionError(f"{where}: {store} has no option {', '.join(unknown)}; {nearest(unknown, known)}")
+        raise OptionError(f"{where}: {store} has no option {', '.join(unknown)}; {suggest_name(unknown, known)}")
     try:
         return STORES[store](**arguments)
     except OptionError as error:

@@ -16,7 +16,7 @@ from ..checks import as_int, int_option, is_folder_name
 from ..errors import OptionError
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
-from ..row_format import STATE_TYPES, RowForm, overflows
+from ..row_format import STATE_TYPES, RowForm, find_overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
 from .table_names import TABLE_NAMES, check_distinct, labels_of
 
@@ -218,7 +218,7 @@ def check_initializer_range(tables: Sequence[AnyTableOptions], dtype: str) -> No
     """Raise OptionError if an initializer can draw a value that overflows `dtype`."""
     for index, table in enumerate(tables):
         for part in [table] if isinstance(table, TableOptions) else table.columns:
-            if overflows(np.array([part.initializer.max_magnitude], np.float32), dtype).any():
+            if find_overflows(np.array([part.initializer.max_magnitude], np.float32), dtype).any():
                 raise OptionError(
                     f"tables[{index}]: {part.initializer}: values up to {part.initializer.max_magnitude:.6g} overflow "
                     f"dtype=torch.{dtype}; give a narrower initializer, or torch.float32"

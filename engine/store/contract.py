@@ -23,17 +23,17 @@ class CapacityLimit(NamedTuple):
 
     embedding: str
     capacity: int
-    left: Callable[[], int]
+    count_room: Callable[[], int]
 
 
 class TierBase(Protocol):
-    """The methods that all tiers share. A row with `updates` = 0 does not count as a row of the tier."""
+    """The methods that all tiers share. A row that was never written (`updates` = 0) does not count."""
 
     def scan(self) -> Chunks:
         """Yield all rows in small chunks, as (bucket, rows of `row_dtype`), sorted by bucket, then by (table, key)."""
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        """Erase distinct rows in this tier and below; skip missing rows. A pinned row stays, with its initial value."""
+        """Erase distinct rows in this tier and below; skip missing rows. Pinned rows stay, with initial values."""
 
     def flush(self) -> None:
         """Write all dirty lines back to the last tier. A last tier on disk also makes its rows durable."""
@@ -62,7 +62,7 @@ class WritableTier(TierBase, Protocol):
 class TableImage(Protocol):
     """A full table's rows as they were when the image was made. Buckets are read one by one while the table changes.
 
-    Calls must not overlap, except that `sort` may run during `save_before_images` and `save_before_images_by_key`.
+    Calls must not overlap, except that `sort_bucket` may run while before-images are saved.
     """
 
     def save_before_images(self, batch: Any) -> None:
@@ -71,14 +71,14 @@ class TableImage(Protocol):
     def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
         """Save before-images of distinct rows, before these rows are erased."""
 
-    def list(self, bucket: int) -> None:
+    def open_bucket(self, bucket: int) -> None:
         """Start to read a bucket. Read buckets in ascending order."""
 
-    def sort(self) -> None:
-        """Sort the bucket's rows. Call `sort` between `list` and the first `next`."""
+    def sort_bucket(self) -> None:
+        """Sort the bucket's rows. Call `sort_bucket` between `open_bucket` and the first `read_next`."""
 
-    def next(self, rows: NDArray[np.uint8]) -> int:
-        """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns their number; 0 at the end."""
+    def read_next(self, rows: NDArray[np.uint8]) -> int:
+        """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns the row count, 0 at the end."""
 
     @property
     def before_image_bytes(self) -> int:
@@ -97,7 +97,7 @@ class Tier(WritableTier, Protocol):
 
     @property
     def native(self) -> _core.Tier:
-        """The C++ tier, for a CPU cache above."""
+        """The tier's C++ object, for a CPU cache above this tier."""
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
         """Copy rows to their lines, except rows that the tier lacks. If `touch`, caches count the read as a use."""
@@ -124,14 +124,14 @@ class NativeTier:
 class ChangeSource(Protocol[B]):
     """Collects the keys of rows that change."""
 
-    def note(self, batch: B) -> None:
+    def add_batch(self, batch: B) -> None:
         """Record a pinned batch's rows, before these rows are written."""
 
-    def names(self) -> tuple[TableIds, Keys]:
-        """Return the keys of rows changed since the last `forget`; erased rows may be missing. May wait."""
+    def list_keys(self) -> tuple[TableIds, Keys]:
+        """Return the keys of rows changed since the last `forget`. Erased rows may be missing. May wait."""
 
     def forget(self) -> None:
-        """Forget the keys that the last call of `names` returned."""
+        """Forget the keys that the last call of `list_keys` returned."""
 
 
 class TopTier(TierBase, Protocol[B]):
@@ -152,7 +152,7 @@ class TopTier(TierBase, Protocol[B]):
         return
 
     def prefetch(self, batch: B) -> bool:
-        """Fetch and pin an announced batch. False if memory is short. May run in another thread, like `announce`."""
+        """Fetch and pin an announced batch. False if memory is short. May run in any thread, like `announce`."""
         return True
 
     def cancel(self) -> None:
@@ -173,7 +173,7 @@ class TopTier(TierBase, Protocol[B]):
         """Return how many rows `peek(trains=False)` found in this tier, in lower tiers and in no tier. May wait."""
 
     def peek(self, batch: B, trains: bool = False) -> None:
-        """Write row addresses to the batch, for reading only. The batch's memory holds initial values of unknown rows.
+        """Write row addresses to the batch, for reading only. Unknown rows get initial values in the batch's memory.
 
         trains: True in a training step; `peek_counts` does not count these rows.
         """

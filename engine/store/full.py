@@ -14,17 +14,17 @@ from ..row_format import BUCKETS, Chunks, Keys, row_dtype
 from .contract import CapacityLimit, NativeTier, TopTier
 
 
-def check_capacity(new: int, capacity_limit: CapacityLimit | None) -> None:
+def check_capacity(num_new: int, capacity_limit: CapacityLimit | None) -> None:
     """Raise CapacityError if the batch has more new rows than the embedding may still insert."""
-    if new and capacity_limit is not None and new > (room := capacity_limit.left()):
+    if num_new and capacity_limit is not None and num_new > (room := capacity_limit.count_room()):
         raise CapacityError(
-            f"capacity={capacity_limit.capacity} of embedding {capacity_limit.embedding!r}: the batch brings {new} new "
-            f"rows and there is room for {room}; raise capacity, or leave unseen ids out. Nothing was changed"
+            f"capacity={capacity_limit.capacity} of embedding {capacity_limit.embedding!r}: the batch brings {num_new} "
+            f"new rows and there is room for {room}; raise capacity, or leave unseen ids out. Nothing was changed"
         )
 
 
 def full_table_bytes(rows: int, line_bytes: int) -> int:
-    """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how `FullTable` allocates."""
+    """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how C++ `FullTable` grows."""
     average = rows / BUCKETS
     fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
     index, lines, total, unused = 0, 0, 0, 0
@@ -50,7 +50,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     def __init__(self, layout: _core.Layout, tier: str) -> None:
         self._layout, self._tier = layout, tier
         self.native = _core.FullTable(layout)
-        self._peeked = self._unknown = 0  # rows that `peek` looked up, and rows it did not find
+        self._num_peeked = self._num_unknown = 0  # rows that `peek` looked up, and rows that `peek` did not find
 
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         missing = self.native.find(batch)
@@ -66,26 +66,26 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
         missing = self.native.find(batch)
         if not trains:
-            self._peeked += batch.unique
-            self._unknown += missing
+            self._num_peeked += batch.unique
+            self._num_unknown += missing
         if missing:
             _core.initialise_missing(batch, self._layout)
 
     def gather_few(self, keys: Keys, last_ids: Keys | None, out: NDArray[np.float32], trains: bool) -> bool:
         """Copy the rows of `keys` in table 0 to `out`. Returns False if a row is missing. trains: as in `peek`."""
         unique = self.native.gather_few(keys, last_ids, out)
-        self._peeked += 0 if trains else unique
+        self._num_peeked += 0 if trains else unique
         return unique > 0
 
     def peek_counts(self) -> tuple[int, int, int]:
-        return self._peeked - self._unknown, 0, self._unknown
+        return self._num_peeked - self._num_unknown, 0, self._num_unknown
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         location = self.native.locate(table, key)
         return [] if location is None else [{"tier": self._tier, **location}]
 
     def scan(self) -> Chunks:
-        dtype, native = row_dtype(self._layout.width), self.native  # kept here, because the scan goes on after `close`
+        dtype, native = row_dtype(self._layout.width), self.native  # local, because the scan goes on after `close`
         for bucket in range(BUCKETS):
             rows = native.scan(bucket).view(dtype)
             if len(rows):

@@ -15,7 +15,7 @@ from ..threads import POLL_SECONDS
 from .contract import TableImage
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
-CHUNK_BYTES = 1 << 20  # steps wait while a chunk is read
+CHUNK_BYTES = 1 << 20  # bytes per chunk; steps wait while a chunk is read
 
 
 class Image(Protocol):
@@ -53,22 +53,22 @@ class DiskImage(Image):
 
     def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
         self._rows, self._dtype, self._lock, self._on_close = rows, dtype, lock, on_close
-        self._reading, self._closed = RLock(), False
-        self._first = next(rows, None)  # opens the scan
+        self._read_lock, self._is_closed = RLock(), False
+        self._first_chunk = next(rows, None)  # opens the scan
 
     def chunks(self) -> Chunks:
-        chunk = self._first
+        chunk = self._first_chunk
         while chunk is not None:
             yield chunk[0], chunk[1].view(self._dtype)
-            with self._reading:
-                if self._closed:
+            with self._read_lock:
+                if self._is_closed:
                     raise _closed_error()
                 chunk = next(self._rows, None)
 
     def close(self) -> None:
-        with self._lock, self._reading:
-            if not self._closed:
-                self._closed = True
+        with self._lock, self._read_lock:
+            if not self._is_closed:
+                self._is_closed = True
                 with suppress(ValueError):  # if garbage collection closes during a read, RocksDB closes the scan later
                     self._rows.close()  # type: ignore[attr-defined]
                 self._on_close(self)
@@ -84,62 +84,62 @@ class MemoryImage(Image):
     def __init__(
         self, table: TableImage, dtype: np.dtype[np.void], max_bytes: int, lock: Any, on_close: Callable[[Image], None]
     ) -> None:
-        self._table: TableImage | None = table
+        self._table_image: TableImage | None = table
         self._dtype, self._max_bytes, self._on_close = dtype, max_bytes, on_close
-        self._changed = Condition(lock)
-        self.waits = 0  # how many times a step waited for memory
+        self._condition = Condition(lock)
+        self.num_waits = 0  # how many times a step waited for memory
 
     def chunks(self) -> Chunks:
         chunk_rows = max(1, CHUNK_BYTES // self._dtype.itemsize)
         for bucket in range(BUCKETS):
-            with self._changed:
-                self._require_table().list(bucket)
-            if (table := self._table) is not None:
-                table.sort()  # sorting is slow, and needs no lock
+            with self._condition:
+                self._require_open().open_bucket(bucket)
+            if (table := self._table_image) is not None:
+                table.sort_bucket()  # sorting is slow, and needs no lock
             while True:
                 rows = np.empty(chunk_rows, self._dtype)
-                with self._changed:
-                    count = self._require_table().next(rows.view(np.uint8))
-                    self._changed.notify_all()
+                with self._condition:
+                    count = self._require_open().read_next(rows.view(np.uint8))
+                    self._condition.notify_all()
                 if count == 0:
                     break
                 yield bucket, rows[:count]
 
     def close(self) -> None:
-        with self._changed:
-            if self._table is not None:
-                self._table = None
+        with self._condition:
+            if self._table_image is not None:
+                self._table_image = None
                 self._on_close(self)
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     @property
     def is_urgent(self) -> bool:
-        with self._changed:
-            return self._table is not None and 2 * self._table.before_image_bytes > self._max_bytes
+        with self._condition:
+            return self._table_image is not None and 2 * self._table_image.before_image_bytes > self._max_bytes
 
     def wait_for_memory(self, is_abandoned: Callable[[], bool]) -> None:
         if self._has_memory():
             return
-        self.waits += 1
+        self.num_waits += 1
         while not self._has_memory():
             if is_abandoned():
                 self.close()
             else:
-                self._changed.wait(POLL_SECONDS)
+                self._condition.wait(POLL_SECONDS)
 
     def before_write(self, batch: Any) -> None:
-        self._require_table().save_before_images(batch)
+        self._require_open().save_before_images(batch)
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
-        self._require_table().save_before_images_by_key(tables, keys)
+        self._require_open().save_before_images_by_key(tables, keys)
 
     def _has_memory(self) -> bool:
-        return self._table is None or self._table.before_image_bytes < self._max_bytes
+        return self._table_image is None or self._table_image.before_image_bytes < self._max_bytes
 
-    def _require_table(self) -> TableImage:
-        if self._table is None:
+    def _require_open(self) -> TableImage:
+        if self._table_image is None:
             raise _closed_error()
-        return self._table
+        return self._table_image
 
 
 def _closed_error() -> ClosedError:

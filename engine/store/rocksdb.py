@@ -1,4 +1,4 @@
-"""RocksDB as the last tier. Rows become durable at `flush`. Without a clean marker, rows are never served again."""
+"""RocksDB as the last tier. Rows become durable at `flush`. Rows without a clean marker are never served again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from ..durable import fsync_dir, make_folder, remedy_for
+from ..durable import choose_remedy, fsync_dir, make_folder
 from ..errors import OptionError, StoreError
 from ..options.store_options import ROCKSDB_CACHE_MB, require_rocksdb
 from ..row_format import Chunks, row_dtype
@@ -29,14 +29,14 @@ def rocksdb_info() -> dict[str, Any]:
     return {"version": _core.rocksdb_version, "async_io": _core.rocksdb_has_async_io()}
 
 
-class LiveFile(NamedTuple):
-    """A database file at one moment."""
+class DatabaseFile(NamedTuple):
+    """A RocksDB file, as it was at one moment."""
 
     name: str  # shard-N/<file>, relative to the tier's folder
     size: int  # in bytes, at that moment; the file may grow later
     # The checksum that RocksDB computed as it wrote a file of rows. None for other files and early tierbed versions.
     crc32c: int | None
-    content: bytes | None  # what a copy must contain, for a file that RocksDB may replace; otherwise None
+    content: bytes | None  # the bytes to copy, for a file that RocksDB may replace; None for other files
 
 
 class RocksDB(NativeTier):
@@ -45,7 +45,7 @@ class RocksDB(NativeTier):
     `shards` is the number of shards in an existing folder; None creates a folder with `new_shards`. If `read_only`,
     nothing is written to the folder, and writing rows raises StoreError. A folder on a full disk also opens read-only,
     until `make_writable` is called. `read_threads` limits how many threads wait for the disk at the same time.
-    `options`, an `options_text` string, overrides tierbed's defaults.
+    `options`, a string from `options_text`, overrides tierbed's defaults.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class RocksDB(NativeTier):
             if not read_only:
                 fsync_dir(folder)  # RocksDB syncs the files of a shard, but not the shard's folder entry
         except OSError as error:
-            remedy = remedy_for(error, "check the disk and the folder's permissions")
+            remedy = choose_remedy(error, "check the disk and the folder's permissions")
             raise StoreError(f"RocksDB in {folder}: {error}; {remedy}") from error
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
@@ -126,25 +126,25 @@ class RocksDB(NativeTier):
         self.native.compact()
 
     def make_writable(self) -> None:
-        """Reopen for writing, before rows change, if a full disk forced read-only. Raises StoreError."""
+        """Reopen for writing if a full disk forced read-only. Call before rows change. Raises StoreError."""
         self.native.make_writable()
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         """True if a call failed halfway, for example because memory ran out. All later calls raise."""
-        return self.native.failed
+        return self.native.has_failed
 
-    def versions(self) -> list[list[str | int]]:
+    def read_versions(self) -> list[list[str | int]]:
         """Return each shard's database identity and the number of its last write. Raises StoreError.
 
-        These values reveal truncated files and files copied at another moment. RocksDB opens both without an error.
+        These values reveal truncated files and files copied at another moment. RocksDB opens such files without error.
         """
-        return [[*version] for version in self.native.versions()]
+        return [[*version] for version in self.native.read_versions()]
 
     @contextlib.contextmanager
-    def live_files(self) -> Iterator[list[LiveFile]]:
-        """Yield all rows' files, which are kept until the block ends. Blocks must not overlap. Raises StoreError."""
-        files = [LiveFile(*file) for file in self.native.hold_files()]
+    def hold_files(self) -> Iterator[list[DatabaseFile]]:
+        """Yield the files of all rows, kept until the block ends. Blocks must not overlap. Raises StoreError."""
+        files = [DatabaseFile(*file) for file in self.native.hold_files()]
         try:
             yield files
         finally:

@@ -21,16 +21,16 @@ TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
 
 
 class AutoBudgets:
-    """Replaces an embedding's "auto" budgets by numbers. The host's memory is divided equally among `ranks`."""
+    """Replaces an embedding's "auto" budgets by numbers. The host's memory is divided equally among `num_ranks`."""
 
-    def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, ranks: int = 1) -> None:
-        self._name, self._options, self._root, self._ranks = name, options, root, ranks
-        self._free: dict[str, FreeMemory] = {}  # read once, so a table that is opened again gets the same budgets
-        self._promised: dict[str, int] = {}  # per memory: bytes promised to this embedding's caches
-        self._printed: set[str] = set()
+    def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, num_ranks: int = 1) -> None:
+        self._name, self._options, self._root, self._num_ranks = name, options, root, num_ranks
+        self._free_memory: dict[str, FreeMemory] = {}  # read once, so a reopened table gets the same budgets
+        self._promised_bytes: dict[str, int] = {}  # per memory: bytes promised to this embedding's caches
+        self._printed_lines: set[str] = set()
 
-    def numbers(self, processor: Processor[Any]) -> StoreOptions:
-        """Returns options with numbers, for a table on `processor`. Prints each division once. Raises OptionError."""
+    def resolve(self, processor: Processor[Any]) -> StoreOptions:
+        """Returns the options with MiB instead of "auto". Prints each division of memory once. Raises OptionError."""
         options = self._options
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
@@ -44,24 +44,24 @@ class AutoBudgets:
             options = replace(options, cache_budget_mb=split.cache_mb)
         if "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
-        return self._host_numbers(options, row_bytes, has_top_cache=device_memory is None)
+        return self._resolve_host(options, row_bytes, has_top_cache=device_memory is None)
 
     def release(self) -> None:
         """Release the memory promised to this embedding, whose caches are now closed."""
-        if self._promised:
+        if self._promised_bytes:
             with _lock:
-                self._promised.clear()
+                self._promised_bytes.clear()
 
-    def _host_numbers(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
-        """Returns the options with numbers for the caches in host memory; one is the top cache if `has_top_cache`."""
+    def _resolve_host(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
+        """Returns the options with MiB for "auto" caches in host memory: also the top cache if `has_top_cache`."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
         budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(mib(mb) + options.overflow_for(mib(mb)) for mb in budgets if mb and mb != "auto")
         fixed_mb += options.get("rocksdb_cache_mb") or 0
         shared_with: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = free_host_memory(self._root)
-        if free is not None and self._ranks > 1:
-            free = FreeMemory(free.bytes // self._ranks, f"{free.where} for each of {self._ranks} ranks")
+        if free is not None and self._num_ranks > 1:
+            free = FreeMemory(free.bytes // self._num_ranks, f"{free.location} for each of {self._num_ranks} ranks")
         split = self._split(name, str(self._root), free, row_bytes, shared_with, options.overflow_mb, fixed_mb)
         numbers: dict[str, Any] = {name: split.cache_mb, "overflow_mb": split.overflow_mb}
         if name == TOP and options.get(BELOW) == "auto":
@@ -85,13 +85,13 @@ class AutoBudgets:
                 f"{str(self._root / 'proc/meminfo')!r}; give a number of MiB"
             )
         with _lock:
-            if memory not in self._free:
-                promised = sum(budgets._promised.get(memory, 0) for budgets in _instances)
+            if memory not in self._free_memory:
+                promised = sum(budgets._promised_bytes.get(memory, 0) for budgets in _instances)
                 if not promised:
-                    _free_at_first[memory] = free.bytes
-                rest = max(min(free.bytes, _free_at_first[memory] - promised), 0)
-                self._free[memory] = FreeMemory(rest, free.where)
-            free = self._free[memory]
+                    _initial_free_bytes[memory] = free.bytes
+                rest = max(min(free.bytes, _initial_free_bytes[memory] - promised), 0)
+                self._free_memory[memory] = FreeMemory(rest, free.location)
+            free = self._free_memory[memory]
             capacity = self._options.capacity
             split = split_memory(
                 free.bytes / MB,
@@ -104,26 +104,26 @@ class AutoBudgets:
             if split.cache_mb * MB < MIN_CACHE_ROWS * row_bytes:
                 other_options = f", and other options take {fixed_mb:.1f}: lower them" if fixed_mb else ""
                 raise OptionError(
-                    f"{option}: {split.free_mb:.1f} MiB are free {free.where}{other_options}; the cache would get "
+                    f"{option}: {split.free_mb:.1f} MiB are free {free.location}{other_options}; the cache would get "
                     f"{split.cache_mb:.1f} MiB, but the minimum of {MIN_CACHE_ROWS} rows takes "
                     f"{MIN_CACHE_ROWS * row_bytes / MB:.1f}; free memory, or give a number of MiB"
                 )
-            self._promised[memory] = int((split.free_mb - split.rest_mb) * MB)
-        line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.where}: {split}"
-        if line not in self._printed and sys.stderr is not None:
-            self._printed.add(line)
+            self._promised_bytes[memory] = int((split.free_mb - split.rest_mb) * MB)
+        line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.location}: {split}"
+        if line not in self._printed_lines and sys.stderr is not None:
+            self._printed_lines.add(line)
             with suppress(OSError, ValueError):  # stderr may be closed
                 print(line, file=sys.stderr, flush=True)
         return split
 
 
 _instances: WeakSet[AutoBudgets] = WeakSet()
-_free_at_first: dict[str, int] = {}  # per memory: free bytes before the first promise that is still valid
+_initial_free_bytes: dict[str, int] = {}  # per memory: free bytes before the first promise that is still valid
 _lock = Lock()
 
 
 def _forget_parent() -> None:
-    """Reset a forked child, which uses none of the parent's caches. A thread of the parent may hold the lock."""
+    """Reset the state in a forked child: the child uses no cache of its parent, whose threads may hold the lock."""
     global _lock
     _lock = Lock()
     _instances.clear()

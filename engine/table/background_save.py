@@ -17,17 +17,17 @@ from ..row_format import Chunks
 from ..store.image import Image
 from ..threads import POLL_SECONDS, Thread
 
-NICENESS = 10  # added to the training threads' niceness
-PAUSE = 5.0  # seconds of pause per second of work, because a low priority does not free memory and disk bandwidth
+NICENESS = 10  # how much nicer the saving thread is than training threads
+PAUSE_RATIO = 5.0  # seconds of pause per second of work, because a low priority does not free memory and disk bandwidth
 
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
 
 
 class SaveHandle(Protocol):
-    """A save that may still be running. `what` names the snapshot in messages."""
+    """A save that may still be running. `label` names the snapshot in messages."""
 
-    what: str
+    label: str
 
     @property
     def done(self) -> bool: ...
@@ -38,19 +38,19 @@ class SaveHandle(Protocol):
 class ForegroundSave:
     """A save by the calling thread, from an image of the rows. Other threads can use the table meanwhile."""
 
-    def __init__(self, what: str, image: Image, lock: Any) -> None:
+    def __init__(self, label: str, image: Image, lock: Any) -> None:
         """`lock` is the table's lock, held by the caller."""
-        self.what, self.image = what, image
-        self._changed, self._thread = Condition(lock), current_thread()
+        self.label, self.image = label, image
+        self._condition, self._thread = Condition(lock), current_thread()
         self.done = self.is_running = False
 
     @property
-    def is_by_another(self) -> bool:
+    def is_run_by_other_thread(self) -> bool:
         """True while another, living thread runs this save."""
         return not self.done and current_thread() is not self._thread and self._thread.is_alive()
 
     def read(self, write: Callable[[Chunks], T]) -> T:
-        """Pass the rows to `write`, close the image, and return the result. The save continues until `end`."""
+        """Pass the rows to `write`, close the image, and return the result. The save counts as running until `end`."""
         self.is_running = True
         try:
             with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # a traceback would keep chunks open
@@ -61,32 +61,32 @@ class ForegroundSave:
     def end(self) -> None:
         """Mark the save as ended, after its snapshot was published or dropped. May be called again."""
         self.image.close()
-        with self._changed:
+        with self._condition:
             self.done = True
-            self._changed.notify_all()
+            self._condition.notify_all()
 
     def finish(self) -> None:
         """If another thread runs this save, wait until the save ends."""
-        with self._changed:
-            while self.is_by_another:
-                self._changed.wait(POLL_SECONDS)
+        with self._condition:
+            while self.is_run_by_other_thread:
+                self._condition.wait(POLL_SECONDS)
 
 
 class BackgroundSave:
     """A save by a background thread, which passes an image's rows to `write` and then closes the image.
 
-    `what` names the snapshot in messages. `lock` is the table's lock; a waiting call releases this lock. Raises
+    `label` names the snapshot in messages. `lock` is the table's lock; a waiting call releases this lock. Raises
     RuntimeError if the system cannot start a thread.
     """
 
-    def __init__(self, what: str, image: Image, write: Callable[[Chunks], object], lock: Any) -> None:
-        self.what = what
-        self._process = os.getpid()
-        self._changed = Condition(lock)
-        self._hurry = Event()  # set while another thread waits
-        self._ended = Event()
+    def __init__(self, label: str, image: Image, write: Callable[[Chunks], object], lock: Any) -> None:
+        self.label = label
+        self._process_id = os.getpid()
+        self._condition = Condition(lock)
+        self._hurry_event = Event()  # set once another thread waits for the save
+        self._end_event = Event()
         self._error: BaseException | None = None
-        self._error_was_raised = False
+        self._is_error_raised = False
         self.image = image
         self._thread = Thread(target=self._run, args=(write,), name="tierbed-save")
         self._thread.start()
@@ -94,14 +94,14 @@ class BackgroundSave:
     @property
     def done(self) -> bool:
         """True once the save has ended, successfully or not."""
-        is_alive = self._thread.is_alive()  # read first: the thread sets `_ended` before it ends
-        if not is_alive and not self._ended.is_set() and self._process == os.getpid():
-            death = MemoryError(f"{self.what}: the saving thread died without raising an error")
+        is_alive = self._thread.is_alive()  # read before `_end_event`, since the thread sets it before it ends
+        if not is_alive and not self._end_event.is_set() and self._process_id == os.getpid():
+            death = MemoryError(f"{self.label}: the saving thread died without raising an error")
             self._error = self._error or death
             self.image.close()
-            self._ended.set()
-            log.error("%s was not saved: %s", self.what, self._error)
-        return self._ended.is_set()
+            self._end_event.set()
+            log.error("%s was not saved: %s", self.label, self._error)
+        return self._end_event.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the save ends, for at most `timeout` seconds. Returns False if the save still runs.
@@ -109,43 +109,43 @@ class BackgroundSave:
         Ctrl-C ends the wait, not the save. If the save failed, there is no snapshot, and `wait` raises its error.
         Raises StoreError in a forked process, because the thread does not exist there.
         """
-        if not self.done and self._process != os.getpid():
-            raise StoreError(f"{self.what} is being saved by process {self._process}; wait for it there")
+        if not self.done and self._process_id != os.getpid():
+            raise StoreError(f"{self.label} is being saved by process {self._process_id}; wait for it there")
         done = self._wait_for_end(timeout)
         if self._error is not None:
-            self._error_was_raised = True
+            self._is_error_raised = True
             raise self._error
         return done
 
     def skip_pauses(self) -> None:
-        self._hurry.set()
+        self._hurry_event.set()
 
     def finish(self) -> BaseException | None:
-        """Wait until the save ends (not in the saving thread). Returns the save's error once, unless already raised."""
-        if self._process == os.getpid() and current_thread() is not self._thread:
+        """Wait until the save ends, except in the saving thread. Returns the save's error, unless raised before."""
+        if self._process_id == os.getpid() and current_thread() is not self._thread:
             self._wait_for_end()
-        if not self.done or self._error_was_raised:
+        if not self.done or self._is_error_raised:
             return None
-        self._error_was_raised = True
+        self._is_error_raised = True
         return self._error
 
     def _wait_for_end(self, timeout: float | None = None) -> bool:
-        self._hurry.set()
+        self._hurry_event.set()
         end = inf if timeout is None else monotonic() + timeout
         # A signal handler that waits in the middle of a step must release the lock. Other callers do not hold the lock.
-        is_owned = self._changed._is_owned()  # type: ignore[attr-defined]
+        is_owned = self._condition._is_owned()  # type: ignore[attr-defined]
         while not self.done and monotonic() < end:
-            (self._changed if is_owned else self._ended).wait(min(POLL_SECONDS, end - monotonic()))
+            (self._condition if is_owned else self._end_event).wait(min(POLL_SECONDS, end - monotonic()))
         return self.done
 
-    def _paced(self, image: Image) -> Chunks:
+    def _read_paced(self, image: Image) -> Chunks:
         """Yield the image's rows with pauses, to slow down steps as little as possible."""
         begin = perf_counter()
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
-                if not image.is_urgent and main_thread().is_alive():  # no step and no process exit waits
-                    self._hurry.wait(PAUSE * (perf_counter() - begin))
+                if not image.is_urgent and main_thread().is_alive():  # pause only if no step and no process exit waits
+                    self._hurry_event.wait(PAUSE_RATIO * (perf_counter() - begin))
                 begin = perf_counter()
 
     def _run(self, write: Callable[[Chunks], object]) -> None:
@@ -153,15 +153,15 @@ class BackgroundSave:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
             _core.use_own_pool(1)
-            with closing(self._paced(self.image)) as chunks:  # type: ignore[type-var]  # as in `read`
+            with closing(self._read_paced(self.image)) as chunks:  # type: ignore[type-var]  # as in `read`
                 write(chunks)
         except BaseException as error:
             self._error = error
-            log.error("%s was not saved: %s", self.what, error)
+            log.error("%s was not saved: %s", self.label, error)
         finally:
             try:
                 self.image.close()
             finally:
-                with self._changed:
-                    self._ended.set()
-                    self._changed.notify_all()
+                with self._condition:
+                    self._end_event.set()
+                    self._condition.notify_all()

@@ -20,66 +20,66 @@ import numpy as np
 from .. import _core
 from ..cache.cached import CpuCachedStore
 from ..errors import StoreError
-from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, keys_of
+from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, row_keys
 from ..signals import uninterrupted
 from ..store.contract import ChangeSource, TopTier
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
-from .row_scan import line_addresses, locked
+from .row_scan import iterate_locked, line_addresses
 
-Table = Any  # an OpenTable; table.py imports this file
+Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
 
 
 class ChangeTracker:
-    """The keys of rows that changed since the snapshot with id `since`. Callers hold the table's lock."""
+    """The keys of rows that changed since the snapshot with id `base_id`. Callers hold the table's lock."""
 
-    def __init__(self, since: str, source: ChangeSource[Any] | None) -> None:
-        self.since = since
+    def __init__(self, base_id: str, source: ChangeSource[Any] | None) -> None:
+        self.base_id = base_id
         self._source = source  # tracks changes inside the top tier; None if `_core.ChangedRows` can track them
-        self._saving: _core.ChangedRows | None = None  # keys changed before the last `start_delta`
-        self._later = _core.ChangedRows()  # later changes, which are not in the snapshot that is being saved
+        self._delta_keys: _core.ChangedRows | None = None  # keys changed before the last `start_delta`
+        self._later_keys = _core.ChangedRows()  # later changes, which are not in the snapshot that is being saved
 
-    def note(self, batch: Any) -> None:
-        (self._source or self._later).note(batch)
+    def add_batch(self, batch: Any) -> None:
+        (self._source or self._later_keys).add_batch(batch)
 
-    def note_rows(self, tables: TableIds, keys: Keys) -> None:
-        self._later.note_rows(tables, keys)
+    def add_keys(self, tables: TableIds, keys: Keys) -> None:
+        self._later_keys.add_keys(tables, keys)
 
     def start_delta(self) -> None:
         """Separate the changes to save now from later changes. If the save fails, the next save includes both."""
         if self._source is not None:
-            self._later.note_rows(*self._source.names())
+            self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()
-        later = _core.ChangedRows(room=self._later.size)  # expect about as many changes again
-        if self._saving is None:
-            self._saving = self._later
+        later = _core.ChangedRows(room=self._later_keys.size)  # room for about as many changes as before
+        if self._delta_keys is None:
+            self._delta_keys = self._later_keys
         else:
-            self._saving.merge(self._later)
-        self._later = later
+            self._delta_keys.merge(self._later_keys)
+        self._later_keys = later
 
-    def note_saved(self, since: str) -> None:
-        """Record that the snapshot with id `since` holds all changes before the last `start_delta`."""
-        self.since, self._saving = since, None
+    def note_saved(self, snapshot_id: str) -> None:
+        """Record that the snapshot with id `snapshot_id` holds all changes before the last `start_delta`."""
+        self.base_id, self._delta_keys = snapshot_id, None
 
-    def rows(self, top: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
+    def read_rows(self, top: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
         """Yield the changes before the last `start_delta` in chunks, with each row's current value from `top`.
 
         Buckets ascend. Within a bucket, rows ascend by (table, key), and so do the keys of removed rows. Removed rows
         may include rows that were inserted after the snapshot.
         """
-        changed = self._saving
+        changed = self._delta_keys
         assert changed is not None
         size = max(1, CHUNK_BYTES // dtype.itemsize)
         for bucket in range(BUCKETS):
-            tables, keys = changed.rows(bucket)
+            tables, keys = changed.list_keys(bucket)
             for begin in range(0, len(keys), size):
                 part = slice(begin, begin + size)
                 rows = np.empty(len(keys[part]), dtype)
                 rows["table"], rows["key"] = tables[part], keys[part]
                 exists = top.read(tables[part], keys[part], line_addresses(rows), False)
-                yield bucket, rows if exists.all() else rows[exists], keys_of(rows[~exists])
+                yield bucket, rows if exists.all() else rows[exists], row_keys(rows[~exists])
 
 
 class ChangeObservers:
@@ -87,28 +87,28 @@ class ChangeObservers:
 
     def __init__(self, table: Table) -> None:
         self._table: Table = weakref.proxy(table)
-        self.saving: BackgroundSave | ForegroundSave | None = None  # the latest save; it may have ended
-        self.changes: ChangeTracker | None = None
+        self.last_save: BackgroundSave | ForegroundSave | None = None  # the latest save; it may have ended
+        self.tracker: ChangeTracker | None = None
         self._image: Image | None = None
         self.is_active = False  # if False, calls of `before_update` and `wait_for_memory` are unnecessary
 
     @property
     def has_image(self) -> bool:
-        """True if an image is open, because an open image may need before-images."""
+        """True while an image is open. Rows that change may then need before-images."""
         return self._image is not None
 
-    def track_changes(self, since: str) -> None:
-        """Track changes from now on. The current rows equal the snapshot with id `since`."""
+    def track_changes(self, base_id: str) -> None:
+        """Track changes from now on. The current rows equal the snapshot with id `base_id`."""
         with self._table.lock:
-            if self.changes is not None:
-                self.changes.start_delta()
-                self.changes.note_saved(since)
+            if self.tracker is not None:
+                self.tracker.start_delta()
+                self.tracker.note_saved(base_id)
             else:
-                self.is_active = True  # set first, in case a signal handler changes rows in between
-                self.changes = ChangeTracker(since, self._table.finish_erasures().change_source())
+                self.is_active = True  # set before `tracker`, in case a signal handler changes rows in between
+                self.tracker = ChangeTracker(base_id, self._table.finish_erasures().change_source())
 
-    def changes_since(self, since: str) -> Iterator[Change] | None:
-        """Returns an iterator over the changes since the snapshot with id `since`; None if the changes are unknown.
+    def read_delta(self, base_id: str) -> Iterator[Change] | None:
+        """Returns an iterator over the changes since the snapshot with id `base_id`; None if the changes are unknown.
 
         Call `note_saved` when the changes are saved. Otherwise the next call returns the same changes again, along with
         later changes. Raises StoreError while a snapshot is being saved in the background.
@@ -116,20 +116,20 @@ class ChangeObservers:
         with self._table.lock:
             store = self._table.finish_erasures()
             self.check_not_saving()
-            if self.changes is None or self.changes.since != since:
+            if self.tracker is None or self.tracker.base_id != base_id:
                 return None
-            self.changes.start_delta()
-            return locked(
-                self.changes.rows(store, self._table.form.dtype), self._table.lock, self._table.finish_erasures
+            self.tracker.start_delta()
+            return iterate_locked(
+                self.tracker.read_rows(store, self._table.form.dtype), self._table.lock, self._table.finish_erasures
             )
 
-    def note_saved(self, since: str) -> None:
-        """Record that the snapshot with id `since` holds the rows that `changes_since` or `image` returned last."""
+    def note_saved(self, snapshot_id: str) -> None:
+        """Record that snapshot `snapshot_id` holds the rows that `read_delta` or `open_image` returned last."""
         with self._table.lock:
-            if self.changes is not None:
-                self.changes.note_saved(since)
+            if self.tracker is not None:
+                self.tracker.note_saved(snapshot_id)
 
-    def image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
+    def open_image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
         """Open an image of all current rows. Another thread may read the image while the rows change.
 
         `max_bytes` limits the memory for before-images; at the limit, steps wait for the reader. Raises StoreError, for
@@ -145,8 +145,8 @@ class ChangeObservers:
                 top.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
                 top.flush()
-            if self.changes is not None:
-                self.changes.start_delta()
+            if self.tracker is not None:
+                self.tracker.start_delta()
             bottom, dtype, lock = self._table.stack.bottom, self._table.form.dtype, self._table.lock
             if isinstance(bottom, RocksDB):
                 self._image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
@@ -156,35 +156,35 @@ class ChangeObservers:
             return self._image
 
     def save_in_background(
-        self, what: str, write: Callable[[Chunks], object], max_bytes: int = MAX_BEFORE_IMAGE_BYTES
+        self, label: str, write: Callable[[Chunks], object], max_bytes: int = MAX_BEFORE_IMAGE_BYTES
     ) -> BackgroundSave:
         """Start a thread that passes all current rows to `write`. `write` must not wait for a lock that steps hold.
 
-        `what` names the snapshot in messages; `max_bytes` and errors are as in `image`.
+        `label` names the snapshot in messages; `max_bytes` and errors are as in `open_image`.
         """
         with self._table.lock:
-            image = self.image(max_bytes)
+            image = self.open_image(max_bytes)
             try:
-                self.saving = BackgroundSave(what, image, write, self._table.lock)
+                self.last_save = BackgroundSave(label, image, write, self._table.lock)
             except BaseException:
                 image.close()
                 raise
-            return self.saving
+            return self.last_save
 
-    def begin_foreground_save(self, what: str) -> ForegroundSave:
-        """Begin a save of all current rows by the calling thread, which need not hold the lock to read them."""
+    def begin_foreground_save(self, label: str) -> ForegroundSave:
+        """Begin a save of all current rows by the calling thread. Reading the rows does not need the table's lock."""
         with self._table.lock:
-            self.saving = save = ForegroundSave(what, self.image(), self._table.lock)
+            self.last_save = save = ForegroundSave(label, self.open_image(), self._table.lock)
             return save
 
     @property
-    def is_saved_by_another(self) -> bool:
+    def is_saved_by_other_thread(self) -> bool:
         """True while another thread saves the rows in the foreground."""
-        return isinstance(self.saving, ForegroundSave) and self.saving.is_by_another
+        return isinstance(self.last_save, ForegroundSave) and self.last_save.is_run_by_other_thread
 
     def wait_for_foreground(self) -> None:
-        if isinstance(self.saving, ForegroundSave):
-            self.saving.finish()
+        if isinstance(self.last_save, ForegroundSave):
+            self.last_save.finish()
 
     @contextmanager
     def between_saves(self) -> Iterator[None]:
@@ -192,64 +192,64 @@ class ChangeObservers:
         while True:
             self.wait_for_foreground()
             with self._table.lock:
-                if not self.is_saved_by_another:
+                if not self.is_saved_by_other_thread:
                     yield
                     return
 
     def check_not_saving(self) -> None:
         """Raise StoreError while a snapshot is being saved in the background."""
-        saving = self.saving
-        if isinstance(saving, ForegroundSave) and not saving.is_running and not saving.is_by_another:
+        saving = self.last_save
+        if isinstance(saving, ForegroundSave) and not saving.is_running and not saving.is_run_by_other_thread:
             saving.end()  # Ctrl-C interrupted the save before it ran
         elif saving is not None and not saving.done:
-            raise StoreError(still_saving_text(saving.what))
+            raise StoreError(still_saving_text(saving.label))
 
     @property
     def is_saving(self) -> bool:
-        return isinstance(self.saving, BackgroundSave) and not self.saving.done
+        return isinstance(self.last_save, BackgroundSave) and not self.last_save.done
 
     def finish_saving(self) -> BaseException | None:
-        """Wait for the background save. Returns the save's error, if not raised or returned before."""
-        return None if self.saving is None else self.saving.finish()
+        """Wait for the background save. Returns the save's error, unless it was raised or returned before."""
+        return None if self.last_save is None else self.last_save.finish()
 
     def before_update(self, batch: Any) -> None:
         """Notify the observers before a pinned batch's lines are written."""
         if self._image is not None:
             self._image.before_write(batch)
-        if self.changes is not None:
-            self.changes.note(batch)
+        if self.tracker is not None:
+            self.tracker.add_batch(batch)
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Notify the observers before distinct rows are erased."""
         if self._image is not None:
             self._image.before_erase(tables, keys)
-        if self.changes is not None:
-            self.changes.note_rows(tables, keys)
+        if self.tracker is not None:
+            self.tracker.add_keys(tables, keys)
 
     def wait_for_memory(self) -> None:
         """Wait while the image's memory for before-images is full. Called before rows change."""
         if self._image is not None:
             with self._table.lock:
                 if self._image is not None:
-                    self._image.wait_for_memory(self._is_unread)
+                    self._image.wait_for_memory(self._is_image_abandoned)
 
     def close(self) -> None:
-        """Close the image. May be called again."""
+        """Close the image, if one is open."""
         if self._image is not None:
             self._image.close()
 
     def _forget_image(self, image: Image) -> None:
         self._image = None
-        self.is_active = self.changes is not None
+        self.is_active = self.tracker is not None
 
-    def _is_unread(self) -> bool:
+    def _is_image_abandoned(self) -> bool:
         """True if nobody reads the image any more, because its save has ended."""
-        return self.saving is not None and self.saving.image is self._image and self.saving.done
+        return self.last_save is not None and self.last_save.image is self._image and self.last_save.done
 
 
-def still_saving_text(what: str) -> str:
+def still_saving_text(label: str) -> str:
     """Returns the error text for a save that must wait for a background save."""
     return (
-        f"{what} is still being saved in the background, and only one save can run at a time: call wait() on the "
+        f"{label} is still being saved in the background, and only one save can run at a time: call wait() on the "
         "result of save_snapshot, then try again"
     )

@@ -11,7 +11,7 @@ from ..lifecycle.lifecycle import Lifecycle
 from ..processors.processor import Processor
 from ..row_format import Chunks
 from ..store.table_counts import Counts, count_chunk_rows
-from .row_scan import checked_rows
+from .row_scan import check_rows
 
 
 class RowCounts:
@@ -19,37 +19,37 @@ class RowCounts:
 
     def __init__(self, num_tables: int, processor: Processor[Any], lifecycle: Lifecycle) -> None:
         self._num_tables, self._processor, self._lifecycle = num_tables, processor, lifecycle
-        self.stored_rows = 0  # rows when the table was opened
-        self.stored: Counts | None = np.zeros(num_tables, np.int64)  # rows of each table at that time; None if unknown
-        self.pending: Counts | None = None  # rows being erased, for each table
+        self.num_initial_rows = 0  # rows when the table was opened
+        self.initial_counts: Counts | None = np.zeros(num_tables, np.int64)  # rows per table, or None if unknown
+        self.erasing_counts: Counts | None = None  # rows being erased, for each table
 
-    def begin(self, rows: int) -> None:
-        """Start with `rows` stored rows in all. `set_stored` sets the number for each table."""
-        self.stored_rows = rows
+    def set_initial_rows(self, num_rows: int) -> None:
+        """Start with `num_rows` stored rows in all. `set_initial_counts` sets the number for each table."""
+        self.num_initial_rows = num_rows
 
-    def set_stored(self, by_table: Counts | None) -> None:
-        self.stored = by_table
+    def set_initial_counts(self, counts: Counts | None) -> None:
+        self.initial_counts = counts
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         """The number of rows in all tables. This property may wait for the device."""
-        return self.stored_rows + int(self._change.sum())
+        return self.num_initial_rows + int(self._growth.sum())
 
     @property
-    def known_by_table(self) -> Counts | None:
+    def known_table_counts(self) -> Counts | None:
         """The number of rows in each table; None if only a scan can tell."""
-        return None if self.stored is None else self.stored + self._change
+        return None if self.initial_counts is None else self.initial_counts + self._growth
 
-    def by_table(self, scan: Callable[[], Chunks]) -> Counts:
-        """Returns the number of rows in each table. The first call may scan and raise StoreError, SnapshotError."""
-        if self.stored is None:
-            chunks = checked_rows(scan(), self._num_tables)
-            self.stored = count_chunk_rows(chunks, self._num_tables) - self._change
-        return self.stored + self._change
+    def read_table_counts(self, scan: Callable[[], Chunks]) -> Counts:
+        """Returns the number of rows in each table. The first call may scan rows. Raises StoreError, SnapshotError."""
+        if self.initial_counts is None:
+            chunks = check_rows(scan(), self._num_tables)
+            self.initial_counts = count_chunk_rows(chunks, self._num_tables) - self._growth
+        return self.initial_counts + self._growth
 
     @property
-    def _change(self) -> Counts:
+    def _growth(self) -> Counts:
         """How many rows each table has gained since the table was opened."""
-        pending = self.pending  # read once: `status` holds no lock, so another thread may change `self.pending`
-        change = self._processor.written - self._lifecycle.removed_counts
-        return change if pending is None else change - pending
+        erasing_counts = self.erasing_counts  # read once: without the lock, another thread may change the attribute
+        changes = self._processor.written - self._lifecycle.removed_counts
+        return changes if erasing_counts is None else changes - erasing_counts

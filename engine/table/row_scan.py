@@ -24,8 +24,8 @@ from .stack import Stack
 T = TypeVar("T")
 
 
-def checked_rows(chunks: Chunks, tables: int) -> Chunks:
-    """Yield stored rows unchanged. Raises SnapshotError for a table id >= `tables`, or a row never written."""
+def check_rows(chunks: Chunks, tables: int) -> Chunks:
+    """Yield stored rows unchanged. Raises SnapshotError for an unwritten row or a table id >= `tables`."""
     for bucket, rows in chunks:
         if (rows["table"] >= tables).any():
             raise SnapshotError(f"there are rows of table {rows['table'].max()}, but the embedding has {tables} tables")
@@ -52,7 +52,7 @@ def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
 
 
-def caught_up(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
+def catch_up_rows(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
     """Yield stored rows after applying the steps that they missed. `stored` describes the rows."""
     rule, hyper = stored["optimizer"], stored["hyper"]
     if not (hyper and catches_up(rule)):
@@ -67,7 +67,7 @@ def caught_up(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
         yield bucket, rows
 
 
-def locked(items: Iterator[T], lock: RLock, check: Callable[[], object]) -> Iterator[T]:
+def iterate_locked(items: Iterator[T], lock: RLock, check: Callable[[], object]) -> Iterator[T]:
     """Yield items, reading each under the table's lock. `check` raises if the table can no longer be used."""
     while True:
         with lock, uninterrupted():

@@ -1,4 +1,4 @@
-"""`row_step`, through which every training step updates rows.
+"""`row_step` runs a training step: all training steps update rows through this function.
 
 Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all use `row_step`. This function
 ensures three things: only one thread at a time trains an embedding, the step's optimizer updates the rows, and a failed
@@ -19,39 +19,39 @@ from ..signals import uninterrupted
 
 T = TypeVar("T")
 
-_training: dict[int, tuple[Thread, str]] = {}  # embedding op_id -> thread and owner of its current step
-os.register_at_fork(after_in_child=_training.clear)
+_running_steps: dict[int, tuple[Thread, str]] = {}  # embedding op_id -> thread and owner of its current step
+os.register_at_fork(after_in_child=_running_steps.clear)
 
 
 def row_step(
-    trained: Sequence[tuple[EmbeddingBase, RowOptimizer]], owner: str, step: Callable[..., T], *arguments: Any
+    pairs: Sequence[tuple[EmbeddingBase, RowOptimizer]], owner: str, step: Callable[..., T], *arguments: Any
 ) -> T:
-    """Run `step(*arguments)`, a function that pins and updates rows of the `trained` embeddings. Returns its result.
+    """Run `step(*arguments)`, a function that pins and updates rows of the embeddings in `pairs`. Returns its result.
 
     Each embedding first gets the optimizer paired with it. Ctrl-C waits until the step ends. `owner` names the step's
     owner in errors. Raises GraphError if another thread is training one of the embeddings.
     """
-    current = current_thread(), owner
-    locked: list[int] = []
+    step_owner = current_thread(), owner
+    locked_ids: list[int] = []
     with uninterrupted():
         try:
-            for embedding, _ in trained:
-                holder = _training.setdefault(embedding.op_id, current)
-                if holder is current:
-                    locked.append(embedding.op_id)
-                elif (thread := holder[0]) is not current[0]:
+            for embedding, _ in pairs:
+                holder = _running_steps.setdefault(embedding.op_id, step_owner)
+                if holder is step_owner:
+                    locked_ids.append(embedding.op_id)
+                elif (thread := holder[0]) is not step_owner[0]:
                     raise GraphError(
-                        f"a step of {owner} in thread {current[0].name!r} trains embedding {embedding.name!r} while a "
-                        f"step of {holder[1]} in thread {thread.name!r} trains it; run all training steps of an "
+                        f"a step of {owner} in thread {step_owner[0].name!r} trains embedding {embedding.name!r} while "
+                        f"a step of {holder[1]} in thread {thread.name!r} trains it; run all training steps of an "
                         "embedding in one thread, or hold a lock around each step"
                     )
             try:
-                for embedding, optimizer in trained:
+                for embedding, optimizer in pairs:
                     if embedding.row_optimizer is not optimizer:
                         embedding.use_optimizer(optimizer)  # another optimizer trained the embedding in between
                 return step(*arguments)
             except BaseException as error:
-                embeddings = [embedding for embedding, _ in trained]
+                embeddings = [embedding for embedding, _ in pairs]
                 groups = dict.fromkeys(embedding.group for embedding in embeddings if embedding.group is not None)
                 for group in groups:  # before `release`, because pins show which rows were not updated
                     group.note_failed_step(embeddings, error)
@@ -59,11 +59,11 @@ def row_step(
                     embedding.release()
                 raise
         finally:
-            for op_id in locked:
-                del _training[op_id]
+            for op_id in locked_ids:
+                del _running_steps[op_id]
 
 
 def is_trained_by_other_thread(embeddings: Iterable[EmbeddingBase]) -> bool:
     """True if another thread is training one of the embeddings."""
-    threads = [_training[embedding.op_id][0] for embedding in embeddings if embedding.op_id in _training]
+    threads = [_running_steps[embedding.op_id][0] for embedding in embeddings if embedding.op_id in _running_steps]
     return any(thread is not current_thread() for thread in threads)

@@ -20,11 +20,11 @@ from ..store.contract import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 
 log = logging.getLogger("tierbed")
-FIRST_STEP = 64  # counters are first read at this step, and again each time the number of steps has doubled
-_OPTION = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
+FIRST_CHECK_STEP = 64  # cache counters are first checked at this step, then whenever the number of steps has doubled
+_BUDGET_OPTIONS = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
 
 
-def _cuda(device: torch.device, options: StoreOptions) -> Factory:
+def _make_cuda_factory(device: torch.device, options: StoreOptions) -> Factory:
     from ..ops.cuda.device import cuda_device
     from ..processors.cuda import on_device
 
@@ -33,7 +33,7 @@ def _cuda(device: torch.device, options: StoreOptions) -> Factory:
 
 PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {
     "cpu": lambda device, options: CpuProcessor,
-    "cuda": _cuda,
+    "cuda": _make_cuda_factory,
 }
 
 
@@ -62,12 +62,12 @@ class SmallCaches:
         conditions exclude caches that are still filling, lookups of unwritten rows, and ids that occur once.
         """
         top = next(iter(tiers.values()))
-        requested = top["hits"] + top["misses"]
+        num_requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # most evictions, with prefetch; a GPU cache counts none
-            evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
-            misses = requested < 2 * cache["misses"] and requested < 4 * below["hits"]
-            is_small = misses and cache["misses"] <= 2 * evicted and evicted >= cache["capacity"]
+            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions; not counted on a GPU
+            num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
+            has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * below["hits"]
+            is_small = has_many_misses and cache["misses"] <= 2 * num_evicted and num_evicted >= cache["capacity"]
             cache["too_small"] = int(is_small)
             if is_small and not self._has_warned:
                 self._has_warned = True
@@ -75,8 +75,8 @@ class SmallCaches:
                     "embedding %r: %s is too small: %.0f %% of %d looked-up rows hit, and %d rows (%d of them dirty) "
                     "were evicted from a capacity of %d; use tierbed.plan(trace), which predicts hit rates, to choose "
                     "a larger budget",
-                    self._embedding, _OPTION[tier], 100 * (1 - cache["misses"] / requested), requested, evicted,
-                    cache["evictions_dirty"], cache["capacity"],
+                    self._embedding, _BUDGET_OPTIONS[tier], 100 * (1 - cache["misses"] / num_requested), num_requested,
+                    num_evicted, cache["evictions_dirty"], cache["capacity"],
                 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..threads import POLL_SECONDS
 
-Table = Any  # an OpenTable; table.py imports this file
+Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 
 
 class StepGate:
@@ -25,16 +25,16 @@ class StepGate:
         self.is_closed = False  # a step has updated one of the tables and will pin others
         self._reader_lock = Lock()
         self._tables: Sequence[Table] = ()
-        self._step_waits = Event()  # set while the training thread waits, so no step runs
-        self._reader_left = Event()
+        self._waiting_step_event = Event()  # set while the training thread waits, so no step runs
+        self._reader_exit_event = Event()
 
     def yield_to_reader(self, table: Table) -> None:
         """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait."""
         table.release()
-        if self.is_closed or any(other.in_step for other in self._tables):  # the reader waits for that step
+        if self.is_closed or any(other.is_in_step for other in self._tables):  # the reader waits until that step ends
             return
-        self._step_waits.set()
-        self._reader_left.wait()
+        self._waiting_step_event.set()
+        self._reader_exit_event.wait()
 
     @contextmanager
     def between_steps(self, tables: Callable[[], Sequence[Table]], give_up: Callable[[], bool]) -> Iterator[bool]:
@@ -49,8 +49,8 @@ class StepGate:
                 return
         with ExitStack() as stack:
             stack.callback(self._reader_lock.release)
-            self._step_waits.clear()
-            self._reader_left.clear()
+            self._waiting_step_event.clear()
+            self._reader_exit_event.clear()
             self._tables = tables()
             self.is_wanted = True
             stack.callback(self._leave)
@@ -64,7 +64,7 @@ class StepGate:
 
     def _leave(self) -> None:
         self.is_wanted = False
-        self._reader_left.set()
+        self._reader_exit_event.set()
 
     def _enter(self, stack: ExitStack, give_up: Callable[[], bool]) -> bool:
         while not give_up():
@@ -74,10 +74,10 @@ class StepGate:
                     table.lock.acquire(timeout=POLL_SECONDS) and locks.callback(table.lock.release) for table in ordered
                 ):
                     continue
-                is_used = any(table.in_step or table.observers.is_saved_by_another for table in self._tables)
+                is_used = any(table.is_in_step or table.observers.is_saved_by_other_thread for table in self._tables)
                 if not self.is_closed and not is_used:
                     stack.enter_context(locks.pop_all())
                     return True
-            self._step_waits.wait(POLL_SECONDS)
-            self._step_waits.clear()
+            self._waiting_step_event.wait(POLL_SECONDS)
+            self._waiting_step_event.clear()
         return False

@@ -41,12 +41,12 @@ from ..store.table_counts import Counts, count_by_table
 from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
 from .row_counts import RowCounts
-from .row_scan import locked
-from .stack import FIRST_STEP, SmallCaches, Stack
+from .row_scan import iterate_locked
+from .stack import FIRST_CHECK_STEP, SmallCaches, Stack
 from .step_gate import StepGate
 
 _PAUSE_SECONDS = 0.0005  # how long `flush_ahead` leaves the lock to other threads
-_NOT_ANNOUNCED = nullcontext()
+_NO_PREFETCHER = nullcontext()
 
 
 class RowsReplacedError(ClosedError):
@@ -70,13 +70,13 @@ class PinnedBatch:
             return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """Returns the gradient of a lookup's weights, in the shape of the ids. `grad` is shaped like the result."""
+        """Returns the gradient of a lookup's weights, in the shape of the ids. `grad` has the result's shape."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """Returns the sum of squared row gradients. As in `update`, a row's gradients are summed first."""
+        """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
         return sum_partials([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
@@ -109,13 +109,13 @@ class PinnedBatch:
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
-        """Check a step's gradients and weights, given as in `update`. Raises InputError."""
+        """Check a step's gradients and weights, passed as to `update`. Raises InputError."""
         weights = weights or [None] * len(self.lookups)
         return checked_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
 
 
 class OpenTable:
-    """Rows in a stack of tiers. `before_write(step)` is called before each write at that step."""
+    """An embedding's rows in a stack of tiers. `before_write(step)` is called before each write at that step."""
 
     def __init__(
         self,
@@ -133,19 +133,19 @@ class OpenTable:
         self.hyper: list[float] = []  # the rule's numbers at the table's last update; empty before the first update
         self.optimizer: RowOptimizer | None = None  # None if the table is open only for reading and `put`
         self.step = 0  # counts the table's updates
-        self.run = ""  # a random id, drawn when the rows started empty
+        self.run_id = ""  # a random id, drawn when the rows started empty
         self.id_limits = spec.id_limits(None)
-        self.updates = 0  # the number of updates launched on the processor
+        self.num_updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
-        self.last_metrics: dict[str, dict[str, Any]] | None = None  # for readers while another thread holds the lock
+        self.last_metrics: dict[str, dict[str, Any]] | None = None  # returned while another thread holds the lock
         self.lifecycle = lifecycle
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
         self.update_failed = False  # True if an update of the pinned rows raised
         self.prefetcher: Prefetcher | None = None  # made by the first announcement
         self._io_threads = io_threads
-        self.reader_error: TierbedError | None = None  # found between steps by a reader; the next call raises it
+        self.reader_error: TierbedError | None = None  # a reader's error, which the next call raises
         self.step_gate = StepGate()
         self.lock = RLock()  # needed because native loops release the interpreter lock
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
@@ -153,43 +153,43 @@ class OpenTable:
         # rows to erase, maybe still in some tiers: tables, keys, the number of rows in each table, and the cause
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_caches = SmallCaches(spec.name)
-        self._next_rare_step = FIRST_STEP
+        self._next_check_step = FIRST_CHECK_STEP
 
     @property
     def is_inconsistent(self) -> bool:
         """True if rows are inconsistent because a call failed halfway. Inconsistent rows get no clean marker."""
         bottom = None if self.stack is None else self.stack.bottom
-        return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.failed)
+        return self.failure is not None or (isinstance(bottom, RocksDB) and bottom.has_failed)
 
     @property
-    def in_step(self) -> bool:
+    def is_in_step(self) -> bool:
         return self._pinned is not None
 
     @property
     def rule(self) -> str:
         """The rule of the next update. Raises OptimizerError if there is no optimizer."""
-        return self.check_optimizer().rule
+        return self.require_optimizer().rule
 
-    def begin(self, optimizer: RowOptimizer | None, run: str, stored: Mapping[str, Any] | None) -> None:
-        """Set the optimizer and the run, and continue at the step and row counts in the stored rows' description."""
-        self.optimizer, self.run = optimizer, run
+    def start(self, optimizer: RowOptimizer | None, run_id: str, stored: Mapping[str, Any] | None) -> None:
+        """Set the optimizer and the run id, and continue at the step and row counts in the stored rows' description."""
+        self.optimizer, self.run_id = optimizer, run_id
         if stored is not None:
             self.id_limits, self.step = self.spec.id_limits(stored), stored["step"]
-            self.counts.begin(stored["rows"])
+            self.counts.set_initial_rows(stored["rows"])
             self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
 
     def use_optimizer(self, optimizer: RowOptimizer, state: RowState) -> None:
         """Switch to another optimizer. The rows must have room for its state."""
         self.optimizer, self.state = optimizer, state
 
-    def use_own_reach(self) -> None:
-        """Use the spec's id limits. Check first that no stored id exceeds these limits."""
+    def reset_id_limits(self) -> None:
+        """Use the spec's id limits. The caller has checked that no stored id exceeds these limits."""
         self.id_limits = self.spec.id_limits(None)
 
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
 
-    def use_gate(self, gate: StepGate) -> None:
+    def set_step_gate(self, gate: StepGate) -> None:
         """Use the training group's gate, so steps also wait for readers of the group's other tables."""
         self.step_gate = gate
 
@@ -199,7 +199,7 @@ class OpenTable:
 
     def describe(self) -> dict[str, Any]:
         limits = {} if self.spec.last_ids is None else {ID_LIMITS: self.id_limits}
-        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run, **limits}
+        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run_id, **limits}
 
     def scan(self) -> Chunks:
         """Yield all written rows, in the order of `Tier.scan`. Raises ClosedError if the table is closed meanwhile.
@@ -209,7 +209,7 @@ class OpenTable:
         top = self.finish_erasures()
         keeps_rows = self.stack is not None and isinstance(self.stack.bottom, CpuFullStore)
         check = (lambda: self.is_replaced or self.finish_erasures()) if keeps_rows else self.finish_erasures
-        yield from self.form.from_words(locked(top.scan(), self.lock, check))
+        yield from self.form.from_words(iterate_locked(top.scan(), self.lock, check))
 
     def flush(self) -> None:
         with self.lock, uninterrupted():
@@ -220,7 +220,7 @@ class OpenTable:
         with suppress(RowsReplacedError):  # `flush` will flush the new rows
             top = self.finish_erasures()
             if isinstance(top, CpuCachedStore):
-                for _ in locked(top.flush_pieces(), self.lock, self.finish_erasures):
+                for _ in iterate_locked(top.flush_pieces(), self.lock, self.finish_erasures):
                     sleep(_PAUSE_SECONDS)  # the lock is not fair: without a pause, other threads would not get it
 
     @property
@@ -249,16 +249,16 @@ class OpenTable:
     def size(self) -> int:
         with self.lock:
             self.check()
-            return self.counts.rows
+            return self.counts.num_rows
 
     def deferred_error(self, wait: bool) -> TierbedError | None:
-        """Returns an earlier call's deferred error once. Later steps no longer count. `wait`: wait for all work."""
+        """Returns an earlier call's deferred error once. Steps after it no longer count. `wait`: wait for all work."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
         if (deferred := self.processor.deferred_error(wait)) is None:
             return None
-        undone, self.updates = self.updates - deferred.updates, deferred.updates  # these steps changed nothing
+        undone, self.num_updates = self.num_updates - deferred.updates, deferred.updates  # these steps changed nothing
         self.step -= undone
         if undone and self.optimizer is not None:
             self.hyper = self.optimizer.hyper(self.step, None, self.hyper) if self.step else []
@@ -274,9 +274,9 @@ class OpenTable:
         After a StoreError, either no row is erased, or the next call finishes the erasure before it uses a tier.
         """
         existing = count_by_table(tables, self.spec.num_tables) if existing is None else existing
-        self.before_write(self.step)  # first: if this fails on a full disk, the rows remain readable
+        self.before_write(self.step)  # called first: if it fails on a full disk, the rows remain readable
         self.pending_erase = tables, keys, existing, cause
-        self.counts.pending = existing  # these rows already count as erased
+        self.counts.erasing_counts = existing  # these rows already count as erased
         self.finish_erasures()
 
     def finish_erasures(self) -> TopTier[Any]:
@@ -284,7 +284,7 @@ class OpenTable:
         store = self.require_open()
         if self.pending_erase is not None:
             with self.lock, uninterrupted():
-                if self.pending_erase is None:  # another thread was faster
+                if self.pending_erase is None:  # another thread has finished the erasure
                     return self.require_open()
                 tables, keys, existing, cause = self.pending_erase
                 self.observers.before_erase(tables, keys)
@@ -292,7 +292,7 @@ class OpenTable:
                 try:
                     store.erase(tables, keys)
                     self.lifecycle.note_removed(tables, keys, existing, cause)
-                    self.pending_erase = self.counts.pending = None
+                    self.pending_erase = self.counts.erasing_counts = None
                 except StoreError:
                     raise  # the next call tries again
                 except BaseException as error:
@@ -315,7 +315,7 @@ class OpenTable:
 
     @property
     def catch_up_rule(self) -> str | None:
-        """The rule, if rows catch up at their next use on steps that they may have missed; otherwise None."""
+        """The optimizer's rule if rows apply the steps that they missed when they are next used; otherwise None."""
         return self.state.rule if self.hyper and catches_up(self.state.rule) else None
 
     def current_hyper(self) -> list[float]:
@@ -341,7 +341,7 @@ class OpenTable:
             return rows
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
-        """Returns the weights' gradient for a lookup that only reads. `grad` is lookup.shape + (dim,)."""
+        """Returns the weights' gradient for a lookup that only reads. `grad` has the shape lookup.shape + (dim,)."""
         with self.lock:
             return self.processor.weights_grad(self._peek(lookup, trains=True), 0, lookup, grad)
 
@@ -363,14 +363,14 @@ class OpenTable:
 
     def yield_to_reader(self) -> None:
         """Called before a training step: if another thread is waiting to read the rows, let that thread read first."""
-        self.check_optimizer()
+        self.require_optimizer()
         self.next_step()
         if self.step_gate.is_wanted:
             self.step_gate.yield_to_reader(self)
 
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce the lookups of a future step for prefetching, in the order of steps."""
-        self.check_optimizer()
+        self.require_optimizer()
         with self.lock, uninterrupted():
             store = self.finish_erasures()
             if self.prefetcher is None:
@@ -378,7 +378,7 @@ class OpenTable:
             self.prefetcher.announce(lookups)
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
-        optimizer, step = self.check_optimizer(), self.next_step()
+        optimizer, step = self.require_optimizer(), self.next_step()
         rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
 
         def write() -> None:
@@ -390,14 +390,14 @@ class OpenTable:
             self.observers.wait_for_memory()
         with self.lock:
             self._write(pinned, step, write)
-            if self.lifecycle.has_ledger and (expired := self.lifecycle.expired(step)):
+            if self.lifecycle.has_ledger and (expired := self.lifecycle.find_expired(step)):
                 with suppress(StoreError):  # the step itself succeeded; the next call erases the rows, or raises
                     self._erase(*expired, "expired")
 
     def note_update(self, step: int, hyper: list[float]) -> None:
         """Record that the update of `step` was launched with `hyper`, the rule's numbers."""
         self.step, self.hyper = step, hyper
-        self.updates += 1
+        self.num_updates += 1
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
         """Write values [n, dim] to the rows of n ids; an id's last value wins. Optimizer state stays unchanged."""
@@ -495,21 +495,21 @@ class OpenTable:
         return self._pinned
 
     def use_announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
-        """Returns `Prefetcher.step`'s context manager. Without a prefetcher, the context manager yields None."""
-        return _NOT_ANNOUNCED if self.prefetcher is None else self.prefetcher.step(lookups)
+        """Returns `Prefetcher.enter_step`'s context manager. Without a prefetcher, the context manager yields None."""
+        return _NO_PREFETCHER if self.prefetcher is None else self.prefetcher.enter_step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
         self.require_open().unpin(pinned.core, dirty)
         if self.prefetcher is not None:
-            self.prefetcher.step_ended()
+            self.prefetcher.note_step_end()
 
     @property
     def capacity_limit(self) -> CapacityLimit | None:
-        """The limit that the store checks. None if there is no capacity, or if the lifecycle checks the capacity."""
+        """The capacity limit that the store checks. None if there is no capacity, or if the lifecycle checks it."""
         capacity = self.lifecycle.capacity
         if capacity is None or self.lifecycle.has_ledger:
             return None
-        return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.rows, 0))
+        return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.num_rows, 0))
 
     def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
         self.check(wait=False)
@@ -544,7 +544,7 @@ class OpenTable:
             is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
-            if is_written or not isinstance(error, (TypeError, ValueError)):  # both are raised before any write
+            if is_written or not isinstance(error, (TypeError, ValueError)):  # both are raised before writing
                 # Lines, counters and lower tiers may disagree: never serve these rows, and write no clean marker.
                 self.failure, self._pinned = error, None
             raise
@@ -563,7 +563,7 @@ class OpenTable:
                 "in the middle of the step; write to an embedding from one thread at a time"
             )
 
-    def check_optimizer(self) -> RowOptimizer:
+    def require_optimizer(self) -> RowOptimizer:
         """Returns the rows' optimizer. Raises OptimizerError if there is none."""
         if self.optimizer is None:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
@@ -571,11 +571,11 @@ class OpenTable:
 
     def next_step(self) -> int:
         """Returns the number of the next step. Raises StoreError if rows cannot store that number."""
-        if self.step >= self._next_rare_step:
-            self._rare_step()
+        if self.step >= self._next_check_step:
+            self._check_rarely()
         return self.step + 1
 
-    def _rare_step(self) -> None:
+    def _check_rarely(self) -> None:
         """Make the checks that only few steps need: for the largest step, and for caches that are too small."""
         if self.step >= LAST_STEP:
             raise StoreError(
@@ -585,4 +585,4 @@ class OpenTable:
         with self.lock, suppress(StoreError):  # a failed store raises when its rows are needed
             tiers = self.require_open().metrics()
             self.small_caches.check(tiers)
-            self._next_rare_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP
+            self._next_check_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP

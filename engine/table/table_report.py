@@ -12,32 +12,32 @@ from ..ops.batch import rows_of
 from ..options.lookup import Lookup
 from ..row_format import Chunks
 from ..store.table_counts import label_counts
-from .prefetch import NOTHING_ANNOUNCED
+from .prefetch import ZERO_COUNTS
 from .row_scan import line_addresses
 from .table import OpenTable
 
 LOCK_SECONDS = 0.01  # how long reading metrics waits for another thread's call
 
 
-def metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
+def read_metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
     """Returns metrics of all rows ("table"), each tier (top first) and each table ("tables"), all from one step."""
     if not table.lock.acquire(timeout=seconds):  # another thread uses the table, for example to load a snapshot
         if table.last_metrics is not None:
-            return _without_lock(table, deepcopy(table.last_metrics))
+            return _update_without_lock(table, deepcopy(table.last_metrics))
         table.lock.acquire()
     try:
         table.require_open()
         table.check()
-        table.last_metrics = _read_metrics(table)
+        table.last_metrics = _collect_metrics(table)
         return deepcopy(table.last_metrics)
     finally:
         table.lock.release()
 
 
-def _without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Update the numbers that need no lock, `step` and the row counts, in the metrics of the last read."""
+def _update_without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Update `step` and the row counts, which need no lock, in metrics that were read before."""
     metrics["table"]["step"] = table.step
-    if not table.processor.defers_errors and (rows := table.counts.known_by_table) is not None:  # a GPU would wait
+    if not table.processor.defers_errors and (rows := table.counts.known_table_counts) is not None:  # a GPU would wait
         metrics["table"]["rows"] = int(rows.sum())
         for label, count in zip(table.spec.labels, rows.tolist(), strict=True):
             metrics["tables"][label]["rows"] = count
@@ -45,16 +45,16 @@ def _without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[
 
 
 def cache_metrics(table: OpenTable) -> None:
-    """Read the metrics before a long call, for other threads to see. Does nothing if a scan would be needed."""
-    if table.counts.known_by_table is not None:
+    """Read the metrics before a long call, for other threads to report. Does nothing if counting rows needs a scan."""
+    if table.counts.known_table_counts is not None:
         with suppress(TierbedError):  # the long call itself will raise this error
-            table.last_metrics = _read_metrics(table)
+            table.last_metrics = _collect_metrics(table)
 
 
-def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
+def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
     with table.lock:
         store = table.require_open()
-        announced = NOTHING_ANNOUNCED if table.prefetcher is None else table.prefetcher.counts
+        announced = ZERO_COUNTS if table.prefetcher is None else table.prefetcher.counts
         counts: dict[str, float] = {**table.lifecycle.metrics, **announced}
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T
         top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
@@ -67,9 +67,9 @@ def _read_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
         table.small_caches.check(tiers)
-        by_table, dropped = table.counts.by_table(table.scan), table.processor.dropped
+        by_table, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped
         return {
-            "table": {"rows": table.counts.rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
+            "table": {"rows": table.counts.num_rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
             **tiers,
             "tables": label_counts(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
         }
@@ -85,11 +85,11 @@ def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str 
             return [], f"padding_idx={table.spec.padding_idx} has no row"
         tiers = store.locate(int(tables[0]), int(keys[0]))
         if not tiers:
-            return [], table.lifecycle.absence_text()
+            return [], table.lifecycle.explain_absence()
         return tiers, None if tiers[0]["updates"] else "fetched for a step that has not written it"
 
 
-def new_rows(table: OpenTable, lookup: Lookup) -> int:
+def count_new_rows(table: OpenTable, lookup: Lookup) -> int:
     """Returns how many rows of a lookup without bags were never written."""
     tables, _ = rows_of(table.spec, lookup)
     return len(tables) - int(table.count_written(lookup).sum())

@@ -278,7 +278,7 @@ def _replay_key(table: OpenTable) -> Hashable | None:
     """Return a key for the table state that a captured graph depends on; None if the graph must not be replayed."""
     if table.observers.has_image:  # a save in the background needs before-images, but a replay saves none
         return None
-    return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
+    return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.tracker
 
 
 def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
@@ -295,7 +295,7 @@ def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> t
     if not trains:
         table.set_hyper()
         return table.step, table.hyper
-    optimizer, step = table.check_optimizer(), table.next_step()
+    optimizer, step = table.require_optimizer(), table.next_step()
     hyper = optimizer.hyper(step, clip_value, table.hyper)
     table.before_write(step)
     table.processor.set_hyper(optimizer.rule, hyper, step)

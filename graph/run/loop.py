@@ -32,7 +32,7 @@ from ...engine.errors import ClosedError, InputError, SnapshotError, StoreError,
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
-from ...engine.table.prefetch import WINDOW
+from ...engine.table.prefetch import MAX_WINDOW
 from ..passes.lookups import KnownLookups
 from ..passes.step_epilogue import StepEpilogue, dense_steps
 from .rank_step import RankStepState, world_of
@@ -193,9 +193,9 @@ class Run(Iterator[Any]):
         self._adapts = ahead is None and bool(self._checked_caches)
         if self._adapts:
             pays = any(cache.misses_rows for cache in slow)
-        count = as_int(AHEAD * pays if ahead is None else ahead, 0, WINDOW)
+        count = as_int(AHEAD * pays if ahead is None else ahead, 0, MAX_WINDOW)
         if count is None:
-            raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}, or None")
+            raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {MAX_WINDOW}, or None")
         if count and embeddings and not pays:
             log.warning("%s: ahead=%d makes steps slower, because all rows are in memory; leave it out", name, count)
         self._graph, self._known_lookups, self._num_ahead, self._epilogue = graph, known_lookups, count, epilogue
@@ -345,7 +345,7 @@ class Run(Iterator[Any]):
 
     def _progress_counts(self) -> tuple[int, int, int]:
         """Return counts of row updates, dense updates, and calls whose gradients wait for an update."""
-        rows = sum(embedding.table_handle().open_table.updates for embedding in self._embeddings if embedding.is_open)
+        rows = sum(item.table_handle().open_table.num_updates for item in self._embeddings if item.is_open)
         return rows, dense_steps.count, self._epilogue.waiting_calls
 
     def skip(self) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.checks import is_folder_name
-from ...engine.durable import TEMPORARY, open_regular, read_record, remove_folder, unseal
+from ...engine.durable import TEMPORARY_PREFIX, open_regular, read_record, remove_folder, unseal
 from ...engine.errors import SnapshotError
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.linked import remove_snapshot
@@ -138,7 +138,7 @@ def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[Store
     if dry_run:
         return retained, removed
     try:
-        for leftover in path.glob(f"{TEMPORARY}.*/"):  # an interrupted removal left this folder
+        for leftover in path.glob(f"{TEMPORARY_PREFIX}.*/"):  # an interrupted removal left this folder
             remove_folder(leftover)
         for checkpoint in removed:
             remove_snapshot(checkpoint.path)

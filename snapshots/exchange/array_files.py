@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from ...engine.durable import MAX_SEALED
+from ...engine.durable import MAX_RECORD_BYTES
 from ...engine.errors import InputError
 from .columns import Columns
 
@@ -134,7 +134,7 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
                 array = _NpyColumn(archive.open(member), name)
                 if name != METADATA:
                     columns[name] = Column(str(array.dtype), array.shape, array.read)
-                elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_SEALED:
+                elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_RECORD_BYTES:
                     raise ValueError(f"array {METADATA!r} is not a table's description")
                 else:
                     metadata = str(array.read_items(1)[0])

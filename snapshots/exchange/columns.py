@@ -13,7 +13,7 @@ from ...engine.checks import as_int
 from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import choices, names_in, table_number
 from ...engine.row_format import EMBEDDING as EMBEDDING
-from ...engine.row_format import RowForm, overflows
+from ...engine.row_format import RowForm, find_overflows
 
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
 TABLE_NAME = "table_name"  # an extra column in formats that can store text
@@ -116,7 +116,7 @@ class Columns:
 
     def _check_range(self, keys: NDArray[Any], arrays: Arrays, where: str) -> None:
         for field in self.form.fields if self.form.is_narrow else ():
-            flags = overflows(arrays[field.name], field.type)
+            flags = find_overflows(arrays[field.name], field.type)
             if flags.any():
                 row, column = np.argwhere(flags)[0].tolist()
                 raise InputError(

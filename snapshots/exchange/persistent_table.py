@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ...engine.checks import checked_arguments
 from ...engine.errors import ClosedError, InputError, OptionError
 from ...engine.options.table_spec import KEY_TYPES, check_key_type
-from ...engine.table.row_scan import caught_up
+from ...engine.table.row_scan import catch_up_rows
 from ..files.format import check_name
 from ..files.reader import Snapshot
 from ..files.writer import check_free, write_snapshot
@@ -38,7 +38,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
         self._table_ids = table_ids
         chunks = snapshot.chunks()
         is_whole = storage_dim == self._columns.storage_dim
-        self._chunks = chunks if is_whole else caught_up(snapshot.description, chunks)
+        self._chunks = chunks if is_whole else catch_up_rows(snapshot.description, chunks)
 
     def __next__(self) -> Chunk:
         if self._closed:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...engine import _core
 from ...engine.checks import is_folder_name
-from ...engine.durable import read_record, remedy_for, seal, unseal
+from ...engine.durable import choose_remedy, read_record, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, kernels
 from ...engine.optim.past_rates import is_past_rates
@@ -126,10 +126,10 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
     return file
 
 
-def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowCheck:
+def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowValidator:
     """Returns a check that finds rows (or keys of deleted rows) that do not belong to this bucket and shard."""
     number, of = shard or (0, 1)
-    return _core.RowCheck(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
+    return _core.RowValidator(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 
 
 def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
@@ -469,7 +469,7 @@ def snapshot_id(folder: Path) -> str:
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             return ""
-        remedy = remedy_for(error, "free memory")
+        remedy = choose_remedy(error, "free memory")
         raise StoreError(f"the id of snapshot {str(folder)!r} cannot be read: {error}: {remedy}") from error
     except (ValueError, TypeError, KeyError):
         return ""

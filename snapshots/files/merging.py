@@ -9,7 +9,7 @@ from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, keys_of
+from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, row_keys
 
 NEW = 2  # the state of a row that is only in the later table
 _NONE: RowArray = np.empty(0, KEY)
@@ -56,7 +56,7 @@ def join_tables(
 ) -> Iterator[tuple[int, RowArray, RowArray, NDArray[np.uint8], NDArray[np.uint8]]]:
     """Read two tables in parallel, in pieces that cover the same key range.
 
-    Yields (bucket, rows before, rows after, gone, state); `join_rows` defines gone and state. Both inputs are sorted
+    Yields (bucket, rows before, rows after, gone, state); `diff_rows` defines gone and state. Both inputs are sorted
     like `Tier.scan`. If row dtypes differ, only `updates` and `step` are compared. It keeps one chunk of each table.
     """
     old, now = RowCursor(before), RowCursor(after)
@@ -70,7 +70,7 @@ def join_tables(
             left, right = old.rows, now.rows
             if left.dtype != right.dtype:
                 left, right = (repack_fields(rows[["table", "key", "updates", "step"]]) for rows in (left, right))
-            gone, state = _core.join_rows(_bytes(left), _bytes(right), left.dtype.itemsize)
+            gone, state = _core.diff_rows(_bytes(left), _bytes(right), left.dtype.itemsize)
         yield bucket, old.take(len(gone)), now.take(len(state)), gone, state
 
 
@@ -101,7 +101,7 @@ def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
     """Yields the changes from table `before` to `after`, in the order of `join_tables`. Row dtypes must be equal."""
     for bucket, old, new, gone, state in join_tables(before, after):
         if gone.any() or state.any():
-            yield bucket, new[state > 0], keys_of(old[gone > 0])
+            yield bucket, new[state > 0], row_keys(old[gone > 0])
 
 
 def _bytes(rows: RowArray) -> NDArray[np.uint8]:

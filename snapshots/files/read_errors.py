@@ -6,12 +6,12 @@ import errno
 import os
 from pathlib import Path
 
-from ...engine.durable import MORE_FILES
+from ...engine.durable import OPEN_FILES_REMEDY
 from ...engine.errors import SnapshotError as SnapshotError  # exported by tierbed.snapshots
 
 _PROCESS_REMEDIES = {
-    errno.EMFILE: MORE_FILES,
-    errno.ENFILE: MORE_FILES,
+    errno.EMFILE: OPEN_FILES_REMEDY,
+    errno.ENFILE: OPEN_FILES_REMEDY,
     errno.EAGAIN: "let this user start more processes (ulimit -u)",
     errno.ENOMEM: "free memory",
     errno.ECHILD: "free memory",

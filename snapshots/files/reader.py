@@ -17,7 +17,7 @@ import numpy as np
 from ...engine.checks import checked_arguments
 from ...engine.durable import open_regular, read_record
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Chunks, RowArray, keys_of
+from ...engine.row_format import Chunks, RowArray, row_keys
 from .format import (
     MANIFEST,
     ROCKSDB,
@@ -55,7 +55,7 @@ def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only:
             yield bucket, rows
         else:
             progress(len(rows))
-            yield bucket, keys_of(rows) if keys_only else rows
+            yield bucket, row_keys(rows) if keys_only else rows
 
 
 def read_all(chunks: Chunks) -> None:
@@ -275,7 +275,7 @@ class Snapshot:
                 count += len(rows)
                 if count == entry.rows and checksum != entry.crc32:
                     raise self._damage_error(name, "its checksum does not match")
-                if problem := check.problem(data, rows.dtype.itemsize):
+                if problem := check.find_problem(data, rows.dtype.itemsize):
                     raise self._damage_error(name, problem)
                 yield bucket_of(name), rows
 
@@ -284,7 +284,7 @@ class Snapshot:
         for bucket, group in groupby(chunks, key=itemgetter(0)):
             check = row_check(self.description, bucket)
             for _, rows in group:
-                if problem := check.problem(rows.view(np.uint8), rows.dtype.itemsize):
+                if problem := check.find_problem(rows.view(np.uint8), rows.dtype.itemsize):
                     raise self._damage_error(ROCKSDB, problem)
                 yield bucket, rows
 

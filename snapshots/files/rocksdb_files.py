@@ -25,7 +25,7 @@ from ...engine.durable import check_regular, fsync_dir, open_regular
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.store_options import require_rocksdb
 from ...engine.row_format import Chunks, RowForm
-from ...engine.store.rocksdb import SCAN_BYTES, LiveFile, RocksDB
+from ...engine.store.rocksdb import SCAN_BYTES, DatabaseFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .read_errors import ReadIOError, damaged, find_os_error, make_read_error
 from .rocksdb_child import END, FAILED, HEADER, READY
@@ -209,7 +209,7 @@ def write_rocksdb(
     Raises OSError, SnapshotError, StoreError.
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
-    with tier.live_files() as files:
+    with tier.hold_files() as files:
         size, bytes_written = sum(file.size for file in files), 0
         for file in files:
             source, target = tier.folder / file.name, top / file.name
@@ -233,7 +233,7 @@ def write_rocksdb(
     return RocksDBFiles(tier.shards, entries)
 
 
-def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
+def _link(source: Path, target: Path, file: DatabaseFile) -> OSError | None:
     """Hard-link a durable row file. If the file system lacks hard links, returns the error, otherwise None."""
     try:
         os.link(source.resolve(), target)  # `resolve` follows symbolic links
@@ -246,7 +246,7 @@ def _link(source: Path, target: Path, file: LiveFile) -> OSError | None:
     return None
 
 
-def _copy(source: Path, target: Path, file: LiveFile) -> int:
+def _copy(source: Path, target: Path, file: DatabaseFile) -> int:
     """Copy a file durably, or write its `content`. Returns the checksum after comparing it with RocksDB's checksum."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:

@@ -157,7 +157,7 @@ class _File:
 
 
 def _check_chunks(
-    bucket: int, dtype: np.dtype[np.void], check: _core.RowCheck, group: Iterable[tuple[int, RowArray]]
+    bucket: int, dtype: np.dtype[np.void], check: _core.RowValidator, group: Iterable[tuple[int, RowArray]]
 ) -> Iterator[RowArray]:
     """Checks the chunks of a bucket, and yields all chunks that are not empty, as contiguous arrays."""
     for _, rows in group:
@@ -166,7 +166,7 @@ def _check_chunks(
         if len(rows) == 0:
             continue
         contiguous = np.ascontiguousarray(rows)
-        if problem := check.problem(contiguous.view(np.uint8), dtype.itemsize):
+        if problem := check.find_problem(contiguous.view(np.uint8), dtype.itemsize):
             raise SnapshotError(f"bucket {bucket} cannot be written: {problem}")
         yield contiguous
 
@@ -246,7 +246,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                     call()
             except BaseException:
                 for new in published:
-                    new.take_back()
+                    new.undo_publish()
                 raise
 
     def _error(self, folder: Path, verb: str, error: OSError, published: list[NewFolder]) -> SnapshotError:

@@ -253,7 +253,7 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
 
     RocksDB would open such a file without an error. Stores that an earlier version closed are not checked.
     """
-    recorded, present = marker.get(FILES), snapshot_id(store.live) if tier is None else tier.versions()
+    recorded, present = marker.get(FILES), snapshot_id(store.live) if tier is None else tier.read_versions()
     if recorded in (None, present):
         return
     suffixes = [""]

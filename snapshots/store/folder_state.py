@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...engine.durable import fsync_dir, make_folder, read_record, remedy_for, write_atomically
+from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_record, write_atomically
 from ...engine.errors import StoreError
 from ..files.format import SHARD
 from .mark import Mark, live_version
@@ -105,7 +105,7 @@ class FolderState:
         try:
             yield
         except OSError as error:
-            remedy = remedy_for(error, self.remedy)
+            remedy = choose_remedy(error, self.remedy)
             raise StoreError(f"cannot {action} store folder {str(self.path)!r}: {error}: {remedy}") from error
 
 

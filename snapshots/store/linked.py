@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...engine.durable import TEMPORARY, atomic_folder, check_regular, fsync_dir, fsync_file, remove_folder
+from ...engine.durable import TEMPORARY_PREFIX, atomic_folder, check_regular, fsync_dir, fsync_file, remove_folder
 from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
@@ -87,7 +87,7 @@ def _link(file: str, to: str) -> None:
 
 def remove_snapshot(folder: Path) -> None:
     """Remove a snapshot, if it exists. After a kill, the snapshot is complete or absent. Raises SnapshotError."""
-    temporary = folder.parent / f"{TEMPORARY}.{folder.name}"  # a save in progress uses another name
+    temporary = folder.parent / f"{TEMPORARY_PREFIX}.{folder.name}"  # a save in progress uses another name
     try:
         remove_folder(temporary)
         if folder.is_dir():

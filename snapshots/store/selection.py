@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import InputError
 from ...engine.optim.kernel import kernels
-from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, overflows
+from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, find_overflows
 from ..files.reader import Snapshot, count_progress
 
 Types = tuple[str, str]  # the dtype of embeddings, and the dtype of optimizer states with one number per element
@@ -48,7 +48,7 @@ def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowAr
         out[name] = rows[name]
     for number in new.fields:
         values = old.values(rows, number.name)
-        flags = overflows(values, number.type)
+        flags = find_overflows(values, number.type)
         if flags.any():
             row, column = np.argwhere(flags)[0].tolist()
             key = rows["key"].astype(np.int64)[row] if signed else rows["key"][row]
@@ -111,9 +111,9 @@ class Selection:
         """Yields and counts a snapshot's selected rows. Without `state`, values are as a lookup returns them."""
         chunks = snapshot.chunks()
         if not self.state:
-            from ...engine.table.row_scan import caught_up  # loads torch
+            from ...engine.table.row_scan import catch_up_rows  # loads torch
 
-            chunks = caught_up(snapshot.description, chunks)
+            chunks = catch_up_rows(snapshot.description, chunks)
         return self.chunks(count_progress(chunks, progress), snapshot.description, report)
 
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:

@@ -27,7 +27,7 @@ def test_a_full_table_takes_nothing_of_a_batch_that_does_not_fit(device: Device,
     batch = table.pinned([(list(range(1, capacity + 1)), None, None)])
     assert int(table.faults) == NO_ROOM
     assert table.read(batch.lines)[0].any(axis=1).tolist() == [True] * (capacity - 1) + [False]
-    assert table.store.counts()["resident_rows"] == capacity
+    assert table.store.read_counts()["resident_rows"] == capacity
     table.faults.zero_()  # raised
     table.pinned([(list(range(capacity)), None, None)])
     assert int(table.faults) == 0

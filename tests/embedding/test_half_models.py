@@ -170,7 +170,7 @@ def on_ranks(world: World, path: Path) -> list[str]:
     logging.getLogger("tierbed").setLevel(logging.INFO)
     model = towers(path, world=world)
     list(map(scores(model), IDS[:2]))
-    run_of_rank = model.users.table_handle().open_table.run
+    run_of_rank = model.users.table_handle().open_table.run_id
     model.close()
     assert len({*world.all_gather_object("runs", lambda: run_of_rank)}) == 1
     return [text for text in found if "half a model" in text or "rows of rank 0" in text]

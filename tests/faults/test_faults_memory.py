@@ -132,7 +132,7 @@ def test_neither_a_wait_with_the_lock_nor_a_step_waits_for_a_save_whose_thread_d
 
     def dies(*_: Any) -> None:
         if wait:
-            until(lambda: table.observers.saving is not None and table.observers.saving._hurry.is_set())
+            until(lambda: table.observers.last_save is not None and table.observers.last_save._hurry_event.is_set())
         raise MemoryError
 
     threading.excepthook = lambda _: None
@@ -145,7 +145,7 @@ def test_neither_a_wait_with_the_lock_nor_a_step_waits_for_a_save_whose_thread_d
         save.wait()
     assert not saved
     is_right(embedding)
-    table.observers.image().close()
+    table.observers.open_image().close()
 
 
 def test_a_wait_ends_with_the_thread_that_it_is_for() -> None:

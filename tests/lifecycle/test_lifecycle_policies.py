@@ -179,7 +179,7 @@ def steps_of(rows: _core.Ledger, steps: Iterable[int]) -> dict[tuple[int, int], 
     """The rows of a ledger of `ttl_steps=0`, and the step of each, one of `steps`."""
     found = dict[tuple[int, int], int]()
     for step in sorted(set(steps), reverse=True):  # the earlier, the fewer steps after it find the row
-        tables, keys = rows.expired(step + 1)
+        tables, keys = rows.find_expired(step + 1)
         found |= dict.fromkeys(zip(tables.tolist(), keys.tolist(), strict=True), step)
     return found
 
@@ -228,7 +228,7 @@ def test_many_rows_and_what_they_take(threads: int) -> None:
     there = np.delete(np.arange(len(keys)), gone)
     for now in (1, 2**30, 2**31, 3 * 2**30, 2**32 - 1):
         before = there[steps[there] < now]
-        found = np.sort(np.stack([part.astype(np.uint64) for part in rows.expired(now)]))
+        found = np.sort(np.stack([part.astype(np.uint64) for part in rows.find_expired(now)]))
         np.testing.assert_array_equal(found, np.sort(np.stack([tables[before].astype(np.uint64), keys[before]])))
     assert rows.erase(tables + np.uint32(1), keys) == 0
     assert rows.erase(tables, keys) == len(there)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from support import naive
 from tierbed.engine import _core
-from tierbed.engine.row_format import narrowed
+from tierbed.engine.row_format import to_stored
 
 pytestmark = pytest.mark.op
 
@@ -26,7 +26,7 @@ def numbers(rng: np.random.Generator, shape: tuple[int, int], dtype: str) -> NDA
     drawn = (rng.standard_normal((shape[0], shape[1] + 3)) * 10.0 ** rng.integers(-6, 5)).astype(np.float32)
     drawn[rng.random(drawn.shape) < 0.02] = np.inf
     drawn[rng.random(drawn.shape) < 0.02] = -0.0
-    wide = drawn.astype(np.float64) if dtype == "float64" else narrowed(drawn, dtype)
+    wide = drawn.astype(np.float64) if dtype == "float64" else to_stored(drawn, dtype)
     return wide[:, 1 : 1 + shape[1]]
 
 

@@ -15,7 +15,7 @@ from support import naive
 from support.processors import instruction_set
 from support.rows import Table, same_bits
 from tierbed.engine import _core
-from tierbed.engine.row_format import narrowed, widened
+from tierbed.engine.row_format import to_float32, to_stored
 
 pytestmark = [pytest.mark.op, pytest.mark.optimizer]
 
@@ -131,7 +131,7 @@ def test_a_trained_number_is_one_of_its_neighbours(type: str, numbers: list[floa
     assert ((out == low) | (out == high))[within].all()
     assert (np.abs(out) == LARGEST[type])[finite & ~within].all()
     np.testing.assert_array_equal(out[~finite], values[0][~finite])
-    same = widened(narrowed(values[0], type), type) == values[0]
+    same = to_float32(to_stored(values[0], type), type) == values[0]
     np.testing.assert_array_equal(out[same], values[0][same])
 
 
@@ -140,7 +140,7 @@ def test_a_row_holds_one_nan_since_processors_differ_in_the_sign_of_those_that_t
     nan = np.array([0x7FC00000, 0xFFC00000, 0x7F800001, 0xFF800001], np.uint32).view(np.float32)
     out = trained_to(type, nan[None], np.zeros(1, np.uint64))
     assert out.view(np.uint32).tolist() == [[0x7FC00000] * 4]
-    assert narrowed(nan, type).view(np.uint16).tolist() == [NAN[type]] * 4
+    assert to_stored(nan, type).view(np.uint16).tolist() == [NAN[type]] * 4
 
 
 @narrow

@@ -35,7 +35,7 @@ from tierbed.engine.ops.batch import Gradients
 from tierbed.engine.ops.cuda.step import MAX_SOURCES
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.row_format import narrowed, widened
+from tierbed.engine.row_format import to_float32, to_stored
 
 pytestmark = pytest.mark.op
 
@@ -156,7 +156,7 @@ def check(
     inverses = [inverse[begin:end] for begin, end in pairwise(ends)]
     written = rng.standard_normal((len(names), dim), np.float32)
     written[rng.random(written.shape) < 0.1] = -0.0
-    rows = widened(narrowed(written, stored), stored)
+    rows = to_float32(to_stored(written, stored), stored)
     grads = [torch.from_numpy(rng.standard_normal((*one.lookup.shape, dim), np.float32)).to(out) for one in given]
 
     each = [np.zeros((0, dim), np.float32)]
@@ -211,7 +211,7 @@ def check(
             given_rest = np.random.default_rng(3).standard_normal((len(ids), dim), np.float32)
             store.pin(rest, None)
             processor.assign(rest, given_rest, 3)
-            of_rest = widened(narrowed(given_rest, stored), stored)[2:]
+            of_rest = to_float32(to_stored(given_rest, stored), stored)[2:]
         store.pin(batch, None)
         check_results(processor, batch, lookups, rows)
         same_bits(on_host(processor.sum_gradients(batch, of_lookups)), sums[order])

@@ -58,7 +58,7 @@ def processor(options: Any) -> Any:
 
 
 def numbers(options: Any, root: Path, name: str = "rows") -> Any:
-    return AutoBudgets(name, options, root).numbers(processor(options))
+    return AutoBudgets(name, options, root).resolve(processor(options))
 
 
 @given(
@@ -124,7 +124,7 @@ def test_the_overflow_area_is_no_larger_than_its_cache(cache_mb: float, host_mb:
 
 def test_each_rank_of_a_host_divides_an_equal_part(tmp_path: Path, capsys: Any) -> None:
     options, root = ssd(tmp_path / "store"), machine(tmp_path, 1000)
-    one_of_four = AutoBudgets("rows", options, root, ranks=4).numbers(processor(options))
+    one_of_four = AutoBudgets("rows", options, root, num_ranks=4).resolve(processor(options))
     assert one_of_four == {**options, "cache_budget_mb": 125, "overflow_mb": 31.25}
     assert "divides 250.0 MiB free on this machine for each of 4 ranks: cache 125.0 MiB" in capsys.readouterr().err
 
@@ -133,7 +133,7 @@ def test_a_device_divides_its_own_memory_and_a_host_cache_that_of_the_host(tmp_p
     root = machine(tmp_path, 1000)
     options = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb="auto")
     on_gpu = on_device(EmulatedDevice(), options)(make(options).spec, RowState(), None)
-    taken = AutoBudgets("rows", options, root).numbers(on_gpu)
+    taken = AutoBudgets("rows", options, root).resolve(on_gpu)
     assert taken == {**options, "cache_budget_mb": EmulatedDevice.memory / MB / 2, "host_cache_budget_mb": 500}
 
 
@@ -151,11 +151,11 @@ def test_embeddings_of_a_process_divide_what_the_others_left(tmp_path: Path) -> 
     options = ssd(tmp_path / "store", overflow_mb=8)
     on = processor(options)
     first, second, again = (AutoBudgets(name, options, root) for name in ("first", "second", "first"))
-    assert first.numbers(on).cache_budget_mb == 500
-    assert second.numbers(on).cache_budget_mb == (1000 - 500 - 8 - 125) / 2  # untouched memory is free to the system
-    assert first.numbers(on).cache_budget_mb == 500  # opened again
+    assert first.resolve(on).cache_budget_mb == 500
+    assert second.resolve(on).cache_budget_mb == (1000 - 500 - 8 - 125) / 2  # untouched memory is free to the system
+    assert first.resolve(on).cache_budget_mb == 500  # opened again
     first.release()
-    assert again.numbers(on).cache_budget_mb == pytest.approx((1000 - 367 / 2 - 8 - 367 / 8) / 2, abs=1e-5)
+    assert again.resolve(on).cache_budget_mb == pytest.approx((1000 - 367 / 2 - 8 - 367 / 8) / 2, abs=1e-5)
     for opened in (second, again):
         opened.release()
     assert numbers(options, root).cache_budget_mb == 500
@@ -325,7 +325,7 @@ def test_where_proc_does_not_tell_nothing_is_known(tmp_path: Path, files: dict[s
 def test_this_process_in_a_group_of_its_own_has_what_the_limit_leaves() -> None:
     if reason := may_limit():
         pytest.skip(f"this user may make no memory cgroup: {reason}")
-    code = "from tierbed.engine.host_memory import free_host_memory as f; free = f(); print(free.bytes, free.where)"
+    code = "from tierbed.engine.host_memory import free_host_memory as f; free = f(); print(free.bytes, free.location)"
     limit = 192 << 20
     with memory_limit(limit) as enter:
         found = subprocess.check_output([sys.executable, "-c", code], preexec_fn=enter, env=environment(), text=True)

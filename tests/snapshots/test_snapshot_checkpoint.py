@@ -129,7 +129,7 @@ def test_it_outlasts_what_becomes_of_the_store(tier: RocksDB, tmp_path: Path) ->
     expected = joined(tier.scan())
     snapshot = save(tier, tmp_path / "s")
     tables = [tier.folder / name for name in tables_of(snapshot)]
-    with tier.live_files():
+    with tier.hold_files():
         for seed in range(1, 3):
             put(tier, 400, seed)
             erase(tier, 150)

@@ -17,7 +17,7 @@ from support.refusals import check_refusal
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding
 from tierbed.engine.errors import CapacityError, InputError, OptimizerError, OptionError, SnapshotError
-from tierbed.engine.row_format import narrowed, widened
+from tierbed.engine.row_format import to_float32, to_stored
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files import reader
 from tierbed.snapshots.store import save as saving
@@ -286,7 +286,7 @@ def test_weights_alone_go_on_with_another_optimizer(tmp_path: Path, store: str, 
         assert contents(embedding).tobytes() == first
         rows, initial = contents(embedding), np.float32(0.1)
         if types[1] == torch.bfloat16:
-            initial = widened(narrowed(np.array([initial]), "bfloat16"), "bfloat16")[0]
+            initial = to_float32(to_stored(np.array([initial]), "bfloat16"), "bfloat16")[0]
         np.testing.assert_array_equal(embedding.table_handle().table.form.values(rows, "sum"), initial)
         assert (rows["step"] == 0).all()
         grow(embedding, 1)

@@ -26,7 +26,7 @@ from support.snapshot_parts import in_parts
 from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError, row_optimizer
 from tierbed.engine import _core
-from tierbed.engine.row_format import RowForm, narrowed, overflows, widened
+from tierbed.engine.row_format import RowForm, find_overflows, to_float32, to_stored
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import export_snapshot
@@ -120,7 +120,7 @@ def test_arrays_are_rounded_to_nearest_even(tmp_path: Path, types: Types) -> Non
     with make_persistent_table_writer(tmp_path / "t", "w", torch.int64, torch.float32, 2 * DIM, description=about) as w:
         w.write(arrays["key"], np.concatenate([arrays["embedding"], arrays["sum"]], axis=1))
     wanted = [
-        widened(narrowed(arrays[name], type), type) for name, type in zip(("embedding", "sum"), types, strict=True)
+        to_float32(to_stored(arrays[name], type), type) for name, type in zip(("embedding", "sum"), types, strict=True)
     ]
     for name in "sw":
         snapshot = Snapshot.open(tmp_path / "t" / "snapshots" / name)
@@ -221,13 +221,13 @@ def by_torch(values: NDArray[np.float32], type: str) -> NDArray[np.float32]:
 def test_every_narrow_number_is_widened_as_torch_does_and_back_to_itself(type: str) -> None:
     bits = np.arange(2**16, dtype=np.uint16)
     numbers = bits.view(np.float16) if type == "float16" else bits
-    wide = widened(numbers, type)
+    wide = to_float32(numbers, type)
     same_numbers(wide, torch.from_numpy(bits.copy()).view(DTYPES[type]).to(torch.float32).numpy())
-    back = narrowed(wide, type).view(np.uint16)
+    back = to_stored(wide, type).view(np.uint16)
     nan = np.isnan(wide)
     np.testing.assert_array_equal(back[~nan], bits[~nan])
     assert {*back[nan].tolist()} == {0x7FC0 if type == "bfloat16" else 0x7E00}
-    assert not overflows(wide, type).any()
+    assert not find_overflows(wide, type).any()
 
 
 @pytest.mark.parametrize("type", HALVES)
@@ -238,8 +238,8 @@ def test_every_narrow_number_is_widened_as_torch_does_and_back_to_itself(type: s
 def test_a_number_is_narrowed_as_torch_does(type: str, bits: list[int]) -> None:
     values = np.array(bits, np.uint32).view(np.float32)
     wanted = by_torch(values, type)
-    same_numbers(widened(narrowed(values, type), type), wanted)
-    np.testing.assert_array_equal(overflows(values, type), np.isfinite(values) & np.isinf(wanted))
+    same_numbers(to_float32(to_stored(values, type), type), wanted)
+    np.testing.assert_array_equal(find_overflows(values, type), np.isfinite(values) & np.isinf(wanted))
 
 
 def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np.void], RowForm]:

@@ -55,7 +55,7 @@ def test_a_row_that_changes_where_reading_pauses_is_read_as_it_was() -> None:
     with make(options("host"), "adagrad") as embedding:
         train(embedding, range(1000))
         expected = contents(embedding).tobytes()
-        chunks = table_of(embedding).observers.image().chunks()
+        chunks = table_of(embedding).observers.open_image().chunks()
         first = [next(chunks)]  # three of the rows of a bucket
         train(embedding, range(1000))
         assert joined(itertools.chain(first, chunks)) == expected
@@ -70,7 +70,7 @@ def test_an_image_of_rows_that_a_step_holds(tmp_path: Path, place: torch.device,
         ids = torch.arange(100, device=place)
         pinned = embedding.pin([Lookup(ids, torch.zeros_like(ids))])  # some are new
         expected = contents(embedding).tobytes()
-        image = table_of(embedding).observers.image()
+        image = table_of(embedding).observers.open_image()
         pinned.update([torch.ones(100, DIM, device=place)])
         assert contents(embedding).tobytes() != expected
         assert joined(image.chunks()) == expected
@@ -84,7 +84,7 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
         for lookup in lookups:
             embedding.prefetch(lookup.ids, lookup.table_ids)
         expected = contents(embedding).tobytes()
-        chunks = table_of(embedding).observers.image().chunks()
+        chunks = table_of(embedding).observers.open_image().chunks()
         read = []
         for lookup in lookups:
             train(embedding, lookup.ids, lookup.table_ids)
@@ -100,35 +100,35 @@ def test_an_image_while_batches_are_prefetched(tmp_path: Path, store: str) -> No
 def test_what_is_kept_goes_with_its_bucket(tmp_path: Path, place: torch.device, store: str) -> None:
     with make(options(store, tmp_path), "adagrad").to(place) as embedding:
         train(embedding, range(900))
-        image = table_of(embedding).observers.image()
+        image = table_of(embedding).observers.open_image()
         assert isinstance(image, MemoryImage)
-        assert image._table is not None
+        assert image._table_image is not None
         train(embedding, range(900))
         size = 900 * row_dtype(2 * DIM).itemsize
-        assert 0.9 * size < (kept := image._table.before_image_bytes) < 4 * size
+        assert 0.9 * size < (kept := image._table_image.before_image_bytes) < 4 * size
         train(embedding, range(900))  # kept already
-        assert image._table.before_image_bytes == kept
+        assert image._table_image.before_image_bytes == kept
         chunks = image.chunks()
         for bucket, _ in chunks:
             if bucket == 32:
                 break
         train(embedding, range(900))  # or read already
-        assert 0 < image._table.before_image_bytes < 0.7 * kept
+        assert 0 < image._table_image.before_image_bytes < 0.7 * kept
         list(chunks)
-        assert image._table.before_image_bytes == 0
+        assert image._table_image.before_image_bytes == 0
 
 
 def test_there_is_one_image_at_a_time() -> None:
     with make(options("device"), "adagrad") as embedding:
         table = table_of(embedding)
-        image = table.observers.image()
+        image = table.observers.open_image()
         with pytest.raises(StoreError, match="has an image already"):
-            table.observers.image()
+            table.observers.open_image()
         image.close()
         image.close()
         with pytest.raises(ClosedError):
             next(image.chunks())
-        table.observers.image()
+        table.observers.open_image()
 
 
 @on_one_device
@@ -195,7 +195,7 @@ def test_what_a_device_could_not_keep_is_kept_the_next_time(
     with make(options("device"), "adam").to(place) as embedding:
         train(embedding, range(100))
         expected = contents(embedding).tobytes()
-        rows = table_of(embedding).observers.image()
+        rows = table_of(embedding).observers.open_image()
         monkeypatch.setattr(cuda_image, "itertools", SimpleNamespace(pairwise=first_out_of_memory(itertools.pairwise)))
         with pytest.raises(torch.OutOfMemoryError):
             train(embedding, range(50))
@@ -213,7 +213,7 @@ def test_a_save_that_failed_on_a_device_holds_no_rows(place: torch.device) -> No
             next(chunks)
             kept = table_of(embedding).observers._image
             assert isinstance(kept, MemoryImage)
-            alive.append(weakref.ref(kept._table))
+            alive.append(weakref.ref(kept._table_image))
             raise OSError("as planned")
 
         save = table_of(embedding).observers.save_in_background("it", write)

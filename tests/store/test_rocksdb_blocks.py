@@ -52,7 +52,7 @@ def test_blocks_are_aligned_where_little_is_lost_and_files_have_the_checksums_th
         lines[:, :width] = value
         database.write(tables, keys, addresses)
         database.compact() if value == 2 else database.flush()
-        with database.live_files() as files:
+        with database.hold_files() as files:
             rows = [file for file in files if file.name.endswith(".sst")]
             assert rows
             for file in rows:

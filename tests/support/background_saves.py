@@ -89,7 +89,7 @@ def saving(how: Any, *max_bytes: int, changes: int = 1, allowed: int = 0) -> Ite
 def waits_of(embedding: MultiTableEmbedding) -> int:
     image = table_of(embedding).observers._image
     assert isinstance(image, MemoryImage)
-    return image.waits
+    return image.num_waits
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -61,7 +61,7 @@ def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any =
         for number in range(before):
             change(embedding, number)
         expected = contents(embedding).tobytes()
-        image = embedding.table_handle().table.observers.image()
+        image = embedding.table_handle().table.observers.open_image()
         steps = iter(range(before, 20))
 
         def read() -> Chunks:

@@ -19,7 +19,7 @@ from support.rule_references import CATCH_UPS, REFERENCES, PastRates
 from tierbed.engine.optim.kernel import LIMITS
 from tierbed.engine.optim.rule import Rule, all_rules
 from tierbed.engine.options.initializers import CONSTANT, UNIFORM
-from tierbed.engine.row_format import narrowed, widened
+from tierbed.engine.row_format import to_float32, to_stored
 
 F32 = NDArray[np.float32]
 U32 = NDArray[np.uint32]
@@ -64,11 +64,11 @@ def by_chance(values: F32, type: str, noise: U32) -> NDArray[Any]:
         magnitude = np.ldexp(whole + up, exponent)
         largest = float(np.finfo(np.float16).max) if type == "float16" else float(np.float32(2.0**127) * (2 - 2.0**-7))
         rounded = np.copysign(np.minimum(magnitude, largest), values).astype(np.float32)
-    return narrowed(np.where(np.isfinite(values), rounded, values), type)
+    return to_stored(np.where(np.isfinite(values), rounded, values), type)
 
 
 def trained(values: F32, type: str, noise: U32) -> F32:
-    return values if type == "float32" else widened(by_chance(values, type, noise), type)
+    return values if type == "float32" else to_float32(by_chance(values, type, noise), type)
 
 
 def _mixed(x: Any) -> Any:
@@ -366,7 +366,7 @@ def add_columns(
     for source, target, first, to, count in moves:
         part, grad = sums[source][:, first : first + count], grads[target][:, to : to + count]
         if dtype in _PRECISION:
-            part[:] = narrowed(widened(part, dtype) + widened(grad, dtype), dtype)
+            part[:] = to_stored(to_float32(part, dtype) + to_float32(grad, dtype), dtype)
         else:
             part += grad
     return sums

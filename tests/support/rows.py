@@ -20,7 +20,7 @@ from tierbed.engine.options.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from tierbed.engine.row_format import NUMBERS, RowForm, narrowed, widened
+from tierbed.engine.row_format import NUMBERS, RowForm, to_float32, to_stored
 
 F32 = NDArray[np.float32]
 
@@ -87,7 +87,7 @@ class Table:
 
     def nearest(self, values: F32) -> F32:
         """values [n, dim and all states], each rounded to the nearest that its field holds."""
-        return self._by_field(values, lambda part, type, _: widened(narrowed(part, type), type))
+        return self._by_field(values, lambda part, type, _: to_float32(to_stored(part, type), type))
 
     def by_chance(self, values: F32, tables: NDArray[np.uint32], keys: NDArray[np.uint64], step: int) -> F32:
         """values [n, dim and all states] of rows, as they are stored when they are trained."""
@@ -131,7 +131,7 @@ class Table:
         for field in self.form.fields:
             dtype = NUMBERS[field.type]
             end = field.begin + field.count * dtype.itemsize
-            parts.append(widened(np.ascontiguousarray(kept[:, field.begin : end]).view(dtype), field.type))
+            parts.append(to_float32(np.ascontiguousarray(kept[:, field.begin : end]).view(dtype), field.type))
             assert not kept[:, end : field.end].any(), "padding is not zeros"
         return np.concatenate(parts, 1)
 

@@ -132,16 +132,16 @@ def test_there_is_one_save_at_a_time() -> None:
         assert not now.save.done
         assert not now.save.wait(0)
         for other in (
-            observers.image,
+            observers.open_image,
             observers.check_not_saving,
-            lambda: observers.track_changes("1" * 32) or observers.changes_since("1" * 32),
+            lambda: observers.track_changes("1" * 32) or observers.read_delta("1" * 32),
             lambda: observers.save_in_background("snapshot 'two'", now.writer),
         ):
             with pytest.raises(StoreError, match=r"snapshot 'one' is still being saved .*wait\(\)"):
                 other()
         now.check()
         observers.check_not_saving()
-        observers.image().close()
+        observers.open_image().close()
 
 
 @stores
@@ -156,7 +156,7 @@ def test_changes_during_a_save_are_not_in_it(tmp_path: Path, store: str) -> None
         save.wait()
 
         def names(since: str) -> list[int]:
-            found = table.observers.changes_since(since)
+            found = table.observers.read_delta(since)
             assert found is not None
             return sorted(key for _, rows, _ in found for key in rows["key"].tolist())
 

@@ -56,7 +56,7 @@ def test_a_call_waits_where_too_much_is_kept(
 
 @pytest.mark.parametrize("waits", ["wait", "finish"])
 def test_a_save_does_not_rest_while_somebody_waits(monkeypatch: pytest.MonkeyPatch, waits: str) -> None:
-    monkeypatch.setattr(background_save, "PAUSE", 1e9)
+    monkeypatch.setattr(background_save, "PAUSE_RATIO", 1e9)
     with saving(options("device")) as now:
         now.writer.let_go()
         getattr(now.save, waits)()
@@ -67,7 +67,7 @@ def test_a_save_does_not_rest_at_the_end_of_the_process() -> None:
     script = (
         "import threading; from support.embeddings import make, train; from support.stores import options\n"
         "from tierbed.engine.table import background_save\n"
-        "background_save.PAUSE = 1e9\n"
+        "background_save.PAUSE_RATIO = 1e9\n"
         "def write(chunks):\n"
         "    threading.main_thread().join()\n"
         "    print(sum(len(rows) for _, rows in chunks))\n"
@@ -129,7 +129,7 @@ def interrupted_when(condition: Callable[[], bool]) -> Iterator[None]:
 
 def test_ctrl_c_while_waiting_ends_the_wait_alone() -> None:
     with saving(options("device")) as now:
-        with interrupted_when(now.save._hurry.is_set):
+        with interrupted_when(now.save._hurry_event.is_set):
             now.save.wait()
         assert not now.save.done
         change(now.embedding, 1)

@@ -42,7 +42,7 @@ def note_changes(rows: _core.ChangedRows) -> list[tuple[int, int, int]]:
     return [
         (bucket, table, key)
         for bucket in range(64)
-        for table, key in zip(*(part.tolist() for part in rows.rows(bucket)), strict=True)
+        for table, key in zip(*(part.tolist() for part in rows.list_keys(bucket)), strict=True)
     ]
 
 
@@ -63,12 +63,12 @@ def test_a_set_of_names_beside_one_of_python(parts: list[tuple[list[Row], bool]]
     for names, as_batch in parts:
         tables, keys = arrays(names)
         if as_batch:
-            rows.note(table.batch(keys, tables))
+            rows.add_batch(table.batch(keys, tables))
         else:
-            rows.note_rows(tables, keys)
+            rows.add_keys(tables, keys)
         expected |= set(names)
         assert rows.size == len(expected)
-    other.note_rows(*arrays(others))
+    other.add_keys(*arrays(others))
     rows.merge(other)
     assert note_changes(rows) == in_order(expected | set(others))
     assert note_changes(other) == in_order(others)
@@ -79,7 +79,7 @@ def test_a_set_of_names_grows() -> None:
     expected: NDArray[np.uint64] = np.zeros(0, np.uint64)
     for _ in range(30):
         keys = random.integers(0, 40_000, 3000, np.uint64)
-        rows.note(table.batch(keys, np.zeros(3000, np.uint32)))
+        rows.add_batch(table.batch(keys, np.zeros(3000, np.uint32)))
         expected = np.union1d(expected, keys)
         assert rows.size == len(expected)
     assert note_changes(rows) == in_order((0, key) for key in expected.tolist())
@@ -89,9 +89,9 @@ def test_a_set_of_names_grows() -> None:
 def test_a_set_of_names_refuses_what_is_no_list_of_rows() -> None:
     rows = _core.ChangedRows()
     with pytest.raises(ValueError, match="differ in length"):
-        rows.note_rows(np.zeros(2, np.uint32), np.zeros(3, np.uint64))
+        rows.add_keys(np.zeros(2, np.uint32), np.zeros(3, np.uint64))
     with pytest.raises(ValueError, match="no such bucket"):
-        rows.rows(64)
+        rows.list_keys(64)
 
 
 small_rows = st.dictionaries(st.tuples(st.integers(0, 2), st.integers(0, 9)), st.integers(0, 2), max_size=25)
@@ -161,7 +161,7 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
         table.observers.track_changes(FIRST)
         embedding.get(np.arange(50), 0)
         train(embedding, range(40, 60))  # ten of them are seen for the first time, and refused
-        found = table.observers.changes_since(FIRST)
+        found = table.observers.read_delta(FIRST)
         assert found is not None
         rows, gone = zip(*((rows, gone) for _, rows, gone in found), strict=True)
         assert sorted(np.concatenate(rows)["key"].tolist()) == list(range(40, 50))
@@ -173,7 +173,7 @@ def test_chunks_of_changes_are_bounded() -> None:
         table = embedding.table_handle().table
         table.observers.track_changes(FIRST)
         train(embedding, range(2000))
-        found = table.observers.changes_since(FIRST)
+        found = table.observers.read_delta(FIRST)
         assert found is not None
         sizes = [len(rows) for _, rows, _ in found]
         assert sum(sizes) == 2000
@@ -183,13 +183,13 @@ def test_chunks_of_changes_are_bounded() -> None:
 def test_what_is_tracked_begins_anew() -> None:
     with make(options("device"), "sgd") as embedding:
         table = embedding.table_handle().table
-        assert table.observers.changes_since(FIRST) is None
+        assert table.observers.read_delta(FIRST) is None
         table.observers.track_changes(FIRST)
         train(embedding, range(9))
         table.observers.track_changes(SECOND)
         train(embedding, [4])
-        assert table.observers.changes_since(FIRST) is None
-        found = table.observers.changes_since(SECOND)
+        assert table.observers.read_delta(FIRST) is None
+        found = table.observers.read_delta(SECOND)
         assert found is not None
         assert [rows["key"].tolist() for _, rows, _ in found] == [[4]]
 
@@ -199,7 +199,7 @@ def test_changes_of_a_closed_table_are_not_read() -> None:
     table = embedding.table_handle().table
     table.observers.track_changes(FIRST)
     train(embedding, range(9))
-    found = table.observers.changes_since(FIRST)
+    found = table.observers.read_delta(FIRST)
     assert found is not None
     next(found)
     embedding.close()

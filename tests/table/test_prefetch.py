@@ -23,7 +23,7 @@ from support.forked import in_process
 from support.stores import STORES, options
 from tierbed import CapacityError, EagerOptimizer, InputError, MultiTableEmbedding, OptimizerError, StoreError
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.table.prefetch import QUEUE, Prefetcher
+from tierbed.engine.table.prefetch import MAX_QUEUE, Prefetcher
 
 STEPS = 12
 BATCHES = [torch.randint(0, 300, (64,), generator=torch.Generator().manual_seed(step)) for step in range(STEPS)]
@@ -211,10 +211,10 @@ def test_hints_take_no_room_of_a_capacity(place: torch.device, store: str) -> No
 def test_hints_that_no_step_wants_are_dropped_and_do_not_pile_up() -> None:
     with make(options("cached_host"), "adagrad") as embedding:
         hint(embedding, torch.full((8,), 10_000))
-        for _ in range(QUEUE + 5):
+        for _ in range(MAX_QUEUE + 5):
             train(embedding, BATCHES[0])
-        assert embedding.metrics()["table"]["prefetch_misses"] == QUEUE + 1  # then no hint is left to look at
-        for _ in range(QUEUE + 5):
+        assert embedding.metrics()["table"]["prefetch_misses"] == MAX_QUEUE + 1  # then no hint is left to look at
+        for _ in range(MAX_QUEUE + 5):
             hint(embedding, BATCHES[0])
         assert embedding.metrics()["table"]["prefetch_dropped"] == 5
         train(embedding, BATCHES[0])
@@ -255,8 +255,8 @@ def test_ctrl_c_while_a_close_waits_for_the_thread_leaves_a_table_that_trains(mo
 
     def interrupt_the_close(prefetcher: Prefetcher, coming: object) -> None:
         begun.set()
-        with prefetcher._changed:  # the close releases the lock, and joins
-            prefetcher._changed.wait_for(lambda: prefetcher._thread is None)
+        with prefetcher._condition:  # the close releases the lock, and joins
+            prefetcher._condition.wait_for(lambda: prefetcher._thread is None)
         signal.pthread_kill(main, signal.SIGINT)  # held back until the thread has ended
 
     with make(options("cached_host"), "adagrad") as embedding:
@@ -335,7 +335,7 @@ def test_hints_of_accumulated_batches_belong_to_one_step(tmp_path: Path, ahead: 
         assert contents(embedding).tobytes() == contents(plain).tobytes()
 
 
-@pytest.mark.parametrize(("ahead", "wrong"), [(1, QUEUE + 50), (3, 40), (60, QUEUE + 50)])
+@pytest.mark.parametrize(("ahead", "wrong"), [(1, MAX_QUEUE + 50), (3, 40), (60, MAX_QUEUE + 50)])
 def test_hints_are_used_again_after_many_wrong_ones(ahead: int, wrong: int) -> None:
     with make(options("cached_host"), "adagrad") as embedding:
         for i in range(wrong):  # each step was announced as another one

@@ -179,5 +179,5 @@ class CudaCachedStore(DeviceCache):
         tables, keys, lines = self._staging.rows(count)
         self._below.write(tables, keys, lines)
         if self._write_back_log is not None:
-            self._write_back_log.add(tables, keys)
+            self._write_back_log.add_keys(tables, keys)
         self._traffic["bytes_out"] += count * self._layout.stored_bytes

@@ -60,7 +60,7 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             absent = batch.empty(torch.int32)
             self._run(
-                "locate_rows", batch.size, GROUP, self._cache.by_value(), self._below.table.index(), batch.hashes,
+                "locate_rows", batch.size, GROUP, self._cache.by_value(), self._below.table.by_value(), batch.hashes,
                 batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
                 self._counts if trains else self._peeked, self._hit_counters.struct,
             )  # fmt: skip
@@ -85,7 +85,7 @@ class CachedTable(DeviceCache):
 
     def _write_back(self) -> None:
         with self._window.exclusive():
-            cache, index = self._cache.by_value(), self._below.table.index()
+            cache, index = self._cache.by_value(), self._below.table.by_value()
             self._run("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
 
     def change_source(self) -> ChangedLines:
@@ -125,8 +125,8 @@ class CachedTable(DeviceCache):
             self._cache.cancel(admission, restore=True)
             batch.faults &= ~NO_ROOM  # the rows may fit at the batch's step
             return None
-        cache, struct = self._cache.by_value(), admission.by_value()
-        self._run("write_back", batch.size, self._layout.copy_lanes, table.index(), struct, batch.count, self._counts)
+        cache, index, struct = self._cache.by_value(), table.by_value(), admission.by_value()
+        self._run("write_back", batch.size, self._layout.copy_lanes, index, struct, batch.count, self._counts)
         self._run(
             "fetch", batch.size, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count,
             batch.lines, table.zero_line, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,

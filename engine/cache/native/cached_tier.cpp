@@ -61,7 +61,7 @@ CachedTier::CachedTier(const Layout& layout, Tier& below, const CacheOptions& op
       hit_counts_(layout.tables),
       process_(getpid()),
       threads_(std::make_unique<Threads>()) {
-    if (below.on_disk())
+    if (below.is_on_disk())
         threads_->writer.emplace(directory_.overflow, threads_->directory, below, last_completed_, write_latency_,
                                  options.io_threads);
 }
@@ -373,7 +373,7 @@ void CachedTier::end_internal_batch() {
 
 void CachedTier::read(const RowSpan& rows, bool* is_hit, bool touch) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.begins()};
+    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_begins()};
     RowList rows_below;
     std::vector<std::size_t> missing;
     {
@@ -394,7 +394,7 @@ void CachedTier::read(const RowSpan& rows, bool* is_hit, bool touch) {
 
 void CachedTier::write(const RowSpan& rows) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.begins()};
+    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_begins()};
     const std::lock_guard admission(threads_->admission);
     const u32 number = begin_internal_batch();
     try {

@@ -60,7 +60,7 @@ public:
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     void forget_errors() override;
-    bool on_disk() const override { return false; }
+    bool is_on_disk() const override { return false; }
     // Writes all dirty rows back.
     void flush();
     // Flushes at most `rows` dirty rows: first rows in the sets, from slot `begin` on, then rows in the overflow area.
@@ -129,7 +129,7 @@ private:
     const bool follows_batch_;
     Directory directory_;
     CacheCounts counts_;
-    TableCounts hit_counts_;
+    HitCounts hit_counts_;
     std::atomic<u64> bytes_in_{0};
     u64 bytes_out_ = 0, prefetch_waits_ = 0;
     Histogram fetch_latency_, write_latency_;

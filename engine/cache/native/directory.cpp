@@ -97,9 +97,9 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
     });
 }
 
-void Directory::count_hits(const RequestedRows& batch, TableCounts& counts) const {
+void Directory::count_hits(const RequestedRows& batch, HitCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
-        TableCounts::Part hits = counts.part(b);
+        HitCounts::Part hits = counts.part(b);
         for (std::size_t i = batch.begin[b]; i < batch.begin[b + 1]; ++i)
             if (!batch.own_lines || !batch.own_lines[i]) hits.add(batch.tables[i], true);
         for (const Miss& miss : misses_[b])

@@ -103,7 +103,7 @@ public:
     }
     // Records that the last added batch needs the row. Returns false if an earlier batch needs the row too.
     bool add_row(u32 bucket, u64 hash, u32 table) {
-        u32* const bits = maps_[bucket].look_up(hash, table);
+        u32* const bits = maps_[bucket].find_number(hash, table);
         if (bits)
             *bits |= bit_of(last_);
         else
@@ -119,7 +119,7 @@ public:
     }
     // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
-        u32* const bits = maps_[bucket].look_up(hash, table);
+        u32* const bits = maps_[bucket].find_number(hash, table);
         const u32 rest = bits ? *bits & ~bit_of(number) : 0;
         if (!rest) {
             if (bits) maps_[bucket].erase(hash, table);
@@ -131,7 +131,7 @@ public:
 
     TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
     void clear() { *this = Window(); }
-    std::size_t bytes() const { return bytes_of(maps_); }
+    std::size_t bytes() const { return total_bytes(maps_); }
 
 private:
     bool empty() const { return is_after(first_, last_); }
@@ -204,7 +204,7 @@ public:
     // The counts of the last `choose_victims`.
     const CacheCounts& counts() const { return counts_; }
     // Adds the batch's hits and misses by table.
-    void count_hits(const RequestedRows& batch, TableCounts& counts) const;
+    void count_hits(const RequestedRows& batch, HitCounts& counts) const;
 
     // Calls body(miss) for each miss, in ascending order of buckets.
     template <class Body>

@@ -81,7 +81,7 @@ public:
     std::size_t bytes() const;
     // Upper bound of the bytes per row, up to the capacity.
     static std::size_t row_bytes(const LineShape& shape) {
-        return shape.line_bytes + sizeof(OverflowEntry) + RowMap::MAX_BYTES;
+        return shape.line_bytes + sizeof(OverflowEntry) + RowMap::MAX_ROW_BYTES;
     }
 
 private:

@@ -15,11 +15,11 @@ Eviction eviction_named(const std::string& name) {
 }  // namespace
 
 void bind_ledger(nb::module_& m) {
-    nb::class_<Admitted>(m, "Admitted")
-        .def_ro("fresh", &Admitted::fresh)
-        .def_ro("refused", &Admitted::refused)
-        .def_ro("lacking", &Admitted::lacking)
-        .def("take_victims", [](Admitted& admitted) { return arrays_of([&] { return std::move(admitted.victims); }); });
+    nb::class_<Admission>(m, "Admission")
+        .def_ro("num_new", &Admission::num_new)
+        .def_ro("num_refused", &Admission::num_refused)
+        .def_ro("num_excess", &Admission::num_excess)
+        .def("take_victims", [](Admission& self) { return arrays_of([&] { return std::move(self.victims); }); });
     nb::class_<Ledger>(m, "Ledger")
         .def(
             "__init__",
@@ -31,7 +31,7 @@ void bind_ledger(nb::module_& m) {
             nb::kw_only(), "eviction"_a, "capacity"_a.none(), "ttl_steps"_a, "min_lookups"_a, "chance"_a, "seed"_a)
         .def("admit", &Ledger::admit, Unlocked())
         .def("commit", &Ledger::commit, Unlocked())
-        .def("expired", [](const Ledger& ledger, u32 now) { return arrays_of([&] { return ledger.expired(now); }); })
+        .def("find_expired", [](Ledger& self, u32 step) { return arrays_of([&] { return self.find_expired(step); }); })
         .def(
             "load",
             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {

@@ -9,18 +9,18 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;               // rows whose entries are prefetched before they are probed
+constexpr std::size_t AHEAD = 8;               // how many rows ahead entries are prefetched
 constexpr std::size_t EVICTION_FRACTION = 64;  // evict at least capacity / 64 rows, because each search reads all rows
-constexpr std::size_t SPARE_CANDIDATES = 32;   // candidates per bucket beyond its expected victims
-constexpr std::size_t MIN_ENTRIES = 16;        // initial size of a bucket
+constexpr std::size_t SPARE_CANDIDATES = 32;   // extra candidates per bucket, beyond its expected number of victims
+constexpr std::size_t MIN_ENTRIES = 16;        // initial number of entries in a bucket
 
-u64 age(u32 step, u32 now) { return now > step ? now - step : 0; }
+u64 age(u32 written, u32 step) { return step > written ? step - written : 0; }
 
 }  // namespace
 
 std::size_t Ledger::Bucket::find_slot(u64 hash, u32 table) const {
-    std::size_t at = home(hash);
-    while (entries[at].updates != 0 && (entries[at].hash != hash || entries[at].table != table)) at = next(at);
+    std::size_t at = home_slot(hash);
+    while (entries[at].updates != 0 && (entries[at].hash != hash || entries[at].table != table)) at = next_slot(at);
     return at;
 }
 
@@ -43,8 +43,8 @@ bool Ledger::Bucket::erase(u64 hash, u32 table) {
     const auto distance = [&](std::size_t from, std::size_t to) {
         return to >= from ? to - from : to + entries.size() - from;
     };
-    for (std::size_t at = next(hole); entries[at].updates != 0; at = next(at)) {
-        if (distance(home(entries[at].hash), at) < distance(hole, at)) continue;  // the entry's home is after the hole
+    for (std::size_t at = next_slot(hole); entries[at].updates != 0; at = next_slot(at)) {
+        if (distance(home_slot(entries[at].hash), at) < distance(hole, at)) continue;  // its home is after the hole
         entries[hole] = entries[at];
         hole = at;
     }
@@ -62,69 +62,69 @@ void Ledger::Bucket::grow() {
 
 Ledger::Ledger(const Policy& policy) : policy_(policy) {
     for (Bucket& bucket : buckets_) bucket.entries.resize(MIN_ENTRIES);
-    if (policy.min_lookups > 1) sketch_.begin();
+    if (policy.min_lookups > 1) sketch_.allocate();
 }
 
-bool Ledger::is_admitted(u64 hash, u32 table, u32 now) const {
-    const u64 fixed = slot_hash.row_hash(table, hash);
-    if (policy_.min_lookups > 1) return sketch_.count(fixed, table) + 1 >= policy_.min_lookups;
-    const u64 draw = hash_row(table, fixed ^ hash_row(now, policy_.seed));
+bool Ledger::is_admitted(u64 hash, u32 table, u32 step) const {
+    const u64 row_hash = slot_hash.row_hash(table, hash);
+    if (policy_.min_lookups > 1) return sketch_.estimate(row_hash, table) + 1 >= policy_.min_lookups;
+    const u64 draw = hash_row(table, row_hash ^ hash_row(step, policy_.seed));
     return static_cast<double>(draw >> 11) * 0x1p-53 < policy_.chance;
 }
 
-Admitted Ledger::admit(Batch& batch, const Layout& layout, u32 now, bool training) {
-    const bool refuses = training && (policy_.min_lookups > 1 || policy_.chance < 1);
+Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_training) {
+    const bool refuses = is_training && (policy_.min_lookups > 1 || policy_.chance < 1);
     const std::size_t rows_before = rows();
-    Admitted admitted;
-    if (!refuses && batch.unique <= policy_.capacity - std::min(rows_before, policy_.capacity)) return admitted;
-    ++batch_;
+    Admission admission;
+    if (!refuses && batch.unique <= policy_.capacity - std::min(rows_before, policy_.capacity)) return admission;
+    ++last_batch_;
     const BucketOrder& order = batch.buckets();
-    std::array<std::size_t, BUCKETS> fresh{}, refused{};
-    Buffer<u64> own(batch.unique);
+    std::array<std::size_t, BUCKETS> num_new{}, num_refused{};
+    Buffer<u64> own_lines(batch.unique);
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
         const std::size_t end = order.begin[b + 1];
         for (std::size_t k = order.begin[b]; k < end; ++k) {
             if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
             const std::size_t i = order.row(k);
-            own[i] = 0;
+            own_lines[i] = 0;
             Entry& entry = bucket.entries[bucket.find_slot(batch.hashes[i], batch.tables[i])];
             if (entry.updates != 0) {
-                entry.batch = batch_;
-            } else if (refuses && !is_admitted(batch.hashes[i], batch.tables[i], now)) {
-                own[i] = 1;
-                ++refused[b];
+                entry.last_batch = last_batch_;
+            } else if (refuses && !is_admitted(batch.hashes[i], batch.tables[i], step)) {
+                own_lines[i] = 1;
+                ++num_refused[b];
             } else {
-                ++fresh[b];
+                ++num_new[b];
             }
         }
     });
-    admitted.fresh = std::accumulate(fresh.begin(), fresh.end(), std::size_t{0});
-    admitted.refused = std::accumulate(refused.begin(), refused.end(), std::size_t{0});
-    if (admitted.fresh != 0 && rows_before + admitted.fresh > policy_.capacity) {
-        const std::size_t excess = rows_before + admitted.fresh - policy_.capacity;
-        admitted.victims = choose_victims(excess, now);
-        const std::size_t evictable = admitted.victims.tables.size();
+    admission.num_new = std::accumulate(num_new.begin(), num_new.end(), std::size_t{0});
+    admission.num_refused = std::accumulate(num_refused.begin(), num_refused.end(), std::size_t{0});
+    if (admission.num_new != 0 && rows_before + admission.num_new > policy_.capacity) {
+        const std::size_t excess = rows_before + admission.num_new - policy_.capacity;
+        admission.victims = choose_victims(excess, step);
+        const std::size_t evictable = admission.victims.tables.size();
         if (evictable < excess) {
-            admitted.lacking = excess - evictable;
-            return admitted;
+            admission.num_excess = excess - evictable;
+            return admission;
         }
     }
-    if (admitted.refused == 0) return admitted;
-    const std::vector<u64> lines = batch.allocate(admitted.refused, layout.shape);
+    if (admission.num_refused == 0) return admission;
+    const std::vector<u64> lines = batch.allocate(admission.num_refused, layout.shape);
     std::size_t next_line = 0;
     for (std::size_t i = 0; i < batch.unique; ++i)
-        if (own[i]) own[i] = lines[next_line++];
+        if (own_lines[i]) own_lines[i] = lines[next_line++];
     parallel_for(BUCKETS, [&](std::size_t b) {
         for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k)
-            if (const std::size_t i = order.row(k); own[i])
-                layout.initialise(own[i], batch.tables[i], batch.key(i));
+            if (const std::size_t i = order.row(k); own_lines[i])
+                layout.initialise(own_lines[i], batch.tables[i], batch.key(i));
     });
-    batch.own_lines = std::move(own);
-    return admitted;
+    batch.own_lines = std::move(own_lines);
+    return admission;
 }
 
-void Ledger::commit(const Batch& batch, u32 now) {
+void Ledger::commit(const Batch& batch, u32 step) {
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
@@ -138,52 +138,51 @@ void Ledger::commit(const Batch& batch, u32 now) {
             }
             Entry& entry = bucket.find_or_insert(batch.hashes[i], batch.tables[i]);
             if (entry.updates != 0xFFFFFFFFu) ++entry.updates;
-            entry.step = now;
+            entry.step = step;
         }
     });
 }
 
-bool Ledger::is_expired(const Entry& entry, u32 now) const { return age(entry.step, now) > policy_.ttl_steps; }
+bool Ledger::is_expired(const Entry& entry, u32 step) const { return age(entry.step, step) > policy_.ttl_steps; }
 
-u64 Ledger::rank_of(const Entry& entry, u32 now) const {
+u64 Ledger::eviction_score(const Entry& entry, u32 step) const {
     if (policy_.eviction == Eviction::lfu) return static_cast<u64>(entry.updates) << 32 | entry.step;
     if (policy_.eviction != Eviction::distance_lfu) return entry.step;
-    const double distance = static_cast<double>(age(entry.step, now) + 1);
-    return bits_of(static_cast<double>(entry.updates) /
-                   (distance * distance));  // floats >= 0 sort like their bits
+    const double distance = static_cast<double>(age(entry.step, step) + 1);
+    return bits_of(static_cast<double>(entry.updates) / (distance * distance));  // floats >= 0 sort like their bits
 }
 
 bool Ledger::Candidate::operator<(const Candidate& other) const {
-    return std::tie(rank, table, hash) < std::tie(other.rank, other.table, other.hash);
+    return std::tie(score, table, hash) < std::tie(other.score, other.table, other.hash);
 }
 
-std::vector<Ledger::Candidate> Ledger::candidates(u32 bucket, u32 now, const Candidate& highest) const {
-    std::vector<Candidate> found;
+std::vector<Ledger::Candidate> Ledger::find_candidates(u32 bucket, u32 step, const Candidate& highest) const {
+    std::vector<Candidate> candidates;
     for (const Entry& entry : buckets_[bucket].entries) {
-        if (entry.updates == 0 || entry.batch == batch_) continue;
-        if (policy_.eviction == Eviction::ttl && !is_expired(entry, now)) continue;
-        const u64 rank = rank_of(entry, now);
-        if (rank > highest.rank) continue;
-        const Candidate candidate{rank, slot_hash.row_hash(entry.table, entry.hash), entry.hash, entry.table};
-        if (!(highest < candidate)) found.push_back(candidate);
+        if (entry.updates == 0 || entry.last_batch == last_batch_) continue;
+        if (policy_.eviction == Eviction::ttl && !is_expired(entry, step)) continue;
+        const u64 score = eviction_score(entry, step);
+        if (score > highest.score) continue;
+        const Candidate candidate{score, slot_hash.row_hash(entry.table, entry.hash), entry.hash, entry.table};
+        if (!(highest < candidate)) candidates.push_back(candidate);
     }
-    return found;
+    return candidates;
 }
 
-RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
+RowKeys Ledger::choose_victims(std::size_t needed, u32 step) const {
     if (policy_.eviction == Eviction::none) return {};
     const std::size_t target = std::max(needed, policy_.capacity / EVICTION_FRACTION);
-    // Rows are spread evenly over buckets, so the first bucket suffices to estimate the highest rank of all victims.
+    // Rows are spread evenly over buckets, so the first bucket suffices to estimate the highest score of all victims.
     constexpr Candidate last{~u64{0}, ~u64{0}, ~u64{0}, ~u32{0}};
     Candidate highest = last;
-    std::vector<Candidate> victims = candidates(0, now, last);
+    std::vector<Candidate> victims = find_candidates(0, step, last);
     if (const std::size_t nth = target / BUCKETS * 5 / 4 + SPARE_CANDIDATES; nth < victims.size()) {
         std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(nth), victims.end());
         highest = victims[nth];
     }
     std::array<std::vector<Candidate>, BUCKETS> by_bucket;
     const auto gather = [&] {
-        parallel_for(BUCKETS, [&](std::size_t b) { by_bucket[b] = candidates(static_cast<u32>(b), now, highest); });
+        parallel_for(BUCKETS, [&](u64 b) { by_bucket[b] = find_candidates(static_cast<u32>(b), step, highest); });
         victims.clear();
         for (const std::vector<Candidate>& part : by_bucket) victims.insert(victims.end(), part.begin(), part.end());
     };
@@ -205,11 +204,11 @@ RowKeys Ledger::choose_victims(std::size_t needed, u32 now) const {
     return all;
 }
 
-RowKeys Ledger::expired(u32 now) const {
+RowKeys Ledger::find_expired(u32 step) const {
     std::array<RowKeys, BUCKETS> parts;
     parallel_for(BUCKETS, [&](std::size_t b) {
         for (const Entry& entry : buckets_[b].entries) {
-            if (entry.updates == 0 || !is_expired(entry, now)) continue;
+            if (entry.updates == 0 || !is_expired(entry, step)) continue;
             parts[b].tables.push_back(entry.table);
             parts[b].keys.push_back(key_of(entry.table, entry.hash));
         }

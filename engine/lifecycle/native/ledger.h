@@ -19,17 +19,17 @@ namespace tierbed {
 // The hash is `hash_row`, equal in every process, because the counts decide which rows exist.
 class FrequencySketch {
 public:
-    void begin() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
+    void allocate() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
 
     // Returns an estimate of the row's lookups since the last halving. Estimates are never too low, but at most 255.
-    u32 count(u64 hash, u32 table) const {
+    u32 estimate(u64 hash, u32 table) const {
         u32 lowest = MAX_COUNT;
         for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);
         return lowest;
     }
-    // Threads may call this in parallel for different buckets.
+    // Counts a lookup of the row. Threads may call `add` in parallel for different buckets.
     void add(u64 hash, u32 table) {
-        const u32 lowest = count(hash, table);
+        const u32 lowest = estimate(hash, table);
         for (const std::size_t at : cells(hash, table))
             if (counts_[at] == lowest && lowest < MAX_COUNT) ++counts_[at];
         const u32 bucket = bucket_of(hash);
@@ -67,11 +67,11 @@ struct Policy {
     u64 seed;
 };
 
-struct Admitted {
-    std::size_t fresh = 0;    // how many new rows are admitted; 0 if nothing had to be decided
-    std::size_t refused = 0;  // how many new rows are not admitted
-    std::size_t lacking = 0;  // how many rows exceed the capacity; if > 0, no row in the batch may be written
-    RowKeys victims;          // the rows to erase before the batch is written
+struct Admission {
+    std::size_t num_new = 0;      // how many new rows are admitted; 0 if nothing had to be decided
+    std::size_t num_refused = 0;  // how many new rows are not admitted
+    std::size_t num_excess = 0;   // how many rows exceed the capacity; if > 0, no row in the batch may be written
+    RowKeys victims;              // the rows to erase before the batch is written
 };
 
 class Ledger {
@@ -79,13 +79,13 @@ public:
     explicit Ledger(const Policy& policy);
     Ledger(const Ledger&) = delete;
 
-    // Decides which new rows of a batch to admit, before step `now` writes the batch. Only `training` refuses rows.
+    // Decides which new rows of a batch to admit before `step` writes the batch. Only a training step refuses rows.
     // A refused row gets a line in the batch with its initial values. Counts and ages do not change.
-    Admitted admit(Batch& batch, const Layout& layout, u32 now, bool training);
+    Admission admit(Batch& batch, const Layout& layout, u32 step, bool is_training);
     // Counts a write of each admitted row in the batch, and a lookup of each refused row.
-    void commit(const Batch& batch, u32 now);
+    void commit(const Batch& batch, u32 step);
     // Returns the rows whose last write was more than ttl_steps ago.
-    RowKeys expired(u32 now) const;
+    RowKeys find_expired(u32 step) const;
 
     // Adds distinct stored rows.
     void load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n);
@@ -99,9 +99,9 @@ private:
     struct Entry {
         u64 hash;
         u32 table;
-        u32 updates;  // 0 if the entry is free
-        u32 step;     // the step of the last write
-        u32 batch;    // number of the last `admit` call whose batch contained the row
+        u32 updates;     // 0 if the entry is free
+        u32 step;        // the step of the last write
+        u32 last_batch;  // number of the last `admit` call whose batch contained the row
     };
 
     // A hash table with open addressing and linear probing. A row's home slot is proportional to the low half of its
@@ -110,9 +110,9 @@ private:
         std::vector<Entry> entries;
         std::size_t rows = 0;
 
-        std::size_t home(u64 hash) const { return (hash & 0xFFFFFFFFu) * entries.size() >> 32; }
-        std::size_t next(std::size_t at) const { return at + 1 == entries.size() ? 0 : at + 1; }
-        TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(entries.data() + home(hash)); }
+        std::size_t home_slot(u64 hash) const { return (hash & 0xFFFFFFFFu) * entries.size() >> 32; }
+        std::size_t next_slot(std::size_t at) const { return at + 1 == entries.size() ? 0 : at + 1; }
+        TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(entries.data() + home_slot(hash)); }
         // Returns the row's slot, or the free slot where its search ends.
         std::size_t find_slot(u64 hash, u32 table) const;
         Entry& find_or_insert(u64 hash, u32 table);
@@ -121,25 +121,25 @@ private:
     };
 
     // True if a training step admits a new row.
-    bool is_admitted(u64 hash, u32 table, u32 now) const;
-    bool is_expired(const Entry& entry, u32 now) const;
-    u64 rank_of(const Entry& entry, u32 now) const;
+    bool is_admitted(u64 hash, u32 table, u32 step) const;
+    bool is_expired(const Entry& entry, u32 step) const;
+    u64 eviction_score(const Entry& entry, u32 step) const;
     struct Candidate {
-        u64 rank;  // the lowest rank is evicted first; ties are broken by table and hash
-        u64 hash;  // `hash_row`, the same in every process
+        u64 score;  // the lowest score is evicted first; ties are broken by table and hash
+        u64 hash;   // the row's `hash_row`, the same in every process
         u64 slot_hash;
         u32 table;
         bool operator<(const Candidate& other) const;
     };
-    // Returns a bucket's evictable rows with a rank up to `highest`.
-    std::vector<Candidate> candidates(u32 bucket, u32 now, const Candidate& highest) const;
-    // Returns the lowest-ranked rows that may be evicted: at least `needed`, or all if there are fewer.
-    RowKeys choose_victims(std::size_t needed, u32 now) const;
+    // Returns a bucket's evictable rows with a score up to `highest`.
+    std::vector<Candidate> find_candidates(u32 bucket, u32 step, const Candidate& highest) const;
+    // Returns the lowest-scored rows that may be evicted: at least `needed`, or all if there are fewer.
+    RowKeys choose_victims(std::size_t needed, u32 step) const;
 
     Policy policy_;
     std::array<Bucket, BUCKETS> buckets_;
     FrequencySketch sketch_;
-    u32 batch_ = 0;
+    u32 last_batch_ = 0;
 };
 
 }  // namespace tierbed

@@ -16,35 +16,35 @@ from .full_table import CudaFullTable
 class ChangedLines:
     """Flags the changed lines of a full table. The batches must have lines in that table.
 
-    An erased row's flag passes to the next row that gets the same line. By the time `names` is called, that next row
-    has changed too, or was never written.
+    An erased row's flag passes to the next row that gets the same line. By the time `list_keys` is called, the next
+    row has changed too, or was never written.
     """
 
     def __init__(self, table: CudaFullTable) -> None:
         self._table = table
-        self._changed = torch.zeros(1, dtype=torch.bool, device=table.zero_line.device)  # by line number + 1; 0: none
+        self._flags = torch.zeros(1, dtype=torch.bool, device=table.zero_line.device)  # by line number + 1; 0: no line
 
-    def note(self, batch: Batch) -> None:
-        if len(self._changed) <= self._table.room:
-            larger = torch.zeros(self._table.room + 1, dtype=torch.bool, device=self._changed.device)
-            larger[: len(self._changed)] = self._changed
-            self._changed = larger
+    def add_batch(self, batch: Batch) -> None:
+        if len(self._flags) <= self._table.num_lines:
+            larger = torch.zeros(self._table.num_lines + 1, dtype=torch.bool, device=self._flags.device)
+            larger[: len(self._flags)] = self._flags
+            self._flags = larger
         with self._table.exclusive():
-            self._changed.index_fill_(0, self._table.numbers_of(batch) + 1, True)
+            self._flags.index_fill_(0, self._table.find_line_numbers(batch) + 1, True)
 
-    def names(self) -> tuple[TableIds, Keys]:
+    def list_keys(self) -> tuple[TableIds, Keys]:
         """Return the keys of the changed rows. Waits for the device."""
         with self._table.exclusive():
-            if not self._changed[1:].any():
+            if not self._flags[1:].any():
                 return np.empty(0, np.uint32), np.empty(0, np.uint64)
-            hashes, tables, lines, _ = self._table.rows()
-            line_numbers = (self._changed[1 : len(lines) + 1] & (lines[: len(self._changed) - 1] != 0)).nonzero()[:, 0]
+            hashes, tables, lines, _ = self._table.list_rows()
+            line_numbers = (self._flags[1 : len(lines) + 1] & (lines[: len(self._flags) - 1] != 0)).nonzero()[:, 0]
             hashes, tables = hashes[line_numbers], tables[line_numbers]
             keys = keys_of(self._table.device, hashes, tables)
             return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
 
     def forget(self) -> None:
-        self._changed.zero_()
+        self._flags.zero_()
 
 
 class WriteBackLog:
@@ -54,15 +54,15 @@ class WriteBackLog:
         self._flush = flush
         self._rows = _core.ChangedRows()
 
-    def note(self, batch: Batch) -> None:
-        """Do nothing: `add` records a row when the cache writes it back."""
+    def add_batch(self, batch: Batch) -> None:
+        """Do nothing: `add_keys` records a row when the cache writes it back."""
 
-    def add(self, tables: TableIds, keys: Keys) -> None:
-        self._rows.note_rows(tables, keys)
+    def add_keys(self, tables: TableIds, keys: Keys) -> None:
+        self._rows.add_keys(tables, keys)
 
-    def names(self) -> tuple[TableIds, Keys]:
+    def list_keys(self) -> tuple[TableIds, Keys]:
         self._flush()
-        tables, keys = zip(*(self._rows.rows(bucket) for bucket in range(BUCKETS)), strict=True)
+        tables, keys = zip(*(self._rows.list_keys(bucket) for bucket in range(BUCKETS)), strict=True)
         return np.concatenate(tables), np.concatenate(keys)
 
     def forget(self) -> None:

@@ -28,7 +28,7 @@ SCAN_ROWS = 1 << 16  # rows per chunk
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Written rows [n], sorted by bucket, then (table, key). `bounds` holds where each bucket begins, and n."""
+    """Written rows [n], sorted by bucket, then (table, key). `bounds`: where each bucket begins, and n at the end."""
 
     tables: TableIds
     keys: Keys
@@ -46,15 +46,15 @@ class CudaTableImage:
     """
 
     def __init__(self, table: CudaFullTable, layout: Layout, scan: Callable[[], SortedRows], faults: Tensor) -> None:
-        """scan: returns the table's current rows."""
+        """scan: a function that returns the table's current rows."""
         self._table, self._layout, self._faults = table, layout, faults
         device = self._layout.device.torch_device
         self._layout.device.wait()  # steps may run on another stream
         self._rows = scan()
         self._staging = Staging(self._layout)
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        # By line number + 1: the row's position in `_rows`; -1 after the row was read or its before-image saved.
-        self._positions = torch.full((self._table.room + 1,), -1, dtype=torch.int64, device=device)
+        # For each line number + 1: the row's position in `_rows`; -1 once the row was read or its before-image saved.
+        self._positions = torch.full((self._table.num_lines + 1,), -1, dtype=torch.int64, device=device)
         self._positions[self._rows.numbers + 1] = torch.arange(len(self._rows.keys), device=device)
         self._before_images: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._position = 0
@@ -63,7 +63,7 @@ class CudaTableImage:
 
     def save_before_images(self, batch: Batch) -> None:
         with self._table.exclusive():
-            numbers = self._table.numbers_of(batch) + 1
+            numbers = self._table.find_line_numbers(batch) + 1
             numbers = torch.where(numbers < len(self._positions), numbers, 0)
             positions = self._positions[numbers]
             unsaved = (positions >= 0).nonzero()[:, 0]
@@ -86,17 +86,17 @@ class CudaTableImage:
     def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
         self.save_before_images(rows_of(self._layout.device, tables, keys, self._faults))
 
-    def list(self, bucket: int) -> None:
+    def open_bucket(self, bucket: int) -> None:
         self._bucket, self._position = bucket, int(self._rows.bounds[bucket])
         if len(parts := self._before_images[bucket]) > 1:
             positions, lines = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
             order = np.argsort(positions)
             self._before_images[bucket] = [(positions[order], lines[order])]
 
-    def sort(self) -> None:
+    def sort_bucket(self) -> None:
         """Do nothing: `scan` returns sorted rows."""
 
-    def next(self, rows: NDArray[np.uint8]) -> int:
+    def read_next(self, rows: NDArray[np.uint8]) -> int:
         max_rows = len(rows) // row_dtype(self._layout.width).itemsize
         begin, end = self._position, min(self._position + max_rows, int(self._rows.bounds[self._bucket + 1]))
         if begin == end:
@@ -127,16 +127,16 @@ class CudaFullStore(TopTier[Batch]):
         self.table = CudaFullTable(layout, capacity, on_host=tier == "host")
         self.staging = Staging(layout)
         self._pinned: Batch | None = None
-        self._peeked = torch.zeros(2, dtype=torch.int64, device=layout.device.torch_device)  # rows, unknown rows
+        self._peek_counts = torch.zeros(2, dtype=torch.int64, device=layout.device.torch_device)  # rows, unknown rows
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch, as in `TopTier.pin`. With a capacity, rows that do not fit set a fault and read as zeros.
 
-        The table's memory is the limit, not `capacity_limit`. Rows of a failed step use memory too.
+        The table's memory is the limit, not `capacity_limit`. Rows that a failed step inserted use memory too.
         """
         ranks = self.table.find(batch)
         self.table.insert_missing(batch, ranks)
-        self.table.count(batch, ranks)
+        self.table.count_lookups(batch, ranks)
         self._faults.post(batch)
         self._pinned = batch
 
@@ -146,14 +146,14 @@ class CudaFullStore(TopTier[Batch]):
 
     def peek(self, batch: Batch, trains: bool = False) -> None:
         ranks = self.table.find(batch)
-        self.table.count(batch, ranks)
+        self.table.count_lookups(batch, ranks)
         if batch.size and not trains:
-            self._peeked += torch.stack([batch.count[0], ranks[-1]])
+            self._peek_counts += torch.stack([batch.count[0], ranks[-1]])
         initialise_missing(batch, self.layout)
         self._faults.post(batch)
 
     def peek_counts(self) -> tuple[int, int, int]:
-        rows, unknown = self._peeked.tolist()
+        rows, unknown = self._peek_counts.tolist()
         return rows - unknown, 0, unknown
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
@@ -176,7 +176,7 @@ class CudaFullStore(TopTier[Batch]):
         self.table.erase(batch, torch.where(pinned, 0, batch.lines))
 
     def scan(self) -> Chunks:
-        source = self.sorted_rows()
+        source = self.sort_rows()
         for bucket in range(BUCKETS):
             for begin in range(source.bounds[bucket], source.bounds[bucket + 1], SCAN_ROWS):
                 part = slice(begin, min(begin + SCAN_ROWS, source.bounds[bucket + 1]))
@@ -186,14 +186,14 @@ class CudaFullStore(TopTier[Batch]):
                     self.staging.pack(tables, keys, source.lines[part], rows)
                 yield bucket, rows
 
-    def sorted_rows(self) -> SortedRows:
+    def sort_rows(self) -> SortedRows:
         with self.table.exclusive():
-            hashes, tables, lines, updates = self.table.rows()
+            hashes, tables, lines, updates = self.table.list_rows()
             numbers = updates.nonzero()[:, 0]
             hashes, tables = hashes[numbers], tables[numbers]
             keys = keys_of(self.layout.device, hashes, tables)
             buckets = (hashes >> 58) & (BUCKETS - 1)
-            order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # orders int64 as unsigned
+            order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # flips the sign bits, to order int64 as unsigned
             for sort_key in (tables, buckets):
                 order = order[sort_key[order].argsort(stable=True)]
             bounds = torch.searchsorted(buckets[order], torch.arange(BUCKETS + 1, device=order.device))
@@ -202,7 +202,7 @@ class CudaFullStore(TopTier[Batch]):
             return SortedRows(*rows, lines[numbers], numbers, bounds.cpu().numpy())
 
     def image(self, top: Any) -> CudaTableImage:
-        return CudaTableImage(self.table, self.layout, self.sorted_rows, self._faults.word)
+        return CudaTableImage(self.table, self.layout, self.sort_rows, self._faults.word)
 
     def change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
@@ -227,13 +227,13 @@ class CudaFullStore(TopTier[Batch]):
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         batch = one_row(self.layout.device, table, key, self._faults.word)
         self.table.find(batch)
-        line = int(self.table.numbers_of(batch))
+        line = int(self.table.find_line_numbers(batch))
         return [] if line < 0 else [{"tier": self._tier, **self.staging.describe(batch.lines), "line": line}]
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        counts, room = self.table.counts(), self.table.room
-        sizes = {"capacity": room, "fill": counts["resident_rows"] / max(room, 1), "bytes": self.table.bytes}
-        traffic = {"bytes_in": 0, "bytes_out": 0}  # no tier is above
+        counts, capacity = self.table.read_counts(), self.table.num_lines
+        sizes = {"capacity": capacity, "fill": counts["resident_rows"] / max(capacity, 1), "bytes": self.table.bytes}
+        traffic = {"bytes_in": 0, "bytes_out": 0}  # no tier above moves rows
         return {self._tier: {**counts, **traffic, **sizes, "index_bytes": self.table.index_bytes}}
 
     def hit_counts(self) -> HitCounts:

@@ -38,13 +38,13 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
 
 // Gives each missing row a line: the most recently erased lines first, then unused ones. ranks [n] is the running sum
 // of `missing`. Initialises the line, or with `record_only` only marks it as never written. After a fault, or if not
-// all rows fit, inserts no row and sets missing rows' lines to `zero_line`. *erased lists erased lines as number + 1.
+// all rows fit, inserts no row and sets missing rows' lines to `zero_line`. *erased lists free lines by number + 1.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
                                        u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
                                        u32 record_only, u64 zero_line, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
-    const bool fits = used + static_cast<u32>(ranks[n - 1]) <= index.memory.room + free;
+    const bool fits = used + static_cast<u32>(ranks[n - 1]) <= index.memory.num_lines + free;
     if (*faults || !fits) {
         if (!fits && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, NO_ROOM);
         for_each(*count, [&](u64 i) {
@@ -54,7 +54,7 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
     }
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
         if (lines[i]) return;
-        synchronise(tile);  // every lane has read `lines`
+        synchronise(tile);  // until every lane has read `lines`
         const u64 rank = static_cast<u32>(ranks[i]);
         const u64 row = rank <= free ? (*erased)[free - rank] - 1 : used + rank - free - 1;
         const u64 line = index.memory.address(row);
@@ -87,7 +87,7 @@ extern "C" __global__ void count_lookups(const u32* tables, const u32* count, co
 }
 
 // Writes clusters [n]: for each row, the free slot before the run of used slots that contains the row. Rows beyond
-// `count` or with line 0 get a value larger than any slot.
+// `count` or with line 0 get a value larger than any slot number.
 extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines,
                                          const u32* count, u64 n, i64* clusters) {
     for_each(n, [&](u64 i) {

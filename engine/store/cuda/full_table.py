@@ -19,7 +19,7 @@ MIN_BITS = 10  # log2 of the lines in the first segment of a growing table
 MAX_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in full_table.cu
 
-_INDEX = struct_type("uint64 slots", "uint32 mask", "uint64 begins room", "uint32 base_bits")
+_INDEX = struct_type("uint64 slots", "uint32 mask", "uint64 addresses num_lines", "uint32 base_bits")
 
 
 class CudaFullTable:
@@ -30,15 +30,15 @@ class CudaFullTable:
     the device only if a batch might exceed the memory.
     """
 
-    def __init__(self, layout: Layout, capacity: int | None, load: float = 0.75, on_host: bool = False) -> None:
-        """load: the maximum rows per slot of the index. on_host: True to keep lines in host memory."""
+    def __init__(self, layout: Layout, capacity: int | None, max_load: float = 0.75, on_host: bool = False) -> None:
+        """max_load: the maximum rows per slot of the index. on_host: True to keep lines in host memory."""
         self._layout, self.device = layout, layout.device
-        self._run = partial(launch, layout.device, layout.program("store/cuda/full_table.cu"))
-        self._fixed, self._load, self._on_host = capacity is not None, load, on_host
+        self._launch = partial(launch, layout.device, layout.program("store/cuda/full_table.cu"))
+        self._has_capacity, self._max_load, self._is_on_host = capacity is not None, max_load, on_host
         self._base_bits = MIN_BITS if capacity is None else max(capacity - 1, 1).bit_length()
         self._segments: list[Tensor] = []
         self._addresses = self._zeros(32, torch.int64)
-        self.room = 0  # how many lines are allocated
+        self.num_lines = 0  # how many lines are allocated
         self._max_rows = 0  # upper bound of the row count, known without waiting
         self.zero_line = self._zeros(layout.line_bytes, torch.uint8)  # the line of zeros for rows that do not fit
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
@@ -46,9 +46,9 @@ class CudaFullTable:
         self.hit_counters = HitCounters(layout)
         # A lock for readers outside the store's calls. Set by a cache whose prefetch thread changes the table.
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._erased = self._zeros(1, torch.int32)  # all free lines, and maybe others, as line number + 1
-        # Kernels read the address of `_erased` here. With a capacity, nothing else moves: captured launches stay valid.
-        self._erased_ptr = torch.full((1,), self._erased.data_ptr(), dtype=torch.int64, device=self.zero_line.device)
+        self._free_lines = self._zeros(1, torch.int32)  # line number + 1 of all free lines, then stale entries
+        # Kernels read `_free_lines`' address here. With a capacity, no other memory moves: captured launches stay valid
+        self._free_lines_ptr = self._zeros(1, torch.int64).fill_(self._free_lines.data_ptr())
         if capacity is not None:
             self._grow_index(capacity)
             self._add_segment(capacity)
@@ -57,7 +57,7 @@ class CudaFullTable:
         """Set `batch.lines`, 0 for absent rows. Returns the running count of absent rows, int32 [size]."""
         return self._find(batch, batch.lines, None).cumsum(0, dtype=torch.int32)
 
-    def numbers_of(self, batch: Batch) -> Tensor:
+    def find_line_numbers(self, batch: Batch) -> Tensor:
         """Return each row's line number, int64 [size]; -1 for absent rows. Does not change `batch.lines`."""
         numbers = torch.empty_like(batch.lines)
         self._find(batch, torch.empty_like(batch.lines), numbers)
@@ -69,37 +69,37 @@ class CudaFullTable:
         With `record_only`, writes only the line's counters, to mark the row as never written. If the rows do not fit,
         all these rows get a line of zeros, so that kernels can run until the fault is raised.
         """
-        if not self._fixed:
+        if not self._has_capacity:
             self._reserve(batch.size, ranks)
         n = np.uint64(batch.size)
-        self._run(
-            "insert_rows", batch.size, WARP, self.index(), self._counts, self._erased_ptr, batch.hashes,
+        self._launch(
+            "insert_rows", batch.size, WARP, self.by_value(), self._counts, self._free_lines_ptr, batch.hashes,
             batch.tables, batch.count, ranks, n, batch.lines, self._layout.initial, SLOT_HASH, np.uint32(record_only),
             self.zero_line, batch.faults,
         )  # fmt: skip
-        self._run("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, batch.faults)
+        self._launch("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, batch.faults)
 
     def erase(self, batch: Batch, lines: Tensor) -> None:
         """Erase the rows whose line in `lines` [size] is not 0; `find` sets `lines`. Waits for the device."""
         if batch.size == 0:
             return
         n, clusters = np.uint64(batch.size), batch.empty(torch.int64)
-        index = self.index()
-        self._run("find_clusters", batch.size, 1, index, batch.hashes, lines, batch.count, n, clusters)
+        index = self.by_value()
+        self._launch("find_clusters", batch.size, 1, index, batch.hashes, lines, batch.count, n, clusters)
         clusters, order = torch.sort(clusters, stable=True)
         erased = batch.empty(torch.int32)
-        self._run("erase_rows", batch.size, 1, index, batch.hashes, batch.tables, clusters, order, n, erased)
+        self._launch("erase_rows", batch.size, 1, index, batch.hashes, batch.tables, clusters, order, n, erased)
         free = int(self._counts[1])
-        self.device.record_stream(self._erased)
-        self._erased = torch.cat([self._erased[:free], erased[erased != 0], self._zeros(1, torch.int32)])
-        self._erased_ptr.fill_(self._erased.data_ptr())
-        self._counts[1] = len(self._erased) - 1
+        self.device.record_stream(self._free_lines)
+        self._free_lines = torch.cat([self._free_lines[:free], erased[erased != 0], self._zeros(1, torch.int32)])
+        self._free_lines_ptr.fill_(self._free_lines.data_ptr())
+        self._counts[1] = len(self._free_lines) - 1
 
-    def count(self, batch: Batch, ranks: Tensor) -> None:
+    def count_lookups(self, batch: Batch, ranks: Tensor) -> None:
         """Count the batch's hits and misses. `ranks` is the result of `find`."""
-        self._run("count_lookups", batch.size, 1, batch.tables, batch.count, ranks, self.hit_counters.struct)
+        self._launch("count_lookups", batch.size, 1, batch.tables, batch.count, ranks, self.hit_counters.struct)
 
-    def counts(self) -> dict[str, int]:
+    def read_counts(self) -> dict[str, int]:
         """Return the counters of `metrics`. Waits for the device."""
         used, erased, insertions = self._counts.tolist()
         hits, misses = self.hit_counters.total().sum(0).tolist()
@@ -107,66 +107,67 @@ class CudaFullTable:
 
     @property
     def index_bytes(self) -> int:
-        return self._slots.nbytes + self._erased.nbytes
+        return self._slots.nbytes + self._free_lines.nbytes
 
     @property
     def bytes(self) -> int:
         return self.index_bytes + sum(segment.nbytes for segment in self._segments)
 
-    def rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def list_rows(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return hashes, tables, lines and update counts by line number; 0 for erased rows. Waits for the device."""
         used = int(self._counts[0])
         hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
         tables, updates = self._zeros(used, torch.int32), self._zeros(used, torch.int32)
-        self._run("list_rows", self._slots.nbytes // SLOT_BYTES, 1, self.index(), hashes, tables, lines, updates)
+        num_slots = self._slots.nbytes // SLOT_BYTES
+        self._launch("list_rows", num_slots, 1, self.by_value(), hashes, tables, lines, updates)
         return hashes, tables, lines, updates
 
-    def index(self) -> np.ndarray:
+    def by_value(self) -> np.ndarray:
         """The LineIndex struct of segments.h, passed by value."""
-        mask, begins = self._slots.nbytes // SLOT_BYTES - 1, self._addresses
-        return struct_of(_INDEX, slots=self._slots, mask=mask, begins=begins, room=self.room, base_bits=self._base_bits)
+        mask, memory = self._slots.nbytes // SLOT_BYTES - 1, {"addresses": self._addresses, "num_lines": self.num_lines}
+        return struct_of(_INDEX, slots=self._slots, mask=mask, **memory, base_bits=self._base_bits)
 
     def _find(self, batch: Batch, lines: Tensor, numbers: Tensor | None) -> Tensor:
         """Set `lines` [size]. Returns a flag for each row, int32 [size]: 1 if absent."""
         missing = batch.empty(torch.int32)
-        self._run(
-            "find_rows", batch.size, PROBE_LANES, self.index(), batch.hashes, batch.tables, batch.count,
+        self._launch(
+            "find_rows", batch.size, PROBE_LANES, self.by_value(), batch.hashes, batch.tables, batch.count,
             np.uint64(batch.size), lines, missing, numbers,
         )  # fmt: skip
         return missing
 
     def _reserve(self, new_rows: int, ranks: Tensor) -> None:
-        if self._max_rows + new_rows > self.room and new_rows:
+        if self._max_rows + new_rows > self.num_lines and new_rows:
             used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
             self._max_rows, new_rows = used, max(missing - erased, 0)
         self._max_rows += new_rows
         if self._max_rows > MAX_ROWS:
             raise MemoryError(f"{self._max_rows} rows are too many: a table holds up to {MAX_ROWS}")
         self._grow_index(self._max_rows)
-        while self.room < self._max_rows:
+        while self.num_lines < self._max_rows:
             self._add_segment(1 << (self._base_bits + len(self._segments)))
 
     def _grow_index(self, rows: int) -> None:
-        """Grow the index by doubling, until `rows` fill it to at most `load`."""
+        """Grow the index by doubling, until `rows` fill it to at most `max_load`."""
         size = slots = self._slots.nbytes // SLOT_BYTES
-        while rows > size * self._load:
+        while rows > size * self._max_load:
             size *= 2
         if size == slots:
             return
         larger = self._zeros(size * SLOT_BYTES, torch.uint8)
-        self._run("move_rows", slots, 1, self._slots, np.uint64(slots), larger, np.uint32(size - 1))
+        self._launch("move_rows", slots, 1, self._slots, np.uint64(slots), larger, np.uint32(size - 1))
         self.device.record_stream(self._slots)
         self._slots = larger
 
     def _add_segment(self, lines: int) -> None:
         size = lines * self._layout.line_bytes
-        if self._on_host:
+        if self._is_on_host:
             segment = self.device.host_memory(size, torch.uint8)
         else:
             segment = torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
         self._addresses[len(self._segments)] = segment.data_ptr()
         self._segments.append(segment)
-        self.room += lines
+        self.num_lines += lines
 
     def _zeros(self, size: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.device.torch_device)

@@ -8,14 +8,14 @@ namespace tierbed {
 constexpr u32 PROBE_LANES = 8;  // 8 slots are 128 bytes
 
 struct LineSegments {
-    const u64* begins;  // segment k holds 1 << (base_bits + k) lines
-    u64 room;           // lines allocated
+    const u64* addresses;  // segment k holds 1 << (base_bits + k) lines
+    u64 num_lines;           // lines allocated
     u32 base_bits;
 
     TIERBED_FN u64 address(u64 row) const {
         const u64 r = row + (1ull << base_bits);
         const u32 segment = 63 - __clzll(static_cast<long long>(r)) - base_bits;
-        return begins[segment] + (r - (1ull << (segment + base_bits))) * SHAPE.line_bytes;
+        return addresses[segment] + (r - (1ull << (segment + base_bits))) * SHAPE.line_bytes;
     }
 };
 

@@ -47,7 +47,7 @@ TIERBED_FN u32 erase_row(const IndexView& index, u64 hash, u32 table) {
     if (row == 0) return 0;
     for (u32 next = (hole + 1) & index.mask; index.slots[next].row != 0; next = (next + 1) & index.mask) {
         const u32 from_home = (next - home_slot(index, index.slots[next].hash)) & index.mask;
-        if (from_home < ((next - hole) & index.mask)) continue;  // the row's home is after the hole
+        if (from_home < ((next - hole) & index.mask)) continue;  // the row's home slot is after the hole
         index.slots[hole] = index.slots[next];
         hole = next;
     }

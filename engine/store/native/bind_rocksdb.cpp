@@ -14,7 +14,7 @@ namespace tierbed {
 #ifdef TIERBED_ROCKSDB
 namespace {
 
-nb::dict info_of(const RocksTier& tier) {
+nb::dict info_dict(const RocksTier& tier) {
     const RocksInfo info = tier.info();
     nb::dict all;
     all["async_io"] = info.async_io;
@@ -24,10 +24,10 @@ nb::dict info_of(const RocksTier& tier) {
     return all;
 }
 
-auto live_files(RocksTier& tier) {
-    const std::vector<LiveFile> files = without_gil([&] { return tier.hold_files(); });
+auto hold_files(RocksTier& tier) {
+    const std::vector<DatabaseFile> files = without_gil([&] { return tier.hold_files(); });
     std::vector<std::tuple<std::string, u64, std::optional<u32>, std::optional<nb::bytes>>> all;
-    for (const LiveFile& file : files) {
+    for (const DatabaseFile& file : files) {
         std::optional<nb::bytes> content;
         if (file.content) content.emplace(file.content->data(), file.content->size());
         all.emplace_back(file.name, file.bytes, file.crc32c, content);
@@ -35,9 +35,9 @@ auto live_files(RocksTier& tier) {
     return all;
 }
 
-std::pair<u32, std::size_t> next_of(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
+std::pair<u32, std::size_t> read_next(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
     u32 bucket = 0;
-    require(rows.size() >= max_rows * packed_bytes_of(scan.width()), "rows must have room for max_rows");
+    require(rows.size() >= max_rows * packed_row_bytes(scan.width()), "rows must have room for max_rows");
     const std::size_t n = without_gil([&] { return scan.next(rows.data(), max_rows, bucket); });
     return {bucket, n};
 }
@@ -75,9 +75,9 @@ void bind_rocksdb(nb::module_& m) {
         .def("compact", &RocksTier::compact, Unlocked())
         .def("close", &RocksTier::close, Unlocked())
         .def("make_writable", &RocksTier::make_writable, Unlocked())
-        .def_prop_ro("failed", &RocksTier::failed)
-        .def("versions", &RocksTier::versions, Unlocked())
-        .def("hold_files", &live_files)
+        .def_prop_ro("has_failed", &RocksTier::has_failed)
+        .def("read_versions", &RocksTier::read_versions, Unlocked())
+        .def("hold_files", &hold_files)
         .def("release_files", &RocksTier::release_files, Unlocked())
         .def("locate",
              [](const RocksTier& tier, u32 table, u64 key) {
@@ -85,11 +85,11 @@ void bind_rocksdb(nb::module_& m) {
                  return counters ? std::optional(to_dict(*counters)) : std::nullopt;
              })
         .def("metrics", &metrics_of<RocksTier>)
-        .def("info", &info_of)
+        .def("info", &info_dict)
         .def(
             "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),
             nb::rv_policy::take_ownership);
-    nb::class_<RocksTier::Scan>(tier, "Scan").def("close", &RocksTier::Scan::close).def("next", &next_of);
+    nb::class_<RocksTier::Scan>(tier, "Scan").def("close", &RocksTier::Scan::close).def("next", &read_next);
 }
 #else
 void bind_rocksdb(nb::module_& m) { m.attr("has_rocksdb") = false; }

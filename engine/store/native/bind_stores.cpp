@@ -1,7 +1,7 @@
 // Python binding of tiers, the full table, sets of changed rows, images and packed rows.
 #include <nanobind/stl/tuple.h>
 
-#include "changes.h"
+#include "changed_rows.h"
 #include "full_table.h"
 #include "ops/native/bind.h"
 #include "packed_rows.h"
@@ -71,19 +71,19 @@ void bind_tiers(nb::module_& m) {
 void bind_changes(nb::module_& m) {
     nb::class_<ChangedRows>(m, "ChangedRows")
         .def(nb::init<std::size_t>(), "room"_a = 0)
-        .def("note", nb::overload_cast<const Batch&>(&ChangedRows::note), Unlocked())
+        .def("add_batch", &ChangedRows::add_batch, Unlocked())
         .def(
-            "note_rows",
+            "add_keys",
             [](ChangedRows& changed, InVector<u32> tables, InVector<u64> keys) {
                 require_one_length(tables, keys);
-                changed.note(tables.data(), keys.data(), keys.size());
+                changed.add_keys(tables.data(), keys.data(), keys.size());
             },
             "tables"_a, "keys"_a, Unlocked())
         .def("merge", &ChangedRows::merge, Unlocked())
-        .def("rows",
+        .def("list_keys",
              [](const ChangedRows& changed, u32 bucket) {
                  require(bucket < BUCKETS, "no such bucket");
-                 return arrays_of([&] { return changed.rows(bucket); });
+                 return arrays_of([&] { return changed.list_keys(bucket); });
              })
         .def_prop_ro("size", &ChangedRows::size)
         .def_prop_ro("bytes", &ChangedRows::bytes);
@@ -98,17 +98,17 @@ void bind_changes(nb::module_& m) {
             },
             "tables"_a, "keys"_a, Unlocked())
         .def(
-            "list",
+            "open_bucket",
             [](TableImage& image, u32 bucket) {
                 require(bucket < BUCKETS, "no such bucket");
-                image.list(bucket);
+                image.open_bucket(bucket);
             },
             Unlocked())
-        .def("sort", &TableImage::sort, Unlocked())
+        .def("sort_bucket", &TableImage::sort_bucket, Unlocked())
         .def(
-            "next",
+            "read_next",
             [](TableImage& image, OutVector<u8> rows) {
-                return image.next(rows.data(), rows.size() / packed_bytes_of(image.width()));
+                return image.read_next(rows.data(), rows.size() / packed_row_bytes(image.width()));
             },
             Unlocked())
         .def_prop_ro("before_image_bytes", &TableImage::before_image_bytes);
@@ -120,45 +120,45 @@ PackedRows packed(const InVector<u8>& rows, std::size_t row_bytes) {
 }
 
 void bind_packed_rows(nb::module_& m) {
-    nb::class_<RowCheck>(m, "RowCheck")
-        .def(nb::init<u32, u32, bool, u32, u32>(), "bucket"_a, "tables"_a, "int32"_a, "part"_a, "parts"_a)
+    nb::class_<RowValidator>(m, "RowValidator")
+        .def(nb::init<u32, u32, bool, u32, u32>(), "bucket"_a, "tables"_a, "is_int32"_a, "part"_a, "parts"_a)
         .def(
-            "problem",
-            [](RowCheck& check, InVector<u8> rows, std::size_t row_bytes) -> std::optional<std::string> {
+            "find_problem",
+            [](RowValidator& check, InVector<u8> rows, std::size_t row_bytes) -> std::optional<std::string> {
                 const PackedRows next = packed(rows, row_bytes);
-                const char* const problem = without_gil([&] { return check.problem(next); });
+                const char* const problem = without_gil([&] { return check.find_problem(next); });
                 return problem ? std::optional<std::string>(problem) : std::nullopt;
             },
             "rows"_a, "row_bytes"_a);
     m.def(
-        "join_rows",
+        "diff_rows",
         [](InVector<u8> before, InVector<u8> after, std::size_t row_bytes) {
-            require(row_bytes >= packed_bytes_of(0), "row_bytes is too small for a row with its counters");
+            require(row_bytes >= packed_row_bytes(0), "row_bytes is too small for a row with its counters");
             const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes);
-            Joined joined = without_gil([&] { return join_rows(older, newer); });
-            return std::make_pair(own(std::move(joined.gone)), own(std::move(joined.state)));
+            RowDiff diff = without_gil([&] { return diff_rows(older, newer); });
+            return std::make_pair(own(std::move(diff.removed)), own(std::move(diff.states)));
         },
         "before"_a, "after"_a, "row_bytes"_a);
     m.def(
         "merge_parts",
-        [](const std::vector<InVector<u8>>& parts, const std::vector<bool>& more, std::size_t row_bytes) {
-            require_one_length(parts, more);
+        [](const std::vector<InVector<u8>>& parts, const std::vector<bool>& has_more, std::size_t row_bytes) {
+            require_one_length(parts, has_more);
             std::vector<PackedRows> sides;
             for (const InVector<u8>& part : parts) sides.push_back(packed(part, row_bytes));
-            Merged merged = without_gil([&] { return merge_parts(sides, more); });
+            MergedRows merged = without_gil([&] { return merge_parts(sides, has_more); });
             return std::make_pair(own(std::move(merged.rows)), merged.rows_read);
         },
-        "parts"_a, "more"_a, "row_bytes"_a);
+        "parts"_a, "has_more"_a, "row_bytes"_a);
     m.def(
         "merge_rows",
-        [](InVector<u8> before, InVector<u8> after, InVector<u8> gone, std::size_t row_bytes) {
+        [](InVector<u8> before, InVector<u8> after, InVector<u8> erased_keys, std::size_t row_bytes) {
             const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes),
-                             erased = packed(gone, KEY_BYTES);
-            Merged merged = without_gil([&] { return merge_rows(older, newer, erased); });
+                             erased = packed(erased_keys, KEY_BYTES);
+            MergedRows merged = without_gil([&] { return merge_rows(older, newer, erased); });
             const auto& read = merged.rows_read;
             return std::make_tuple(own(std::move(merged.rows)), read[0], read[1], read[2], merged.has_conflict);
         },
-        "before"_a, "after"_a, "gone"_a, "row_bytes"_a);
+        "before"_a, "after"_a, "erased_keys"_a, "row_bytes"_a);
 }
 
 }  // namespace

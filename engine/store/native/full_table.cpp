@@ -13,7 +13,7 @@ namespace tierbed {
 void NumberIndex::insert(u32 bucket, u32* entry, u32 line) {
     std::vector<u32>& numbers = numbers_[bucket];
     if (line > numbers.size()) numbers.resize(line, NONE);
-    numbers[line - 1] = static_cast<u32>(entry - &this->line(0));
+    numbers[line - 1] = static_cast<u32>(entry - &this->entry(0));
     *entry = line;
 }
 
@@ -26,42 +26,42 @@ std::size_t NumberIndex::bytes() const {
 namespace {
 
 constexpr std::size_t AHEAD = 16;          // slots are prefetched this many rows ahead
-constexpr std::size_t NUMBERS_AHEAD = 64;  // more for numbered rows, because they are faster to locate
+constexpr std::size_t NUMBERS_AHEAD = 64;  // numbered rows are faster to locate, so prefetch further ahead
 constexpr std::size_t ROWS = 1024;         // rows per task
 
 // Calls body(bucket, begin, end) for each bucket's rows.
 template <class Body>
 void for_each_bucket(const RowSpan& rows, const Body& body) {
-    const auto begin = rows.begins();
+    const auto begin = rows.bucket_begins();
     parallel_for(BUCKETS, rows.n,
                  [&](std::size_t bucket) { body(static_cast<u32>(bucket), begin[bucket], begin[bucket + 1]); });
 }
 
 }  // namespace
 
-u32 Lines::allocate(Arena& arena, u32 line_bytes) {
-    if (free_) {
+u32 LinePool::allocate(Arena& arena, u32 line_bytes) {
+    if (num_free_) {
         const u32 row = first_free_ - 1;
         std::memcpy(&first_free_, floats(address(row, line_bytes)), sizeof first_free_);
-        --free_;
+        --num_free_;
         return row;
     }
-    const u64 r = static_cast<u64>(size_) + BASE;
+    const u64 r = static_cast<u64>(num_lines_) + BASE;
     const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
     if (segment == segments_.size()) throw std::length_error("a bucket of the table is full: 2^32 rows");
-    if (segment == segment_count_) {
+    if (segment == num_segments_) {
         segments_[segment] = arena.allocate((static_cast<std::size_t>(BASE) << segment) * line_bytes);
-        ++segment_count_;
+        ++num_segments_;
     }
-    return size_++;
+    return num_lines_++;
 }
 
-void Lines::release(u32 row, const LineShape& shape) {
+void LinePool::release(u32 row, const LineShape& shape) {
     const u64 line = address(row, shape.line_bytes);
     row_counters(line, shape)->updates = 0;
     std::memcpy(floats(line), &first_free_, sizeof first_free_);
     first_free_ = row + 1;
-    ++free_;
+    ++num_free_;
 }
 
 FullTable::FullTable(const Layout& layout)
@@ -80,15 +80,15 @@ std::size_t FullTable::find(Batch& batch) {
             throw std::invalid_argument("the batch numbers its ids differently from the table");
         const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
         parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
-            TableCounts::Part counter = hit_counts_.part(begin / grain);
+            HitCounts::Part counter = hit_counts_.part(begin / grain);
             u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
             for (std::size_t i = begin; i < end; ++i) {
-                if (i + NUMBERS_AHEAD < end) prefetch(&numbered.line(numbers[i + NUMBERS_AHEAD]));
+                if (i + NUMBERS_AHEAD < end) prefetch(&numbered.entry(numbers[i + NUMBERS_AHEAD]));
                 if (own_lines && own_lines[i]) {
                     lines[i] = own_lines[i];
                 } else {
-                    const u32 line = numbered.line(numbers[i]);
-                    lines[i] = line ? line_of(bucket_of(hashes[i]), line) : 0;
+                    const u32 line = numbered.entry(numbers[i]);
+                    lines[i] = line ? line_address(bucket_of(hashes[i]), line) : 0;
                     ++counts[line != 0];
                 }
                 if (i + 1 < end && tables[i + 1] == tables[i]) continue;
@@ -101,9 +101,9 @@ std::size_t FullTable::find(Batch& batch) {
     } else {
         const auto& begins = batch.buckets().begin;
         const auto find_bucket = [&, own_lines, hashes, tables, lines](std::size_t b, const auto& index) {
-            const Lines& bucket_lines = lines_[b];
+            const LinePool& bucket_lines = lines_[b];
             const std::size_t begin = begins[b], end = begins[b + 1];
-            TableCounts::Part counter = hit_counts_.part(b);
+            HitCounts::Part counter = hit_counts_.part(b);
             std::size_t misses = 0;
             for (std::size_t i = begin; i < end; ++i) {
                 if (i + AHEAD < end) index.prefetch_row(hashes[i + AHEAD], tables[i + AHEAD]);
@@ -119,7 +119,7 @@ std::size_t FullTable::find(Batch& batch) {
             missing += misses;
         };
         parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
-            const Index::Reader index = index_.reader(static_cast<u32>(b));
+            const RowIndex::Reader index = index_.reader(static_cast<u32>(b));
             numbered.numbering.size() ? find_bucket(b, index) : find_bucket(b, index.hashed);
         });
     }
@@ -133,12 +133,12 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
         hashes[i] = slot_hash(0, keys[i]);
         index_.reader(bucket_of(hashes[i])).prefetch_row(hashes[i], 0);
     }
-    u16 first[2 * FEW] = {};  // a hash table of the distinct ids: index + 1
+    u16 first[2 * FEW] = {};  // a hash table of the distinct ids, each stored as index + 1
     std::size_t unique = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const u32 bucket = bucket_of(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
         if (!line || keys[i] > last) return 0;
-        lines[i] = line_of(bucket, line);
+        lines[i] = line_address(bucket, line);
         prefetch_bytes(lines[i], shape_.dim * 4);
         std::size_t slot = hashes[i] % (2 * FEW);
         while (first[slot] && hashes[first[slot] - 1] != hashes[i]) slot = (slot + 1) % (2 * FEW);
@@ -154,7 +154,7 @@ u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
     index_.reserve(bucket);
     const u32 row = lines_[bucket].allocate(arena_, shape_.line_bytes) + 1;
     index_.insert(bucket, hash, table, row);
-    return line_of(bucket, row);
+    return line_address(bucket, row);
 }
 
 void FullTable::insert_missing(Batch& batch, const Layout& layout) {
@@ -164,7 +164,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
         throw std::invalid_argument("the layout differs from the table's");
     const std::lock_guard lock(mutex_);
     const BucketOrder& order = batch.buckets();
-    const std::size_t before = used();
+    const std::size_t before = num_used();
     parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {
@@ -174,53 +174,53 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
             layout.initialise(batch.lines[i], batch.tables[i], batch.key(i));
         }
     });
-    insertions_ += used() - before;
+    num_insertions_ += num_used() - before;
 }
 
 void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
-    const Timer timer(reads_);
+    const Timer timer(read_times_);
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
-        const Index::Reader index = index_.reader(bucket);
-        TableCounts::Part counter = hit_counts_.part(bucket);
+        const RowIndex::Reader index = index_.reader(bucket);
+        HitCounts::Part counter = hit_counts_.part(bucket);
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
-            is_hit[i] = row != 0 && row_counters(line_of(bucket, row), shape_)->updates > 0;
+            is_hit[i] = row != 0 && row_counters(line_address(bucket, row), shape_)->updates > 0;
             counter.add(rows.tables[i], is_hit[i]);
-            if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_of(bucket, row), shape_);
+            if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_address(bucket, row), shape_);
         }
     });
     bytes_out_ += static_cast<u64>(std::count(is_hit, is_hit + rows.n, true)) * stored_bytes_of(shape_.width);
 }
 
 void FullTable::write(const RowSpan& rows) {
-    const Timer timer(writes_);
+    const Timer timer(write_times_);
     const std::lock_guard lock(mutex_);
-    const std::size_t before = used();
+    const std::size_t before = num_used();
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            const Index::Reader index = index_.reader(bucket);  // inserts may replace the map
+            const RowIndex::Reader index = index_.reader(bucket);  // read again, because an insert may replace the map
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
-            copy_line(THREAD, row ? line_of(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
+            copy_line(THREAD, row ? line_address(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
                       rows.lines[i], shape_);
         }
     });
-    insertions_ += used() - before;
+    num_insertions_ += num_used() - before;
     bytes_in_ += rows.n * stored_bytes_of(shape_.width);
 }
 
 void FullTable::erase(const RowSpan& rows) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
-        const Index::Reader index = index_.reader(bucket);
+        const RowIndex::Reader index = index_.reader(bucket);
         std::vector<u32> erased;
         for (std::size_t i = begin; i < end; ++i) {
             if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
             const u32 row = index_.erase(bucket, rows.hashes[i], rows.tables[i]);
             if (row == 0) continue;
-            prefetch_to_write(line_of(bucket, row), shape_.line_bytes);
+            prefetch_to_write(line_address(bucket, row), shape_.line_bytes);
             erased.push_back(row);
         }
         for (const u32 row : erased) lines_[bucket].release(row - 1, shape_);
@@ -232,28 +232,27 @@ std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
     const u64 hash = slot_hash(table, key);
     const u32 row = index_.reader(bucket_of(hash)).find(hash, table);
     if (!row) return std::nullopt;
-    return Location{row - 1, *row_counters(line_of(bucket_of(hash), row), shape_)};
+    return Location{row - 1, *row_counters(line_address(bucket_of(hash), row), shape_)};
 }
 
-std::vector<TableRow> FullTable::list(u32 bucket) const {
+std::vector<TableRow> FullTable::list_rows_locked(u32 bucket) const {
     std::vector<TableRow> rows;
-    rows.reserve(lines_[bucket].used());
-    index_.for_each(bucket, [&](u32 table, u64 key, u32 row) {
-        rows.push_back({key, line_of(bucket, row), table});
-    });
+    rows.reserve(lines_[bucket].num_used());
+    index_.for_each(bucket,
+                    [&](u32 table, u64 key, u32 row) { rows.push_back({key, line_address(bucket, row), table}); });
     return rows;
 }
 
-std::vector<TableRow> FullTable::rows_of(u32 bucket) const {
+std::vector<TableRow> FullTable::list_rows(u32 bucket) const {
     const std::lock_guard lock(mutex_);
-    return list(bucket);
+    return list_rows_locked(bucket);
 }
 
 std::vector<u8> FullTable::scan(u32 bucket) const {
     const std::lock_guard lock(mutex_);
-    std::vector<TableRow> rows = list(bucket);
+    std::vector<TableRow> rows = list_rows_locked(bucket);
     std::sort(rows.begin(), rows.end());
-    std::vector<u8> packed(rows.size() * packed_bytes_of(shape_.width));
+    std::vector<u8> packed(rows.size() * packed_row_bytes(shape_.width));
     u8* out = packed.data();
     for (std::size_t i = 0; i < rows.size(); ++i) {
         if (i + AHEAD < rows.size()) prefetch_bytes(rows[i + AHEAD].line, shape_.line_bytes);
@@ -269,14 +268,14 @@ Metrics FullTable::metrics() const {
     const auto [hits, misses] = hit_counts_.totals();
     Metrics all{{{"hits", hits},
                  {"misses", misses},
-                 {"insertions", insertions_},
+                 {"insertions", num_insertions_},
                  {"bytes_in", bytes_in_},
                  {"bytes_out", bytes_out_},
-                 {"resident_rows", used()},
+                 {"resident_rows", num_used()},
                  {"bytes", arena_.bytes() + index_.bytes()}},
                 {}};
-    all.add("fetch", reads_);
-    all.add("write", writes_);
+    all.add("fetch", read_times_);
+    all.add("write", write_times_);
     return all;
 }
 
@@ -285,9 +284,9 @@ std::vector<u64> FullTable::hit_counts() const {
     return hit_counts_.sums();
 }
 
-std::size_t FullTable::used() const {
+std::size_t FullTable::num_used() const {
     std::size_t total = 0;
-    for (const Lines& lines : lines_) total += lines.used();
+    for (const LinePool& lines : lines_) total += lines.num_used();
     return total;
 }
 

@@ -25,14 +25,14 @@ public:
 
     const Numbering numbering;
 
-    u32& line(u32 number) const { return reinterpret_cast<u32*>(lines_.start())[number]; }
+    u32& entry(u32 number) const { return reinterpret_cast<u32*>(lines_.start())[number]; }
     // Returns the array entry of the row; null if its id has no number.
-    u32* line_of(u64 hash, u32 table) const {
+    u32* find_entry(u64 hash, u32 table) const {
         if (numbering.size() == 0) return nullptr;
         const u64 key = key_of(table, hash);
-        return numbering.has(table, key) ? &line(numbering.number(table, key)) : nullptr;
+        return numbering.has(table, key) ? &entry(numbering.number(table, key)) : nullptr;
     }
-    // entry: the result of `line_of`.
+    // entry: the result of `find_entry`.
     void insert(u32 bucket, u32* entry, u32 line);
 
     // Calls body(table, key, line + 1) for all rows in a bucket, in any order.
@@ -40,7 +40,7 @@ public:
     void for_each(u32 bucket, const Body& body) const {
         const std::vector<u32>& numbers = numbers_[bucket];
         for (u32 i = 0; i < numbers.size(); ++i) {
-            if (numbers[i] == NONE || line(numbers[i]) != i + 1) continue;
+            if (numbers[i] == NONE || entry(numbers[i]) != i + 1) continue;
             const u32 table = numbering.table_of(numbers[i]);
             body(table, numbering.key_of(numbers[i], table), i + 1);
         }
@@ -51,36 +51,36 @@ private:
     static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // above this, a few rows would touch all huge pages
 
     Pages lines_;                                    // u32 [numbers]
-    std::array<std::vector<u32>, BUCKETS> numbers_;  // per line of a bucket: the number of its latest row
+    std::array<std::vector<u32>, BUCKETS> numbers_;  // for each line in a bucket: the id number that last used it
 };
 
 // The index of the full table: an array for numbered ids, and a hash map per bucket for other ids. Threads may change
 // different buckets at the same time.
-class Index {
+class RowIndex {
 public:
-    explicit Index(const Numbering& numbering) : numbered_(numbering) {}
+    explicit RowIndex(const Numbering& numbering) : numbered_(numbering) {}
 
     const NumberIndex& numbered() const { return numbered_; }
 
-    // The hashed rows in a bucket. Valid until the bucket changes.
+    // Finds the hashed rows in a bucket. A reader is valid until the bucket changes.
     struct HashedReader {
         IndexView slots;
 
-        // Returns row number + 1, or 0.
+        // Returns row number + 1, or 0 if the row is absent.
         u32 find(u64 hash, u32 table) const { return find_row(THREAD, slots, hash, table); }
         TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
     };
-    // All rows in a bucket.
+    // Finds all rows in a bucket.
     struct Reader {
         HashedReader hashed;
         const NumberIndex& numbered;
 
         u32 find(u64 hash, u32 table) const {
-            const u32* const line = numbered.line_of(hash, table);
+            const u32* const line = numbered.find_entry(hash, table);
             return line ? *line : hashed.find(hash, table);
         }
         TIERBED_INLINE void prefetch_row(u64 hash, u32 table) const {
-            const u32* const line = numbered.line_of(hash, table);
+            const u32* const line = numbered.find_entry(hash, table);
             line ? prefetch(line) : hashed.prefetch_row(hash, table);
         }
     };
@@ -90,12 +90,12 @@ public:
     void reserve(u32 bucket) { reserve_rows(hashed_[bucket], bucket, hashed_[bucket].size() + 1); }
     // The row must be absent, and `reserve` must have made room.
     void insert(u32 bucket, u64 hash, u32 table, u32 row) {
-        u32* const entry = numbered_.line_of(hash, table);
+        u32* const entry = numbered_.find_entry(hash, table);
         entry ? numbered_.insert(bucket, entry, row) : hashed_[bucket].insert(hash, table, row);
     }
     // Returns row number + 1, or 0 if the row is absent.
     u32 erase(u32 bucket, u64 hash, u32 table) {
-        u32* const entry = numbered_.line_of(hash, table);
+        u32* const entry = numbered_.find_entry(hash, table);
         return entry ? std::exchange(*entry, 0u) : hashed_[bucket].erase(hash, table);
     }
 
@@ -105,7 +105,7 @@ public:
         numbered_.for_each(bucket, body);
         hashed_[bucket].for_each([&](const Slot& slot) { body(slot.table, key_of(slot.table, slot.hash), slot.row); });
     }
-    std::size_t bytes() const { return numbered_.bytes() + bytes_of(hashed_); }
+    std::size_t bytes() const { return numbered_.bytes() + total_bytes(hashed_); }
 
 private:
     NumberIndex numbered_;
@@ -114,7 +114,7 @@ private:
 
 // Lines, numbered from 0. Segment k has BASE << k lines, so growing moves no line and wastes no resident memory. Free
 // lines are reused first, and form a linked list: a free line's first word is the next free line.
-class Lines {
+class LinePool {
 public:
     u64 address(u32 row, u32 line_bytes) const {
         const u64 r = static_cast<u64>(row) + BASE;
@@ -124,14 +124,14 @@ public:
     u32 allocate(Arena& arena, u32 line_bytes);
     // Resets the line's counters, so that the row counts as never updated.
     void release(u32 row, const LineShape& shape);
-    u32 size() const { return size_; }  // includes free lines
-    u32 used() const { return size_ - free_; }
+    u32 num_lines() const { return num_lines_; }  // includes free lines
+    u32 num_used() const { return num_lines_ - num_free_; }
 
 private:
     static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
     std::array<u64, 32 - BASE_BITS> segments_;
-    u32 size_ = 0, segment_count_ = 0;  // lines, segments
-    u32 free_ = 0, first_free_ = 0;  // the number of free lines; the first one's number + 1
+    u32 num_lines_ = 0, num_segments_ = 0;  // lines, segments
+    u32 num_free_ = 0, first_free_ = 0;     // the number of free lines; the first free line's number + 1
 };
 
 // A row and its line. The line does not change until the row is erased.
@@ -149,14 +149,14 @@ public:
     // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips rows with own lines.
     std::size_t find(Batch& batch);
     static constexpr std::size_t FEW = 256;
-    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits like `find`. Returns the
-    // number of distinct ids. If a row is missing or an id is above `last`, returns 0 and leaves `out` undefined.
+    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits like `find`. Returns
+    // the number of distinct ids. If a row is missing or an id is above `last`, returns 0 and leaves `out` undefined.
     std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
     void read(const RowSpan& rows, bool* is_hit, bool touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
-    bool on_disk() const override { return false; }
+    bool is_on_disk() const override { return false; }
 
     // A row's line number within its bucket, and the row's counters. `locate` counts no hit.
     struct Location {
@@ -166,7 +166,7 @@ public:
     std::optional<Location> locate(u32 table, u64 key) const;
 
     // Returns all rows in a bucket in any order, including rows with updates = 0.
-    std::vector<TableRow> rows_of(u32 bucket) const;
+    std::vector<TableRow> list_rows(u32 bucket) const;
     // Returns a bucket's rows with updates > 0, packed (row_dtype) and sorted by (table, key).
     std::vector<u8> scan(u32 bucket) const;
     Metrics metrics() const;
@@ -175,19 +175,19 @@ public:
     const LineShape& shape() const { return shape_; }
 
 private:
-    u64 line_of(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
+    u64 line_address(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
-    std::vector<TableRow> list(u32 bucket) const;
-    std::size_t used() const;  // lines in use
+    std::vector<TableRow> list_rows_locked(u32 bucket) const;
+    std::size_t num_used() const;  // lines in use
 
     LineShape shape_;
     Arena arena_;
-    Index index_;
-    std::array<Lines, BUCKETS> lines_;
-    u64 insertions_ = 0;                // rows that were given a line
-    u64 bytes_in_ = 0, bytes_out_ = 0;  // written and read by the tier above
-    Histogram reads_, writes_;          // call latencies
-    TableCounts hit_counts_;
+    RowIndex index_;
+    std::array<LinePool, BUCKETS> lines_;
+    u64 num_insertions_ = 0;              // how many rows got a line
+    u64 bytes_in_ = 0, bytes_out_ = 0;    // bytes that the tier above wrote and read
+    Histogram read_times_, write_times_;  // call latencies
+    HitCounts hit_counts_;
     mutable std::mutex mutex_;  // the cache above reads and writes from several threads
 };
 

@@ -8,18 +8,18 @@
 
 namespace tierbed {
 
-const char* RowCheck::problem(const PackedRows& rows) {
-    const bool has_record = rows.row_bytes >= packed_bytes_of(0);
+const char* RowValidator::find_problem(const PackedRows& rows) {
+    const bool has_record = rows.row_bytes >= packed_row_bytes(0);
     for (std::size_t i = 0; i < rows.count; ++i) {
         const RowKey row_key = rows.row_key(i);
-        if (last_ && !(*last_ < row_key)) return "its rows are not in strictly ascending order of (table, key)";
-        last_ = row_key;
+        if (last_key_ && !(*last_key_ < row_key)) return "its rows are not in strictly ascending order of (table, key)";
+        last_key_ = row_key;
         const auto [table, key] = row_key;
         if (table >= tables_) return "it has rows of tables that do not exist";
         const u64 hash = hash_row(table, key);
         if (bucket_of(hash) != bucket_) return "it has rows of another bucket";
         if (owner_of(hash, parts_) != part_) return "it has rows of another part";
-        if (int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
+        if (is_int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
             return "it has keys that are not int32";
         if (has_record) {
             RowCounters counters;
@@ -30,28 +30,28 @@ const char* RowCheck::problem(const PackedRows& rows) {
     return nullptr;
 }
 
-Joined join_rows(const PackedRows& older, const PackedRows& newer) {
-    Joined joined{std::vector<u8>(older.count), std::vector<u8>(newer.count)};
+RowDiff diff_rows(const PackedRows& older, const PackedRows& newer) {
+    RowDiff diff{std::vector<u8>(older.count), std::vector<u8>(newer.count)};
     std::size_t i = 0, j = 0;
     while (i < older.count && j < newer.count) {
         const RowKey left = older.row_key(i), right = newer.row_key(j);
         if (left < right) {
-            joined.gone[i++] = 1;
+            diff.removed[i++] = 1;
         } else if (right < left) {
-            joined.state[j++] = NEW;
+            diff.states[j++] = NEW;
         } else {
-            joined.state[j] = std::memcmp(older.row(i), newer.row(j), older.row_bytes) ? CHANGED : SAME;
+            diff.states[j] = std::memcmp(older.row(i), newer.row(j), older.row_bytes) ? CHANGED : SAME;
             ++i, ++j;
         }
     }
-    joined.gone.resize(i);
-    joined.state.resize(j);
-    return joined;
+    diff.removed.resize(i);
+    diff.states.resize(j);
+    return diff;
 }
 
-Merged merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& gone) {
-    const PackedRows sides[] = {before, after, gone};
-    Merged merged{{}, std::vector<std::size_t>(3)};
+MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& erased_keys) {
+    const PackedRows sides[] = {before, after, erased_keys};
+    MergedRows merged{{}, std::vector<std::size_t>(3)};
     std::vector<std::size_t>& read = merged.rows_read;
     std::optional<RowKey> last;  // the smallest last key; beyond this key, the rows of some sides are unknown
     for (const PackedRows& side : sides)
@@ -74,9 +74,9 @@ Merged merge_rows(const PackedRows& before, const PackedRows& after, const Packe
     }
 }
 
-Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& more) {
+MergedRows merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& has_more) {
     using Next = std::pair<RowKey, std::size_t>;  // the key of a part's next row, and the part
-    Merged merged{{}, std::vector<std::size_t>(parts.size())};
+    MergedRows merged{{}, std::vector<std::size_t>(parts.size())};
     std::priority_queue<Next, std::vector<Next>, std::greater<>> nexts;
     std::size_t bytes = 0;
     for (std::size_t i = 0; i < parts.size(); ++i) {
@@ -91,8 +91,8 @@ Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>
         merged.rows.insert(merged.rows.end(), parts[i].row(read), parts[i].row(read + 1));
         if (++read < parts[i].count) {
             nexts.emplace(parts[i].row_key(read), i);
-        } else if (more[i]) {
-            break;  // this part's next rows are unknown
+        } else if (has_more[i]) {
+            break;  // the next rows of this part are in a later call
         }
     }
     return merged;

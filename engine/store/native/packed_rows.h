@@ -11,7 +11,7 @@ namespace tierbed {
 
 constexpr std::size_t KEY_BYTES = sizeof(u32) + sizeof(u64);
 
-using RowKey = std::pair<u32, u64>;  // (table, key); compares in row order
+using RowKey = std::pair<u32, u64>;  // (table, key); sorts like rows
 
 // Packed rows of equal size, or row keys alone.
 struct PackedRows {
@@ -28,40 +28,40 @@ struct PackedRows {
 };
 
 // Validates a snapshot's bucket, passed in pieces of rows or row keys. `tables` is the number of tables,
-// `int32` is true if keys are int32, and `part` is the rank that owns the rows, out of `parts` ranks.
-class RowCheck {
+// `is_int32` is true if keys are int32, and `part` is the rank that owns the rows, out of `parts` ranks.
+class RowValidator {
 public:
-    RowCheck(u32 bucket, u32 tables, bool int32, u32 part, u32 parts)
-        : bucket_(bucket), tables_(tables), part_(part), parts_(parts), int32_(int32) {}
+    RowValidator(u32 bucket, u32 tables, bool is_int32, u32 part, u32 parts)
+        : bucket_(bucket), tables_(tables), part_(part), parts_(parts), is_int32_(is_int32) {}
 
-    // Returns what is wrong with the next rows, or null.
-    const char* problem(const PackedRows& rows);
+    // Returns a text that says what is wrong with the next rows, or null.
+    const char* find_problem(const PackedRows& rows);
 
 private:
     const u32 bucket_, tables_, part_, parts_;
-    const bool int32_;
-    std::optional<RowKey> last_;
+    const bool is_int32_;
+    std::optional<RowKey> last_key_;
 };
 
-enum State : u8 { SAME, CHANGED, NEW };
+enum RowStatus : u8 { SAME, CHANGED, NEW };
 
-struct Joined {
-    std::vector<u8> gone, state;  // per older row: 1 if the newer rows lack this row; per newer row: the row's State
+struct RowDiff {
+    std::vector<u8> removed, states;  // per older row: 1 if the newer rows lack it; per newer row: its RowStatus
 };
 
 // Compares older and newer rows in key order, until one side ends.
-Joined join_rows(const PackedRows& older, const PackedRows& newer);
+RowDiff diff_rows(const PackedRows& older, const PackedRows& newer);
 
-struct Merged {
+struct MergedRows {
     std::vector<u8> rows;
     std::vector<std::size_t> rows_read;  // how many rows of each side were read
     bool has_conflict = false;           // a row key is both changed and erased
 };
 
-// Applies changed rows `after` and erased row keys `gone` to the rows `before`, up to the smallest of the last keys.
-Merged merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& gone);
+// Applies changed rows `after` and `erased_keys` to the rows `before`, up to the smallest last key of the three.
+MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& erased_keys);
 
-// Merges parts that share no rows. Stops at the end of the first part that has `more` rows to come.
-Merged merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& more);
+// Merges parts that share no rows. Stops at the end of the first part that has more rows to come (`has_more`).
+MergedRows merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& has_more);
 
 }  // namespace tierbed

@@ -25,81 +25,81 @@ long blocks_read() {
 
 }  // namespace
 
-ReadThreads::ReadThreads(std::size_t limit)
+ReadThreadPool::ReadThreadPool(std::size_t limit)
     : cores_(std::max(1u, std::thread::hardware_concurrency())),
       limit_(limit),
-      process_(getpid()),
+      process_id_(getpid()),
       thread_target_(std::min(cores_, limit)) {}
 
-ReadThreads::~ReadThreads() {
+ReadThreadPool::~ReadThreadPool() {
     {
         const std::lock_guard lock(mutex_);
-        stopping_ = true;
+        is_stopping_ = true;
     }
-    called_.notify_all();
+    call_ready_.notify_all();
     for (std::thread& thread : threads_) thread.join();
 }
 
-void ReadThreads::run(std::size_t tasks, const std::function<void(std::size_t)>& task) {
-    Call call{task, tasks, std::min<std::size_t>(thread_target_, std::max<std::size_t>(tasks, 1)) - 1};
-    if (call.joins_left == 0 || process_ != getpid()) {
+void ReadThreadPool::run(std::size_t num_tasks, const std::function<void(std::size_t)>& task) {
+    Call call{task, num_tasks, std::min<std::size_t>(thread_target_, std::max<std::size_t>(num_tasks, 1)) - 1};
+    if (call.num_joins == 0 || process_id_ != getpid()) {
         run_tasks(call);
     } else {
         {
             const std::lock_guard lock(mutex_);
             calls_.push_back(&call);
-            wake(call.joins_left);
+            wake(call.num_joins);
         }
         run_tasks(call);
         std::unique_lock lock(mutex_);
-        if (call.joins_left) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
-        finished_.wait(lock, [&] { return call.present == 0; });
+        if (call.num_joins) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
+        call_done_.wait(lock, [&] { return call.num_helpers == 0; });
     }
-    if (call.failure) std::rethrow_exception(call.failure);
+    if (call.error) std::rethrow_exception(call.error);
     adapt(call);
 }
 
 // Call with the lock held. Starts fewer threads if the system cannot start more.
-void ReadThreads::wake(std::size_t threads) {
-    for (std::size_t asleep = idle_; asleep < threads; ++asleep) {
+void ReadThreadPool::wake(std::size_t num_threads) {
+    for (std::size_t asleep = num_idle_; asleep < num_threads; ++asleep) {
         if (threads_.size() + 1 >= limit_) break;
         try {
-            threads_.emplace_back([this] { loop(); });
+            threads_.emplace_back([this] { run_thread(); });
         } catch (const std::exception&) {
             break;
         }
     }
-    for (std::size_t i = 0; i < threads; ++i) called_.notify_one();
+    for (std::size_t i = 0; i < num_threads; ++i) call_ready_.notify_one();
 }
 
-void ReadThreads::loop() {
+void ReadThreadPool::run_thread() {
     std::unique_lock lock(mutex_);
     for (;;) {
-        ++idle_;
-        called_.wait(lock, [&] { return stopping_ || !calls_.empty(); });
-        --idle_;
-        if (stopping_) return;
+        ++num_idle_;
+        call_ready_.wait(lock, [&] { return is_stopping_ || !calls_.empty(); });
+        --num_idle_;
+        if (is_stopping_) return;
         Call& call = *calls_.front();
-        if (--call.joins_left == 0) calls_.pop_front();
-        ++call.present;
+        if (--call.num_joins == 0) calls_.pop_front();
+        ++call.num_helpers;
         lock.unlock();
         run_tasks(call);
         lock.lock();
-        if (--call.present == 0) finished_.notify_all();
+        if (--call.num_helpers == 0) call_done_.notify_all();
     }
 }
 
-void ReadThreads::run_tasks(Call& call) {
+void ReadThreadPool::run_tasks(Call& call) {
     std::uint64_t wait = 0, work = 0;
-    for (std::size_t i; (i = call.next.fetch_add(1)) < call.tasks;) {
+    for (std::size_t i; (i = call.next.fetch_add(1)) < call.num_tasks;) {
         const std::uint64_t began = now(CLOCK_MONOTONIC), cpu_began = now(CLOCK_THREAD_CPUTIME_ID);
         const long blocks_before = blocks_read();
         try {
             call.task(i);
         } catch (...) {
             const std::lock_guard lock(mutex_);
-            if (!call.failure) call.failure = std::current_exception();
-            call.next = call.tasks;
+            if (!call.error) call.error = std::current_exception();
+            call.next = call.num_tasks;
         }
         const std::uint64_t busy = now(CLOCK_THREAD_CPUTIME_ID) - cpu_began;
         work += busy;
@@ -109,8 +109,8 @@ void ReadThreads::run_tasks(Call& call) {
     call.work_ns += work;
 }
 
-void ReadThreads::adapt(const Call& call) {
-    if (call.tasks < cores_) return;  // too few tasks to measure
+void ReadThreadPool::adapt(const Call& call) {
+    if (call.num_tasks < cores_) return;  // too few tasks to measure wait and work times
     const double ratio = static_cast<double>(call.wait_ns) / static_cast<double>(std::max<std::uint64_t>(call.work_ns, 1));
     const double target = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
     thread_target_ = std::clamp<std::size_t>((thread_target_ + static_cast<std::size_t>(target) + 1) / 2, 1, limit_);

@@ -1,4 +1,4 @@
-// Threads that wait for a disk, so that many reads are in flight even on a few cores.
+// A pool of threads that wait for a disk, so that many reads are in flight even on a few cores.
 //
 // The caller and some threads run numbered tasks until all are done. Several callers may run at a time. The number of
 // threads adapts to the wait and work times of recent tasks, up to a limit. cores * (1 + wait / work) threads keep all
@@ -21,15 +21,15 @@
 
 namespace tierbed {
 
-class ReadThreads {
+class ReadThreadPool {
 public:
     // limit: maximum threads of one call, including the caller.
-    explicit ReadThreads(std::size_t limit);
-    ~ReadThreads();  // no call may be running
-    ReadThreads(const ReadThreads&) = delete;
+    explicit ReadThreadPool(std::size_t limit);
+    ~ReadThreadPool();  // no call of `run` may be in progress
+    ReadThreadPool(const ReadThreadPool&) = delete;
 
     // Tasks must not write the same memory. If a task throws, skips tasks that have not begun, and rethrows the error.
-    void run(std::size_t tasks, const std::function<void(std::size_t)>& task);
+    void run(std::size_t num_tasks, const std::function<void(std::size_t)>& task);
 
     // How many threads the next call will use.
     std::size_t thread_target() const { return thread_target_; }
@@ -37,28 +37,28 @@ public:
 private:
     struct Call {
         const std::function<void(std::size_t)>& task;
-        const std::size_t tasks;
-        std::size_t joins_left;   // how many more threads may join
-        std::size_t present = 0;  // threads at work, without the caller
+        const std::size_t num_tasks;
+        std::size_t num_joins;        // how many more threads may join
+        std::size_t num_helpers = 0;  // threads at work, without the caller
         std::atomic<std::size_t> next{0};
         std::atomic<std::uint64_t> wait_ns{0}, work_ns{0};
-        std::exception_ptr failure;
+        std::exception_ptr error;
     };
 
-    void loop();
+    void run_thread();
     void run_tasks(Call& call);
-    void wake(std::size_t threads);
+    void wake(std::size_t num_threads);
     void adapt(const Call& call);
 
     const std::size_t cores_, limit_;
-    const pid_t process_;
+    const pid_t process_id_;
     std::atomic<std::size_t> thread_target_;
     std::mutex mutex_;
-    std::condition_variable called_, finished_;
+    std::condition_variable call_ready_, call_done_;
     std::deque<Call*> calls_;  // calls that threads may still join
     std::vector<std::thread> threads_;
-    std::size_t idle_ = 0;
-    bool stopping_ = false;
+    std::size_t num_idle_ = 0;
+    bool is_stopping_ = false;
 };
 
 }  // namespace tierbed

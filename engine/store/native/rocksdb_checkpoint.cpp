@@ -93,16 +93,16 @@ u32 Crc32c::finish() {
     return checksum_number(generator_->GetChecksum());
 }
 
-std::vector<LiveFile> RocksTier::hold_files() {
+std::vector<DatabaseFile> RocksTier::hold_files() {
     make_writable();
     flush();
-    std::vector<LiveFile> all;
+    std::vector<DatabaseFile> all;
     rocksdb::LiveFilesStorageInfoOptions options;
     options.include_checksum_info = true;
     options.wal_size_for_flush = std::numeric_limits<u64>::max();  // no second flush
     {
-        const std::unique_lock lock(opening_);
-        files_held_ = true;
+        const std::unique_lock lock(open_mutex_);
+        has_held_files_ = true;
     }
     try {
         for (std::size_t i = 0; i < shards_.size(); ++i) {
@@ -125,10 +125,10 @@ std::vector<LiveFile> RocksTier::hold_files() {
 }
 
 void RocksTier::release_files() {
-    if (process_ == getpid() && !failed())
+    if (process_id_ == getpid() && !has_failed())
         for (auto& shard : shards_) static_cast<void>(allow_deletions(*shard->db, 0));
-    const std::unique_lock lock(opening_);
-    files_held_ = false;
+    const std::unique_lock lock(open_mutex_);
+    has_held_files_ = false;
 }
 
 }  // namespace tierbed

@@ -1,4 +1,4 @@
-// The live files of a database, and file checksums.
+// The files that hold a database's current rows, and file checksums.
 #pragma once
 #include <cstddef>
 #include <memory>
@@ -29,9 +29,9 @@ private:
     std::unique_ptr<rocksdb::FileChecksumGenerator> generator_;
 };
 
-struct LiveFile {
+struct DatabaseFile {
     std::string name;                    // shard-N/<file>
-    u64 bytes;                           // the length to copy; the live file may grow
+    u64 bytes;                           // how many bytes to copy; the file may grow later
     std::optional<u32> crc32c;           // computed by RocksDB while it wrote the file
     std::optional<std::string> content;  // the bytes to copy instead, if RocksDB may replace the file
 };

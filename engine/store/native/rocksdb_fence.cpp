@@ -44,7 +44,7 @@ private:
     std::map<std::string, Checksum> files_;  // an entry stays until RocksDB reads the checksum or closes the file
 };
 
-// A file that computes its checksum while RocksDB writes the file. RocksDB only appends to files.
+// A file that computes its checksum while RocksDB writes the file. RocksDB only appends to such files.
 class ChecksummedFile : public rocksdb::FSWritableFileOwnerWrapper {
 public:
     ChecksummedFile(WritableFile file, std::shared_ptr<PendingChecksums> pending, const std::string& path)
@@ -114,16 +114,16 @@ public:
 
     const std::shared_ptr<PendingChecksums> pending = std::make_shared<PendingChecksums>();
 
-    void shut() {
+    void close() {
         const std::lock_guard guard(mutex_);
-        open_ = false;
+        is_open_ = false;
         for (rocksdb::FileLock* lock : locks_) target()->UnlockFile(lock, {}, nullptr);
         locks_.clear();
     }
 
     IOStatus NewWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
                              Debug* debug) override {
-        if (!open_) return closed_error();
+        if (!is_open_) return closed_error();
         const IOStatus status = target()->NewWritableFile(path, options, file, debug);
         if (status.ok() && std::filesystem::path(path).extension() == ".sst" && !options.use_direct_writes)
             *file = std::make_unique<ChecksummedFile>(std::move(*file), pending, path);
@@ -131,41 +131,41 @@ public:
     }
     IOStatus ReopenWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
                                 Debug* debug) override {
-        return open_ ? target()->ReopenWritableFile(path, options, file, debug) : closed_error();
+        return is_open_ ? target()->ReopenWritableFile(path, options, file, debug) : closed_error();
     }
     IOStatus ReuseWritableFile(const std::string& path, const std::string& old, const FileOptions& options,
                                WritableFile* file, Debug* debug) override {
-        return open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : closed_error();
+        return is_open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : closed_error();
     }
     IOStatus NewRandomRWFile(const std::string& path, const FileOptions& options,
                              std::unique_ptr<rocksdb::FSRandomRWFile>* file, Debug* debug) override {
-        return open_ ? target()->NewRandomRWFile(path, options, file, debug) : closed_error();
+        return is_open_ ? target()->NewRandomRWFile(path, options, file, debug) : closed_error();
     }
     IOStatus DeleteFile(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->DeleteFile(path, io, debug) : closed_error();
+        return is_open_ ? target()->DeleteFile(path, io, debug) : closed_error();
     }
     IOStatus CreateDir(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->CreateDir(path, io, debug) : closed_error();
+        return is_open_ ? target()->CreateDir(path, io, debug) : closed_error();
     }
     IOStatus CreateDirIfMissing(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->CreateDirIfMissing(path, io, debug) : closed_error();
+        return is_open_ ? target()->CreateDirIfMissing(path, io, debug) : closed_error();
     }
     IOStatus DeleteDir(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->DeleteDir(path, io, debug) : closed_error();
+        return is_open_ ? target()->DeleteDir(path, io, debug) : closed_error();
     }
     IOStatus RenameFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->RenameFile(from, to, io, debug) : closed_error();
+        return is_open_ ? target()->RenameFile(from, to, io, debug) : closed_error();
     }
     IOStatus LinkFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->LinkFile(from, to, io, debug) : closed_error();
+        return is_open_ ? target()->LinkFile(from, to, io, debug) : closed_error();
     }
     IOStatus Truncate(const std::string& path, std::size_t bytes, const IOOptions& io, Debug* debug) override {
-        return open_ ? target()->Truncate(path, bytes, io, debug) : closed_error();
+        return is_open_ ? target()->Truncate(path, bytes, io, debug) : closed_error();
     }
     IOStatus LockFile(const std::string& path, const IOOptions& io, rocksdb::FileLock** lock, Debug* debug) override {
         const std::lock_guard guard(mutex_);
-        if (!open_) return closed_error();
-        locks_.reserve(locks_.size() + 1);  // first, so that nothing can fail once the lock is taken
+        if (!is_open_) return closed_error();
+        locks_.reserve(locks_.size() + 1);  // reserve first, so that nothing can fail once the lock is taken
         const IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
         return status;
@@ -179,7 +179,7 @@ public:
     }
 
 private:
-    std::atomic<bool> open_{true};
+    std::atomic<bool> is_open_{true};
     std::mutex mutex_;
     std::vector<rocksdb::FileLock*> locks_;
 };
@@ -192,9 +192,9 @@ std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const {
     return std::make_shared<ChecksumFactory>(files_->pending);
 }
 
-void Fence::shut() noexcept {
+void Fence::close() noexcept {
     try {
-        files_->shut();
+        files_->close();
     } catch (...) {  // the next process that opens the folder reports a lock that remains
     }
 }

@@ -10,7 +10,7 @@ class FileChecksumGenFactory;
 namespace tierbed {
 
 // If an exception leaves RocksDB in the middle of a call, RocksDB's locks and queues stay as they are, and closing the
-// database could hang. So the database and its threads stay alive. After `shut`, the failed database can no longer
+// database could hang. So the database and its threads stay alive. After `close`, the failed database can no longer
 // create, remove or rename files, and another database may open the same folder.
 class Fence {
 public:
@@ -23,7 +23,7 @@ public:
     // Returns a factory of checksums. The factory reuses the checksum of a file that was written through the fence.
     std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
     // May be called more than once.
-    void shut() noexcept;
+    void close() noexcept;
 
 private:
     class Files;

@@ -2,7 +2,7 @@
 #include <rocksdb/cache.h>
 #include <rocksdb/db.h>
 #include <rocksdb/statistics.h>
-#if __has_include(<rocksdb/advanced_cache.h>)  // newer versions define the class here
+#if __has_include(<rocksdb/advanced_cache.h>)  // newer RocksDB versions define rocksdb::Cache here
 #include <rocksdb/advanced_cache.h>
 #endif
 
@@ -12,7 +12,7 @@ namespace tierbed {
 
 Metrics RocksTier::metrics() const {
     require_open();
-    const std::shared_lock opened(opening_);
+    const std::shared_lock lock(open_mutex_);
     const auto sum_of = [&](const std::string& property) {  // sums over shards
         u64 total = 0, value = 0;
         for (const auto& shard : shards_)
@@ -36,7 +36,7 @@ Metrics RocksTier::metrics() const {
         {"bytes_in", written},
         {"bytes_out", counts_.hits * row_bytes},
         {"bytes", memtables + readers + blocks},
-        {"read_threads", readers_->thread_target()},
+        {"read_threads", read_threads_->thread_target()},
         {"memtable_bytes", memtables},
         {"index_filter_bytes", readers},
         {"block_cache_bytes", blocks},

@@ -33,24 +33,24 @@ const char TABLE[] = "block_based_table_factory";
     throw std::invalid_argument(name + "='" + value + "': " + reason);
 }
 
-constexpr int MERGED = 8;    // memtables that a flush merges
-constexpr int BUFFERS = 12;  // memtables per shard: those of one flush, and a few to write to meanwhile
-constexpr std::size_t SMALLEST_BUFFER = 64 << 10;  // RocksDB's minimum for a memtable
-constexpr std::size_t ENTRY_BYTES = 20;            // approximate overhead of a row in a block
-constexpr std::size_t BLOCK_BYTES = 64;            // approximate overhead of a block
-constexpr std::size_t MAX_UNUSED = 4;              // align blocks if this wastes at most 1/4 of each
+constexpr int MERGED_MEMTABLES = 8;  // memtables that a flush merges
+constexpr int MAX_MEMTABLES = 12;    // memtables per shard: enough for one flush, and a few to write to meanwhile
+constexpr std::size_t MIN_MEMTABLE_BYTES = 64 << 10;  // RocksDB's minimum for a memtable
+constexpr std::size_t ENTRY_BYTES = 20;               // approximate overhead of a row in a block
+constexpr std::size_t BLOCK_BYTES = 64;               // approximate overhead of a block
+constexpr std::size_t MAX_UNUSED = 4;                 // align blocks if alignment wastes at most 1/4 of a block
 
-// RocksDB returns its errors anyway. A log would use disk space, and opening a log would fail on a full disk.
-class NoLog : public rocksdb::Logger {
+// Drops RocksDB's log: errors are returned anyway, a log takes disk space, and opening a log fails on a full disk.
+class NullLogger : public rocksdb::Logger {
 public:
-    NoLog() : Logger(rocksdb::FATAL_LEVEL) {}
+    NullLogger() : Logger(rocksdb::FATAL_LEVEL) {}
     using Logger::Logv;
     void Logv(const char*, va_list) override {}
 };
 
 // Lowers the severity of I/O errors, so that a call can retry once a full disk has space again. Turns off RocksDB's own
 // retries, because these are seconds apart and would block the call. A failed compaction restarts by itself.
-class Recoverable : public rocksdb::EventListener {
+class RecoveryListener : public rocksdb::EventListener {
 public:
     void OnBackgroundError(rocksdb::BackgroundErrorReason reason, rocksdb::Status* error) override {
         const auto max_severity = reason == rocksdb::BackgroundErrorReason::kCompaction ? rocksdb::Status::kSoftError
@@ -63,29 +63,29 @@ public:
 };
 
 // Returns the open file limit per shard. All shards together get half of the process's limit.
-int open_files(u32 shards) {
+int max_open_files(u32 shards) {
     rlimit limit{};
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
     return static_cast<int>(std::clamp<rlim_t>(limit.rlim_cur / 2 / shards, 16, 1 << 20));
 }
 
-rocksdb::Options own_options(const RocksOptions& options) {
+rocksdb::Options tier_options(const RocksOptions& options) {
     rocksdb::BlockBasedTableOptions table;
     table.block_size = options.block_bytes;
-    table.no_block_cache = !caches_blocks(options);
+    table.no_block_cache = !uses_block_cache(options);
     table.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
     table.data_block_index_type = rocksdb::BlockBasedTableOptions::kDataBlockBinaryAndHash;
     table.format_version = 5;  // RocksDB 6.6 and later can read this version
     rocksdb::Options database;
     database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
     database.create_if_missing = options.create;
-    database.max_open_files = open_files(options.shards);
+    database.max_open_files = max_open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
-    // Small memtables fit in the CPU cache and insert several times faster than large ones. A flush merges several.
+    // Small memtables fit in the CPU cache and insert several times faster. A flush merges several memtables.
     database.write_buffer_size =
-        std::max<std::size_t>(options.buffer_bytes / options.shards / BUFFERS, SMALLEST_BUFFER);
-    database.max_write_buffer_number = BUFFERS;
-    database.min_write_buffer_number_to_merge = MERGED;
+        std::max<std::size_t>(options.buffer_bytes / options.shards / MAX_MEMTABLES, MIN_MEMTABLE_BYTES);
+    database.max_write_buffer_number = MAX_MEMTABLES;
+    database.min_write_buffer_number_to_merge = MERGED_MEMTABLES;
     database.memtable_whole_key_filtering = true;
     database.memtable_prefix_bloom_size_ratio = 0.01;
     // A batch's keys ascend within a bucket (the first byte), so each insert starts where the last insert ended.
@@ -100,17 +100,17 @@ rocksdb::Options own_options(const RocksOptions& options) {
         std::clamp(static_cast<int>(std::thread::hardware_concurrency()) / 2, 2, 8);  // shared by all databases
     database.compaction_readahead_size = 1 << 20;
     database.avoid_unnecessary_blocking_io = true;
-    database.avoid_flush_during_shutdown = true;  // live rows are served again only after an explicit flush()
-    database.info_log = std::make_shared<NoLog>();
+    database.avoid_flush_during_shutdown = true;  // after a restart, rows are served only if flush() was called
+    database.info_log = std::make_shared<NullLogger>();
     database.allow_mmap_reads = options.read_mode == "mmap";
     database.use_direct_reads = options.read_mode == "direct";
     database.use_direct_io_for_flush_and_compaction = options.read_mode == "direct";
     database.file_checksum_gen_factory = rocksdb::GetFileChecksumGenCrc32cFactory();
-    database.listeners.push_back(std::make_shared<Recoverable>());
+    database.listeners.push_back(std::make_shared<RecoveryListener>());
     return database;
 }
 
-void apply_all(rocksdb::Options& options, const NamedOptions& user_options) {
+void apply_user_options(rocksdb::Options& options, const NamedOptions& user_options) {
     rocksdb::ConfigOptions config;
     config.input_strings_escaped = false;
     config.invoke_prepare_options = false;
@@ -126,7 +126,7 @@ void apply_all(rocksdb::Options& options, const NamedOptions& user_options) {
             throw std::invalid_argument("compression: this build of RocksDB lacks it; give another");
 }
 
-bool compresses(const rocksdb::Options& options) {
+bool is_compressed(const rocksdb::Options& options) {
     const rocksdb::CompressionType last = options.bottommost_compression;
     return options.compression != rocksdb::kNoCompression ||
            (last != rocksdb::kDisableCompressionOption && last != rocksdb::kNoCompression);
@@ -142,7 +142,7 @@ void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedO
     const std::size_t space = block - std::min(block, BLOCK_BYTES);
     const bool is_power = (block & (block - 1)) == 0, is_dense = entry <= space && space % entry <= block / MAX_UNUSED;
     const bool is_checksummed = !options.use_direct_io_for_flush_and_compaction;  // `Fence` does not see direct writes
-    table->block_align = is_power && is_dense && is_checksummed && !compresses(options);
+    table->block_align = is_power && is_dense && is_checksummed && !is_compressed(options);
 }
 
 }  // namespace
@@ -166,11 +166,11 @@ NamedOptions parse_options(const std::string& text) {
     return named;
 }
 
-bool caches_blocks(const RocksOptions& options) { return options.read_mode == "direct" && options.cache_bytes; }
+bool uses_block_cache(const RocksOptions& options) { return options.read_mode == "direct" && options.cache_bytes; }
 
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
-    rocksdb::Options database = own_options(options);
-    apply_all(database, options.user_options);
+    rocksdb::Options database = tier_options(options);
+    apply_user_options(database, options.user_options);
     align_blocks(database, row_bytes, options.user_options);
     // One flush at a time: RocksDB 7 loses a flush that starts while another flush of the same database fails.
     database.max_background_flushes = 1;

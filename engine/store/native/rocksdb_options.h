@@ -16,19 +16,19 @@ namespace tierbed {
 using NamedOptions = std::vector<std::pair<std::string, std::string>>;
 
 struct RocksOptions {
-    bool create;     // false: a missing shard is an error
-    bool read_only;  // write nothing to the folder
+    bool create;     // if false, a missing shard is an error
+    bool read_only;  // if true, nothing is written to the folder
     u32 shards;
     std::size_t block_bytes;
     std::size_t cache_bytes;   // RocksDB's block cache, used for direct reads only; other reads use the page cache
-    std::size_t buffer_bytes;  // limit for the memtables of all shards together
+    std::size_t buffer_bytes;  // limit for all shards' memtables together
     std::string read_mode;     // buffered, mmap or direct
     bool async_io;             // ignored if the library cannot use io_uring
-    std::size_t read_threads;  // limit per call, including the caller
+    std::size_t read_threads;  // maximum threads of one call, including the caller
     NamedOptions user_options;
 };
 
-bool caches_blocks(const RocksOptions& options);
+bool uses_block_cache(const RocksOptions& options);
 
 // Returns the options for a shard with rows of `row_bytes`, except the cache and statistics that all shards share.
 // Throws as `check_options` does.

@@ -9,7 +9,7 @@
 
 namespace tierbed {
 
-inline const char* remedy_of(const rocksdb::Status& status) {
+inline const char* find_remedy(const rocksdb::Status& status) {
     // RocksDB reports a write as incomplete if it waited for a compaction that failed. The status names the reason.
     const bool waited = status.IsIncomplete() && status.ToString().find(std::strerror(ENOSPC)) != std::string::npos;
     if (status.IsNoSpace() || waited)
@@ -27,7 +27,7 @@ inline const char* remedy_of(const rocksdb::Status& status) {
 inline void check(const rocksdb::Status& status, const std::string& folder, const char* what) {
     if (!status.ok())
         throw std::runtime_error("RocksDB in " + folder + ": " + what + ": " + status.ToString() + "; " +
-                                 remedy_of(status));
+                                 find_remedy(status));
 }
 
 }  // namespace tierbed

@@ -39,7 +39,7 @@ void exit_before_destructors() {
         nullptr);
 }
 
-// A forked child does not have RocksDB's threads.
+// A forked child lacks RocksDB's threads, so its destructors would wait forever.
 void make_forked_children_exit_early() {
     static const int once = pthread_atfork(nullptr, nullptr, exit_before_destructors);
     static_cast<void>(once);
@@ -58,17 +58,17 @@ rocksdb::Status open_database(const rocksdb::Options& options, const std::string
 RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& options)
     : shape_{width, width, line_bytes_of(width)},
       folder_(folder),
-      process_(getpid()),
-      database_(std::make_unique<rocksdb::Options>(shard_options(options, stored_bytes_of(width)))),
-      readers_(std::make_unique<ReadThreads>(options.read_threads)) {
+      process_id_(getpid()),
+      options_(std::make_unique<rocksdb::Options>(shard_options(options, stored_bytes_of(width)))),
+      read_threads_(std::make_unique<ReadThreadPool>(options.read_threads)) {
     make_forked_children_exit_early();
-    rocksdb::Options& database = *database_;
+    rocksdb::Options& database = *options_;
     database.env = fence_->env();
     if (database.file_checksum_gen_factory)  // files carry checksums, so a checkpoint need not read them
         database.file_checksum_gen_factory = fence_->checksums();
     database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    if (caches_blocks(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);
+    if (uses_block_cache(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);
     database.statistics = statistics_ = rocksdb::CreateDBStatistics();
     statistics_->set_stats_level(rocksdb::kExceptHistogramOrTimers);
     info_ = {background_threads(database),
@@ -80,12 +80,12 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
         for (u32 i = 0; i < options.shards; ++i) {
             auto shard = std::make_unique<Shard>();
             shard->folder = folder + "/shard-" + std::to_string(i);
-            shard->until_flush = static_cast<i64>(cycle * i / options.shards);
+            shard->bytes_to_flush = static_cast<i64>(cycle * i / options.shards);
             open(*shard, options.read_only, options.create);
             shards_.push_back(std::move(shard));
         }
     } catch (...) {
-        if (failed()) abandon();
+        if (has_failed()) abandon();
         throw;
     }
 }
@@ -95,9 +95,9 @@ RocksTier::~RocksTier() { close(); }
 void RocksTier::open(Shard& shard, bool read_only, bool create) {
     std::unique_ptr<rocksdb::DB> db;
     shard.is_writable = !read_only;
-    rocksdb::Status status = call([&] { return open_database(*database_, shard.folder, read_only, db); });
+    rocksdb::Status status = call([&] { return open_database(*options_, shard.folder, read_only, db); });
     if (status.IsNoSpace() && !read_only && !create) {
-        const rocksdb::Status read_status = call([&] { return open_database(*database_, shard.folder, true, db); });
+        const rocksdb::Status read_status = call([&] { return open_database(*options_, shard.folder, true, db); });
         if (read_status.ok()) {
             status = read_status;
             shard.is_writable = false;
@@ -114,9 +114,9 @@ void RocksTier::make_writable() {
     for (auto& shard : shards_) {
         if (shard->is_writable) continue;
         std::unique_ptr<rocksdb::DB> opened;
-        check(call([&] { return open_database(*database_, shard->folder, false, opened); }), shard->folder, "open");
+        check(call([&] { return open_database(*options_, shard->folder, false, opened); }), shard->folder, "open");
         std::shared_ptr<rocksdb::DB> db = std::move(opened);
-        const std::unique_lock lock(opening_);
+        const std::unique_lock lock(open_mutex_);
         shard->db.swap(db);
         shard->is_writable = true;
     }
@@ -125,8 +125,8 @@ void RocksTier::make_writable() {
 
 // Closing waits for the databases' threads, and a forked child does not have these threads.
 void RocksTier::close() {
-    if (process_ != getpid() || failed()) abandon();
-    readers_.reset();
+    if (process_id_ != getpid() || has_failed()) abandon();
+    read_threads_.reset();
     try {
         rewrite_manifests();
     } catch (...) {  // harmless: all rows are as durable as before
@@ -137,18 +137,18 @@ void RocksTier::close() {
 void RocksTier::abandon() {
     for (auto& shard : shards_) static_cast<void>(shard.release());
     shards_.clear();
-    static_cast<void>(fence_.release());    // the databases still use the fence's file system
-    static_cast<void>(readers_.release());  // reader threads may be in a call, or belong to the parent process
+    static_cast<void>(fence_.release());         // the databases still use the fence's file system
+    static_cast<void>(read_threads_.release());  // reader threads may be in a call, or belong to the parent process
 }
 
-void RocksTier::fail() const noexcept {
-    if (failed_.exchange(true)) return;
-    fence_->shut();
+void RocksTier::mark_failed() const noexcept {
+    if (has_failed_.exchange(true)) return;
+    fence_->close();
     exit_before_destructors();
 }
 
 void RocksTier::require_open() const {
-    if (failed())
+    if (has_failed())
         throw std::runtime_error("RocksDB in " + folder_ +
                                  " failed inside a call, for example because memory ran out, and cannot be used again: "
                                  "free memory and create the embedding again, which recovers from its last snapshot");
@@ -160,7 +160,7 @@ namespace {
 constexpr std::size_t KEY_BYTES = 13;
 constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys per MultiGet
 constexpr std::size_t BATCH_BYTES = 256u << 10;        // bytes per WriteBatch
-constexpr std::chrono::milliseconds POLL(2);
+constexpr std::chrono::milliseconds POLL_INTERVAL(2);
 constexpr char RELOAD[] = "load the last snapshot";
 
 struct Key {
@@ -181,7 +181,7 @@ void check_size(const char* what, std::size_t bytes, std::size_t expected, const
                                  " bytes, and " + std::to_string(expected) + " are expected; " + RELOAD);
 }
 
-u64 property_of(rocksdb::DB& db, const std::string& name) {
+u64 read_property(rocksdb::DB& db, const std::string& name) {
     u64 value = 0;
     db.GetIntProperty(name, &value);
     return value;
@@ -192,7 +192,7 @@ u64 property_of(rocksdb::DB& db, const std::string& name) {
 struct RocksTier::SortedRow {
     u64 key;
     u32 bucket, table;
-    std::size_t index;  // in the RowSpan of the call
+    std::size_t index;  // the row's index in the call's RowSpan
     Key encode() const { return {bucket, table, key}; }
     bool operator<(const SortedRow& other) const {
         return std::tie(bucket, table, key) < std::tie(other.bucket, other.table, other.key);
@@ -200,7 +200,7 @@ struct RocksTier::SortedRow {
 };
 
 std::vector<std::vector<RocksTier::SortedRow>> RocksTier::sort_rows(const RowSpan& rows) const {
-    const auto begin = rows.begins();
+    const auto begin = rows.bucket_begins();
     std::vector<std::vector<SortedRow>> all(shards_.size());
     parallel_for(shards_.size(), rows.n, [&](std::size_t shard) {
         std::vector<SortedRow>& sorted = all[shard];
@@ -214,7 +214,7 @@ std::vector<std::vector<RocksTier::SortedRow>> RocksTier::sort_rows(const RowSpa
 
 void RocksTier::read(const RowSpan& rows, bool* is_hit, bool) {
     require_open();
-    const std::shared_lock opened(opening_);
+    const std::shared_lock lock(open_mutex_);
     const Timer timer(counts_.fetch);
     struct Range {
         std::size_t shard, begin, end;
@@ -222,12 +222,12 @@ void RocksTier::read(const RowSpan& rows, bool* is_hit, bool) {
     std::vector<Range> ranges;
     const std::vector<std::vector<SortedRow>> sorted = sort_rows(rows);
     // With more threads, use smaller ranges, so that all threads end at about the same time.
-    const std::size_t range_rows = std::clamp(rows.n / (4 * readers_->thread_target()), MIN_READS, MAX_READS);
+    const std::size_t range_rows = std::clamp(rows.n / (4 * read_threads_->thread_target()), MIN_READS, MAX_READS);
     for (std::size_t shard = 0; shard < sorted.size(); ++shard)
         for (std::size_t begin = 0; begin < sorted[shard].size(); begin += range_rows)
             ranges.push_back({shard, begin, std::min(begin + range_rows, sorted[shard].size())});
     std::atomic<u64> hits{0};
-    readers_->run(ranges.size(), [&](std::size_t i) {
+    read_threads_->run(ranges.size(), [&](std::size_t i) {
         const auto& [shard, begin, end] = ranges[i];
         hits += read_sorted(*shards_[shard]->db, rows, &sorted[shard][begin], end - begin, is_hit);
     });
@@ -267,9 +267,9 @@ std::size_t RocksTier::read_sorted(rocksdb::DB& db, const RowSpan& rows, const S
 
 std::optional<RowCounters> RocksTier::locate(u32 table, u64 key) const {
     require_open();
-    const std::shared_lock opened(opening_);
+    const std::shared_lock lock(open_mutex_);
     const u32 bucket = bucket_of(hash_row(table, key));
-    rocksdb::DB& db = *shard_of(bucket).db;
+    rocksdb::DB& db = *find_shard(bucket).db;
     rocksdb::ReadOptions options;
     options.fill_cache = false;
     rocksdb::PinnableSlice value;
@@ -285,18 +285,18 @@ std::optional<RowCounters> RocksTier::locate(u32 table, u64 key) const {
 
 void RocksTier::write(const RowSpan& rows) {
     const Timer timer(counts_.write);
-    change(rows, false);
+    write_or_erase(rows, false);
     counts_.rows_written += rows.n;
 }
 
 void RocksTier::erase(const RowSpan& rows) {
-    change(rows, true);
+    write_or_erase(rows, true);
     counts_.rows_erased += rows.n;
 }
 
-void RocksTier::change(const RowSpan& rows, bool erase) {
+void RocksTier::write_or_erase(const RowSpan& rows, bool is_erase) {
     require_open();
-    const std::shared_lock opened(opening_);
+    const std::shared_lock lock(open_mutex_);
     const std::vector<std::vector<SortedRow>> all = sort_rows(rows);
     const std::size_t value_bytes = stored_bytes_of(shape_.width);
     const std::size_t row_bytes = value_bytes + KEY_BYTES + 16;  // upper bound per row; covers the batch's header too
@@ -308,13 +308,13 @@ void RocksTier::change(const RowSpan& rows, bool erase) {
         rocksdb::WriteBatch batch(std::min(sorted.size() * row_bytes, BATCH_BYTES) + row_bytes);
         for (const SortedRow& row : sorted) {
             const Key key = row.encode();
-            const u64 line = erase ? 0 : rows.lines[row.index];
-            check(erase ? batch.Delete(key.slice())
-                        : batch.Put(key.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
+            const u64 line = is_erase ? 0 : rows.lines[row.index];
+            check(is_erase ? batch.Delete(key.slice())
+                           : batch.Put(key.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
                   folder_, "write");
-            if (batch.GetDataSize() >= BATCH_BYTES) apply(shard, batch);
+            if (batch.GetDataSize() >= BATCH_BYTES) apply_batch(shard, batch);
         }
-        if (batch.Count()) apply(shard, batch);
+        if (batch.Count()) apply_batch(shard, batch);
     });
 }
 
@@ -323,22 +323,22 @@ void RocksTier::change(const RowSpan& rows, bool erase) {
 bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     if (failed.severity() < rocksdb::Status::kHardError) return false;  // RocksDB has not stopped writes
     rocksdb::DB& db = *shard.db;
-    while (property_of(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
-           property_of(db, rocksdb::DB::Properties::kNumRunningCompactions))
-        std::this_thread::sleep_for(POLL);
+    while (read_property(db, rocksdb::DB::Properties::kNumRunningFlushes) ||
+           read_property(db, rocksdb::DB::Properties::kNumRunningCompactions))
+        std::this_thread::sleep_for(POLL_INTERVAL);
     return db.Resume().ok();
 }
 
-// After a failed compaction, RocksDB refuses writes that need one. Such writes wait here until the next one fails.
+// After a failed compaction, RocksDB refuses writes that need one. Such writes wait here until another one fails.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;
     options.disableWAL = true;
     return call([&] {
-        const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
+        const u64 failures = read_property(db, rocksdb::DB::Properties::kBackgroundErrors);
         rocksdb::Status status = db.Write(options, &batch);
-        while (status.IsIncomplete() && property_of(db, rocksdb::DB::Properties::kBackgroundErrors) == failures) {
-            std::this_thread::sleep_for(POLL);
+        while (status.IsIncomplete() && read_property(db, rocksdb::DB::Properties::kBackgroundErrors) == failures) {
+            std::this_thread::sleep_for(POLL_INTERVAL);
             status = db.Write(options, &batch);
         }
         return status;
@@ -346,27 +346,27 @@ rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch)
 }
 
 // Writes a batch, and retries a failed write if the cause of the failure is gone.
-void RocksTier::apply(Shard& shard, rocksdb::WriteBatch& batch) const {
+void RocksTier::apply_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::Status status = write_batch(shard, batch);
     if (!status.ok()) {
-        const std::lock_guard lock(shard.flushing);
+        const std::lock_guard lock(shard.flush_mutex);
         if (call([&] { return resume(shard, status); })) status = write_batch(shard, batch);
     }
     check(status, folder_, "write");
     const i64 size = static_cast<i64>(batch.GetDataSize());
-    const i64 remaining = shard.until_flush.fetch_sub(size);
+    const i64 remaining = shard.bytes_to_flush.fetch_sub(size);
     if (remaining > 0 && remaining <= size) static_cast<void>(flush_shard(shard, false));  // the next write throws
     batch.Clear();
 }
 
-// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. This function waits for them.
+// After a failed flush, RocksDB 7.8's Flush may return OK before the rows are in files. This function waits for that.
 rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options) {
-    const u64 failures = property_of(db, rocksdb::DB::Properties::kBackgroundErrors);
+    const u64 failures = read_property(db, rocksdb::DB::Properties::kBackgroundErrors);
     rocksdb::Status status = db.Flush(options);
-    while (status.ok() && property_of(db, rocksdb::DB::Properties::kNumImmutableMemTable)) {
-        if (property_of(db, rocksdb::DB::Properties::kBackgroundErrors) != failures)
+    while (status.ok() && read_property(db, rocksdb::DB::Properties::kNumImmutableMemTable)) {
+        if (read_property(db, rocksdb::DB::Properties::kBackgroundErrors) != failures)
             return rocksdb::Status::IOError("rows could not be written to files, for example because the disk is full");
-        std::this_thread::sleep_for(POLL);
+        std::this_thread::sleep_for(POLL_INTERVAL);
         status = db.Flush(options);
     }
     return status;
@@ -374,7 +374,7 @@ rocksdb::Status RocksTier::flush_rows(rocksdb::DB& db, const rocksdb::FlushOptio
 
 rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
     if (!shard.is_writable) return rocksdb::Status::OK();
-    const std::lock_guard lock(shard.flushing);
+    const std::lock_guard lock(shard.flush_mutex);
     rocksdb::FlushOptions options;
     options.wait = wait;
     options.allow_write_stall = true;  // otherwise a flush waits for compactions, and these fail on a full disk
@@ -387,7 +387,7 @@ rocksdb::Status RocksTier::flush_shard(Shard& shard, bool wait) const {
 
 void RocksTier::flush() {
     require_open();
-    const std::shared_lock opened(opening_);
+    const std::shared_lock lock(open_mutex_);
     parallel_for(shards_.size(), [&](std::size_t i) { check(flush_shard(*shards_[i], true), folder_, "flush"); });
 }
 
@@ -407,24 +407,24 @@ void RocksTier::compact() {
 // files; opening a database writes a new list without them. Skips a database that is being scanned or whose
 // files are held; `close` handles it later.
 void RocksTier::rewrite_manifests() {
-    const std::unique_lock lock(opening_);
+    const std::unique_lock lock(open_mutex_);
     for (auto& shard : shards_) {
-        if (!shard->manifest_is_stale || files_held_ || shard->db.use_count() > 1) continue;
+        if (!shard->manifest_is_stale || has_held_files_ || shard->db.use_count() > 1) continue;
         check(flush_shard(*shard, true), folder_, "flush");
         shard->db.reset();
         try {
             open(*shard, false, false);
         } catch (...) {
-            fail();
+            mark_failed();
             throw;
         }
         shard->manifest_is_stale = false;
     }
 }
 
-std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
+std::vector<std::pair<std::string, u64>> RocksTier::read_versions() const {
     require_open();
-    const std::shared_lock opened(opening_);
+    const std::shared_lock lock(open_mutex_);
     std::vector<std::pair<std::string, u64>> all;
     for (const auto& shard : shards_) {
         std::string identity;
@@ -436,7 +436,7 @@ std::vector<std::pair<std::string, u64>> RocksTier::versions() const {
 
 RocksTier::Scan::Scan(const RocksTier& tier) : tier_(tier), views_(std::make_unique<std::vector<View>>()) {
     tier.require_open();
-    const std::shared_lock opened(tier.opening_);
+    const std::shared_lock lock(tier.open_mutex_);
     rocksdb::ReadOptions options;
     options.fill_cache = false;
     options.total_order_seek = true;
@@ -452,7 +452,7 @@ RocksTier::Scan::Scan(const RocksTier& tier) : tier_(tier), views_(std::make_uni
 RocksTier::Scan::~Scan() { close(); }
 
 void RocksTier::Scan::close() {
-    if (tier_.process_ != getpid() || tier_.failed()) static_cast<void>(views_.release());
+    if (tier_.process_id_ != getpid() || tier_.has_failed()) static_cast<void>(views_.release());
     views_.reset();
 }
 

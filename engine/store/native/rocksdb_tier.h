@@ -44,8 +44,8 @@ struct Options;
 namespace tierbed {
 
 struct RocksInfo {
-    BackgroundThreads threads;   // of the process, shared by all databases
-    std::size_t memtable_bytes;  // limit for all shards together
+    BackgroundThreads threads;   // the process's threads, shared by all databases
+    std::size_t memtable_bytes;  // limit for all shards' memtables together
     bool async_io;
 };
 
@@ -58,22 +58,22 @@ public:
     void read(const RowSpan& rows, bool* is_hit, bool touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
-    bool on_disk() const override { return true; }
+    bool is_on_disk() const override { return true; }
     // Returns a row's counters without counting a hit.
     std::optional<RowCounters> locate(u32 table, u64 key) const;
     void flush();
-    // Call before rows are written or erased.
+    // Reopens read-only databases for writing. Call before rows are written or erased.
     void make_writable();
     // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
     void compact();
     // Flushes, and returns the files with all rows written so far. RocksDB deletes no such file until `release_files`.
     // Only one caller at a time may hold files.
-    std::vector<LiveFile> hold_files();
+    std::vector<DatabaseFile> hold_files();
     void release_files();
     void close();  // close scans first; call nothing afterwards
-    bool failed() const { return failed_; }
+    bool has_failed() const { return has_failed_; }
     // Returns each shard's database identity and the number of its last write. Compactions change neither value.
-    std::vector<std::pair<std::string, u64>> versions() const;
+    std::vector<std::pair<std::string, u64>> read_versions() const;
     Metrics metrics() const;
     RocksInfo info() const { return info_; }
 
@@ -84,7 +84,7 @@ public:
         ~Scan();
         Scan(const Scan&) = delete;
         u32 width() const { return tier_.shape_.width; }
-        // Packs up to max_rows rows of one bucket into `out`. Returns their number; 0 at the end.
+        // Packs up to max_rows rows of one bucket into `out`. Returns how many rows; 0 at the end.
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
         // Releases the databases. Afterwards `next` throws.
         void close();
@@ -101,18 +101,18 @@ public:
     };
 
 private:
-    struct SortedRow;  // a row of a call; compares in RocksDB's key order
+    struct SortedRow;  // a row of a call; sorts in RocksDB's key order
 
     struct Shard {
         std::string folder;
         std::shared_ptr<rocksdb::DB> db;
         bool is_writable;
         bool manifest_is_stale = false;
-        std::atomic<i64> until_flush{0};  // bytes until the shard's one early flush
-        std::mutex flushing;              // held to flush, or to retry a failed flush
+        std::atomic<i64> bytes_to_flush{0};  // bytes to write before the shard's one early flush
+        std::mutex flush_mutex;              // held to flush, or to retry a failed flush
     };
 
-    // Counted since the tier was opened.
+    // Counts since the tier was opened.
     struct Counts {
         std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
         Histogram fetch, write;  // call latencies
@@ -123,8 +123,8 @@ private:
     // Reads rows with one MultiGet. Returns the number of hits.
     std::size_t read_sorted(rocksdb::DB& db, const RowSpan& rows, const SortedRow* sorted, std::size_t n,
                             bool* is_hit) const;
-    void change(const RowSpan& rows, bool erase);
-    void apply(Shard& shard, rocksdb::WriteBatch& batch) const;
+    void write_or_erase(const RowSpan& rows, bool is_erase);
+    void apply_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     static rocksdb::Status flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options);
@@ -132,34 +132,34 @@ private:
     void open(Shard& shard, bool read_only, bool create);
     void rewrite_manifests();
     void abandon();
-    void fail() const noexcept;
+    void mark_failed() const noexcept;
     // Calls RocksDB. If RocksDB throws an exception, the tier has failed.
     template <class Call>
     auto call(const Call& body) const {
         try {
             return body();
         } catch (...) {
-            fail();
+            mark_failed();
             throw;
         }
     }
-    Shard& shard_of(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
+    Shard& find_shard(u32 bucket) const { return *shards_[bucket % shards_.size()]; }
     void require_open() const;
 
     LineShape shape_;
     std::string folder_;
-    pid_t process_;
-    mutable std::atomic<bool> failed_{false};
+    pid_t process_id_;
+    mutable std::atomic<bool> has_failed_{false};
     std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
-    std::unique_ptr<rocksdb::Options> database_;
+    std::unique_ptr<rocksdb::Options> options_;
     std::atomic<bool> is_disk_full_{false};  // a shard is read-only because the disk was full
-    bool files_held_ = false;                // between `hold_files` and `release_files`; guarded by `opening_`
-    mutable std::shared_mutex opening_;      // locked shared to use a database, exclusively to reopen one
+    bool has_held_files_ = false;            // between `hold_files` and `release_files`; guarded by `open_mutex_`
+    mutable std::shared_mutex open_mutex_;   // locked shared to use a database, exclusively to reopen one
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;
     std::vector<std::unique_ptr<Shard>> shards_;
-    std::unique_ptr<ReadThreads> readers_;
+    std::unique_ptr<ReadThreadPool> read_threads_;
     Counts counts_;
 };
 

@@ -22,14 +22,14 @@ namespace tierbed {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little-endian");
 
-inline std::size_t packed_bytes_of(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
+inline std::size_t packed_row_bytes(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
 
-// Writes a packed row to `out` and returns its end. stored: values and counters, as in a line.
+// Writes a packed row to `out` and returns the row's end. stored: values and counters, as in a line.
 inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
     std::memcpy(out, &table, sizeof table);
     std::memcpy(out + sizeof table, &key, sizeof key);
     std::memcpy(out + sizeof table + sizeof key, stored, stored_bytes_of(shape.width));
-    return out + packed_bytes_of(shape.width);
+    return out + packed_row_bytes(shape.width);
 }
 
 // Keys of distinct rows, in ascending order of buckets.
@@ -63,21 +63,21 @@ private:
 // Collects rows one at a time for a call to a tier.
 class RowList {
 public:
-    void add(u32 table, u64 hash, u64 line) { all_.push_back({hash, line, table}); }
-    void clear() { all_.clear(); }
-    std::size_t size() const { return all_.size(); }
+    void add(u32 table, u64 hash, u64 line) { list_.push_back({hash, line, table}); }
+    void clear() { list_.clear(); }
+    std::size_t size() const { return list_.size(); }
 
     // Returns the rows by bucket, in the order of `add` within a bucket. Valid until the list changes.
     RowSpan rows() {
         const auto earlier = [](const Row& a, const Row& b) { return bucket_of(a.hash) < bucket_of(b.hash); };
-        if (!std::is_sorted(all_.begin(), all_.end(), earlier)) std::stable_sort(all_.begin(), all_.end(), earlier);
+        if (!std::is_sorted(list_.begin(), list_.end(), earlier)) std::stable_sort(list_.begin(), list_.end(), earlier);
         tables_.clear(), hashes_.clear(), lines_.clear();
-        for (const Row& row : all_) {
+        for (const Row& row : list_) {
             tables_.push_back(row.table);
             hashes_.push_back(row.hash);
             lines_.push_back(row.line);
         }
-        return {tables_.data(), hashes_.data(), lines_.data(), all_.size()};
+        return {tables_.data(), hashes_.data(), lines_.data(), list_.size()};
     }
 
 private:
@@ -86,7 +86,7 @@ private:
         u32 table;
     };
 
-    std::vector<Row> all_;
+    std::vector<Row> list_;
     std::vector<u32> tables_;
     std::vector<u64> hashes_, lines_;
 };
@@ -94,14 +94,14 @@ private:
 // Maps rows to nonzero numbers: an open-addressing hash table that doubles as it fills. Concurrent reads are safe.
 class RowMap {
 public:
-    static constexpr std::size_t MAX_BYTES = (8 * sizeof(Slot) + 2) / 3;  // per row, if slots double at a load of 3/4
+    static constexpr std::size_t MAX_ROW_BYTES = (8 * sizeof(Slot) + 2) / 3;  // if slots double at a load of 3/4
 
-    // Returns the row's number, or 0.
+    // Returns the row's number, or 0 if the row is absent.
     u32 find(u64 hash, u32 table) const { return find_row(THREAD, view(), hash, table); }
 
     // Returns a pointer to the row's number (never set it to 0), or null if absent. Valid until the map changes.
-    u32* look_up(u64 hash, u32 table) {
-        Slot& slot = slot_of(hash, table);
+    u32* find_number(u64 hash, u32 table) {
+        Slot& slot = find_slot(hash, table);
         return slot.row ? &slot.row : nullptr;
     }
 
@@ -121,7 +121,7 @@ public:
     // Adds the row if it is absent.
     void insert(u64 hash, u32 table, u32 number) {
         reserve(rows_ + 1);
-        Slot& slot = slot_of(hash, table);
+        Slot& slot = find_slot(hash, table);
         if (slot.row) return;
         slot = {hash, table, number};
         ++rows_;
@@ -149,7 +149,7 @@ private:
     std::size_t slots() const { return slots_.size() / sizeof(Slot); }
 
     // Returns the row's slot, or the free slot at the end of its probe sequence.
-    Slot& slot_of(u64 hash, u32 table) {
+    Slot& find_slot(u64 hash, u32 table) {
         const IndexView index = view();
         u32 at = home_slot(index, hash);
         for (;; at = (at + 1) & index.mask) {
@@ -158,9 +158,9 @@ private:
         }
     }
 
-    static inline Slot no_row_{};  // the only slot of an empty map; never written
-    Pages slots_;                  // zeroed; a page becomes resident when it is first written
-    IndexView view_{&no_row_, 0};  // a view of `slots_`
+    static inline Slot empty_slot_{};  // the only slot of an empty map; never written
+    Pages slots_;                      // zeroed memory; a page becomes resident when it is first written
+    IndexView view_{&empty_slot_, 0};  // a view of `slots_`
     std::size_t rows_ = 0;
 };
 
@@ -170,7 +170,7 @@ inline void reserve_rows(RowMap& map, u32 bucket, std::size_t rows) {
     map.reserve(rows * 3 * BUCKETS / (2 * BUCKETS + bucket));
 }
 
-inline std::size_t bytes_of(const std::array<RowMap, BUCKETS>& maps) {
+inline std::size_t total_bytes(const std::array<RowMap, BUCKETS>& maps) {
     return std::accumulate(maps.begin(), maps.end(), std::size_t{0},
                            [](std::size_t total, const RowMap& map) { return total + map.bytes(); });
 }

@@ -13,7 +13,7 @@ constexpr std::size_t AHEAD = 8;  // memory is prefetched this many rows ahead
 }  // namespace
 
 bool TableImage::is_read(u32 bucket, u64 hash, u32 table) const {
-    if (bucket != bucket_ || !listed_) return bucket < bucket_;
+    if (bucket != bucket_ || !is_listed_) return bucket < bucket_;
     if (next_ == rows_.size()) return true;
     const TableRow& next = rows_[next_];
     return next_ > 0 && (table != next.table ? table < next.table : key_of(table, hash) < next.key);
@@ -22,7 +22,7 @@ bool TableImage::is_read(u32 bucket, u64 hash, u32 table) const {
 void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* stored) {
     BeforeImages& saved = before_images_[bucket];
     if (!stored) return saved.index.insert(hash, table, ABSENT);
-    const std::size_t bytes = packed_bytes_of(shape_.width), end = saved.rows.size();
+    const std::size_t bytes = packed_row_bytes(shape_.width), end = saved.rows.size();
     saved.index.reserve(saved.index.size() + 1);
     saved.rows.resize(end + bytes);
     pack_row(saved.rows.data() + end, table, key_of(table, hash), stored, shape_);
@@ -77,25 +77,25 @@ std::size_t TableImage::before_image_bytes() const {
     return total;
 }
 
-void TableImage::list(u32 bucket) {
+void TableImage::open_bucket(u32 bucket) {
     bucket_ = bucket;
     next_ = 0;
-    rows_ = table_.rows_of(bucket);
-    const std::size_t bytes = packed_bytes_of(shape_.width);
+    rows_ = table_.list_rows(bucket);
+    const std::size_t bytes = packed_row_bytes(shape_.width);
     const std::vector<u8>& packed = before_images_[bucket].rows;
     const PackedRows saved{packed.data(), bytes, packed.size() / bytes};
     for (std::size_t i = 0; i < saved.count; ++i) {
         const auto [table, key] = saved.row_key(i);
         rows_.push_back({key, 0, table});
     }
-    listed_ = true;
+    is_listed_ = true;
 }
 
-void TableImage::sort() { std::sort(rows_.begin(), rows_.end()); }
+void TableImage::sort_bucket() { std::sort(rows_.begin(), rows_.end()); }
 
-std::size_t TableImage::next(u8* out, std::size_t max_rows) {
+std::size_t TableImage::read_next(u8* out, std::size_t max_rows) {
     BeforeImages& saved = before_images_[bucket_];
-    const std::size_t bytes = packed_bytes_of(shape_.width);
+    const std::size_t bytes = packed_row_bytes(shape_.width);
     std::size_t n = 0;
     for (; next_ < rows_.size() && n < max_rows; ++next_) {
         if (next_ + AHEAD < rows_.size()) {

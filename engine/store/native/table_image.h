@@ -10,7 +10,7 @@
 
 namespace tierbed {
 
-// Not thread-safe, except that `sort` may run while before-images are saved. Must not outlive the table or `top`.
+// Not thread-safe, but `sort_bucket` may run while before-images are saved. Must not outlive the table or `top`.
 // `top` has the latest rows: the table itself, or a cache above the table.
 class TableImage {
 public:
@@ -24,16 +24,16 @@ public:
     void save_before_images(const u32* tables, const u64* keys, std::size_t n);
     std::size_t before_image_bytes() const;
 
-    // To read a bucket, call `list`, then `sort`, then `next` until it returns 0. Read buckets in ascending order.
-    // `sort` and `next` take most of the time.
-    void list(u32 bucket);
-    void sort();
-    std::size_t next(u8* out, std::size_t max_rows);
+    // To read a bucket, call `open_bucket`, then `sort_bucket`, then `read_next` until it returns 0. Read buckets in
+    // ascending order. `sort_bucket` and `read_next` take most of the time.
+    void open_bucket(u32 bucket);
+    void sort_bucket();
+    std::size_t read_next(u8* out, std::size_t max_rows);
 
     u32 width() const { return shape_.width; }
 
 private:
-    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // index entry of a row that was not in the table
+    static constexpr u32 ABSENT = 0xFFFFFFFFu;  // index entry of a row that the image does not have
 
     struct BeforeImages {
         RowMap index;          // maps a row to its position in `rows` + 1
@@ -49,9 +49,9 @@ private:
     LineShape shape_;
     std::array<BeforeImages, BUCKETS> before_images_;
     std::vector<TableRow> rows_;  // the current bucket's rows; a row from a before-image has `line` 0
-    std::size_t next_ = 0;        // the next row to read
+    std::size_t next_ = 0;    // the next row to read
     u32 bucket_ = 0;
-    bool listed_ = false;
+    bool is_listed_ = false;
 };
 
 }  // namespace tierbed

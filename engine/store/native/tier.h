@@ -10,7 +10,7 @@
 
 namespace tierbed {
 
-// Distinct rows (table, hash) with their line addresses, buckets ascending.
+// Distinct rows (table, hash) with their line addresses, in ascending order of buckets.
 struct RowSpan {
     const u32* tables;
     const u64* hashes;
@@ -18,7 +18,7 @@ struct RowSpan {
     std::size_t n;
 
     // Returns the index where each bucket begins, and `n` as the end of the last bucket.
-    std::array<std::size_t, BUCKETS + 1> begins() const {
+    std::array<std::size_t, BUCKETS + 1> bucket_begins() const {
         std::array<std::size_t, BUCKETS + 1> begin{};
         for (u32 b = 0; b < BUCKETS; ++b) {
             const auto is_in = [&](u64 hash) { return bucket_of(hash) == b; };
@@ -37,19 +37,19 @@ public:
     virtual void read(const RowSpan& rows, bool* is_hit, bool touch) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
-    // Erases rows. Ignores missing rows, and `lines`.
+    // Erases rows. Ignores missing rows, and the span's `lines`.
     virtual void erase(const RowSpan& rows) = 0;
     // For a tier that writes in threads: waits for its writes and drops their errors. The cache writes failed rows
     // again later.
     virtual void forget_errors() {}
     // True if a cache above should write back in a separate thread.
-    virtual bool on_disk() const = 0;
+    virtual bool is_on_disk() const = 0;
 };
 
 // Counts hits and misses per table. Each task has separate counts, so tasks share no locks and no CPU cache lines.
-class TableCounts {
+class HitCounts {
 public:
-    explicit TableCounts(u32 tables) : tables_(tables) {}
+    explicit HitCounts(u32 tables) : tables_(tables) {}
 
     struct Part {
         u64* counts;
@@ -57,14 +57,14 @@ public:
         void add(u32 table, bool hit, u64 rows = 1) {
             if (table < tables) counts[2 * std::size_t{table} + hit] += rows;
         }
-        // Turns a hit that was added before into a miss.
+        // Turns a hit that was counted before into a miss.
         void turn_into_miss(u32 table) {
             if (table >= tables) return;
             --counts[2 * std::size_t{table} + 1];
             ++counts[2 * std::size_t{table}];
         }
     };
-    // Returns a task's counts. Tasks are numbered below BUCKETS.
+    // Returns a task's counts. A task's number is below BUCKETS.
     Part part(std::size_t task) {
         parts_[task].resize(2 * std::size_t{tables_} + PADDING);
         return {parts_[task].data(), tables_};
@@ -89,7 +89,7 @@ private:
     static constexpr std::size_t PADDING = 16;  // unused counts, so that tasks share no CPU cache line
 
     u32 tables_;
-    std::array<std::vector<u64>, BUCKETS> parts_;  // misses and hits [tables, 2]; empty until used
+    std::array<std::vector<u64>, BUCKETS> parts_;  // for each task: misses and hits [tables, 2]; empty until used
 };
 
 }  // namespace tierbed

@@ -14,20 +14,20 @@ public:
     explicit ChangedRows(std::size_t rows);
     ChangedRows(const ChangedRows&) = delete;
 
-    // Adds a batch's rows, except rows with own lines.
-    void note(const Batch& batch);
-    void note(const u32* tables, const u64* keys, std::size_t n);
+    // Adds a batch's rows, except rows whose lines are in the batch itself.
+    void add_batch(const Batch& batch);
+    void add_keys(const u32* tables, const u64* keys, std::size_t n);
     // Adds the rows of another set.
     void merge(const ChangedRows& other);
 
     // Returns the rows of a bucket, sorted by (table, key).
-    RowKeys rows(u32 bucket) const;
+    RowKeys list_keys(u32 bucket) const;
     std::size_t size() const;
-    std::size_t bytes() const { return bytes_of(buckets_); }
+    std::size_t bytes() const { return total_bytes(buckets_); }
 
 private:
     // Adds rows; duplicates are allowed. Leaves out rows with a nonzero entry in `skipped`, if `skipped` is not null.
-    void add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
+    void add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
     std::array<RowMap, BUCKETS> buckets_;  // used as sets: all numbers are 1
 };

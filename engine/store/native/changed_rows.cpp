@@ -1,4 +1,4 @@
-#include "changes.h"
+#include "changed_rows.h"
 
 #include <algorithm>
 
@@ -15,7 +15,7 @@ ChangedRows::ChangedRows(std::size_t rows) {
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) reserve_rows(buckets_[bucket], bucket, rows / BUCKETS);
 }
 
-void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
+void ChangedRows::add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
     parallel_for(BUCKETS, order.begin[BUCKETS], [&](std::size_t b) {
         RowMap& bucket = buckets_[b];
         const std::size_t first = order.begin[b], end = order.begin[b + 1];
@@ -30,13 +30,13 @@ void ChangedRows::add(const u64* hashes, const u32* tables, const u64* skipped, 
     });
 }
 
-void ChangedRows::note(const Batch& batch) {
-    add(batch.hashes.data(), batch.tables.data(), batch.own_lines.data(), batch.buckets());
+void ChangedRows::add_batch(const Batch& batch) {
+    add_rows(batch.hashes.data(), batch.tables.data(), batch.own_lines.data(), batch.buckets());
 }
 
-void ChangedRows::note(const u32* tables, const u64* keys, std::size_t n) {
+void ChangedRows::add_keys(const u32* tables, const u64* keys, std::size_t n) {
     const HashedRows hashed(tables, keys, nullptr, n);
-    add(hashed.rows().hashes, hashed.rows().tables, nullptr, {{}, hashed.rows().begins()});
+    add_rows(hashed.rows().hashes, hashed.rows().tables, nullptr, {{}, hashed.rows().bucket_begins()});
 }
 
 void ChangedRows::merge(const ChangedRows& other) {
@@ -48,7 +48,7 @@ void ChangedRows::merge(const ChangedRows& other) {
     });
 }
 
-RowKeys ChangedRows::rows(u32 bucket) const {
+RowKeys ChangedRows::list_keys(u32 bucket) const {
     std::vector<std::pair<u32, u64>> rows;
     rows.reserve(buckets_[bucket].size());
     buckets_[bucket].for_each([&](const Slot& slot) { rows.push_back({slot.table, key_of(slot.table, slot.hash)}); });
