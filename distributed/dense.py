@@ -17,7 +17,7 @@ from ..engine.errors import GraphError
 from .sendable import check_sendable, to_bytes
 from .world import World, try_call
 
-_PRESENT, _FINITE = 1, 2  # bits of each rank's note
+_HAS_GRADS, _FINITE = 1, 2  # bits of each rank's note
 _PIECE = 16 << 20  # bytes that rank 0 sends to each rank in one transfer
 
 
@@ -47,10 +47,10 @@ def all_reduce_in_order(
     with world.collective_block(op):
         try:
             shared_values = {"graph": world.collectives, **(shared_values or {})}
-            notes = world.handshake(op, error, shared_values, note=contributes * _PRESENT + is_finite * _FINITE).notes
+            notes = world.handshake(op, error, shared_values, note=contributes * _HAS_GRADS + is_finite * _FINITE).notes
         finally:
             world.num_step_collectives += 1
-        contributors = [rank for rank, note in enumerate(notes) if note & _PRESENT]
+        contributors = [rank for rank, note in enumerate(notes) if note & _HAS_GRADS]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)

@@ -216,7 +216,7 @@ class PeerMonitor:
         self._connections = dict(connections)
         self._condition = Condition()
         self._answers: dict[int, int] = {}  # by rank: the number of the call that the rank had reached
-        self._exits: dict[int, str] = {}  # by rank: why the rank's connection ended
+        self._reasons: dict[int, str] = {}  # by rank: why the rank's connection ended
         self._last_calls: dict[int, int] = {}  # by rank: the rank's last call before it closed its world
         self._on_loss, self._is_closed = on_loss, False
         for connection in connections.values():
@@ -236,14 +236,14 @@ class PeerMonitor:
         others = self._connections.keys()
         with self._condition:
             self._condition.wait_for(
-                lambda: self.aborted or others <= self._answers.keys() | self._exits.keys(), ANSWER_SECONDS
+                lambda: self.aborted or others <= self._answers.keys() | self._reasons.keys(), ANSWER_SECONDS
             )
             if self.aborted is not None:
                 raise self.aborted
-            silent = dict.fromkeys(others - self._answers.keys() - self._exits.keys(), "no sign of it")
-            lost = silent | {rank: why for rank, why in self._exits.items() if self._last_calls.get(rank, 0) < call}
+            silent = dict.fromkeys(others - self._answers.keys() - self._reasons.keys(), "no sign of it")
+            lost = silent | {rank: why for rank, why in self._reasons.items() if self._last_calls.get(rank, 0) < call}
             late = {rank: IS_BEHIND for rank, last_call in self._answers.items() if last_call < call}
-            return lost or late or dict(self._exits)
+            return lost or late or dict(self._reasons)
 
     def has_closed_before(self, call: int) -> bool:
         """True if a rank closed its world and will never reach this call."""
@@ -290,11 +290,11 @@ class PeerMonitor:
                 with self._condition:
                     for line in lines:
                         self._handle_message(rank, json.loads(line))
-                    is_lost = not data and rank not in self._exits and not self._is_closed
+                    is_lost = not data and rank not in self._reasons and not self._is_closed
                     if not data:
                         del parts[rank]
                         self._connections[rank].close()
-                        self._exits.setdefault(rank, ENDED)
+                        self._reasons.setdefault(rank, ENDED)
                     self._condition.notify_all()
                 if is_lost:
                     self._on_loss(rank, ENDED)
@@ -308,4 +308,4 @@ class PeerMonitor:
             case {"left": aborting_rank, "why": why}:
                 self.aborted = self.aborted or GroupAborted(aborting_rank, dict(why))
             case {"closed": why, "at": last_call}:
-                self._exits[rank], self._last_calls[rank] = why, last_call
+                self._reasons[rank], self._last_calls[rank] = why, last_call

@@ -31,7 +31,7 @@ from ..engine.table.table_report import new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .rank_group import PendingAllToAll
-from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, with_zero
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, without_rank
 from .world import World, try_call
 
 T = TypeVar("T")
@@ -65,22 +65,22 @@ class ShardedBatch:
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
         wire_dtype = dtype if not has_pooling and self._world.row_dtype == torch.float32 else self._world.row_dtype
         self._keeps_own = wire_dtype == torch.float32  # otherwise rows that this rank keeps are rounded like sent rows
-        received = with_zero(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
+        received = without_rank(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
         self._received_buffers = RankBuffers(self._world, received, self._dim, wire_dtype)
         self._rows: Tensor | None = None  # the received rows, [m, dim] float32
-        self._sending: PendingAllToAll | None = None
+        self._exchange: PendingAllToAll | None = None
         self._sums: RankBuffers | None = None  # gradients of the rows that this rank owns, by sending rank
         self._own_sums = torch.empty(0)  # gradients of rows that this rank both owns and looked up
         rows, new = (0, 0) if owner_batch is None else table.count_rows_and_new(owner_batch)
         outgoing, op = self._gather_blocks(wire_dtype), f"rows of {op}"
         self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
         self._in_flight = start_exchange(self._world, op, outgoing, self._received_buffers, table.traffic)
-        table.traffic.rows_received += sum(with_zero(local_batch.counts, self._world.rank))
+        table.traffic.rows_received += sum(without_rank(local_batch.counts, self._world.rank))
 
     def _gather_blocks(self, wire_dtype: torch.dtype) -> RankBuffers:
         """Return the requested rows that this rank owns, one block per requesting rank."""
         own_rank = self._world.rank
-        blocks = RankBuffers(self._world, with_zero(self._requested_counts, own_rank), self._dim, wire_dtype)
+        blocks = RankBuffers(self._world, without_rank(self._requested_counts, own_rank), self._dim, wire_dtype)
         if self.owner_batch is not None:
             for rank in range(self._world.size):
                 if rank == own_rank and self._keeps_own:
@@ -93,7 +93,7 @@ class ShardedBatch:
         self._table.traffic.rows_sent += len(blocks.rows)
         return blocks
 
-    def arrive(self) -> None:
+    def wait_for_rows(self) -> None:
         """Wait for the rows. Raises on every rank if any rank could not send rows, or if `capacity` is exceeded."""
         if self._rows is not None:
             return
@@ -129,7 +129,7 @@ class ShardedBatch:
 
     def send_nothing(self) -> None:
         """Take part in the gradient exchange without valid gradients, if `send` failed or was not called."""
-        if self._sending is not None:
+        if self._exchange is not None:
             return
         world = self._world
         try:
@@ -154,17 +154,17 @@ class ShardedBatch:
         world = self._world
         self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grad_dtype)
         self._own_sums = outgoing.blocks[world.rank]
-        self._sending = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
+        self._exchange = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
         world.num_step_collectives += 1
 
-    def receive(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait for the exchange of gradients."""
-        assert self._sending is not None
-        self._sending.wait()
+        assert self._exchange is not None
+        self._exchange.wait()
 
-    def _receive(self) -> list[Tensor]:
+    def _receive_gradients(self) -> list[Tensor]:
         """Return the gradients received from each rank: float32 [rows that the rank requested, dim]."""
-        self.receive()
+        self.wait_for_gradients()
         assert self._sums is not None
         sums = [*self._sums.blocks]
         sums[self._world.rank] = self._own_sums
@@ -172,7 +172,7 @@ class ShardedBatch:
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Return the squared gradients of all rows, summed over ranks. The sum is the same on every rank."""
-        owner_batch, sums = self._prepare(grads, weights), self._receive()
+        owner_batch, sums = self._prepare(grads, weights), self._receive_gradients()
         world, op = self._world, f"norm of {self._op}"
         squares, error = try_call(lambda: owner_batch.partial_squares(sums))
         with world.collective_block(op):
@@ -196,7 +196,7 @@ class ShardedBatch:
         later error is raised on this rank alone, and then no rank can use the rows.
         """
         owner_batch = self._prepare(grads, weights)
-        sums = self._receive()
+        sums = self._receive_gradients()
         try:
             self._table.local.count_write()
             owner_batch.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
@@ -216,9 +216,9 @@ class ShardedBatch:
 
     def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
         """Send the gradients if `send` was not called, and return the pinned rows that this rank owns."""
-        if self._sending is None:
+        if self._exchange is None:
             self._check_pinned()
-            self.arrive()
+            self.wait_for_rows()
             _, error = try_call(lambda: self.send(grads, weights))
             self.send_nothing()
             self._unpin_on_error(lambda: self._world.handshake(f"gradients of {self._op}", error))
@@ -237,7 +237,7 @@ class ShardedBatch:
     def _while_pinned(self) -> Iterator[None]:
         """Wrap a block that needs pinned rows. Locks the local table, so the rows stay pinned there too."""
         self._check_pinned()
-        self.arrive()
+        self.wait_for_rows()
         assert self.owner_batch is not None
         with self.owner_batch.table.lock:
             self.owner_batch.table.check_pinned(self.owner_batch)
@@ -477,12 +477,12 @@ class ShardedTable:
         return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=num_rows or 0).notes)
 
     @_collective("announcement")
-    def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
+    def announce(self, lookups: list[Lookup] | None, is_collective: bool = False) -> None:
         """Announce a later step, as `OpenTable.announce` does. All ranks call this. lookups: None if unknown.
 
         together: True if all ranks are known to be in this call. If one rank then has an error, the step raises it.
         """
-        if not together:
+        if not is_collective:
             _, error = try_call(self._check_diverged)
             self.world.handshake(f"announcement of embedding {self.name!r} at step {self.open_table.step}", error)
         self.id_prefetcher.announce(

@@ -28,7 +28,7 @@ from ...engine.optim.base import positive
 from ...engine.options.lookup import Lookup
 
 # maps each embedding's handle to the EagerOptimizer that trains the embedding
-holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
+trainers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # functions that torch and torch.compile call to read a tensor's metadata, but not its values
 _METADATA = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
@@ -38,7 +38,7 @@ _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_
     "foreach": "a clip with foreach=True",
     "linalg_vector_norm": "a norm by torch over ranks, or with a norm_type other than 2,",
 }
-os.register_at_fork(after_in_child=holders.clear)  # otherwise a child process would train a copy of the rows
+os.register_at_fork(after_in_child=trainers.clear)  # otherwise a child process would train a copy of the rows
 
 
 class _LookupGradient:
@@ -61,13 +61,13 @@ class _LookupGradient:
         return all(map(same_values, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:
-        self._set(self.unchanged(name) + grad)
+        self._set(self.require_unchanged(name) + grad)
         self.order = min(self.order, order)
 
     def multiply(self, scale: float) -> None:
         self._set(self.grad.float() * scale)
 
-    def unchanged(self, name: str) -> Tensor:
+    def require_unchanged(self, name: str) -> Tensor:
         """Return the gradient. Raises InputError if code wrote to the gradient. name: the embedding's name."""
         if write_count(self.grad) != self._count:
             raise InputError(
@@ -82,7 +82,7 @@ class RowGradients:
 
     def __init__(self, embedding: EmbeddingBase) -> None:
         self._embedding = weakref.ref(embedding)  # weak, because the embedding holds this object
-        self._kept: dict[Hashable, _LookupGradient] = {}
+        self._gradients: dict[Hashable, _LookupGradient] = {}
         with torch._C.DisableTorchFunctionSubclass():
             self._first_version = embedding.shadow._version
         self._scale = 1.0  # factor for each row's summed gradient
@@ -108,14 +108,14 @@ class RowGradients:
         self._apply_scale()
         originals = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
-        kept = self._kept.get(key)
-        if kept is not None and not kept.has_values(originals):  # NumPy wrote to them, without changing the version
-            key, kept = (key, len(self._kept)), None
-        if kept is not None:
-            kept.add(grad, order, self.embedding.name)
+        gradient = self._gradients.get(key)
+        if gradient is not None and not gradient.has_values(originals):  # NumPy changed them, but not the version
+            key, gradient = (key, len(self._gradients)), None
+        if gradient is not None:
+            gradient.add(grad, order, self.embedding.name)
         else:
             weights = None if weights is None else weights.detach().clone()
-            self._kept[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
+            self._gradients[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
 
     def pin(self) -> Any:
         """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` first."""
@@ -123,25 +123,25 @@ class RowGradients:
 
     def check(self) -> list[_LookupGradient]:
         """Return the gradients in their order. Raises InputError if a gradient can no longer be applied."""
-        embedding, kept = self.embedding, self._in_order()
-        for gradient in kept:
-            gradient.unchanged(embedding.name)
+        embedding, gradients = self.embedding, self._in_order()
+        for gradient in gradients:
+            gradient.require_unchanged(embedding.name)
             if gradient.lookup.ids.device != embedding.device:
                 raise InputError(
                     f"gradients of embedding {embedding.name!r} are on {gradient.lookup.ids.device} and the embedding "
                     f"on {embedding.device}; call zero_grad() after moving a module"
                 )
-        return kept
+        return gradients
 
     @property
     def is_waiting(self) -> bool:
         """True if there are gradients, and no step has updated the rows since the first gradient."""
-        return bool(self._kept) and self.embedding.shadow._version == self._first_version
+        return bool(self._gradients) and self.embedding.shadow._version == self._first_version
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the gradients and the weights of the lookups, in the order of `pin`."""
-        kept = self._in_order()
-        return [gradient.grad.to(self._dtype) for gradient in kept], [gradient.weights for gradient in kept]
+        gradients = self._in_order()
+        return [gradient.grad.to(self._dtype) for gradient in gradients], [gradient.weights for gradient in gradients]
 
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, now unpinned."""
@@ -170,9 +170,9 @@ class RowGradients:
     def _apply_scale(self) -> None:
         """Multiply the present gradients by the scale, so that later gradients stay unscaled. Raises InputError."""
         if self._scale != 1.0:
-            for gradient in self._kept.values():
-                gradient.unchanged(self.embedding.name)
-            for gradient in self._kept.values():
+            for gradient in self._gradients.values():
+                gradient.require_unchanged(self.embedding.name)
+            for gradient in self._gradients.values():
                 gradient.multiply(self._scale)
             self._scale, self._dtype = 1.0, torch.float32  # float32, so that they are not rounded again
 
@@ -184,7 +184,7 @@ class RowGradients:
             )
 
     def _in_order(self) -> list[_LookupGradient]:
-        return sorted(self._kept.values(), key=lambda kept: kept.order)
+        return sorted(self._gradients.values(), key=lambda gradient: gradient.order)
 
 
 class ShadowGrad(Tensor):
@@ -214,8 +214,8 @@ class ShadowGrad(Tensor):
                 return value
         leaves = pytree.tree_leaves((args, kwargs))
         embeddings = [leaf.row_gradients.embedding for leaf in leaves if isinstance(leaf, cls)]
-        on_rows = _ON_ROWS.get(func.__name__) if all(embedding.world is None for embedding in embeddings) else None
-        if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
+        operation = _OPERATIONS.get(func.__name__) if all(embedding.world is None for embedding in embeddings) else None
+        if operation is not None and (result := operation(*args, **(kwargs or {}))) is not None:
             return result
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
         caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
@@ -260,7 +260,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
 
 
 # by name: the functions that torch's clips and scalers call, for rows without a world; None as a result means an error
-_ON_ROWS: dict[str, Callable[..., Any]] = {
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mul_": _multiply,
     "clamp_": _clamp,
@@ -319,7 +319,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
             if not are_rows_reached(embedding):
                 return
     name, shadow = embedding.name, embedding.shadow
-    if embedding.op_id not in holders:
+    if embedding.op_id not in trainers:
         raise GraphError(
             f"embedding {name!r}: backward() outside a graph, and no EagerOptimizer trains the embedding; to train in "
             "a loop, give tierbed.EagerOptimizer the optimizer and a module that has the embedding; or call backward() "
@@ -331,7 +331,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
                 f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its "
                 "rows; remove the hook, and register it on what a lookup returns"
             )
-    if (rows := kept_gradients(embedding)) is None:
+    if (rows := get_gradients(embedding)) is None:
         rows = RowGradients(embedding)
         set_grad(embedding, ShadowGrad(rows))
     rows.add(lookup, grad, weights, order)
@@ -344,7 +344,7 @@ def set_grad(embedding: EmbeddingBase, grad: Tensor | None) -> Tensor | None:
     return old
 
 
-def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
+def get_gradients(embedding: EmbeddingBase) -> RowGradients | None:
     """Return the row gradients in the parameter's `.grad`. Raises OptimizerError for any other gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = embedding.shadow.grad

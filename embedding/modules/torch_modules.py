@@ -26,8 +26,8 @@ from ...engine.table.table import OpenTable
 from ..autograd import lookup_op as ops
 from ..state_dict.read_only import ReadOnlyCopy
 from ..state_dict.saved_rows import exclude_rows
-from ..tables.rows_in_tensors import RowTensors
-from .dense_rows import dense_rows
+from ..tables.row_tensors import RowTensors
+from .dense_rows import copy_rows
 from .embedding import MultiTableEmbedding
 
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
@@ -68,7 +68,7 @@ class TorchTable(MultiTableEmbedding):
     parameter_name = "weight"  # as in torch, for code that selects parameters by name
     num_embeddings: int | None
     embedding_dim: int
-    _is_made = False  # until the constructor ends, reset_parameters keeps an earlier run's rows
+    _is_constructed = False  # until the constructor ends, reset_parameters keeps an earlier run's rows
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
@@ -88,7 +88,7 @@ class TorchTable(MultiTableEmbedding):
         self.num_embeddings, self.embedding_dim = num_embeddings, self.spec.dim
         self.norm_type, self.sparse = norm_type, sparse
         self.max_norm, self.scale_grad_by_freq = max_norm or None, bool(scale_grad_by_freq)
-        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self.padding_idx = _normalize_padding_idx(padding_idx, num_embeddings)
         if self.padding_idx is not None:
             self.set_spec(zero_key=self.padding_idx % 2**64)
         if device is not None:
@@ -99,18 +99,18 @@ class TorchTable(MultiTableEmbedding):
             self.reset_parameters()
         if _freeze:
             self.requires_grad_(False)
-        self._is_made = True
+        self._is_constructed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and getattr(value, "shape", None) != (1, 1):  # load_state_dict(assign=True) sets a shadow
-            raise InputError(self._remedy())
+            raise InputError(self._write_remedy())
         if name in _REMEDIES and value:
             raise OptionError(f"{name}={value!r}: {_REMEDIES[name]}")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name == "weight":
-            raise InputError(self._remedy())
+            raise InputError(self._write_remedy())
         super().__delattr__(name)
 
     @property
@@ -132,15 +132,15 @@ class TorchTable(MultiTableEmbedding):
                 f"{MAX_WEIGHT:,}; call emb(torch.arange(n)) for the rows that you need"
             )
         ids = torch.arange(rows, device=self.device)
-        rows_now = self.look_up(Lookup(ids), None)
+        weight_rows = self.look_up(Lookup(ids), None)
         if not ops.runs_eagerly(ids):
-            if not torch.compiler.is_dynamo_compiling() and isinstance(rows_now, FakeTensor):
-                setattr(rows_now.untyped_storage(), REMEDY, self._remedy())
-            return rows_now
+            if not torch.compiler.is_dynamo_compiling() and isinstance(weight_rows, FakeTensor):
+                setattr(weight_rows.untyped_storage(), REMEDY, self._write_remedy())
+            return weight_rows
         table = self.table_handle().open_table
-        return Weight(rows_now, self._remedy(), table, table.step)
+        return Weight(weight_rows, self._write_remedy(), table, table.step)
 
-    def _remedy(self) -> str:
+    def _write_remedy(self) -> str:
         return (
             f"weight of embedding {self.name!r} is the result of a lookup: writing to it, setting its attributes or "
             "hooking it would change no row, and its gradient is with the rows. Call load_dense(weight) to replace "
@@ -161,7 +161,7 @@ class TorchTable(MultiTableEmbedding):
 
     def reset_parameters(self) -> None:
         """Delete all rows and their optimizer state. Each id starts again from its initial row."""
-        if self._handle is not None or (self._is_made and self.store_options.persistent_path is not None):
+        if self._handle is not None or (self._is_constructed and self.store_options.persistent_path is not None):
             self.load_tensors(RowTensors.make_empty(self.spec).tensors)
 
     def to_dense_state_dict(self) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class TorchTable(MultiTableEmbedding):
         """
         if self.num_embeddings is None:
             raise InputError(f"embedding {self.name!r} takes any id, so it has no dense tensor; use chunks()")
-        return {"weight": dense_rows(self, 0, self.num_embeddings, self.output_dtype)}
+        return {"weight": copy_rows(self, 0, self.num_embeddings, self.output_dtype)}
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -289,7 +289,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         Raises:
             InputError: a shape or dtype is wrong, or an id is out of range.
         """
-        offsets, weights, pooling = self._full_offsets(input, offsets), per_sample_weights, self.mode
+        offsets, weights, pooling = self._complete_offsets(input, offsets), per_sample_weights, self.mode
         if weights is not None:
             if self.mode != "sum":
                 raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make the module with mode='sum'")
@@ -301,9 +301,9 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # int64, as in Embedding.forward
         weights = is_row if weights is None else weights * is_row
         sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
-        return sums if self.mode == "sum" else sums / _counts(is_row, offsets).to(sums.dtype)
+        return sums if self.mode == "sum" else sums / _count_ids(is_row, offsets).to(sums.dtype)
 
-    def _full_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+    def _complete_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
         """Return the offsets with the end of the last bag; None for 2-D input. Raises InputError."""
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
             got = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
@@ -323,7 +323,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
             input, offsets: as in `forward`.
         """
         pooling = self.mode if self.padding_idx is None else "sum"  # the same as in forward
-        super().prefetch(input, None, self._full_offsets(input, offsets), pooling)
+        super().prefetch(input, None, self._complete_offsets(input, offsets), pooling)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
@@ -369,7 +369,7 @@ def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
     return load_store_options(Path(store), name)
 
 
-def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
+def _normalize_padding_idx(padding_idx: Any, num_embeddings: int | None) -> int | None:
     """Return padding_idx counted from 0; a negative index counts from the end, as in torch. Raises OptionError."""
     if padding_idx is None:
         return None
@@ -380,7 +380,7 @@ def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
     return padding if num_embeddings is None else padding % num_embeddings
 
 
-def _counts(is_row: Tensor, offsets: Tensor | None) -> Tensor:
+def _count_ids(is_row: Tensor, offsets: Tensor | None) -> Tensor:
     """Count each bag's ids that are not padding: [bags, 1], at least 1."""
     if offsets is None:
         return is_row.sum(-1, keepdim=True).clamp(min=1)

@@ -24,13 +24,13 @@ from ...snapshots.store.folder_state import remove_other_shards
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import RecoveryDecision
 from ..tables.recovery import RankShard
-from ..tables.rows_in_tensors import NOT_WHOLE, RowTensors
+from ..tables.row_tensors import NOT_WHOLE, RowTensors
 from ..tables.shared_folder import SharedFolder
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
 from .save_requests import RankRequests
-from .snapshots import SnapshotManager
-from .table_handle import claimed_folder, open_handle, register
+from .snapshot_manager import SnapshotManager
+from .table_handle import claim_folder, find_handle, register
 
 
 class ShardedTableHandle:
@@ -58,7 +58,7 @@ class ShardedTableHandle:
         world.handshake(op, error, settings)
 
         def claim() -> str | None:
-            folder = claimed_folder(spec, options)
+            folder = claim_folder(spec, options)
             self.shared_folder = SharedFolder(world.rank, spec.name, options)
             return folder
 
@@ -91,9 +91,9 @@ class ShardedTableHandle:
         store = None if shared_folder is None or shared_folder.folder is None else shared_folder.snapshot_store
         snapshots = None if shared_folder is None else shared_folder.snapshots
         self.snapshots = SnapshotManager(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
-        self.requests = RankRequests(world, self, open_handle)
+        self.requests = RankRequests(world, self, find_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # rows of all ranks
+        self.table = ShardedTable(world, local, capacity, self.snapshots.try_complete, self.requests)  # all rows
         local.serve(self.requests, None if shared_folder is None else shared_folder.folder)
 
     @property
@@ -131,7 +131,7 @@ class ShardedTableHandle:
         """Replace all rows. Every rank passes all the new rows, and keeps only its shard."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
-        def parsed() -> RowTensors:
+        def parse() -> RowTensors:
             if self.shared_folder is not None:
                 raise SnapshotError(
                     f"embedding {self.name!r} has a persistent_path, and the state holds the rows themselves, which "
@@ -139,7 +139,7 @@ class ShardedTableHandle:
                 )
             return RowTensors.parse(tensors)
 
-        whole: RowTensors = self.world.call_on_all_ranks(op, parsed)
+        whole: RowTensors = self.world.call_on_all_ranks(op, parse)
         checksum = 0
         for _, rows in whole.chunks():
             checksum = crc32(rows.tobytes(), checksum)

@@ -64,7 +64,7 @@ class TableSave:
             self.table.flush()
         self._part = write_part(self.folder, self.kind, self.source, self.parent, progress, self.shard, chunks)
 
-    def written(self) -> list[Any]:
+    def describe_part(self) -> list[Any]:
         """Return the row count and the files that this rank has written. Rank 0 passes them to `finish`."""
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
         return [self._part.rows, files]
@@ -128,12 +128,12 @@ def commit(
 ) -> list[str]:
     """Name all snapshots once every rank has written its rows. Returns their ids. Raises any rank's `error` on all."""
 
-    def written() -> list[Any]:
+    def describe_part() -> list[Any]:
         if error is not None:
             raise error
-        return [save.written() for save in saves]
+        return [save.describe_part() for save in saves]
 
-    ranks = world.all_gather_object(op, written)
+    ranks = world.all_gather_object(op, describe_part)
 
     def publish() -> list[str]:
         ids = [save.finish([parts[number] for parts in ranks]) for number, save in enumerate(saves)]

@@ -40,9 +40,9 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
-from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mismatch_text, reference_of_unopened, stopped_at
+from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mark_stopped, mismatch_text, read_reference
 from ..tables.names import next_seed
-from ..tables.rows_in_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
+from ..tables.row_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
 
 log = logging.getLogger("tierbed")
@@ -83,7 +83,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self._has_warned = False  # True after the first state_dict without rows
         self._calls_when_open: list[Callable[[], None]] = []
         self._loading = RLock()  # held while a loaded state_dict's rows are loaded
-        self.rows_are_chosen = False  # True if a load brought the rows, or the user called keep_rows
+        self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
         self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
         # The next two are empty tuples, not None: graphs guard on a value that is None, and would trace again.
         # the copy in the latest state_dict: the key prefix, one of the tensors, and the result of `_change_token`
@@ -243,7 +243,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def keep_rows(self) -> None:
         """Accept the present rows, although a loaded state_dict names other rows or the dense part is new."""
-        self.rows_are_chosen = True
+        self.has_chosen_rows = True
         if self._pending and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
         self._pending.clear()
@@ -276,7 +276,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             return self._handle.snapshots.rows_reference()
         if path is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
-        return reference_of_unopened(Path(path) / self.name, options.open == "fresh")
+        return read_reference(Path(path) / self.name, options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Load the rows that a state_dict's extra state names.
@@ -312,7 +312,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def mark_load_failed(self, stopped: str | None = None) -> None:
         """Called if a load failed, or stopped at `stopped`, so that the rows may not fit the rest of the model."""
-        self._pending[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
+        self._pending[:] = [UNKNOWN if stopped is None else mark_stopped(stopped)]
 
     def _load_pending(self) -> None:
         with self._loading:
@@ -332,7 +332,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 raise
             is_restored, problem = False, str(error)
         if is_restored:
-            self.rows_are_chosen = True
+            self.has_chosen_rows = True
             self._pending.clear()
             return
         if handle.local.persistence.unusable_reason:
@@ -403,7 +403,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 if not self._is_loaded_already(tensors, errors):
                     self.table_handle(for_load=True).load_state(tensors)
                 self._latest_load = errors, [weakref.ref(tensor) for tensor in tensors.values()]
-                self.rows_are_chosen = True
+                self.has_chosen_rows = True
                 self._pending.clear()
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
@@ -420,8 +420,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             self._pending[:] = [UNKNOWN]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
-            moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
-            new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
+            needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
+            new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if needs_move else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if prefix + EXTRA in missing_keys and (tensors or are_rows_excluded()):
@@ -445,12 +445,12 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 def _are_equal(tensor: Tensor, other: Any) -> bool:
     if tensor is other:
         return True
-    alike = isinstance(other, Tensor) and (tensor.dtype, tensor.shape, tensor.device) == (
+    is_same_kind = isinstance(other, Tensor) and (tensor.dtype, tensor.shape, tensor.device) == (
         other.dtype,
         other.shape,
         other.device,
     )
-    return alike and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    return is_same_kind and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def make_extra_state(rows: RowsReference) -> Tensor:

@@ -72,11 +72,11 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
     step = last_step(folder.path, ranks) if ranks else contents.recorded_step
-    snapshot, versions = snapshot_to_open(folder, member, step), shard_versions(folder.path, ranks)
+    snapshot, versions = choose_snapshot(folder, member, step), shard_versions(folder.path, ranks)
     return OpenPlan(snapshot=snapshot, log_entry=make_log_entry(folder, contents, member, snapshot, versions, step))
 
 
-def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
+def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
     """Return the snapshot that a store's entry names, or None for no rows. step: the step of the live rows.
 
     Raises StoreError if the entry names only live rows, because another number of ranks cannot use live rows.
@@ -108,7 +108,7 @@ def make_log_entry(
     None if the store is new. live_versions: the live rows' versions by rank, if the store is sharded. live_step: their
     last step, if known. ranks_prefix: names the ranks.
     """
-    where, restored = f"store folder {folder.path}", recovery_text(snapshot)
+    where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
     if not contents.has_begun:
         return None
     if not contents.was_open:
@@ -127,11 +127,11 @@ def make_log_entry(
         why = "was closed by its ranks at different steps"
     elif len(record.now) > 1 and (live_versions or marker):
         why = "is trained together with others that were not closed by their last run"
-    lost, unused = lost_steps_text(snapshot, live_step), _unused_snapshot_text(folder, member, snapshot)
+    lost, unused = describe_lost_steps(snapshot, live_step), _describe_unused_snapshot(folder, member, snapshot)
     return logging.WARNING, f"{where} {why}; {ranks_prefix}{restored}; {lost}{unused}"
 
 
-def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | None) -> str:
+def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
     """Name the store's last snapshot, if recovery takes the group back to an earlier snapshot, `base`."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
@@ -152,14 +152,14 @@ def _read_step(snapshot: Snapshot | None) -> int:
     return 0 if snapshot is None else int(snapshot.description["step"])
 
 
-def recovery_text(base: Snapshot | None) -> str:
+def describe_recovery(base: Snapshot | None) -> str:
     """Return the log text that names the rows that the store opens instead of its live rows."""
     if base is None:
         return "started empty: it has no snapshot of its own"
     return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
 
 
-def lost_steps_text(base: Snapshot | None, live_step: int | None) -> str:
+def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
     """Return the log text on the steps lost in an unclean shutdown: after `base`, up to `live_step` if known."""
     base_step = _read_step(base)
     if live_step is None or live_step < base_step:
@@ -180,7 +180,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
         return "the next run starts empty: it has no snapshot of its own"
-    lost = lost_steps_text(base, step)
+    lost = describe_lost_steps(base, step)
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
 
@@ -190,7 +190,7 @@ def lacks_space(error: TierbedError) -> bool:
     return cause is not None and cause.errno == errno.ENOSPC
 
 
-def no_space_text(folder: FolderState, error: TierbedError) -> str:
+def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     """Return the error text for a store that cannot be opened because the disk is full."""
     cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, which is for an open store
     return (
@@ -216,7 +216,7 @@ class RankShard:
 
     rank: int
     ranks: int
-    ranks_on_host: int = 1
+    num_ranks_on_host: int = 1
 
     def folder(self, store: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
@@ -242,7 +242,7 @@ class RowsVersion:
 
     def begin(self, run_id: str, num_writes: int, version: str) -> None:
         self.run_id, self.num_writes = run_id, num_writes
-        self._named_at = num_writes, version
+        self._known_version = num_writes, version
 
     def record_write(self, num_earlier: int | None = None) -> None:
         """Count a write. num_earlier: the number of earlier writes, if this shard may have missed a write."""
@@ -251,13 +251,13 @@ class RowsVersion:
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:
         """Name the rows after a snapshot with the same rows, unless more than `num_writes` writes were made."""
         if self.num_writes == num_writes:
-            self._named_at = num_writes, version_of_snapshot(snapshot_id)
+            self._known_version = num_writes, version_of_snapshot(snapshot_id)
 
     @property
     def version(self) -> str:
-        num_writes, version = self._named_at
+        num_writes, version = self._known_version
         return version if self.num_writes == num_writes else f"{self.run_id}:{self.num_writes}"
 
-    def marker_fields(self) -> dict[str, Any]:
+    def make_marker_fields(self) -> dict[str, Any]:
         """Return the field `share` of the shard's clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run_id, "writes": self.num_writes}
