@@ -67,14 +67,14 @@ class LocalBatch:
         world: World,
         dedup_from: LocalBatch | None = None,
     ) -> None:
-        """dedup_from: another embedding's batch of the same lookups, for its deduplication. Raises InputError."""
+        """dedup_from: another embedding's batch of the same lookups, to share its deduplication. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
         if dedup_from is None:
             self.by_owner = by_owner(processor.unique_rows(self.batch), world.size, world.rank)
         else:
             self.by_owner = dedup_from.by_owner
-        self.rows: Tensor | None = None  # kept alive, because the batch's lines point into this memory
+        self.rows: Tensor | None = None  # kept alive, because the batch points into this memory
         if processor.defers_errors and (deferred := processor.deferred_error(True)) is not None:
             raise deferred.error
 
@@ -84,7 +84,7 @@ class LocalBatch:
 
 
 class IdExchange:
-    """Exchanges ids after the headers. `wait` returns the ids of the rows that each rank requests from this rank."""
+    """Exchanges ids, after the headers. `wait` returns the ids of the rows that each rank requests from this rank."""
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this rank included."""

@@ -1,4 +1,4 @@
-"""An embedding whose rows are distributed over all ranks. Has the interface of `OpenTable`, made of collectives.
+"""An embedding whose rows are distributed over all ranks. It has the methods of `OpenTable`, as collectives.
 
 Each row belongs to one rank, its owner. In a training step, every rank deduplicates its lookups and sends the unique
 ids to their owners (`_request`). Each owner pins the requested rows in its local table, and sends the rows back
@@ -39,9 +39,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class ShardedBatch:
-    """A pinned batch over all ranks. Has the rows that this rank looked up, and the rows that it sends to others.
+    """A batch pinned on all ranks. It has the rows that this rank looked up, and the rows that it sends to others.
 
-    A new batch's rows are still in flight, and its first use waits for them. `send` starts to send gradients.
+    A new batch's rows are still in flight, and the batch's first use waits for them. `send` starts to send gradients.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ShardedBatch:
         error: BaseException | None,
         dtype: torch.dtype,
     ) -> None:
-        """has_pooling: True if any rank pools rows. owner_batch: the rows that ranks request; None after an `error`."""
+        """has_pooling: True if any rank pools rows. owner_batch: requested rows; None after an `error`."""
         self.core: Any = local_batch.batch
         self.lookups, self.dtype = local_batch.lookups, dtype
         self.local_batch, self.requested_lookups, self.owner_batch = local_batch, requested_lookups, owner_batch
@@ -64,7 +64,7 @@ class ShardedBatch:
         self._dim = local_batch.spec.dim
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
         wire_dtype = dtype if not has_pooling and self._world.row_dtype == torch.float32 else self._world.row_dtype
-        self._keeps_own = wire_dtype == torch.float32  # otherwise rows that this rank keeps are rounded like sent rows
+        self._keeps_own = wire_dtype == torch.float32  # if False, this rank's own rows are rounded like sent rows
         received = without_rank(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
         self._received_buffers = RankBuffers(self._world, received, self._dim, wire_dtype)
         self._rows: Tensor | None = None  # the received rows, [m, dim] float32
@@ -171,7 +171,7 @@ class ShardedBatch:
         return [part.to(self.local_batch.processor.device, torch.float32) for part in sums]
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """Return the squared gradients of all rows, summed over ranks. The sum is the same on every rank."""
+        """Return the sum of squared gradients over all rows and ranks. The sum is the same on every rank."""
         owner_batch, sums = self._prepare(grads, weights), self._receive_gradients()
         world, op = self._world, f"norm of {self._op}"
         squares, error = try_call(lambda: owner_batch.partial_squares(sums))
@@ -192,8 +192,8 @@ class ShardedBatch:
         """Apply the optimizer to the rows that this rank owns, with the gradients of all ranks, and unpin.
 
         scale: factor for a row's summed gradient. The default, 1 / number of ranks, trains the mean of the ranks'
-        losses. If `send` was not called, sends the gradients first; an error in this part is raised on every rank. Any
-        later error is raised on this rank alone, and then no rank can use the rows.
+        losses. If `send` was not called, sends the gradients first; an error of this sending is raised on every rank.
+        Any later error is raised on this rank alone, and then no rank can use the rows.
         """
         owner_batch = self._prepare(grads, weights)
         sums = self._receive_gradients()
@@ -211,7 +211,7 @@ class ShardedBatch:
             self._table.mark_diverged(self._op, error)
 
     def release(self) -> None:
-        """Unpin. The rows are unchanged."""
+        """Unpin the rows without changing them."""
         self._table.release()
 
     def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
@@ -226,7 +226,7 @@ class ShardedBatch:
         return self.owner_batch
 
     def _unpin_on_error(self, call: Callable[[], T]) -> T:
-        """Return a call's result. If the call raises, unpin."""
+        """Return a call's result. If the call raises, unpin the rows."""
         try:
             return call()
         except BaseException:
@@ -275,7 +275,7 @@ class ShardedTable:
     def __init__(
         self, world: World, local: Any, capacity: int | None, before_step: Callable[[], None], requests: Any
     ) -> None:
-        """local: this rank's `LocalTable`. capacity: the most rows over all ranks; None if each rank has its own limit.
+        """local: this rank's `LocalTable`. capacity: maximum rows over all ranks; None if each rank has its own limit.
 
         before_step: called on all ranks before a step. requests: the `RankRequests` that all ranks serve together.
         """
@@ -362,7 +362,7 @@ class ShardedTable:
             world.num_step_collectives += 1
         assert local_batch is not None
         if is_step:
-            self.id_prefetcher.advance()  # only here: a failed rank takes part in no other handshake
+            self.id_prefetcher.advance()  # not before the handshake: a failed rank takes part in no later one
         if answer.wants_more:
             self._requests.serve()
         has_pooling = any(note & 1 for note in answer.notes)
@@ -378,7 +378,7 @@ class ShardedTable:
     def read(
         self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
-        """Read rows or pooled bags, as `OpenTable.read` does. All ranks call it, each with its own ids."""
+        """Read rows or pooled bags, as `OpenTable.read` does. All ranks make this call, each with its own ids."""
         local_batch = self._look_up(lookup, trains)
         return local_batch.processor.gather(local_batch.batch, 0, lookup, weights, dtype)
 
@@ -392,7 +392,7 @@ class ShardedTable:
 
     @_collective("lookup")
     def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
-        """Return this rank's unique rows of a lookup, with their lines set to the received rows."""
+        """Return the unique rows of this rank's lookup, received from the ranks that own the rows."""
         op = f"embedding {self.name!r}, lookup at step {self.open_table.step}"
         local_batch, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
@@ -478,9 +478,9 @@ class ShardedTable:
 
     @_collective("announcement")
     def announce(self, lookups: list[Lookup] | None, is_collective: bool = False) -> None:
-        """Announce a later step, as `OpenTable.announce` does. All ranks call this. lookups: None if unknown.
+        """Announce a later step, as `OpenTable.announce` does. All ranks call this. lookups: None if unknown here.
 
-        together: True if all ranks are known to be in this call. If one rank then has an error, the step raises it.
+        is_collective: True if all ranks are known to make this call. An error of one rank is then raised by the step.
         """
         if not is_collective:
             _, error = try_call(self._check_diverged)
@@ -490,21 +490,21 @@ class ShardedTable:
         )
 
     def count_rows_and_new(self, owner_batch: PinnedBatch) -> tuple[int, int]:
-        """Return this rank's row count, and the number of rows that a pinned batch adds. (0, 0) without `capacity`."""
+        """Return this rank's row count and the number of rows that a pinned batch adds; (0, 0) without `capacity`."""
         if self.capacity is None:
             return 0, 0
         num_written = int(owner_batch.table.processor.count_written(owner_batch.core).sum())
         return self.open_table.counts.rows, owner_batch.core.unique - num_written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
-        """Called after this rank failed in an update that other ranks made. No rank can use the rows until a load."""
+        """Called after this rank failed in an update. No rank can use the rows until a load."""
         try_call(self.release)  # this may raise: after a failure the pin cannot end normally
         self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
         self.local.mark_failed(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.open_table.failure is not None:  # no failure: a load has replaced the table
-            raise StoreError(f"{self._diverged}; load a snapshot of every embedding of that step on all ranks")
+        if self._diverged and self.open_table.failure is not None:  # without a failure, a load has replaced the table
+            raise StoreError(f"{self._diverged}; load a snapshot of every embedding, all of one step, on all ranks")
 
     def release(self) -> None:
         """Unpin the batch that a failed step may have left pinned."""

@@ -2,7 +2,7 @@
 
 No tensor holds the rows' gradient. `RowGradients` collects the gradients of lookup results, and the step passes these
 gradients to the store, which sums them by row. The shadow parameter's `.grad` is a `ShadowGrad` that refers to the
-`RowGradients`. When zero_grad(), torch's clips or a GradScaler work on this `.grad`, they change the rows' gradients.
+`RowGradients`. zero_grad(), torch's clips and a GradScaler work on this `.grad`, and thus change the rows' gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=trainers.clear)  # otherwise a child process 
 class _LookupGradient:
     """The gradient of a lookup's result.
 
-    lookup, weights: copies. originals: the caller's tensors, kept alive because the key contains their identities.
+    lookup, weights: copies. originals: the caller's tensors, kept alive because the key contains `id(tensor)`.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class _LookupGradient:
         self.grad, self._count = grad, write_count(grad)
 
     def has_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        """True if the lookup and the weights equal `tensors`."""
+        """True if `tensors` have the same values as this lookup and its weights."""
         return all(map(same_values, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:
@@ -68,7 +68,7 @@ class _LookupGradient:
         self._set(self.grad.float() * scale)
 
     def require_unchanged(self, name: str) -> Tensor:
-        """Return the gradient. Raises InputError if code wrote to the gradient. name: the embedding's name."""
+        """Return the gradient. Raises InputError if code changed the gradient in place. name: the embedding's name."""
         if write_count(self.grad) != self._count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
@@ -86,15 +86,15 @@ class RowGradients:
         with torch._C.DisableTorchFunctionSubclass():
             self._first_version = embedding.shadow._version
         self._scale = 1.0  # factor for each row's summed gradient
-        self._clip_value: float | None = None  # after scaling, limits each element of the sum
-        self._dtype = embedding.output_dtype  # of the gradients that a step applies
+        self._clip_value: float | None = None  # limit for each element of the sum, after scaling
+        self._dtype = embedding.output_dtype  # dtype of the gradients that a step applies
 
     @property
     def embedding(self) -> EmbeddingBase:
-        """The embedding. Raises ClosedError if it was deleted and an optimizer still holds its parameter."""
+        """The embedding. Raises ClosedError if the embedding was deleted and an optimizer still holds its parameter."""
         embedding = self._embedding()
         if embedding is None:
-            raise ClosedError("a gradient's embedding was dropped, and only its parameter is left: keep the module")
+            raise ClosedError("a gradient's embedding was deleted, and only its parameter is left; keep the module")
         return embedding
 
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
@@ -109,7 +109,7 @@ class RowGradients:
         originals = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
         gradient = self._gradients.get(key)
-        if gradient is not None and not gradient.has_values(originals):  # NumPy changed them, but not the version
+        if gradient is not None and not gradient.has_values(originals):  # a NumPy write changes no version
             key, gradient = (key, len(self._gradients)), None
         if gradient is not None:
             gradient.add(grad, order, self.embedding.name)
@@ -122,14 +122,14 @@ class RowGradients:
         return self.embedding.pin([gradient.lookup for gradient in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
-        """Return the gradients in their order. Raises InputError if a gradient can no longer be applied."""
+        """Return the gradients, sorted by `order`. Raises InputError if a gradient can no longer be applied."""
         embedding, gradients = self.embedding, self._in_order()
         for gradient in gradients:
             gradient.require_unchanged(embedding.name)
             if gradient.lookup.ids.device != embedding.device:
                 raise InputError(
-                    f"gradients of embedding {embedding.name!r} are on {gradient.lookup.ids.device} and the embedding "
-                    f"on {embedding.device}; call zero_grad() after moving a module"
+                    f"gradients of embedding {embedding.name!r} are on {gradient.lookup.ids.device}, but the embedding "
+                    f"is on {embedding.device}; call zero_grad() after moving a module"
                 )
         return gradients
 
@@ -144,7 +144,7 @@ class RowGradients:
         return [gradient.grad.to(self._dtype) for gradient in gradients], [gradient.weights for gradient in gradients]
 
     def update(self, batch: Any) -> None:
-        """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, now unpinned."""
+        """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
         batch.update(*self.grads(), *clip)  # over ranks, `clip` is empty and gradients are averaged
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
@@ -152,13 +152,13 @@ class RowGradients:
     def square_gradients(self) -> float:
         """Return the squared norm of all rows' summed gradients. Raises InputError."""
         self._check_unclipped("a norm")
-        self._apply_scale()  # first: squares of a GradScaler's scaled gradients might overflow
+        self._apply_scale()  # before squaring, because squares of a GradScaler's scaled gradients might overflow
         lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
         return embedding.table_handle().open_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
-        """Multiply the present gradients by a number. Raises GraphError after `clip`."""
+        """Multiply the gradients collected so far by a number. Raises GraphError after `clip`."""
         self._check_unclipped("a factor")
         self._scale *= scale
 
@@ -168,19 +168,19 @@ class RowGradients:
         self._clip_value = min(value, self._clip_value or value)
 
     def _apply_scale(self) -> None:
-        """Multiply the present gradients by the scale, so that later gradients stay unscaled. Raises InputError."""
+        """Multiply the gradients so far by the scale, so that later gradients stay unscaled. Raises InputError."""
         if self._scale != 1.0:
             for gradient in self._gradients.values():
                 gradient.require_unchanged(self.embedding.name)
             for gradient in self._gradients.values():
                 gradient.multiply(self._scale)
-            self._scale, self._dtype = 1.0, torch.float32  # float32, so that they are not rounded again
+            self._scale, self._dtype = 1.0, torch.float32  # float32, so that scaled gradients are not rounded again
 
     def _check_unclipped(self, operation: str) -> None:
         if self._clip_value is not None:
             raise GraphError(
-                f"{operation} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value just before "
-                "step()"
+                f"cannot make {operation} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value "
+                "just before step()"
             )
 
     def _in_order(self) -> list[_LookupGradient]:
@@ -220,11 +220,10 @@ class ShadowGrad(Tensor):
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
         caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
         raise GraphError(
-            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
-            "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
-            "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
-            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of other code that "
-            "reads gradients"
+            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of its rows; "
+            "call step(), zero_grad() and clip_grad_norm_(parameters, max_norm) of the EagerOptimizer, leave "
+            "foreach=True out of torch's clips, set clip_grad_row_norm in the rows' param group to clip rows alone, "
+            "and leave the embedding's parameters out of other code that reads gradients"
         )
 
 
@@ -259,7 +258,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     return grads
 
 
-# by name: the functions that torch's clips and scalers call, for rows without a world; None as a result means an error
+# for rows without a world: what torch's clips and scalers call. A result of None means an unsupported argument
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mul_": _multiply,

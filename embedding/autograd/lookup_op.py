@@ -30,7 +30,7 @@ _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary
 
 
 def register(embedding: EmbeddingBase) -> int:
-    """Return a random id for the ops. In another process, a random id does not match a wrong embedding."""
+    """Return a random id for the ops. Since it is random, it matches no embedding of another process."""
     op_id = secrets.randbits(62)
     _embeddings[op_id] = weakref.ref(embedding, lambda _: _embeddings.pop(op_id))
     return op_id
@@ -59,9 +59,9 @@ def find_embedding(op_id: int) -> EmbeddingBase:
     reference = _embeddings.get(op_id)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of handle {op_id}, which no embedding of this process has: either the embedding was deleted, "
-            "so keep a reference to it; or another process recorded the program: record the module that takes the "
-            "rows, and call the embedding before the program"
+            f"a lookup of handle {op_id}, which no embedding of this process has: either the embedding was deleted "
+            "(keep a reference to it), or another process recorded the program (record the module that takes the rows, "
+            "and call the embedding before the program)"
         )
     return embedding
 
@@ -73,7 +73,7 @@ def find_embeddings(parameters: Iterable[int]) -> list[EmbeddingBase]:
 
 
 def refuse_export(name: str) -> None:
-    """Raise GraphError if a lookup of embedding `name` is being exported. `torch.compile` does not raise."""
+    """Raise GraphError if a lookup of embedding `name` is being exported. torch.compile is allowed."""
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
         _refuse_export(name)
@@ -115,7 +115,7 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 
 @_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt op_id")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Keep the gradient of lookup number `order` for a step. Returns the shadow's gradient, an unused zero."""
+    """Keep the gradient of lookup number `order` for a step. Returns an unused zero as the shadow's gradient."""
     *rows, weights, order, op_id = rest
     find_embedding(op_id).accumulate(make_lookup(*rows), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
@@ -174,7 +174,7 @@ def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
 class EagerLookup(_SingleLevelFunction):
     """The op `lookup` without torch's dispatcher, because dispatching takes longer than a small lookup.
 
-    The base class is autograd.Function's base, whose `apply` skips torch.func support. Under torch.func, the op runs.
+    The base class is autograd.Function's base, whose `apply` skips torch.func support. torch.func gets the op itself.
     """
 
     @staticmethod

@@ -31,7 +31,7 @@ _COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", 
 _ARITHMETIC = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
 # operations that compare or check weights would only see a zero; isfinite stays allowed, because loggers call it
 _CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
-_NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # these return numbers, not tensors
+_NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # operations that return numbers, not tensors
 _WRITE_REMEDY = (
     "choose initial rows by initializer= (of Embedding), default_initializer= or make_table_options, write rows by put "
     "or load_dense, and carry them over by load_state_dict"
@@ -62,11 +62,11 @@ def is_arithmetic(function: Any) -> bool:
 
 
 class _Guarded(Tensor):
-    """A tensor that stands for rows. Operations that only make sense on rows raise."""
+    """A tensor that stands for rows. Operations that would need the rows themselves raise an error."""
 
     owner: ref[EmbeddingBase]
     is_writable = False  # True for a writable copy
-    is_in_state = False  # True for a copy in a state_dict(); may be read, as the state_dict has or names the rows
+    is_in_state = False  # True for a copy in a state_dict(); reading it is fine, as the state_dict has or names rows
 
     @classmethod
     def __torch_function__(
@@ -97,7 +97,7 @@ class _Guarded(Tensor):
             if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
                 _warn_of_read(func, args, kwargs)
             if torch.compiler.is_dynamo_compiling():
-                raise GraphError("not in compiled code: Dynamo calls the operation itself, which raises the remedy")
+                raise GraphError("not compiled: Dynamo calls the operation itself, which raises an error with a remedy")
             if type(result) in (list, tuple):
                 return type(result)([_guard_result(item, func, args, kwargs) for item in result])
             return _guard_result(result, func, args, kwargs)
@@ -149,8 +149,8 @@ def make_converter(
 ) -> Callable[[Tensor], Tensor]:
     """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
 
-    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. by_now: an
-    error's last sentence, which says how much of the model is converted already.
+    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. note: the
+    last sentence of errors, to say how much of the model is already converted.
     """
     try:
         dtype = function(embedding.shadow.detach()).dtype
@@ -174,11 +174,11 @@ def make_converter(
 
 
 def _guard_result(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return an operation's result, guarded if it is a view or a copy. Raises GraphError if autograd recorded it."""
+    """Return an operation's result, guarded if it is a view or a copy. Raises GraphError for results with a grad_fn."""
     if not isinstance(result, Tensor) or isinstance(result, _Guarded):
         return result
     name, is_recorded = operation_name(func), result.grad_fn is not None
-    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # finds the autograd node for hooks
+    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # a search for the autograd node
         return result
     for argument in _find_guarded(args, kwargs):
         if name in _COPIES or shares_memory(argument, result):
@@ -198,7 +198,7 @@ def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Warn once per operation that the operation reads a zero and no rows."""
     if func.__name__ not in _warned and not _has_state_copy(args, kwargs):
         _warned.add(func.__name__)
-        log.warning("%s reads a zero in place of its rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
+        log.warning("%s reads a zero instead of the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -211,7 +211,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def to_plain(shadow: Tensor) -> Tensor:
-    """Return the shadow as a plain tensor, because torch's modes accept no subclass. Autograd still reaches it."""
+    """Return the shadow as a plain tensor, because torch's modes accept no subclass. Autograd still sees the shadow."""
     with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
         if shadow.requires_grad and torch.is_grad_enabled():
             return shadow.view_as(shadow)
@@ -223,7 +223,7 @@ def _find_guarded(*arguments: Any) -> list[_Guarded]:
 
 
 def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if an operation writes to a guarded tensor, or copies one into a tensor of another size."""
+    """Raise if an operation writes to a shadow or its copy, or copies one into a tensor of another size."""
     if operation_name(func) == "copy_":
         target, source = args[0], args[1]
         if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill `target` with zeros
@@ -249,7 +249,7 @@ def _make_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_wr
         remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE_REMEDY
         return InputError(f"{operation}: no tensor holds its rows, so no row would change or be shared; {remedy}")
     if name in _CHECKS or name == "copy_":
-        return GraphError(f"{operation}: no tensor holds its rows, so the result would not be theirs; {_READ_REMEDY}")
+        return GraphError(f"{operation}: no tensor holds its rows, so the result would ignore the rows; {_READ_REMEDY}")
     return GraphError(
         f"{operation}: no tensor holds its rows, so a penalty or an average would leave them out; penalise emb.weight "
         "of an Embedding, or the rows that a lookup returns, or give the optimizer weight_decay; leave the embedding's "

@@ -92,7 +92,7 @@ def convert_dense(
     new_step = max(steps, default=table.step) if step is None else _to_step(step)
     for number, own in states_by_number.items():
         if number not in weights:
-            raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
+            raise InputError(f"states of table {spec.labels[number]} are given without its weights; give both")
         if own or table.state.names:  # if both are empty, only a step was given
             _check_states(table, number, own, len(weights[number]))
     for number, rows in weights.items():
@@ -156,7 +156,7 @@ def _check_step_known(table: OpenTable) -> None:
     problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
     if not step:
         raise InputError(f"{problem}; give step=, the number of steps the rows were trained")
-    log.warning("%s: it goes on from %d; give step= for another number", problem, step)
+    log.warning("%s: the count goes on from step %d; give step= for another number", problem, step)
 
 
 def _key_by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
@@ -193,8 +193,8 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
     padding = spec.padding_idx
     if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
         raise InputError(
-            f"{where}: row {padding} is that of padding_idx, for which this embedding returns zeros; give zeros there, "
-            "or use tierbed.Embedding, which keeps and returns such a row"
+            f"{where}: row {padding} belongs to padding_idx, but this embedding returns zeros for padding_idx; give "
+            "zeros in that row, or use tierbed.Embedding, which keeps and returns the row"
         )
 
 
@@ -214,7 +214,7 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
             actual = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise InputError(f"{where}: {name!r} is {actual}; give a tensor {list(shapes[-1])}")
         if not state.is_floating_point() or (state.isfinite() & ~state.float().isfinite()).any():
-            raise InputError(f"{where}: {name!r} is {state.dtype}, or beyond float32; give floats that float32 holds")
+            raise InputError(f"{where}: {name!r} is {state.dtype}, or beyond float32's range; give float32")
     if missing := [name for name in names if name not in states]:
         raise InputError(f"{where}: there is no {missing[0]!r}; give all of {', '.join(names)}, or none")
 

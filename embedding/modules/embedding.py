@@ -133,19 +133,19 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Args:
             ids: integers of any shape, of `key_type` or a dtype that fits into it.
             table_ids: the table of each id, as integers or a list of names. Broadcast to ids.shape, or to the bags'
-                shape. With several tables and no table_ids, that shape's last dimension lists the tables in order.
+                shape. With several tables and no table_ids, the last dimension of that shape lists the tables.
             offsets: int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
                 [n]. Without offsets, the last dimension of ids [..., L] is a bag.
             pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
-            weights: float32, ids.shape, to multiply rows before pooling. A weighted mean divides by the number of ids
-                that are not padding.
+            weights: float32 with the shape of ids, to multiply rows before pooling. A weighted mean divides by the
+                number of ids that are not padding.
             features: indices of the features to look up, without repeats. `offsets` is then [num_features * batch + 1],
                 feature by feature, and `table_ids` contains one entry for each listed feature.
             num_features: the number of features that `offsets` covers. Default: len(features).
 
         Returns:
-            An `output_dtype` tensor: ids.shape + (dim,) without pooling; the bags' shape + (dim,) with pooling;
-            (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
+            A tensor of dtype `output_dtype`. Its shape is ids.shape + (dim,) without pooling, the bags' shape + (dim,)
+            with pooling, and (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
 
         Raises:
             InputError: an argument is invalid, or an id is out of range.
@@ -157,7 +157,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             check_weights(self.spec, lookup, weights)
             if (device := self.device) != ids.device:
                 raise InputError(
-                    f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
+                    f"ids of embedding {self.name!r} are on {ids.device}, but the embedding is on {device}; give "
                     f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
                 )
         return self.look_up(lookup, weights)
@@ -192,7 +192,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         features: Sequence[int] | None = None,
         num_features: int | None = None,
     ) -> None:
-        """Announce the lookup of a later training step. A thread prefetches its rows while earlier steps run.
+        """Announce the lookup of a later training step. A thread prefetches the lookup's rows while earlier steps run.
 
         Announce steps in the order in which they will run, any number of steps ahead. Announcements never change
         results: a step that was not announced, or looks up other ids, runs without prefetch. A cache over a slower
@@ -226,9 +226,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             states: optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number
                 per row. If None, the optimizer starts with new state.
             step: how many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
-                must be the embedding's own step. Default: the largest `step` (torch) or `iter` (FBGEMM) in `states`.
-                If `states` has neither: 0 if weights for all tables and no states are given; otherwise the
-                embedding's own step, with a warning if the optimizer counts steps.
+                must be the embedding's own step. Default: the largest `step` (torch) or `iter` (FBGEMM) in `states`. If
+                `states` has no step: 0 if weights for all tables and no states are given; otherwise the embedding's own
+                step, with a warning if the optimizer counts steps.
 
         Raises:
             InputError: a tensor does not fit, or `step` is needed.
@@ -298,7 +298,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not requires_grad and self.spec.num_tables > 1:
             log.warning(
                 "embedding %r: requires_grad_(False) freezes all of its tables, %s; to freeze one of them, give that "
-                "table an embedding of its own, in a collection by a group of its own",
+                "table an embedding of its own (in a collection, a group of its own)",
                 self.name,
                 ", ".join(self.spec.labels),
             )
@@ -428,9 +428,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self.naming == "path" and path is not None:
             with self.raise_on_all_ranks():
                 raise StoreError(
-                    f"an embedding without a name was used before it took one, so its folder under {path!r} is not "
-                    "known; give it name=, or before the first use make the model's Graph or its EagerOptimizer with "
-                    "module=, or load a checkpoint into the model"
+                    f"an embedding was used before it had a name, so its folder under {path!r} is not known; give it "
+                    "name=, or before the first use make the model's Graph or its EagerOptimizer with module=, or load "
+                    "a checkpoint into the model"
                 )
 
     def _make_handle(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
@@ -451,11 +451,11 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         name: also names the store's folder under `persistent_path`. With None, the embedding is named after its path
             in the model when an EagerOptimizer, Graph, DistributedModelParallel or checkpoint first gets the model.
         embedding_dim: a row's width.
-        dtype: of stored rows: torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows to 16
-            bits stochastically; everything else rounds to nearest even.
+        dtype: the stored rows' dtype, torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows
+            to 16 bits stochastically; everything else rounds to nearest even.
         key_type: ids are torch.int32, int64 or uint64. Every value is a legal id.
-        tables: a `make_table_options(...)` for each table. Lookups select tables by index, or by name if named. None
-            for one table with `default_initializer`.
+        tables: a list with `make_table_options(...)` for each table. Lookups select tables by index, or by name if
+            named. None for one table with `default_initializer`.
         store_options: the result of a `make_*_store_options` function, or the dict that the function prints.
         default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
         padding_idx: an id without a row. Lookups of this id return zeros, and the id gets no gradient.

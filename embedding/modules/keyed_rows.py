@@ -30,7 +30,7 @@ _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.ui
 
 
 def retry_if_replaced(call: Call) -> Call:
-    """Decorate a method to start over if a load in another thread replaced the rows while the method waited."""
+    """Decorate a method so that it starts over if a load in another thread replaced the rows meanwhile."""
 
     @wraps(call)
     def retry(*args: Any, **kwargs: Any) -> Any:
@@ -61,7 +61,7 @@ class KeyedRows(SnapshotEmbedding):
             table_ids: the table of each key, as in a lookup.
 
         Returns:
-            Rows, keys.shape + (dim,).
+            Rows with the shape keys.shape + (dim,).
         """
         return self.table_handle().table.get(self._make_collective_lookup(keys, table_ids))
 
@@ -72,7 +72,7 @@ class KeyedRows(SnapshotEmbedding):
 
         Args:
             keys: as in `get`.
-            rows: float32, shape keys.shape + (dim,).
+            rows: float32, with the shape keys.shape + (dim,).
             table_ids: the table of each key, as in a lookup.
             allow_nonfinite: if True, accept infinities and NaN.
 
@@ -84,7 +84,7 @@ class KeyedRows(SnapshotEmbedding):
             values = as_rows(self.spec, rows, lookup.ids.shape)
             if self.spec.padding_idx is not None and (lookup.ids == self.spec.padding_idx).any():
                 raise InputError(
-                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which has no row; "
+                    f"keys of embedding {self.name!r} contain padding_idx={self.spec.padding_idx}, which has no row; "
                     "leave it out"
                 )
             check_values(self.spec, lookup.ids, values, allow_nonfinite)
@@ -158,7 +158,7 @@ class KeyedRows(SnapshotEmbedding):
 
     @retry_if_replaced
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Return `metrics`. Wait up to `seconds` for another thread's lock, but never while the store is moved."""
+        """Return the same as `metrics`. Waits up to `seconds` for another thread's lock, but not for a store's move."""
         handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**metrics(handle.open_table, seconds), **traffic}

@@ -17,7 +17,7 @@ from .embedding import MultiTableMultiColumnEmbedding
 class Metric(NamedTuple):
     """Describes one number of `metrics()`.
 
-    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: the Prometheus name, if different.
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported_name: Prometheus name, if different.
     """
 
     kind: str
@@ -151,9 +151,9 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """Yield a family for each metric, with the labels `embedding` and `tier`.
 
-        Latencies also get the label `quantile`, 1 for the longest. A table's metrics get `embedding` and `table`.
-        `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or failed; only a
-        failed embedding also gives a warning.
+        Latencies also have the label `quantile`; 1 is the longest call. A table's metrics have the labels `embedding`
+        and `table`. `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or
+        failed; only a failed embedding also gives a warning.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
@@ -239,7 +239,7 @@ def _check_embeddings(embeddings: Sequence[Any]) -> None:
 
 
 def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """Return an embedding's metrics. {} if it is unused, closed or failed (with a warning). Never opens a store."""
+    """Return an open embedding's metrics, else {}. Warns if the embedding failed. Never opens a store."""
     try:
         return embedding.metrics_within(seconds) if embedding.is_open and not embedding.has_pending_rows else {}
     except ClosedError:  # another thread closed the embedding

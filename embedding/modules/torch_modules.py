@@ -68,7 +68,7 @@ class TorchTable(MultiTableEmbedding):
     parameter_name = "weight"  # as in torch, for code that selects parameters by name
     num_embeddings: int | None
     embedding_dim: int
-    _is_constructed = False  # until the constructor ends, reset_parameters keeps an earlier run's rows
+    _is_constructed = False  # False in the constructor, so that reset_parameters keeps an earlier run's rows
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
@@ -95,7 +95,7 @@ class TorchTable(MultiTableEmbedding):
             self.to(device)
         if _weight is not None:
             self.load_dense(_weight)
-        elif type(self).reset_parameters is not TorchTable.reset_parameters:  # torch's constructor calls it
+        elif type(self).reset_parameters is not TorchTable.reset_parameters:  # as in torch's constructor
             self.reset_parameters()
         if _freeze:
             self.requires_grad_(False)
@@ -200,16 +200,16 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     """A drop-in torch.nn.Embedding over a tierbed store. Train it with an `EagerOptimizer` or in a `Graph`.
 
     Args:
-        num_embeddings: how many ids there are, from 0. None for a table that takes any id and grows.
+        num_embeddings: the number of ids; ids start at 0. None for a table that takes any id and grows.
         embedding_dim: how many elements a row has.
         padding_idx: id whose row gets no gradient from lookups. The row starts as zeros; as in torch, you may load
             other values into it.
         sparse: ignored; gradients always cover only the rows that were looked up.
         device: where lookups run: "cpu", "cuda" or "meta".
-        dtype: of rows and results: torch.float32, float16 or bfloat16. Default: torch's default dtype.
+        dtype: the dtype of rows and results, torch.float32, float16 or bfloat16. Default: torch's default dtype.
         store: the result of a `make_*_store_options` function, the dict that the function prints, or the path of a
             TOML file with a table [name] or a single table. Default: host memory.
-        name: names the store's folder. Default: the module's path in the model.
+        name: the embedding's name, also used for the store's folder. Default: the module's path in the model.
         initializer: initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
         seed: for initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
         world: a `World` whose ranks share the rows. Default: all rows are in this process.
@@ -231,7 +231,7 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
             input: integer ids of any shape.
 
         Returns:
-            Rows, input.shape + (embedding_dim,).
+            Rows with the shape input.shape + (embedding_dim,).
 
         Raises:
             InputError: `input` has another dtype, or an id is out of range.
@@ -266,7 +266,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean"):
-            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for a maximum, call max() of the rows of a lookup")
+            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for a maximum, call max() on looked-up rows")
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
             False, device, dtype, store=store, name=name, initializer=initializer, seed=seed, world=world,
@@ -281,7 +281,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         Args:
             input: integer ids: [n], all bags one after another, with `offsets`; or [bags, L], a bag in each row.
             offsets: each bag's first index, int64 or int32 [bags]; [bags + 1] with `include_last_offset`.
-            per_sample_weights: floats, input.shape, to multiply rows with. For mode="sum" only.
+            per_sample_weights: floats with the shape of input, to multiply rows with. For mode="sum" only.
 
         Returns:
             Pooled rows [bags, embedding_dim]; zeros for an empty bag.
@@ -294,7 +294,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
             if self.mode != "sum":
                 raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make the module with mode='sum'")
             if not isinstance(weights, Tensor) or weights.shape != input.shape or not weights.is_floating_point():
-                raise InputError(f"per_sample_weights: give a tensor of floats {tuple(input.shape)}, as input is")
+                raise InputError(f"per_sample_weights: give floats of the same shape as input, {tuple(input.shape)}")
             weights = weights.to(torch.float32)
         if self.padding_idx is None:
             return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
@@ -304,7 +304,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         return sums if self.mode == "sum" else sums / _count_ids(is_row, offsets).to(sums.dtype)
 
     def _complete_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
-        """Return the offsets with the end of the last bag; None for 2-D input. Raises InputError."""
+        """Return the offsets, with the end of the last bag added; None for 2-D input. Raises InputError."""
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
             got = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
             raise InputError(f"input of embedding {self.name!r}: {got}; give a tensor [n] with offsets, or [bags, L]")
@@ -313,7 +313,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
                 raise InputError("offsets: input [bags, L] has a bag in each row; leave offsets out")
             return None
         if not isinstance(offsets, Tensor) or offsets.dim() != 1:
-            raise InputError("offsets: input [n] has bags one after another; give a 1-D tensor, where each bag begins")
+            raise InputError("offsets: input [n] has bags one after another; give the index where each bag begins")
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None) -> None:  # type: ignore[override]
@@ -364,7 +364,7 @@ def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
     if name is None:
         tables = list(read_store_options(store))
         if len(tables) != 1:
-            raise OptionError(f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give one as name=")
+            raise OptionError(f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give name=, one of them")
         name = tables[0]
     return load_store_options(Path(store), name)
 

@@ -25,7 +25,7 @@ LEAVES_ROWS = "tierbed_leaves_rows"  # marks a DistributedDataParallel that igno
 
 
 def check_world(world: World | None, name: str) -> World | None:
-    """Return embedding `name`'s world, or None for a world of one rank. Raises OptionError if it is not a World."""
+    """Return embedding `name`'s world, or None for a world of one rank. Raises OptionError if `world` is no World."""
     if world is None:
         return None
     if not isinstance(world, World):
@@ -59,14 +59,13 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
-        raise OptimizerError(f"embeddings {names} have different worlds; give all of them one, or none")
+        raise OptimizerError(f"embeddings {names} have different worlds; give all of them the same world, or none")
     world: World | None = next(iter(worlds.values()), None)
     if world is None and embeddings and (problem := _find_shared(root, "the module")) is not None:
         raise _make_error(OptimizerError, problem, "an EagerOptimizer", "EagerOptimizer")
     for path, module in root.named_modules():
-        inner = (
-            next((child for child in module.modules() if child in embeddings), None) if _is_wrapper(module) else None
-        )
+        children = module.modules() if _is_wrapper(module) else ()
+        inner = next((child for child in children if child in embeddings), None)
         if isinstance(inner, EmbeddingBase):
             raise OptimizerError(
                 f"embedding {inner.name!r} is in {path or 'the module'}, a {type(module).__name__}, but its world "
@@ -99,7 +98,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def refuse_wrapper(root: nn.Module) -> None:
-    """Raise GraphError if a DistributedDataParallel that contains `root` is calling it."""
+    """Raise GraphError if `root` is called by a DistributedDataParallel that contains `root`."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and any(module is root for module in wrapper.modules()):
         raise _make_graph_error(f"{type(root).__name__} is in {_active_wrapper()}")

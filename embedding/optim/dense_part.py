@@ -1,9 +1,9 @@
 """Warns if freshly initialized dense parameters are about to train with an earlier run's rows.
 
 Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers contain the run id, so
-copied rows keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
+copies keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
 together with the parameter. A parameter is fresh if no run id is remembered and if, since its graph or optimizer was
-made, no code wrote to it or loaded optimizer state for it. Rows from an earlier version get a run id when opened.
+made, no code wrote to it or loaded optimizer state for it. Rows of earlier tierbed versions get a run id when opened.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
 
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbedding]) -> None:
-    """Remember that these parameters and the embeddings' rows belong together, because one load brought both."""
+    """Remember that these parameters and the embeddings' rows belong together, because one load restored both."""
     runs = {embedding.table_handle().open_table.run for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
         _run_ids.setdefault(parameter, set()).update(runs)
@@ -45,9 +45,9 @@ def warn_of_state(embedding: SnapshotEmbedding) -> bool:
     has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)
     if has_state:
         log.warning(
-            "embedding %r keeps the optimizer state of its %d steps under a new optimizer, which has none for "
-            "other parameters. To continue training, call optimizer.load_state_dict(saved). To start without state, "
-            "call model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
+            "embedding %r keeps the optimizer state of its %d steps, but the new optimizer has no state for other "
+            "parameters. To continue training, call optimizer.load_state_dict(saved). To start without state, call "
+            "model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
             embedding.name,
             table.step,
         )
@@ -57,7 +57,7 @@ def warn_of_state(embedding: SnapshotEmbedding) -> bool:
 class DensePart:
     """The dense parameters of a graph or an optimizer, before its first training step.
 
-    owner: names the graph or optimizer in messages. parameters: None if unknown. states: its states, by parameter.
+    owner: names the graph or optimizer in messages. parameters: None if unknown. states: optimizer state by parameter.
     """
 
     def __init__(self, owner: str, parameters: Iterable[Tensor] | None, states: Mapping[Any, Any]) -> None:

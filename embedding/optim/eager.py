@@ -41,7 +41,7 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED_EMBEDDINGS = 62  # embeddings over ranks: each embedding needs one bit in a handshake's note
+MAX_SHARED_EMBEDDINGS = 62  # the most embeddings over ranks: each needs one bit in a handshake's note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
@@ -107,7 +107,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         modules = [candidate for candidate in candidates if isinstance(candidate, EmbeddingBase)]
         embeddings = [module for module in modules if module.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings) or World.single()
-        self._partial_update = ""  # this rank's error in row updates that other ranks have made
+        self._partial_update = ""  # this rank's error in row updates that other ranks completed
         if self._world.size > 1 and len(embeddings) > MAX_SHARED_EMBEDDINGS:
             raise OptimizerError(
                 f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer at most {MAX_SHARED_EMBEDDINGS}"
@@ -210,8 +210,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         if self._lost_embedding:
             raise OptimizerError(
-                f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of that one, "
-                "or make this one again"
+                f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of the newer "
+                "one, or make this one again"
             )
         for embedding, _ in self._pairs:
             check_not_traced(embedding)
@@ -245,8 +245,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "zero_grad(set_to_none=False): by momentum, torch's step then moves a parameter that no backward() "
-                "reached, but rows stay as they are; leave set_to_none out"
+                "zero_grad(set_to_none=False): with momentum, torch's step() then also moves parameters that no "
+                "backward() reached, but never moves rows; leave set_to_none out"
             )
         for embedding, _ in self._pairs:
             check_not_traced(embedding)
@@ -283,13 +283,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         dense = [grad for grad in grads if not isinstance(grad, ShadowGrad)]
         if any(grad.layout != torch.strided for grad in dense):
             raise OptimizerError(
-                "clip_grad_norm_ of a sparse gradient, as of nn.Embedding(sparse=True); leave its parameter out, or "
-                "make the module with sparse=False"
+                "clip_grad_norm_ got a sparse gradient, as nn.Embedding(sparse=True) makes; leave its parameter out, "
+                "or make the module with sparse=False"
             )
         for name in (
             gradients.embedding.name for gradients in rows if trainers.get(gradients.embedding.op_id) is not self
         ):
-            raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; call clip_grad_norm_ of that one")
+            raise OptimizerError(f"embedding {name!r} is trained by another EagerOptimizer; call its clip_grad_norm_")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._pairs):
             raise OptimizerError(
                 "clip_grad_norm_ of rows that ranks share: their gradients are only summed in step(). Leave the "

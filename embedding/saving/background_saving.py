@@ -24,7 +24,7 @@ class BackgroundSaving:
     """Writes snapshots in threads while training continues. Implements `SaveHandle`.
 
     In one process, the last thread to finish writing gives all snapshots their names. Over ranks, the snapshots get
-    names in the first `try_complete` or `wait` after all ranks have written. label: names the save in messages.
+    names in the first `try_complete` or `wait` after all ranks wrote their rows. label: names the save in messages.
     """
 
     def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
@@ -61,8 +61,8 @@ class BackgroundSaving:
             self._count_arrival(number, error)
             while not self._end_event.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
-                    if thread.done:  # this thread has arrived, or died before it could
-                        self._count_arrival(other, StoreError(f"{self.what}: a thread that saves it died"))
+                    if thread.done:  # the other thread has reported, or died before it could
+                        self._count_arrival(other, StoreError(f"{self.what}: a thread that writes it has died"))
             error = self._error
         if error is not None:
             raise error
@@ -76,9 +76,9 @@ class BackgroundSaving:
             yield chunk
 
     def _count_arrival(self, number: int | None, error: BaseException | None = None) -> None:
-        """Count the thread of table number `at` as written or failed. `at` is None once all threads are started.
+        """Count the thread of table `number` as written or failed. `number` is None once all threads are started.
 
-        The last of these calls completes the save. Does nothing over ranks.
+        The last of these calls completes the save. Over ranks, this does nothing.
         """
         if self._world.size > 1:
             return

@@ -37,7 +37,7 @@ class RowsReference(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Any) -> RowsReference:
-        """Return the reference with these fields, from JSON. Raises ValueError, KeyError, TypeError."""
+        """Return the reference with the fields of a JSON object. Raises ValueError, KeyError, TypeError."""
         step, snapshot, version = fields["step"], fields["snapshot"], fields.get("version")
         match version:
             case [str(epoch), int(writes)]:  # written by an earlier version of tierbed
@@ -65,7 +65,7 @@ _STOPPED_STEP = -2
 
 
 def mark_stopped(culprit: str) -> RowsReference:
-    """Return a reference that matches no rows. Used if a load stopped at `culprit`, so rows may be old or new."""
+    """Return a reference that matches no rows. Used after a load failed at `culprit`: rows may be old or new."""
     return RowsReference(_STOPPED_STEP, culprit)
 
 
@@ -86,7 +86,7 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
 
 
 def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return a reference to rows with a step and a version. It names the snapshot `base` if `base` has these rows."""
+    """Return a reference to rows with a step and a version. Names the snapshot `base` if `base` has these rows."""
     saved = read_snapshot_reference(snapshots, base)
     return RowsReference(step, version=version) if saved is None or saved.version != version else saved
 
@@ -100,7 +100,7 @@ def read_reference(store: Path, fresh: bool) -> RowsReference:
 
 
 def compare_references(pending: RowsReference, current: RowsReference, saved: RowsReference | None) -> bool | None:
-    """True if `pending` names the present rows, None if only the snapshot `saved` holds its rows, otherwise False."""
+    """True if `pending` names the current rows, None if only the snapshot `saved` has these rows, otherwise False."""
     if saved is None or not saved.may_match(pending):
         return current.may_match(pending)
     return True if current.version == saved.version or current.may_match(pending) else None

@@ -113,7 +113,7 @@ def _finish_saving(world: World, op: str, tables: SnapshotManagers) -> None:
 
 
 def _load(world: World, op: str, tables: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
-    """Load verified snapshots. If a kill interrupts this after the record names them, the next run loads them."""
+    """Load verified snapshots. If killed after the record names the snapshots, the next run loads the snapshots."""
     loads = {
         table.member: snapshot.manifest.id for table, snapshot in zip(tables, snapshots, strict=True) if table.member
     }

@@ -73,7 +73,7 @@ class LocalRequests:
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """Call `call` between two steps of all tables trained with these tables. None if the client gave up first."""
+        """Return `call()`, made between two steps of all tables trained together; None if the client gave up first."""
         while True:
             table = self._handle.table
             with table.step_gate.between_steps(lambda: self._list_tables(others), give_up) as entered:
@@ -92,7 +92,7 @@ class LocalRequests:
 
 
 class RankRequests(LocalRequests):
-    """Serves requests over ranks. Rank 0 receives all requests; on the other ranks this object stays empty.
+    """Serves requests over ranks. Rank 0 receives all requests; on the other ranks this object never has one.
 
     The server's thread stores a request in this object. Rank 0 sets a flag in the header of the next collective, and
     all ranks then serve the request in the training thread.
@@ -162,7 +162,7 @@ class RankRequests(LocalRequests):
         return super().status() | {"ranks": self._world.size}
 
     def _submit(self, request: _SaveRequest) -> _SaveRequest | None:
-        """Wait until the ranks have served `request`, and return it. None if the client gave up before the start."""
+        """Wait until the ranks have served `request`, and return it; None if the client gave up before they began."""
         while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one request at a time
             if request.give_up():
                 return None
@@ -178,7 +178,7 @@ class RankRequests(LocalRequests):
         return request if request.is_begun else None
 
     def _take_request(self, begin: bool = False) -> _SaveRequest | None:
-        """Remove the request. Returns it if `begin` is True and the client still waits; otherwise marks it done."""
+        """Remove the request. If `begin` is True and the client still waits, return it; otherwise mark it as done."""
         with self._take_lock:
             request, self._request = self._request, None
             if request is not None:
@@ -207,5 +207,5 @@ class _SaveRequest:
         if isinstance(error, TierbedError):
             self.error = error
         elif error is not None:
-            self.error = GroupError(f"the ranks did not do {self.call}: {error!r}")
+            self.error = GroupError(f"the ranks could not serve the request {self.call}: {error!r}")
         self.done.set()

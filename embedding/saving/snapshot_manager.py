@@ -59,7 +59,7 @@ class SnapshotManager:
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSaving | None = None  # set only over ranks
+        self._saving: BackgroundSaving | None = None  # the running background save, over ranks only
 
     @property
     def name(self) -> str:
@@ -92,11 +92,8 @@ class SnapshotManager:
             record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
             file = GroupFile(FolderState(self._folder.parent))
-            record, store, is_as_opened = (
-                file.record,
-                file.store,
-                self.local.persistence.version == version_of_snapshot(restored),
-            )
+            record, store = file.record, file.store
+            is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
@@ -111,14 +108,14 @@ class SnapshotManager:
         return Snapshot.open(folder / name)
 
     def require_store(self) -> StoreFolder:
-        """Return rank 0's store folder. Raises SnapshotError without it, StoreError if it was removed. Local."""
+        """Return rank 0's store folder. Raises SnapshotError without a folder, StoreError if it was removed. Local."""
         if self.store is None:
             raise no_folder_error(self.name)
         self.store.check()
         return self.store
 
     def op(self, what: str) -> str:
-        """Name a collective, with the step, for messages. Raises on all ranks if any rank has closed its rows."""
+        """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""
         table, error = try_call(lambda: self.local.table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
@@ -223,7 +220,8 @@ class SnapshotManager:
     def save_for_state(self, keep: int | None) -> RowsReference:
         """Return a reference to a snapshot of the rows for a state_dict. Saves a new snapshot if none has these rows.
 
-        Users' snapshots never build on that snapshot. keep: how many older state_dict snapshots to keep; None for all.
+        That snapshot never becomes the parent of a user's snapshot. keep: how many older state_dict snapshots to keep;
+        None for all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
@@ -243,7 +241,7 @@ class SnapshotManager:
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
-                kind = "checkpoint" if has_files else "full"  # if incremental, users could not replace its parent
+                kind = "checkpoint" if has_files else "full"  # not incremental: its parent could not be replaced
                 save = self._begin_snapshot(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, try_call(save.write)[1])
         reference = read_snapshot_reference(self._folder, name) or RowsReference(self.local.table.step)
@@ -274,7 +272,7 @@ class SnapshotManager:
                 self._saving = None
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background, because the caller may load its snapshot. Its error was logged."""
+        """Wait for a save in the background, because the caller may load its snapshot. Errors were logged already."""
         if self._saving is None:
             if self.local.table_if_open is not None:  # if closed, the caller's next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
@@ -309,8 +307,8 @@ class SnapshotManager:
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
         """Replace the rows by the snapshot `path`, already checked by `check_rows`.
 
-        A store folder gets a link to the snapshot, for recovery. Exception: if rows are loaded without state or
-        converted, there is no link, because recovery would load the state or unconverted numbers.
+        A store folder gets a link to the snapshot, for recovery. There is no link if rows are loaded without state or
+        converted, because recovery would load them with state or unconverted.
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.finish_saving()
@@ -319,7 +317,7 @@ class SnapshotManager:
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
     def _name_load(self, name: str) -> str:
-        """Name a collective load for messages. The step is left out, because ranks may be at different steps."""
+        """Return a collective load's name. The step is left out, because ranks may be at different steps."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
@@ -444,7 +442,7 @@ class SnapshotManager:
         )
 
     def restore(self, pending: RowsReference) -> bool:
-        """Load the rows that a state_dict names, unless they are present. Returns False if no snapshot holds them."""
+        """Load the rows that a state_dict names, unless they are present. Returns False if no snapshot has the rows."""
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, shared_values={"state_dict": pending._asdict()})
         saved = read_snapshot_reference(self._folder, pending.snapshot)
@@ -461,7 +459,7 @@ class SnapshotManager:
     # snapshots of checkpoints, and retention
 
     def link_rows(self, path: Path) -> None:
-        """Link the store folder's snapshot with the same name as `path` to `path`. Raises SnapshotError."""
+        """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
         op, stored = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(stored), path))
 
@@ -478,7 +476,7 @@ class SnapshotManager:
                 remove_if_unreferenced(self.store, saved)
 
     def discard_rows(self, name: str) -> None:
-        """Remove a failed checkpoint's snapshot. A recovery uses the snapshot before it. Local, on rank 0."""
+        """Remove a failed checkpoint's snapshot. Recovery then uses an earlier snapshot. Local, on rank 0."""
         if self.store is not None:
             remove_snapshot(self.store.snapshots / name)
 
@@ -490,7 +488,7 @@ class SnapshotManager:
         return list(self.world.call_on_rank_0(op, lambda: self.prune_on_rank_0(keep_last, keep_every)))
 
     def prune_on_rank_0(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Prune without the other ranks, on rank 0."""
+        """Remove old snapshots without the other ranks, on rank 0."""
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             saving = table.observers.saving

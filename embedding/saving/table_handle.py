@@ -69,7 +69,7 @@ def register(folder: str | None, handle: Any) -> None:
 
 
 def claim_folder(spec: TableSpec, options: StoreOptions) -> str | None:
-    """Return the real path of the embedding's folder, if any. Raises StoreError if this process has it open already."""
+    """Return the real path of the embedding's folder, if any. Raises StoreError if it is open in this process."""
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)

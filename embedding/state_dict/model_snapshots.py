@@ -134,5 +134,5 @@ def _find_world(embeddings: Sequence[SnapshotEmbedding]) -> World:
     """Return the world that all embeddings have in common. Raises OptionError for different worlds."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
-        raise OptionError("these embeddings have different worlds; save and load those of one world together")
+        raise OptionError("these embeddings have different worlds; save and load the embeddings of one world at a time")
     return next(iter(worlds.values()), None) or World.single()

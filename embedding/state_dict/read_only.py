@@ -22,7 +22,7 @@ _COPY_REMEDY = (
     "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
     "or clone() the tensor"
 )
-WRITE_METHODS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # and names that end in _
+WRITE_METHODS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides all names that end in _
 
 
 class ReadOnlyCopy(Tensor):
@@ -48,7 +48,7 @@ class ReadOnlyCopy(Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces this method, but supports neither versions nor storage
             if func.__name__ in WRITE_METHODS or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
-                raise InputError("not in compiled code: Dynamo runs the write itself, and the write raises the remedy")
+                raise InputError("not compiled: Dynamo runs the write itself, which raises an error with a remedy")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -98,7 +98,7 @@ class StateTensor(ReadOnlyCopy):
     """
 
     def __init__(self, tensor: Tensor, is_whole: bool, is_writable: bool = False) -> None:
-        """is_whole: False on ranks whose rows are in rank 0's state_dict. is_own: True for a writable copy."""
+        """is_whole: False on ranks whose rows are in rank 0's state_dict. is_writable: True for a writable copy."""
         super().__init__(tensor, "" if is_writable else f"the rows of a state_dict(): {_COPY_REMEDY}")
         self.is_whole, self.is_writable = is_whole, is_writable
 
@@ -115,10 +115,10 @@ class StateTensor(ReadOnlyCopy):
         return super().__torch_function__(func, types, args, kwargs)
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
-        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies into this
+        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # for async_save
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex  # here, because this import takes a second
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # imported here, because it takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []

@@ -3,8 +3,8 @@
 Without a store folder, the state_dict holds the rows themselves, as tensors `rows.*`. With a store folder, the
 state_dict's extra state only names the rows, by step and version (`RowsReference`). With `state_dict_snapshots`, making
 the state_dict also saves a snapshot, and the extra state names this snapshot. A loaded reference is *pending* until the
-embedding has these rows. An embedding that is open or in a training group loads the snapshot immediately, others at the
-first use. If no snapshot holds the rows, every use raises SnapshotError until a load or `keep_rows()` succeeds.
+embedding has these rows. An embedding that is open or in a training group loads the snapshot at once, other embeddings
+at the first use. If no snapshot holds the rows, every use raises SnapshotError until a load or `keep_rows()` succeeds.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger("tierbed")
 EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
 ROWS = "rows."  # prefix of the rows' tensors in a state_dict
 _EXCLUDE_ROWS, _KEEP_ROWS = "exclude rows", "keep rows"  # values of `_row_mode`
-_NO_CONTEXT = nullcontext()  # for calls that no other rank makes
+_NO_CONTEXT = nullcontext()  # for embeddings without a world
 _EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a digest
 _row_mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
@@ -72,12 +72,12 @@ class RowLoadingMixin:
 class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
-    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow of shape [1]
+    _version = 3  # version of the state_dict: 1 lacked the extra state, and 2 had a shadow of shape [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(TENSOR_NAMES))  # torch's get_state_dict expects an attribute for each key
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)  # not super(): it may be nn.Embedding's, in a subclass
+        nn.Module.__init__(self)  # not super().__init__, because in a subclass that may be nn.Embedding's
         self._handle: Any = None  # a `TableHandle`, from the first use on
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
@@ -259,7 +259,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     def _make_rows_reference(self) -> RowsReference:
         """Return a reference to the rows for a state_dict."""
         if self._pending:
-            return self._pending[0]  # a framework may be about to load again, or these rows cannot be trained
+            return self._pending[0]  # repeat it: a framework may load again, and pending rows cannot be trained
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
         if not are_rows_excluded() and retained and detect_fake_mode() is None:
@@ -311,7 +311,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             raise
 
     def mark_load_failed(self, stopped: str | None = None) -> None:
-        """Called if a load failed, or stopped at `stopped`, so that the rows may not fit the rest of the model."""
+        """Called if a load failed, here or in the embedding `stopped`. Rows may then not fit the rest of the model."""
         self._pending[:] = [UNKNOWN if stopped is None else mark_stopped(stopped)]
 
     def _load_pending(self) -> None:
@@ -445,11 +445,9 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 def _are_equal(tensor: Tensor, other: Any) -> bool:
     if tensor is other:
         return True
-    is_same_kind = isinstance(other, Tensor) and (tensor.dtype, tensor.shape, tensor.device) == (
-        other.dtype,
-        other.shape,
-        other.device,
-    )
+    if not isinstance(other, Tensor) or tensor.shape != other.shape:
+        return False
+    is_same_kind = (tensor.dtype, tensor.device) == (other.dtype, other.device)
     return is_same_kind and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 

@@ -34,9 +34,9 @@ def check_stored_rows(
 ) -> None:
     """Raise if stored rows do not fit the embedding. tables: check only the rows of these tables.
 
-    Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order
-    differ, OptimizerError if the rows lack `optimizer`'s state. label: names the rows. can_load: the rows are in a
-    snapshot that a load can convert (implied by SnapshotError). for_load: the rows are about to be replaced.
+    Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order differ,
+    OptimizerError if the rows lack `optimizer`'s state. label: names the stored rows in messages. can_load: the rows
+    are in a snapshot that a load can convert (implied by SnapshotError). for_load: the rows are about to be replaced.
     """
     for field, argument, expected in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -59,7 +59,7 @@ def check_stored_rows(
         )
     if (stored["seed"], stored_tables) != (spec.seed, own_tables[: len(stored_tables)]):
         log.warning(
-            "%s began its rows with another seed or other initializers: rows not yet stored get other values", label
+            "%s began its rows with another seed or other initializers: ids without a row get other values", label
         )
     if optimizer is None and not for_load:
         _warn_of_state(spec, stored, label)
@@ -125,9 +125,9 @@ def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Co
     if others and stored.get("rows") != 0:
         labels = table_names.labels_of(table_names.names_in(stored))
         raise StoreError(
-            f"{label} holds tables {list(labels)}, and the embedding has {list(spec.labels)}: rows go by "
-            "position, and would become those of another table; list the tables in the stored order by the stored "
-            "names, new ones at the end, or rename the stored ones (docs/embedding.md#names-of-tables)"
+            f"{label} holds tables {list(labels)}, and the embedding has {list(spec.labels)}: rows are matched by the "
+            "table's position, and would become rows of another table; list the tables in the stored order by the "
+            "stored names, new ones at the end, or rename the stored ones (docs/embedding.md#names-of-tables)"
         )
 
 
@@ -141,7 +141,8 @@ def fit_selection(
 ) -> tuple[Selection, list[str]]:
     """Restrict a selection of a snapshot's rows to rows that fit the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding rows, and raise if other rows do not fit. Raises InputError, `check_stored`'s errors.
+    strict: leave out only padding rows, and raise if other rows do not fit. Raises as `check_stored_rows`, and
+    InputError.
     """
     remarks: list[str] = []
     names, selected = table_names.names_in(stored), selection.tables
@@ -188,7 +189,7 @@ def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, wh
         number = table_names.table_number(table, known_names)
         if number is not None:
             return number
-    raise InputError(f"{where} has tables {table_names.choices(names)}; {table!r} is none")
+    raise InputError(f"{where} has tables {table_names.choices(names)}; {table!r} is none of them")
 
 
 class LoadedIdCounter:
@@ -221,10 +222,10 @@ class LoadedIdCounter:
             yield bucket, rows
 
     def make_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
-        """Return remarks on ids that do not fit. what: names the stored rows.
+        """Return remarks on ids that do not fit. source: names the stored rows.
 
-        of_dense: True if the rows may come from a dense table, so that ids begin at 0, without gaps. stored_padding:
-        the stored padding_idx; an import left out its row.
+        may_be_dense: True if the rows may come from a dense table, so that ids begin at 0, without gaps.
+        stored_padding: the stored rows' padding_idx; an import left out the row of this id.
         """
         remarks = []
         for number, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):

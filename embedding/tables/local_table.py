@@ -82,7 +82,7 @@ class LocalTable:
         if self._process != os.getpid() and (self.store is not None or self._table.has_thread):
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, which holds its folder or its "
-                "threads; use it there"
+                "threads; use the embedding in that process"
             )
         return self._table
 
@@ -116,7 +116,7 @@ class LocalTable:
             return self._table.step
 
     def keep_rows(self) -> None:
-        """Accept the present rows, whatever state_dict was loaded. Raises StoreError if the rows need a load first."""
+        """Accept the rows, even if a loaded state_dict names others. Raises StoreError if rows need a load first."""
         if self.persistence.is_placeholder:
             raise StoreError(self.persistence.unusable_reason)
 
@@ -141,7 +141,7 @@ class LocalTable:
             self._table.use_gate(self.group.gate)
 
     def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
-        """Serve other processes' requests for a folder, until `close`. folder: None on ranks without it."""
+        """Serve other processes' requests for a folder, until `close`. folder: None on ranks without a folder."""
         self._request_target = target, folder
         if folder is not None:
             self._service.start(folder.path, target)
@@ -176,8 +176,8 @@ class LocalTable:
         """Train rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
-                f"embedding {self.name!r} was opened by process {self._process}, and this one would train a copy of "
-                "its rows; train in one process, or over ranks by world="
+                f"embedding {self.name!r} was opened by process {self._process}, and this process would train a copy "
+                "of its rows; train in one process, or over ranks by world="
             )
         self.check_optimizer(optimizer)
         table = self.table
@@ -233,7 +233,7 @@ class LocalTable:
         return reports[0]
 
     def fit_selection(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-        """Return the selection restricted to this table. Raises SnapshotError or OptimizerError if it does not fit."""
+        """Return the selection restricted to this table. Raises SnapshotError or OptimizerError if rows do not fit."""
         optimizer = self.table.optimizer
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
@@ -282,7 +282,7 @@ class LocalTable:
         """
         try:
             self._close()
-        except OSError as error:  # torch or this close raised the error
+        except OSError as error:  # a file error of this close or of an earlier write
             if self._table is None:
                 raise
             remedy = remedy_for(error, "remove its cause")

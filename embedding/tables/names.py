@@ -40,7 +40,7 @@ def next_seed(is_shared: bool) -> int:
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model_path: str = "") -> None:
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings share a name.
 
-    A collection's default names stay if they differ. model_path: names are relative to this path under `root`.
+    Default names from collections stay if all names differ. model_path: names are relative to this path under `root`.
     """
     embeddings = {path: module for path, module in root.named_modules() if isinstance(module, EmbeddingBase)}
     bare_paths = {path: strip_wrappers(path.removeprefix(f"{model_path}.")) for path in embeddings}
@@ -53,7 +53,7 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
 
 
 def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedError]) -> None:
-    """Raise `error` if two embeddings share a name. embeddings: by their paths in the model."""
+    """Raise `error` if two embeddings share a name. embeddings: by path in the model."""
     paths: dict[str, str] = {}
     for path, embedding in embeddings.items():
         if paths.setdefault(embedding.name, path) != path:

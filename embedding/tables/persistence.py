@@ -77,7 +77,7 @@ class LiveRows(Enum):
 
 
 class TablePersistence:
-    """The store folder of an embedding, locked until `release`. Options without a path mean no folder.
+    """The store folder of an embedding, locked until `release`. There is no folder if the options have no path.
 
     partners: returns the stores trained together with this store. beside: the folders of the group's stores.
     """
@@ -106,7 +106,7 @@ class TablePersistence:
         self.member: Member | None = None  # None over ranks, except on rank 0
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._mode = options.open
-        self._unusable_reason = ""  # used if `member` is None
+        self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
         self._live_rows = LiveRows.RECORDED
         self._list_partners, self._folders = partners, beside
         self._run_id = ""  # the id of the run that started these rows from empty
@@ -390,9 +390,9 @@ class TablePersistence:
         on_verified: Callable[[], None] | None = None,
         replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
-        """Load a snapshot's rows, or a selection, into a new table. Closes `running` once all rows are verified.
+        """Load a snapshot's rows, or a selection, into a new table. Closes `old_table` once all rows are verified.
 
-        on_verified: called before `running` closes; if it raises, nothing has changed. replaced: another load is
+        on_verified: called before `old_table` closes; if it raises, nothing has changed. replaced: another load is
         about to replace the rows.
         """
         report, ids = LoadReport(), LoadedIdCounter(self.spec, counts=not replaced)
@@ -429,7 +429,7 @@ class TablePersistence:
         return remarks
 
     def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, old_table: OpenTable) -> OpenTable:
-        """Load rows from memory into a new table, and close `running`. The recovery snapshot stays the same."""
+        """Load rows from memory into a new table, and close `old_table`. The recovery snapshot stays the same."""
         with self._adopt_seed(tensors.description), old_table.lock:
             check_stored_rows(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
             ids = LoadedIdCounter(self.spec)
@@ -459,9 +459,9 @@ class TablePersistence:
         snapshot_id: str | None = None,
         on_verified: Callable[[], None] | None = None,
     ) -> OpenTable:
-        """Build a table from `source` next to the live rows, and close `running` once all rows are read.
+        """Build a table from `source` next to the live rows, and close `old_table` once all rows are read.
 
-        whole: the id of the snapshot with exactly these rows, or None.
+        snapshot_id: the id of the snapshot with exactly these rows, or None.
         """
         folder = self.folder
         path = folder.incoming if folder is not None and self._on_disk else None
@@ -495,7 +495,7 @@ class TablePersistence:
             return self._build(optimizer, marker, folder.live)
 
     def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
-        """Close a table whose rows are replaced. whole: the id of the snapshot with the new rows, or None."""
+        """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
         member = self.member if self.rows_version is None else None  # over ranks, all ranks note the load together
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
             self.begin_change(notes=snapshot_id is None and self.rows_version is None, replaces=True)
@@ -516,7 +516,7 @@ class TablePersistence:
         return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
-        """Build a table over an empty stack, or over RocksDB at `path`, with `stored`'s step and row count."""
+        """Build a table over empty tiers, or over RocksDB's files at `path`, with `stored`'s step and row count."""
         state = RowState() if stored is None else RowState.from_description(stored)
         if optimizer is not None:
             self.check_row(optimizer)
@@ -555,7 +555,7 @@ class TablePersistence:
             self.folder.note_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
-        """Count a collective write. num_earlier: of earlier writes, if this shard may have missed some."""
+        """Count a collective write. num_earlier: the number of earlier writes, if this shard may have missed one."""
         assert self.rows_version is not None
         self.rows_version.record_write(num_earlier)
         if self.member is not None:

@@ -69,7 +69,7 @@ class RecoveryDecision:
         self.is_live = False  # True if the ranks open with their live rows
         self._recorded_versions: dict[str, str | None] = {}  # on rank 0: the version in the record, by store path
         first = world.call_on_rank_0(f"{op}: its store folder", self._prepare)
-        self._token: str = first["token"]  # also the id of a run that starts here
+        self._token: str = first["token"]  # the token, and the id of a run that starts here
         self._stores: list[tuple[str, int]] = [(path, ranks) for path, ranks in first["stores"]]
 
     def _prepare(self) -> dict[str, Any]:

@@ -64,10 +64,8 @@ def read_contents(folder: FolderState) -> FolderContents:
 
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
     """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
-    live, loaded = (
-        live_version(contents.clean_marker),
-        version_of_snapshot(member.entry.snapshot),
-    )  # the live version that a load leaves if it is killed
+    live = live_version(contents.clean_marker)
+    loaded = version_of_snapshot(member.entry.snapshot)  # the version of live rows after a load was killed
     if live is not None and live in (member.entry.live, loaded):
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
@@ -87,8 +85,9 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
         base, owner = next(bases, None), _describe_owner(folder)
         last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_read_step(base)}"
         raise StoreError(
-            f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them, as "
-            f"another number of ranks needs ({last}): open it with {owner} once more and save one. To do without these "
+            f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them "
+            f"({last}). Another number of ranks can only load a snapshot: open the folder with {owner} once more and "
+            "save one. To do without these "
             'rows, `tierbed snapshot load` loads a snapshot, and open="fresh" starts empty'
         )
     return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
@@ -106,7 +105,7 @@ def make_log_entry(
     """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
 
     None if the store is new. live_versions: the live rows' versions by rank, if the store is sharded. live_step: their
-    last step, if known. ranks_prefix: names the ranks.
+    last step, if known. ranks_prefix: text that names the ranks.
     """
     where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
     if not contents.has_begun:
@@ -132,7 +131,7 @@ def make_log_entry(
 
 
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
-    """Name the store's last snapshot, if recovery takes the group back to an earlier snapshot, `base`."""
+    """Return text that names the store's last snapshot, if recovery takes the group back to an earlier one, `base`."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
@@ -153,7 +152,7 @@ def _read_step(snapshot: Snapshot | None) -> int:
 
 
 def describe_recovery(base: Snapshot | None) -> str:
-    """Return the log text that names the rows that the store opens instead of its live rows."""
+    """Return the log text about the rows that the store opens instead of its live rows."""
     if base is None:
         return "started empty: it has no snapshot of its own"
     return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
@@ -192,7 +191,7 @@ def lacks_space(error: TierbedError) -> bool:
 
 def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     """Return the error text for a store that cannot be opened because the disk is full."""
-    cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, which is for an open store
+    cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, because it is for open stores
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
         f"{str(folder.snapshots)!r} that recovery does not need"
@@ -212,7 +211,7 @@ def check_shards_unlocked(path: Path, ranks: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """Identifies the shard of one rank. ranks_on_host: the number of ranks that share this host's memory."""
+    """Identifies the shard of one rank. num_ranks_on_host: how many ranks share the host."""
 
     rank: int
     ranks: int
@@ -232,8 +231,8 @@ class RankShard:
 class RowsVersion:
     """Counts the collective writes to a shard, so that ranks can compare the versions of their shards.
 
-    run_id: of the run that started with no rows or with a snapshot. num_writes: the number of collective writes since
-    then. version: identifies the rows; it is equal on all ranks and in the next run.
+    run_id: the id of the run that started with no rows or with a snapshot. num_writes: the number of collective writes
+    since then. version: identifies the rows; it is equal on all ranks and in the next run.
     """
 
     def __init__(self, shard: RankShard) -> None:
@@ -259,5 +258,5 @@ class RowsVersion:
         return version if self.num_writes == num_writes else f"{self.run_id}:{self.num_writes}"
 
     def make_marker_fields(self) -> dict[str, Any]:
-        """Return the field `share` of the shard's clean marker."""
+        """Return the shard's fields for its clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run_id, "writes": self.num_writes}

@@ -61,7 +61,7 @@ class SharedFolder:
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """Replace one process's live rows by ranks' shards, on rank 0, which owns `member`. Raises StoreError."""
+        """On rank 0, which owns `member`: replace one process's live rows by ranks' shards. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:

@@ -48,9 +48,8 @@ class TrainingGroup:
 
     def check_passed(self) -> None:
         """Detect a backward pass that raised. Called before a forward pass and a close."""
-        if (
-            self.gate.is_closed and torch._C._current_graph_task_id() == -1
-        ):  # not inside the pass; a recomputed forward pass would be inside
+        # a forward pass that a backward pass recomputes runs inside that backward pass
+        if self.gate.is_closed and torch._C._current_graph_task_id() == -1:
             self.fail_pass()
 
     def fail_pass(self) -> None:
