@@ -1,7 +1,7 @@
-"""Train a model's dense part on several ranks: sum gradients so that every rank gets bit-identical sums.
+"""Train a model's dense layers on several ranks. The gradient sums are bit-identical on every rank.
 
 Gradients are added in rank order. Parameters and buffers start with the values of rank 0, so all ranks train one model
-even if each rank initialized its own. After this first broadcast, buffers are not synchronized, in any graph.
+even if each rank initialized its own. Each buffer is broadcast only once per world, not again by later graphs.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..engine.errors import GraphError
 from .sendable import check_sendable, to_bytes
 from .world import World, try_call
 
-_PRESENT, _FINITE = 1, 2  # bits of each rank's note
+_HAS_GRADS, _FINITE = 1, 2  # bits of the note in each rank's handshake header
 _PIECE = 16 << 20  # bytes that rank 0 sends to each rank in one transfer
 
 
 class AllReduceResult(NamedTuple):
-    """The ranks' sums in a step. num_contributors: how many ranks contributed. is_finite: True if all gradients are."""
+    """The ranks' sums. num_contributors: how many ranks contributed. is_finite: True if all gradients were finite."""
 
     sums: list[Tensor]
     num_contributors: int
@@ -41,16 +41,16 @@ def all_reduce_in_order(
 ) -> AllReduceResult:
     """Sum tensors over ranks. Shapes and dtypes must be equal on all ranks. This is a collective.
 
-    Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank does; at least
-    one must. shared_values: values by name that must be equal on all ranks. error: this rank's, raised on all ranks.
+    Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank has tensors;
+    at least one must. shared_values: values equal on all ranks. error: this rank's error, to raise on all ranks.
     """
     with world.collective_block(op):
         try:
             shared_values = {"graph": world.collectives, **(shared_values or {})}
-            notes = world.handshake(op, error, shared_values, note=contributes * _PRESENT + is_finite * _FINITE).notes
+            notes = world.handshake(op, error, shared_values, note=contributes * _HAS_GRADS + is_finite * _FINITE).notes
         finally:
             world.num_step_collectives += 1
-        contributors = [rank for rank, note in enumerate(notes) if note & _PRESENT]
+        contributors = [rank for rank, note in enumerate(notes) if note & _HAS_GRADS]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -66,7 +66,7 @@ def _sum_over_ranks(world: World, op: str, tensors: Sequence[Tensor], contributo
     """Sum tensors of one dtype. Each rank adds up one slice of all ranks' numbers, and sends the sums to all ranks."""
     rank, dtype, sizes = world.rank, tensors[0].dtype, [tensor.numel() for tensor in tensors]
     bounds = [sum(sizes) * other // world.size for other in range(world.size + 1)]
-    slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(bounds)]  # in bytes: Gloo lacks some dtypes
+    slices = [(end - begin) * dtype.itemsize for begin, end in pairwise(bounds)]  # bytes, as Gloo lacks some dtypes
     own_values = [tensor.detach().reshape(-1).cpu() for tensor in tensors]
     data = torch.cat(own_values) if rank in contributors else own_values[0][:0]
     sends = [size * (rank in contributors) for size in slices]

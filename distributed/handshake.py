@@ -1,7 +1,8 @@
 """The handshake before every collective operation.
 
 A handshake checks that all ranks are in the same call, can make the call, and agree on its arguments. It is a single
-all-to-all of headers with a fixed size, so it works even if ranks are in different calls. Other transfers would crash.
+all-to-all of headers with a fixed size, so it works even if ranks are in different calls. Other transfers would crash
+if calls differ.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ MAX_NAMES = 3  # an error names at most this many differing values
 class HandshakeResult(NamedTuple):
     """The headers of all ranks, by rank."""
 
-    counts: list[int]  # how much each rank sends to this rank
+    counts: list[int]  # how many items each rank will send to this rank
     notes: list[int]  # each rank's `note`
     wants_more: bool  # True if any rank asks for another operation
 
 
 class Handshake:
-    """One all-to-all of headers, in flight until `wait`.
+    """One exchange of headers between all ranks, in flight until `wait` returns.
 
-    op: the operation that every rank must be about to begin. shared_values: values by name, equal on all ranks.
-    counts: how much this rank sends to each rank. note: a number for all ranks. wants_more: ask for another operation.
+    op: the operation that every rank must be about to begin. shared_values: values by name, equal on all ranks. counts:
+    how many items go from this rank to each rank. note: a number for all ranks. wants_more: request another call.
     """
 
     def __init__(
@@ -67,9 +68,9 @@ class Handshake:
         rank_group.pending_handshake = self
 
     def wait(self) -> HandshakeResult:
-        """Wait for all headers. If a rank has an error or ranks differ, every rank raises, and no data is moved.
+        """Wait for all headers. If any rank has an error or other values, every rank raises, and no data is moved.
 
-        All ranks raise the lowest failing rank's error. If that is not a TierbedError, they raise a GroupError instead.
+        All ranks raise the lowest failing rank's error. If it is no TierbedError, all ranks raise a GroupError.
         """
         if self.raised_error is not None:
             raise self.raised_error

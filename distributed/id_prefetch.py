@@ -1,7 +1,7 @@
 """Exchange the ids of announced steps before the steps begin. Each rank can then prefetch the rows it must send.
 
-Every exchange is a collective, so all ranks must start and finish exchanges at the same points of the program. No rank
-may act earlier because data has already arrived, since that would change the order of its collectives.
+Every exchange is a collective, so all ranks must start and finish exchanges at the same points of the program. A rank
+may not start a collective earlier because its data has arrived: ranks would start collectives in different orders.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .world import World
 
 
 class AnnouncedStep:
-    """An announced step. Its headers are exchanged first, then its ids. After that, `requested` is known."""
+    """An announced step. Ranks exchange headers first, then ids. Afterwards `requested_lookups` is known."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class AnnouncedStep:
     ) -> None:
         self.number = number  # the announcement's number, the same on all ranks
         self.local_batch, self._world, self._op, self._traffic = local_batch, world, op, traffic
-        self.requested_lookups: list[Lookup] | None = None  # by rank; empty if a rank did not know its lookups
+        self.requested_lookups: list[Lookup] | None = None  # one per rank; empty if some rank did not know its lookups
         # None if no step of this rank will use the announcement
         self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
         counts = [0] * world.size if local_batch is None else local_batch.counts
@@ -43,7 +43,7 @@ class AnnouncedStep:
 
     @property
     def is_refused(self) -> bool:
-        """True if the handshake failed because a rank was in another call. All ranks then raised an error."""
+        """True if the handshake failed because a rank was in another call. In that case, all ranks raised an error."""
         return self._headers.raised_error is not None
 
     @property
@@ -72,7 +72,7 @@ class AnnouncedStep:
 
 
 class IdPrefetcher:
-    """The announced steps of one embedding, in order. on_ids: called with what ranks will request from this rank."""
+    """The announced steps of one embedding, in order. on_ids: called with the lookups that ranks request here."""
 
     def __init__(self, world: World, name: str, traffic: Traffic, on_ids: Callable[[list[Lookup]], None]) -> None:
         self._world, self._name, self._traffic, self._on_ids = world, name, traffic, on_ids
@@ -80,9 +80,9 @@ class IdPrefetcher:
         self._num_announced = 0
 
     def announce(self, lookups: Sequence[Lookup] | None, make_batch: Callable[[], LocalBatch]) -> None:
-        """Announce a step on all ranks. lookups: None if they are unknown on this rank; then no rank prefetches.
+        """Announce a step on all ranks. lookups: None if this rank does not know them; then no rank prefetches.
 
-        make_batch: deduplicates the lookups. If it raises an error, the announcement ignores it; the step raises it.
+        make_batch: deduplicates the lookups. Its errors are ignored here, because the step itself raises them.
         """
         self.advance()
         local_batch = None
@@ -94,7 +94,7 @@ class IdPrefetcher:
         number = self._num_announced + 1
         op = f"announced step {number} of embedding {self._name!r}"
         self._steps.append(AnnouncedStep(self._world, op, number, lookups, local_batch, self._traffic))
-        self._num_announced = number  # not earlier: if ranks refuse the headers in flight, none announces this step
+        self._num_announced = number  # counted last: if ranks refuse the headers in flight, no rank announces this step
         if len(self._steps) > MAX_QUEUE and self._steps[0].is_complete:
             self._steps.popleft()
 
@@ -110,7 +110,7 @@ class IdPrefetcher:
         return next((step for step in self._steps if step.matches(lookups, processor)), None)
 
     def take(self, step: AnnouncedStep) -> list[Lookup]:
-        """Return what each rank requests from this rank in an announced step. Drops that step and earlier steps."""
+        """Return each rank's requests to this rank in an announced step. Drops that step and all earlier steps."""
         while not step.is_complete:
             self._advance(step)
         self.skip(step.number)

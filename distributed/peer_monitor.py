@@ -1,4 +1,4 @@
-"""Detect failed ranks. A thread in each rank answers the other ranks, whatever the other threads do.
+"""Detect failed ranks. A thread in each rank answers the other ranks, even if the rank's other threads hang.
 
 A collective that hangs does not say which rank is missing. So all ranks are also connected by sockets. When a
 collective takes too long, a rank asks the others on these sockets which call they have reached. If a rank's process
@@ -34,7 +34,7 @@ BACKLOG = 65535  # length of the accept queue, unknown connections included; Lin
 MAX_SILENT = 16  # connections that may wait without a greeting, in addition to one per missing rank
 MAX_NAMES = 3  # a message names at most this many unknown hosts
 GREETING = struct.Struct("32si")  # the greeting: the listener's token, and the number of the rank that connects
-CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # out of file descriptors or memory
+CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # accept() lacks descriptors or memory
 ANSWER_SECONDS = 3.0  # how long to wait for other ranks' answers
 ENDED = "its process ended"
 IS_BEHIND = "it runs, but has not reached this call"
@@ -59,7 +59,7 @@ def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], time
         token = secrets.token_hex(16)
         own_address = json.dumps([*listener.getsockname()[:2], token]).encode()
         addresses = [json.loads(data) for data in exchange(own_address)]
-        sockets = _connect_to_all(rank, addresses, exchange, deadline, stack)  # wait to be accepted
+        sockets = _connect_to_all(rank, addresses, exchange, deadline, stack)  # others accept later
         sockets |= _accept_ranks(listener, token, range(rank + 1, size), deadline, stack)
         stack.pop_all()
     return Connections(sockets, sum(host == addresses[rank][0] for host, *_ in addresses))
@@ -76,7 +76,7 @@ def _connect_to_all(
             sockets[other] = stack.enter_context(_connect_to(other, addresses[other], rank, deadline))
     except GroupError as error:
         own_error = error
-    # This exchange fails immediately if a rank was killed or cannot connect. Waiting for its greeting would not.
+    # This exchange fails immediately if a rank was killed or cannot connect. Waiting for a greeting would hang.
     reasons = exchange(b"" if own_error is None else str(own_error).encode())
     if own_error is not None:
         raise own_error
@@ -207,7 +207,7 @@ class PeerMonitor:
 
     When a process ends, its connections close, and the other ranks notice immediately. Before that, a rank reports why
     it leaves: ranks did not answer, it closed its world, or its script ended. A rank that reports nothing was killed.
-    Then the thread calls `on_loss` with the killed rank and what is known about it.
+    For a killed rank, the thread calls `on_loss` with the rank and what is known about it.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
@@ -216,34 +216,34 @@ class PeerMonitor:
         self._connections = dict(connections)
         self._condition = Condition()
         self._answers: dict[int, int] = {}  # by rank: the number of the call that the rank had reached
-        self._exits: dict[int, str] = {}  # by rank: why the rank's connection ended
+        self._reasons: dict[int, str] = {}  # by rank: why the rank's connection ended
         self._last_calls: dict[int, int] = {}  # by rank: the rank's last call before it closed its world
         self._on_loss, self._is_closed = on_loss, False
         for connection in connections.values():
             connection.settimeout(ANSWER_SECONDS)
         Thread(target=self._listen, name="tierbed-peer-monitor", daemon=True).start()
         self._pid = os.getpid()
-        # not `atexit`, which children forked by multiprocessing do not run
+        # instead of `atexit`, because children forked by multiprocessing skip `atexit`
         self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
 
     def find_unresponsive(self, call: int) -> dict[int, str]:
         """Return the ranks that delay this call, and what is known about each one. Raises `aborted`.
 
         Returns the ranks that exited or are silent. If there are no such ranks, returns the ranks that have not reached
-        the call. If there are none of these either, returns the ranks that closed their world after the call.
+        the call. If all ranks have reached the call, returns the ranks that closed their world after it.
         """
         self._send({"call": call})
         others = self._connections.keys()
         with self._condition:
             self._condition.wait_for(
-                lambda: self.aborted or others <= self._answers.keys() | self._exits.keys(), ANSWER_SECONDS
+                lambda: self.aborted or others <= self._answers.keys() | self._reasons.keys(), ANSWER_SECONDS
             )
             if self.aborted is not None:
                 raise self.aborted
-            silent = dict.fromkeys(others - self._answers.keys() - self._exits.keys(), "no sign of it")
-            lost = silent | {rank: why for rank, why in self._exits.items() if self._last_calls.get(rank, 0) < call}
+            silent = dict.fromkeys(others - self._answers.keys() - self._reasons.keys(), "no sign of it")
+            lost = silent | {rank: why for rank, why in self._reasons.items() if self._last_calls.get(rank, 0) < call}
             late = {rank: IS_BEHIND for rank, last_call in self._answers.items() if last_call < call}
-            return lost or late or dict(self._exits)
+            return lost or late or dict(self._reasons)
 
     def has_closed_before(self, call: int) -> bool:
         """True if a rank closed its world and will never reach this call."""
@@ -252,7 +252,7 @@ class PeerMonitor:
     def broadcast_abort(self, rank: int, why: Mapping[int, str]) -> None:
         """Tell all ranks that `rank` aborted the group, and why.
 
-        A receiver forwards this message before it closes. Otherwise a third rank might see the close first.
+        A rank forwards this message before it closes. Otherwise a third rank might notice the close first.
         """
         self._send({"left": rank, "why": [*why.items()]})
 
@@ -290,11 +290,11 @@ class PeerMonitor:
                 with self._condition:
                     for line in lines:
                         self._handle_message(rank, json.loads(line))
-                    is_lost = not data and rank not in self._exits and not self._is_closed
+                    is_lost = not data and rank not in self._reasons and not self._is_closed
                     if not data:
                         del parts[rank]
                         self._connections[rank].close()
-                        self._exits.setdefault(rank, ENDED)
+                        self._reasons.setdefault(rank, ENDED)
                     self._condition.notify_all()
                 if is_lost:
                     self._on_loss(rank, ENDED)
@@ -308,4 +308,4 @@ class PeerMonitor:
             case {"left": aborting_rank, "why": why}:
                 self.aborted = self.aborted or GroupAborted(aborting_rank, dict(why))
             case {"closed": why, "at": last_call}:
-                self._exits[rank], self._last_calls[rank] = why, last_call
+                self._reasons[rank], self._last_calls[rank] = why, last_call

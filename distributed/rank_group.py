@@ -1,9 +1,9 @@
 """`RankGroup`: a process group that moves bytes between the ranks that share rows.
 
-All transfers are all-to-alls over Gloo. One thread starts them, in the same order on every rank. Starting a transfer
-and waiting for it are separate calls, so that work can overlap with it. While a rank waits, it checks for signals and
-for ranks that aborted the group. So neither a lost rank nor Ctrl-C leaves a rank hanging. After a failure the group is
-aborted and cannot be used again.
+All transfers are all-to-alls over Gloo. One thread per rank starts them, in the same order on every rank. Starting a
+transfer and waiting for it are separate calls, so that computation can overlap with the transfer. While a rank waits,
+it checks for signals and for ranks that aborted the group. So neither a lost rank nor Ctrl-C leaves a rank hanging.
+After a failure the group is aborted and cannot be used again.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from thi
 POLL_INTERVAL = timedelta(seconds=0.1)  # how often a wait checks for signals and aborts
 PATIENCE_SECONDS = 1.0  # seconds that a wait continues after a signal, so that a step can finish if all ranks answer
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-CONNECT_SECONDS = 60.0  # limit for all ranks to connect
-_closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has left, each as its ranks
+CONNECT_SECONDS = 60.0  # how long all ranks have to connect
+_closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has left, each given by its ranks
 
 
 class CollectiveSequence:
@@ -109,11 +109,11 @@ class RankGroup:
         rows: torch.dtype = torch.float32,
         grads: torch.dtype = torch.float32,
     ) -> None:
-        """ranks: torch's global ranks, in order; empty for this process alone. rank: this process's position."""
+        """ranks: torch's global ranks, in order; empty for this process alone. rank: this process's index there."""
         self.rank, self.size = rank, max(len(ranks), 1)
         self.timeout, self.row_dtype, self.grad_dtype = timeout, rows, grads
         self.num_ranks_on_host = 1
-        self.num_step_collectives = 0  # collectives of steps begun so far
+        self.num_step_collectives = 0  # how many collectives of steps were begun so far
         self.collectives = NO_COLLECTIVES  # the running step's collectives; must be equal on all ranks
         self.pending_handshake: Any = None  # the Handshake whose headers are in flight
         self.synced_tensors = WeakTensorKeyDictionary()  # tensors that were broadcast from rank 0
@@ -122,7 +122,7 @@ class RankGroup:
         self.num_mismatches = 0  # how often all ranks raised because their calls or values differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
-        self.num_calls = self.num_shared_calls = 0  # collectives begun here, and certainly begun on all ranks
+        self.num_calls = self.num_shared_calls = 0  # collectives begun on this rank, and known to be begun on all ranks
         self._in_flight: list[PendingAllToAll] = []  # failed steps leave transfers here that nobody waits for
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
@@ -132,11 +132,11 @@ class RankGroup:
             self._connect(ranks)
 
     def close(self) -> None:
-        """Leave the group. Waits up to PATIENCE_SECONDS for collectives that all ranks have begun, not for others."""
+        """Leave the group. Waits up to PATIENCE_SECONDS, and only for collectives that all ranks have begun."""
         with uninterrupted():
             if self.failure is None:
                 deadline = monotonic() + PATIENCE_SECONDS
-                for pending in self._in_flight:  # left by failed steps
+                for pending in self._in_flight:  # transfers that failed steps left
                     while pending.call <= self.num_shared_calls and monotonic() < deadline and pending.poll():
                         pass
             self.failure = self.failure or GroupError("this world is closed")
@@ -171,7 +171,7 @@ class RankGroup:
             self.shared_error = self.pinned_batches = None  # an error's frames keep the step's tensors alive
 
     def must_report(self, error: BaseException) -> bool:
-        """True if other ranks do not know of an error yet: they did not raise it too, and the group is alive."""
+        """True if other ranks do not know this error yet: they did not raise it, and the group is alive."""
         return self.size > 1 and self.failure is None and error is not self.shared_error
 
     def raise_shared(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
@@ -196,8 +196,8 @@ class RankGroup:
     ) -> PendingAllToAll:
         """Start to send blocks of `data` to all ranks, and to receive their blocks into `out` or new memory.
 
-        data, out: contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; equal
-        by default. If sender and receiver differ in a length, the process is aborted. op: the call's name in errors.
+        data, out: contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; by
+        default equal. If sender and receiver differ in a length, the process is aborted. op: the call's name in errors.
         """
         send_counts = send_counts or [len(data) // self.size] * self.size
         receive_counts = receive_counts or send_counts
@@ -218,7 +218,7 @@ class RankGroup:
         return pending
 
     def exchange_bytes(self, op: str, data: bytes, num_readers: int | None = None) -> list[bytes]:
-        """Send bytes to ranks below `num_readers`, by default to all. Returns each rank's bytes; others get b""."""
+        """Send bytes to ranks below `num_readers` (default: all). They get each rank's bytes; others get b""."""
         if self.size == 1:
             return [data]
         num_readers = self.size if num_readers is None else num_readers
@@ -257,7 +257,7 @@ class RankGroup:
             raise self.abort_unresponsive(op, call, "a rank closed its world")
 
     def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
-        """Abort the group because collective number `call` failed. Returns the error, with the ranks' reports."""
+        """Abort the group because collective number `call` failed. Returns the error, with other ranks' reports."""
         reasons: Mapping[int, str] = {}
         if self._peers is not None:
             try:
@@ -308,13 +308,13 @@ class RankGroup:
                 "create one World, and close it at the end"
             )
         timeout, self.timeout = self.timeout, max(self.timeout, CONNECT_SECONDS)  # ranks may still be starting
-        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 always sorts
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # torch 2.11 always sorts ranks
         try:
             self._group = dist.new_group(
                 ranks, timedelta(seconds=self.timeout), "gloo", use_local_synchronization=True, **order
             )
         except RuntimeError as error:
-            raise GroupError(f"the ranks {ranks} did not meet: {error}") from error
+            raise GroupError(f"the ranks {ranks} could not form a process group: {error}") from error
         try:
             exchange = partial(self.exchange_bytes, self._op)
             sockets, self.num_ranks_on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
@@ -335,7 +335,7 @@ class PendingAllToAll:
         self._has_arrived, self._failure = False, ""
 
     def wait(self) -> Tensor:
-        """Wait until everything is sent and received, and return `out`. If that fails, aborts and raises GroupError.
+        """Wait until everything is sent and received, and return `out`. On failure, aborts and raises GroupError.
 
         Signal handlers run only after the outermost `uninterrupted` block. Ctrl-C and SIGTERM abort the group if the
         wait has not ended a second later.
@@ -360,7 +360,7 @@ class PendingAllToAll:
             return self._out
 
     def is_pending(self) -> bool:
-        """True if the transfer is in flight. A complete transfer releases the process group."""
+        """True if the transfer is in flight. A complete transfer no longer keeps the process group alive."""
         if self._work is not None and self._work.is_completed():
             try:
                 self._work.wait()

@@ -36,7 +36,7 @@ class RankBuffers:
     """All ranks' rows in one piece of memory. blocks: each rank's rows, [the rank's count, dim]."""
 
     def __init__(self, world: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
-        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), with_zero(counts, world.rank)
+        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), without_rank(counts, world.rank)
         *self.blocks, own = self.rows.split([*self.remote_counts, counts[world.rank]])
         self.blocks[world.rank] = own
 
@@ -67,14 +67,14 @@ class LocalBatch:
         world: World,
         dedup_from: LocalBatch | None = None,
     ) -> None:
-        """dedup_from: another embedding's batch of the same lookups, for its deduplication. Raises InputError."""
+        """dedup_from: another embedding's batch of the same lookups, to share its deduplication. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
         if dedup_from is None:
             self.by_owner = by_owner(processor.unique_rows(self.batch), world.size, world.rank)
         else:
             self.by_owner = dedup_from.by_owner
-        self.rows: Tensor | None = None  # kept alive, because the batch's lines point into this memory
+        self.rows: Tensor | None = None  # kept alive, because the batch points into this memory
         if processor.defers_errors and (deferred := processor.deferred_error(True)) is not None:
             raise deferred.error
 
@@ -84,7 +84,7 @@ class LocalBatch:
 
 
 class IdExchange:
-    """Exchanges ids after the headers. `wait` returns the ids of the rows that each rank requests from this rank."""
+    """Exchanges ids, after the headers. `wait` returns the ids of the rows that each rank requests from this rank."""
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this rank included."""
@@ -92,7 +92,7 @@ class IdExchange:
         if local.spec.num_tables > 1:
             ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
         self._rank, self._device = world.rank, local.processor.device
-        send_counts, self._receive_counts = (with_zero(part, world.rank) for part in (local.counts, counts))
+        send_counts, self._receive_counts = (without_rank(part, world.rank) for part in (local.counts, counts))
         self._own_ids = ids[sum(send_counts) :]  # this rank's own ids are last
         traffic.ids_sent += sum(send_counts)
         traffic.ids_received += sum(self._receive_counts)
@@ -107,7 +107,7 @@ class IdExchange:
         return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
 
 
-def with_zero(counts: list[int], rank: int) -> list[int]:
+def without_rank(counts: list[int], rank: int) -> list[int]:
     """Return the counts, with one rank's count replaced by 0."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 

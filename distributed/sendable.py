@@ -21,20 +21,20 @@ _SENDABLE = (
 )
 
 
-def check_sendable(name: str, x: Any, summed: bool = False) -> Tensor:
-    """Return `x` if it is a tensor that can be sent as bytes. summed: it must also be summable. Raises InputError."""
+def check_sendable(name: str, x: Any, needs_sum: bool = False) -> Tensor:
+    """Return `x` if it is a tensor that can be sent as bytes. needs_sum: also summable. Raises InputError."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name}: got {type(x).__name__}; give a dense torch.Tensor")
     if x.is_quantized:
-        raise InputError(f"{name}: got {x.dtype}, quantized; give {name}.dequantize()")
+        raise InputError(f"{name}: got a quantized tensor of {x.dtype}; give {name}.dequantize()")
     if x.layout != torch.strided or x.is_nested or x.is_meta or is_traceable_wrapper_subclass(x):
         kind = "a nested tensor" if x.is_nested else "a meta tensor" if x.is_meta else f"{type(x).__name__}, {x.layout}"
         raise InputError(f"{name}: got {kind}; give a dense torch.Tensor")
-    if summed and x.dtype == torch.bool:
+    if needs_sum and x.dtype == torch.bool:
         raise InputError(
             f"{name}: got torch.bool, and a sum of bools does not count the True ones; give {name}.to(torch.int64)"
         )
-    if x.dtype not in (allowed := _SUMMABLE if summed else _SENDABLE):
+    if x.dtype not in (allowed := _SUMMABLE if needs_sum else _SENDABLE):
         raise InputError(f"{name}: got {x.dtype}; give one of {', '.join(map(str, allowed))}")
     return x
 

@@ -1,4 +1,4 @@
-"""An embedding whose rows are distributed over all ranks. Has the interface of `OpenTable`, made of collectives.
+"""An embedding whose rows are distributed over all ranks. It has the methods of `OpenTable`, as collectives.
 
 Each row belongs to one rank, its owner. In a training step, every rank deduplicates its lookups and sends the unique
 ids to their owners (`_request`). Each owner pins the requested rows in its local table, and sends the rows back
@@ -31,7 +31,7 @@ from ..engine.table.table_report import count_new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .rank_group import PendingAllToAll
-from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, with_zero
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, without_rank
 from .world import World, try_call
 
 T = TypeVar("T")
@@ -39,9 +39,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class ShardedBatch:
-    """A pinned batch over all ranks. Has the rows that this rank looked up, and the rows that it sends to others.
+    """A batch pinned on all ranks. It has the rows that this rank looked up, and the rows that it sends to others.
 
-    A new batch's rows are still in flight, and its first use waits for them. `send` starts to send gradients.
+    A new batch's rows are still in flight, and the batch's first use waits for them. `send` starts to send gradients.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ShardedBatch:
         error: BaseException | None,
         dtype: torch.dtype,
     ) -> None:
-        """has_pooling: True if any rank pools rows. owner_batch: the rows that ranks request; None after an `error`."""
+        """has_pooling: True if any rank pools rows. owner_batch: requested rows; None after an `error`."""
         self.core: Any = local_batch.batch
         self.lookups, self.dtype = local_batch.lookups, dtype
         self.local_batch, self.requested_lookups, self.owner_batch = local_batch, requested_lookups, owner_batch
@@ -64,23 +64,23 @@ class ShardedBatch:
         self._dim = local_batch.spec.dim
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
         wire_dtype = dtype if not has_pooling and self._world.row_dtype == torch.float32 else self._world.row_dtype
-        self._keeps_own = wire_dtype == torch.float32  # otherwise rows that this rank keeps are rounded like sent rows
-        received = with_zero(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
+        self._keeps_own = wire_dtype == torch.float32  # if False, this rank's own rows are rounded like sent rows
+        received = without_rank(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
         self._received_buffers = RankBuffers(self._world, received, self._dim, wire_dtype)
         self._rows: Tensor | None = None  # the received rows, [m, dim] float32
-        self._sending: PendingAllToAll | None = None
+        self._exchange: PendingAllToAll | None = None
         self._sums: RankBuffers | None = None  # gradients of the rows that this rank owns, by sending rank
         self._own_sums = torch.empty(0)  # gradients of rows that this rank both owns and looked up
         rows, new = (0, 0) if owner_batch is None else table.count_rows_and_new(owner_batch)
         outgoing, op = self._gather_blocks(wire_dtype), f"rows of {op}"
         self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
         self._in_flight = start_exchange(self._world, op, outgoing, self._received_buffers, table.traffic)
-        table.traffic.rows_received += sum(with_zero(local_batch.counts, self._world.rank))
+        table.traffic.rows_received += sum(without_rank(local_batch.counts, self._world.rank))
 
     def _gather_blocks(self, wire_dtype: torch.dtype) -> RankBuffers:
         """Return the requested rows that this rank owns, one block per requesting rank."""
         own_rank = self._world.rank
-        blocks = RankBuffers(self._world, with_zero(self._requested_counts, own_rank), self._dim, wire_dtype)
+        blocks = RankBuffers(self._world, without_rank(self._requested_counts, own_rank), self._dim, wire_dtype)
         if self.owner_batch is not None:
             for rank in range(self._world.size):
                 if rank == own_rank and self._keeps_own:
@@ -93,7 +93,7 @@ class ShardedBatch:
         self._table.traffic.rows_sent += len(blocks.rows)
         return blocks
 
-    def arrive(self) -> None:
+    def wait_for_rows(self) -> None:
         """Wait for the rows. Raises on every rank if any rank could not send rows, or if `capacity` is exceeded."""
         if self._rows is not None:
             return
@@ -129,7 +129,7 @@ class ShardedBatch:
 
     def send_nothing(self) -> None:
         """Take part in the gradient exchange without valid gradients, if `send` failed or was not called."""
-        if self._sending is not None:
+        if self._exchange is not None:
             return
         world = self._world
         try:
@@ -154,25 +154,25 @@ class ShardedBatch:
         world = self._world
         self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grad_dtype)
         self._own_sums = outgoing.blocks[world.rank]
-        self._sending = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
+        self._exchange = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
         world.num_step_collectives += 1
 
-    def receive(self) -> None:
+    def wait_for_gradients(self) -> None:
         """Wait for the exchange of gradients."""
-        assert self._sending is not None
-        self._sending.wait()
+        assert self._exchange is not None
+        self._exchange.wait()
 
-    def _receive(self) -> list[Tensor]:
+    def _receive_gradients(self) -> list[Tensor]:
         """Return the gradients received from each rank: float32 [rows that the rank requested, dim]."""
-        self.receive()
+        self.wait_for_gradients()
         assert self._sums is not None
         sums = [*self._sums.blocks]
         sums[self._world.rank] = self._own_sums
         return [part.to(self.local_batch.processor.device, torch.float32) for part in sums]
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
-        """Return the squared gradients of all rows, summed over ranks. The sum is the same on every rank."""
-        owner_batch, sums = self._prepare(grads, weights), self._receive()
+        """Return the sum of squared gradients over all rows and ranks. The sum is the same on every rank."""
+        owner_batch, sums = self._prepare(grads, weights), self._receive_gradients()
         world, op = self._world, f"norm of {self._op}"
         squares, error = try_call(lambda: owner_batch.partial_squares(sums))
         with world.collective_block(op):
@@ -192,11 +192,11 @@ class ShardedBatch:
         """Apply the optimizer to the rows that this rank owns, with the gradients of all ranks, and unpin.
 
         scale: factor for a row's summed gradient. The default, 1 / number of ranks, trains the mean of the ranks'
-        losses. If `send` was not called, sends the gradients first; an error in this part is raised on every rank. Any
-        later error is raised on this rank alone, and then no rank can use the rows.
+        losses. If `send` was not called, sends the gradients first; an error of this sending is raised on every rank.
+        Any later error is raised on this rank alone, and then no rank can use the rows.
         """
         owner_batch = self._prepare(grads, weights)
-        sums = self._receive()
+        sums = self._receive_gradients()
         try:
             self._table.local.count_write()
             owner_batch.update(sums, None, 1.0 / self._world.size if scale is None else scale, clip_value)
@@ -211,14 +211,14 @@ class ShardedBatch:
             self._table.mark_diverged(self._op, error)
 
     def release(self) -> None:
-        """Unpin. The rows are unchanged."""
+        """Unpin the rows without changing them."""
         self._table.release()
 
     def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
         """Send the gradients if `send` was not called, and return the pinned rows that this rank owns."""
-        if self._sending is None:
+        if self._exchange is None:
             self._check_pinned()
-            self.arrive()
+            self.wait_for_rows()
             _, error = try_call(lambda: self.send(grads, weights))
             self.send_nothing()
             self._unpin_on_error(lambda: self._world.handshake(f"gradients of {self._op}", error))
@@ -226,7 +226,7 @@ class ShardedBatch:
         return self.owner_batch
 
     def _unpin_on_error(self, call: Callable[[], T]) -> T:
-        """Return a call's result. If the call raises, unpin."""
+        """Return a call's result. If the call raises, unpin the rows."""
         try:
             return call()
         except BaseException:
@@ -237,7 +237,7 @@ class ShardedBatch:
     def _while_pinned(self) -> Iterator[None]:
         """Wrap a block that needs pinned rows. Locks the local table, so the rows stay pinned there too."""
         self._check_pinned()
-        self.arrive()
+        self.wait_for_rows()
         assert self.owner_batch is not None
         with self.owner_batch.table.lock:
             self.owner_batch.table.check_pinned(self.owner_batch)
@@ -275,7 +275,7 @@ class ShardedTable:
     def __init__(
         self, world: World, local: Any, capacity: int | None, before_step: Callable[[], None], requests: Any
     ) -> None:
-        """local: this rank's `LocalTable`. capacity: the most rows over all ranks; None if each rank has its own limit.
+        """local: this rank's `LocalTable`. capacity: maximum rows over all ranks; None if each rank has its own limit.
 
         before_step: called on all ranks before a step. requests: the `RankRequests` that all ranks serve together.
         """
@@ -362,7 +362,7 @@ class ShardedTable:
             world.num_step_collectives += 1
         assert local_batch is not None
         if is_step:
-            self.id_prefetcher.advance()  # only here: a failed rank takes part in no other handshake
+            self.id_prefetcher.advance()  # not before the handshake: a failed rank takes part in no later one
         if answer.wants_more:
             self._requests.serve()
         has_pooling = any(note & 1 for note in answer.notes)
@@ -378,7 +378,7 @@ class ShardedTable:
     def read(
         self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
     ) -> Tensor:
-        """Read rows or pooled bags, as `OpenTable.read` does. All ranks call it, each with its own ids."""
+        """Read rows or pooled bags, as `OpenTable.read` does. All ranks make this call, each with its own ids."""
         local_batch = self._look_up(lookup, trains)
         return local_batch.processor.gather(local_batch.batch, 0, lookup, weights, dtype)
 
@@ -392,7 +392,7 @@ class ShardedTable:
 
     @_collective("lookup")
     def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
-        """Return this rank's unique rows of a lookup, with their lines set to the received rows."""
+        """Return the unique rows of this rank's lookup, received from the ranks that own the rows."""
         op = f"embedding {self.name!r}, lookup at step {self.open_table.step}"
         local_batch, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
@@ -477,12 +477,12 @@ class ShardedTable:
         return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=num_rows or 0).notes)
 
     @_collective("announcement")
-    def announce(self, lookups: list[Lookup] | None, together: bool = False) -> None:
-        """Announce a later step, as `OpenTable.announce` does. All ranks call this. lookups: None if unknown.
+    def announce(self, lookups: list[Lookup] | None, is_collective: bool = False) -> None:
+        """Announce a later step, as `OpenTable.announce` does. All ranks call this. lookups: None if unknown here.
 
-        together: True if all ranks are known to be in this call. If one rank then has an error, the step raises it.
+        is_collective: True if all ranks are known to make this call. An error of one rank is then raised by the step.
         """
-        if not together:
+        if not is_collective:
             _, error = try_call(self._check_diverged)
             self.world.handshake(f"announcement of embedding {self.name!r} at step {self.open_table.step}", error)
         self.id_prefetcher.announce(
@@ -490,21 +490,21 @@ class ShardedTable:
         )
 
     def count_rows_and_new(self, owner_batch: PinnedBatch) -> tuple[int, int]:
-        """Return this rank's row count, and the number of rows that a pinned batch adds. (0, 0) without `capacity`."""
+        """Return this rank's row count and the number of rows that a pinned batch adds; (0, 0) without `capacity`."""
         if self.capacity is None:
             return 0, 0
         num_written = int(owner_batch.table.processor.count_written(owner_batch.core).sum())
         return self.open_table.counts.num_rows, owner_batch.core.unique - num_written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
-        """Called after this rank failed in an update that other ranks made. No rank can use the rows until a load."""
+        """Called after this rank failed in an update. No rank can use the rows until a load."""
         try_call(self.release)  # this may raise: after a failure the pin cannot end normally
         self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
         self.local.mark_failed(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.open_table.failure is not None:  # no failure: a load has replaced the table
-            raise StoreError(f"{self._diverged}; load a snapshot of every embedding of that step on all ranks")
+        if self._diverged and self.open_table.failure is not None:  # without a failure, a load has replaced the table
+            raise StoreError(f"{self._diverged}; load a snapshot of every embedding, all of one step, on all ranks")
 
     def release(self) -> None:
         """Unpin the batch that a failed step may have left pinned."""

@@ -27,7 +27,7 @@ from .sendable import check_sendable, to_bytes
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-MIN_START_SECONDS = 60.0  # processes import torch at different speeds
+MIN_START_SECONDS = 60.0  # the least time to wait at start, because processes import torch at different speeds
 MAX_TIMEOUT = 10**7  # seconds
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes for sending rows and gradients
 POLL_SECONDS = 0.02  # interval between polls of torch's store
@@ -92,8 +92,8 @@ class World(RankGroup):
     does not answer within `timeout` seconds, the world is aborted. Every later call then raises GroupError.
 
     Args:
-        group: the process group whose ranks share rows. Default: torch's default group. If that does not exist, this
-            process alone.
+        group: the process group whose ranks share rows. Default: torch's default group. If there is no default group,
+            this process alone.
         timeout: seconds to wait for other ranks. Default: 600.
         rows: dtype for sending rows: float32, bfloat16 or float16. Default: float32.
         grads: dtype for sending gradients: float32, bfloat16 or float16. Default: float32.
@@ -114,7 +114,7 @@ class World(RankGroup):
     ) -> None:
         seconds = as_number(timeout)
         if seconds is None or not 0 < seconds <= MAX_TIMEOUT:
-            raise OptionError(f"timeout={timeout!r}: give seconds, above 0 and at most {MAX_TIMEOUT}")
+            raise OptionError(f"timeout={timeout!r}: give a number of seconds above 0, at most {MAX_TIMEOUT}")
         for name, dtype in (("rows", rows), ("grads", grads)):
             if dtype not in DTYPES:
                 raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, DTYPES))}")
@@ -129,7 +129,7 @@ class World(RankGroup):
 
     @classmethod
     def single(cls) -> World:
-        """Return a world for this process alone, without a process group. Any thread may use it."""
+        """Return a world for this process alone, without a process group. Any thread may use this world."""
         world = cls.__new__(cls)
         RankGroup.__init__(world, [], 0)
         return world
@@ -256,5 +256,5 @@ def _read_rank_and_size(group: dist.ProcessGroup | None) -> tuple[int, int]:
             raise OptionError("there is no process group: call World.from_env() or dist.init_process_group() first")
         return 0, 1
     if (rank := dist.get_rank(group)) < 0:
-        raise OptionError("group: this process is not one of its ranks")
+        raise OptionError("group: this process is not in this group; give a group that contains it")
     return rank, dist.get_world_size(group)

@@ -6,8 +6,8 @@
     torchrun --nproc-per-node 2 examples/ctr.py --model dlrm --out store --wire 16
 
 --data is Criteo's file or a MovieLens folder; without it the examples are synthetic. At the end it saves a snapshot,
-loads it into a new embedding and model, and checks that their AUC is the same. With torchrun, ranks divide the rows
-and each batch.
+loads the snapshot into a new embedding and model, and checks that the AUC is the same. With torchrun, ranks divide the
+rows and each batch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tierbed import (
 )
 
 MODELS: dict[str, type[DLRM | DeepFM | DCNv2]] = {"dlrm": DLRM, "deepfm": DeepFM, "dcnv2": DCNv2}
-WIRES = {32: (torch.float32, torch.float32), 16: (torch.float16, torch.bfloat16)}  # dtypes of (rows, gradients)
+WIRES = {32: (torch.float32, torch.float32), 16: (torch.float16, torch.bfloat16)}  # dtypes of sent rows, gradients
 EVALUATED = 4096  # batch size of evaluation
 
 

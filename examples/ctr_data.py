@@ -58,9 +58,7 @@ def _criteo_lines(path: Path) -> Iterator[tuple[float, list[float], list[int]]]:
             try:
                 if len(cells) != DENSE + FIELDS or label not in ("0", "1"):
                     raise ValueError
-                dense = [
-                    math.log1p(max(int(cell or 0), 0)) for cell in cells[:DENSE]
-                ]  # log, since counts are long-tailed
+                dense = [math.log1p(max(int(cell or 0), 0)) for cell in cells[:DENSE]]  # counts are long-tailed
                 ids = [int(cell, 16) if cell else PADDING for cell in cells[DENSE:]]
             except ValueError:
                 raise ValueError(

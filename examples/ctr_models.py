@@ -29,8 +29,8 @@ def dot_interaction(vectors: Tensor) -> Tensor:
 
 
 class DLRM(nn.Module):
-    """A bottom MLP maps the dense features to a vector. Dot products combine it and the fields' rows in pairs. A top
-    MLP reads the dot products and the bottom MLP's output.
+    """A bottom MLP maps the dense features to a vector. Dot products combine this vector and the fields' rows in pairs.
+    A top MLP reads the dot products and the bottom MLP's output.
 
     Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems", 2019.
     """
@@ -97,8 +97,8 @@ class Cross(nn.Module):
 
 
 class DCNv2(nn.Module):
-    """Cross layers and an MLP, which follows them (`stacked`) or runs in parallel. Each cross layer raises the degree
-    of the polynomial by one. The input is one vector of all rows and dense features of an example.
+    """Cross layers and an MLP. The MLP follows the cross layers (`stacked`) or runs in parallel. Each cross layer
+    raises the degree of the polynomial by one. The input is one vector of all rows and dense features of an example.
 
     `rank` makes the cross layers' matrices low-rank (one expert). Wang et al., "DCN V2: Improved Deep & Cross Network
     and Practical Lessons for Web-scale Learning to Rank Systems", WWW 2021.

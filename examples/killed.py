@@ -3,8 +3,8 @@
     python examples/killed.py --data ml-100k --plot killed.svg
 
 `kill -9` ends each process at a random moment. The next process resumes from the last checkpoint. Every loss, also of
-steps that run twice, must equal bit for bit the loss of a run in device memory that is never killed. Without --data it
-trains on a synthetic click log. --plot needs matplotlib.
+steps that run twice, must equal bit for bit the loss of a run in device memory that is never killed. Without --data,
+the runs train on a synthetic click log. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def losses(args: argparse.Namespace, store: str, folder: Path, steps: int | None
 
 
 def lives(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Losses]]:
-    """Yield (store, losses) of one process after another, until all steps are done. All but the last are killed."""
+    """Yield (store, losses) of one process after another, until all steps are done. The last process is not killed."""
     rng, last = random.Random(args.seed), 0
     for store in cycle(("ssd", "host", "cached_host", "device")):
         seen = losses(args, store, folder, rng.randrange(EVERY, args.steps // 3))

@@ -3,8 +3,8 @@
     python examples/movielens.py --data ml-100k --store ssd
     python examples/movielens.py --data ml-100k --config examples/deploy.toml
 
-Without --data it trains on a synthetic click log. At the end it saves a snapshot, loads it in a new process, and checks
-that the AUC is the same.
+Without --data, the script trains on a synthetic click log. At the end it saves a snapshot, loads it in a new process,
+and checks that the AUC is the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tierbed import (
 def make_embedding(
     store_options: Any, dim: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> MultiTableEmbedding:
-    """Make one table per field. Tables start empty and grow as keys arrive. The store options say where they live."""
+    """Make one table per field. Tables start empty and grow as keys arrive. Store options say where rows live."""
     return MultiTableEmbedding(
         "movielens",
         dim,

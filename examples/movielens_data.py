@@ -39,7 +39,7 @@ class Log:
     """Ratings as click examples."""
 
     source: str
-    ids: torch.Tensor  # int64 [rows, width]: a key per single-valued field, then the genres; missing: `PADDING`
+    ids: torch.Tensor  # int64 [rows, width]: a key per single-valued field, then the genres; `PADDING` if missing
     table_ids: torch.Tensor  # int64 [width], each column's field
     labels: torch.Tensor  # float32 [rows], 1 for a rating of 4 or more
 
@@ -192,7 +192,7 @@ def split(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
     """Return the area under the ROC curve: the probability that a positive scores above a negative; ties count half.
 
-    `labels` [n] are 0 or 1, `scores` [n]. Raises ValueError if a class is empty or a score is NaN.
+    labels: [n], each 0 or 1. scores: [n]. Raises ValueError if a class is empty or a score is NaN.
     """
     labels, scores = np.asarray(labels) > 0, np.asarray(scores)
     positives, negatives = int(labels.sum()), int((~labels).sum())

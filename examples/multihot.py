@@ -5,9 +5,9 @@
     python examples/multihot.py --dim 128 --rows 40000000 --store ssd --cache-mb 8192
 
 The 26 features have as many ids per sample as MLPerf's, 214 in total. MLPerf's tables are cut to --rows. All widths
-follow from --dim; with 128 they are MLPerf's. An EmbeddingBagCollection holds the tables in one embedding, since they
-have one dim. --loop trains in a plain PyTorch loop, which announces its batches itself. Without it a Graph trains, with
-bit-identical results. Clicks are random, drawn with --seed from hidden effects of the ids.
+follow from --dim; with 128 they are MLPerf's. An EmbeddingBagCollection holds the tables in one embedding, since all
+tables have one dim. --loop trains in a plain PyTorch loop, which announces its batches itself. Without --loop a Graph
+trains, with bit-identical results. Clicks are random, drawn with --seed from hidden effects of the ids.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def make_optimizer(model: DCNv2, lr: float) -> torch.optim.Optimizer:
 
 
 class TrainGraph(Graph):
-    """A call runs one training step. `run` fetches the rows of later batches."""
+    """A call runs one training step. `run` also prefetches the rows of later batches."""
 
     def __init__(self, model: DCNv2, lr: float) -> None:
         super().__init__()

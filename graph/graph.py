@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ..embedding.optim.ddp_guard import refuse_around
+from ..embedding.optim.ddp_guard import refuse_wrapper
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
 from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, checked_arguments
@@ -262,7 +262,7 @@ class Graph(ModelSnapshots, HasBuild):
             Exception: any error that `build`, an op or a store raises.
         """
         if DistributedDataParallel._active_ddp_module is not None:
-            refuse_around(self)
+            refuse_wrapper(self)
         try:
             step, tensors = self.__compiled(args, kwargs)
         except Exception as error:

@@ -2,7 +2,7 @@
 
 No tensor holds the rows' gradient. `RowGradients` collects the gradients of lookup results, and the step passes these
 gradients to the store, which sums them by row. The shadow parameter's `.grad` is a `ShadowGrad` that refers to the
-`RowGradients`. When zero_grad(), torch's clips or a GradScaler work on this `.grad`, they change the rows' gradients.
+`RowGradients`. zero_grad(), torch's clips and a GradScaler work on this `.grad`, and thus change the rows' gradients.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ...engine.optim.base import positive
 from ...engine.options.lookup import Lookup
 
 # maps each embedding's handle to the EagerOptimizer that trains the embedding
-holders: WeakValueDictionary[int, Any] = WeakValueDictionary()
+trainers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # functions that torch and torch.compile call to read a tensor's metadata, but not its values
 _METADATA = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
@@ -38,13 +38,13 @@ _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_
     "foreach": "a clip with foreach=True",
     "linalg_vector_norm": "a norm by torch over ranks, or with a norm_type other than 2,",
 }
-os.register_at_fork(after_in_child=holders.clear)  # otherwise a child process would train a copy of the rows
+os.register_at_fork(after_in_child=trainers.clear)  # otherwise a child process would train a copy of the rows
 
 
 class _LookupGradient:
     """The gradient of a lookup's result.
 
-    lookup, weights: copies. originals: the caller's tensors, kept alive because the key contains their identities.
+    lookup, weights: copies. originals: the caller's tensors, kept alive because the key contains `id(tensor)`.
     """
 
     def __init__(
@@ -57,18 +57,18 @@ class _LookupGradient:
         self.grad, self._count = grad, write_count(grad)
 
     def has_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
-        """True if the lookup and the weights equal `tensors`."""
+        """True if `tensors` have the same values as this lookup and its weights."""
         return all(map(same_values, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:
-        self._set(self.unchanged(name) + grad)
+        self._set(self.require_unchanged(name) + grad)
         self.order = min(self.order, order)
 
     def multiply(self, scale: float) -> None:
         self._set(self.grad.float() * scale)
 
-    def unchanged(self, name: str) -> Tensor:
-        """Return the gradient. Raises InputError if code wrote to the gradient. name: the embedding's name."""
+    def require_unchanged(self, name: str) -> Tensor:
+        """Return the gradient. Raises InputError if code changed the gradient in place. name: the embedding's name."""
         if write_count(self.grad) != self._count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
@@ -82,19 +82,19 @@ class RowGradients:
 
     def __init__(self, embedding: EmbeddingBase) -> None:
         self._embedding = weakref.ref(embedding)  # weak, because the embedding holds this object
-        self._kept: dict[Hashable, _LookupGradient] = {}
+        self._gradients: dict[Hashable, _LookupGradient] = {}
         with torch._C.DisableTorchFunctionSubclass():
             self._first_version = embedding.shadow._version
         self._scale = 1.0  # factor for each row's summed gradient
-        self._clip_value: float | None = None  # after scaling, limits each element of the sum
-        self._dtype = embedding.output_dtype  # of the gradients that a step applies
+        self._clip_value: float | None = None  # limit for each element of the sum, after scaling
+        self._dtype = embedding.output_dtype  # dtype of the gradients that a step applies
 
     @property
     def embedding(self) -> EmbeddingBase:
-        """The embedding. Raises ClosedError if it was deleted and an optimizer still holds its parameter."""
+        """The embedding. Raises ClosedError if the embedding was deleted and an optimizer still holds its parameter."""
         embedding = self._embedding()
         if embedding is None:
-            raise ClosedError("a gradient's embedding was dropped, and only its parameter is left: keep the module")
+            raise ClosedError("a gradient's embedding was deleted, and only its parameter is left; keep the module")
         return embedding
 
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
@@ -108,43 +108,43 @@ class RowGradients:
         self._apply_scale()
         originals = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
-        kept = self._kept.get(key)
-        if kept is not None and not kept.has_values(originals):  # NumPy wrote to them, without changing the version
-            key, kept = (key, len(self._kept)), None
-        if kept is not None:
-            kept.add(grad, order, self.embedding.name)
+        gradient = self._gradients.get(key)
+        if gradient is not None and not gradient.has_values(originals):  # a NumPy write changes no version
+            key, gradient = (key, len(self._gradients)), None
+        if gradient is not None:
+            gradient.add(grad, order, self.embedding.name)
         else:
             weights = None if weights is None else weights.detach().clone()
-            self._kept[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
+            self._gradients[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
 
     def pin(self) -> Any:
         """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` first."""
         return self.embedding.pin([gradient.lookup for gradient in self._in_order()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
-        """Return the gradients in their order. Raises InputError if a gradient can no longer be applied."""
-        embedding, kept = self.embedding, self._in_order()
-        for gradient in kept:
-            gradient.unchanged(embedding.name)
+        """Return the gradients, sorted by `order`. Raises InputError if a gradient can no longer be applied."""
+        embedding, gradients = self.embedding, self._in_order()
+        for gradient in gradients:
+            gradient.require_unchanged(embedding.name)
             if gradient.lookup.ids.device != embedding.device:
                 raise InputError(
-                    f"gradients of embedding {embedding.name!r} are on {gradient.lookup.ids.device} and the embedding "
-                    f"on {embedding.device}; call zero_grad() after moving a module"
+                    f"gradients of embedding {embedding.name!r} are on {gradient.lookup.ids.device}, but the embedding "
+                    f"is on {embedding.device}; call zero_grad() after moving a module"
                 )
-        return kept
+        return gradients
 
     @property
     def is_waiting(self) -> bool:
         """True if there are gradients, and no step has updated the rows since the first gradient."""
-        return bool(self._kept) and self.embedding.shadow._version == self._first_version
+        return bool(self._gradients) and self.embedding.shadow._version == self._first_version
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the gradients and the weights of the lookups, in the order of `pin`."""
-        kept = self._in_order()
-        return [gradient.grad.to(self._dtype) for gradient in kept], [gradient.weights for gradient in kept]
+        gradients = self._in_order()
+        return [gradient.grad.to(self._dtype) for gradient in gradients], [gradient.weights for gradient in gradients]
 
     def update(self, batch: Any) -> None:
-        """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, now unpinned."""
+        """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
         batch.update(*self.grads(), *clip)  # over ranks, `clip` is empty and gradients are averaged
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
@@ -152,13 +152,13 @@ class RowGradients:
     def square_gradients(self) -> float:
         """Return the squared norm of all rows' summed gradients. Raises InputError."""
         self._check_unclipped("a norm")
-        self._apply_scale()  # first: squares of a GradScaler's scaled gradients might overflow
+        self._apply_scale()  # before squaring, because squares of a GradScaler's scaled gradients might overflow
         lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
         return embedding.table_handle().open_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
-        """Multiply the present gradients by a number. Raises GraphError after `clip`."""
+        """Multiply the gradients collected so far by a number. Raises GraphError after `clip`."""
         self._check_unclipped("a factor")
         self._scale *= scale
 
@@ -168,23 +168,23 @@ class RowGradients:
         self._clip_value = min(value, self._clip_value or value)
 
     def _apply_scale(self) -> None:
-        """Multiply the present gradients by the scale, so that later gradients stay unscaled. Raises InputError."""
+        """Multiply the gradients so far by the scale, so that later gradients stay unscaled. Raises InputError."""
         if self._scale != 1.0:
-            for gradient in self._kept.values():
-                gradient.unchanged(self.embedding.name)
-            for gradient in self._kept.values():
+            for gradient in self._gradients.values():
+                gradient.require_unchanged(self.embedding.name)
+            for gradient in self._gradients.values():
                 gradient.multiply(self._scale)
-            self._scale, self._dtype = 1.0, torch.float32  # float32, so that they are not rounded again
+            self._scale, self._dtype = 1.0, torch.float32  # float32, so that scaled gradients are not rounded again
 
     def _check_unclipped(self, operation: str) -> None:
         if self._clip_value is not None:
             raise GraphError(
-                f"{operation} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value just before "
-                "step()"
+                f"cannot make {operation} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value "
+                "just before step()"
             )
 
     def _in_order(self) -> list[_LookupGradient]:
-        return sorted(self._kept.values(), key=lambda kept: kept.order)
+        return sorted(self._gradients.values(), key=lambda gradient: gradient.order)
 
 
 class ShadowGrad(Tensor):
@@ -214,17 +214,16 @@ class ShadowGrad(Tensor):
                 return value
         leaves = pytree.tree_leaves((args, kwargs))
         embeddings = [leaf.row_gradients.embedding for leaf in leaves if isinstance(leaf, cls)]
-        on_rows = _ON_ROWS.get(func.__name__) if all(embedding.world is None for embedding in embeddings) else None
-        if on_rows is not None and (result := on_rows(*args, **(kwargs or {}))) is not None:
+        operation = _OPERATIONS.get(func.__name__) if all(embedding.world is None for embedding in embeddings) else None
+        if operation is not None and (result := operation(*args, **(kwargs or {}))) is not None:
             return result
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
         caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
         raise GraphError(
-            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the "
-            "gradients of its rows; step and call zero_grad() by the EagerOptimizer, measure or clip the L2 norm by "
-            "its clip_grad_norm_(parameters, max_norm), leave foreach=True out of torch's clips, clip rows alone by "
-            "clip_grad_row_norm in their param group, and leave the embedding's parameters out of other code that "
-            "reads gradients"
+            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of its rows; "
+            "call step(), zero_grad() and clip_grad_norm_(parameters, max_norm) of the EagerOptimizer, leave "
+            "foreach=True out of torch's clips, set clip_grad_row_norm in the rows' param group to clip rows alone, "
+            "and leave the embedding's parameters out of other code that reads gradients"
         )
 
 
@@ -259,8 +258,8 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     return grads
 
 
-# by name: the functions that torch's clips and scalers call, for rows without a world; None as a result means an error
-_ON_ROWS: dict[str, Callable[..., Any]] = {
+# for rows without a world: what torch's clips and scalers call. A result of None means an unsupported argument
+_OPERATIONS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mul_": _multiply,
     "clamp_": _clamp,
@@ -319,7 +318,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
             if not are_rows_reached(embedding):
                 return
     name, shadow = embedding.name, embedding.shadow
-    if embedding.op_id not in holders:
+    if embedding.op_id not in trainers:
         raise GraphError(
             f"embedding {name!r}: backward() outside a graph, and no EagerOptimizer trains the embedding; to train in "
             "a loop, give tierbed.EagerOptimizer the optimizer and a module that has the embedding; or call backward() "
@@ -331,7 +330,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
                 f"embedding {name!r}: its parameter has a gradient hook, and no tensor holds the gradients of its "
                 "rows; remove the hook, and register it on what a lookup returns"
             )
-    if (rows := kept_gradients(embedding)) is None:
+    if (rows := get_gradients(embedding)) is None:
         rows = RowGradients(embedding)
         set_grad(embedding, ShadowGrad(rows))
     rows.add(lookup, grad, weights, order)
@@ -344,7 +343,7 @@ def set_grad(embedding: EmbeddingBase, grad: Tensor | None) -> Tensor | None:
     return old
 
 
-def kept_gradients(embedding: EmbeddingBase) -> RowGradients | None:
+def get_gradients(embedding: EmbeddingBase) -> RowGradients | None:
     """Return the row gradients in the parameter's `.grad`. Raises OptimizerError for any other gradient."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = embedding.shadow.grad

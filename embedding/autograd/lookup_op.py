@@ -23,26 +23,26 @@ from ...engine.errors import ClosedError, GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from .gradients import are_rows_reached
-from .shadow import Shadow, plain
+from .shadow import Shadow, to_plain
 
-_orders = itertools.count()
+_order_counter = itertools.count()
 _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary would take twice the time
 
 
 def register(embedding: EmbeddingBase) -> int:
-    """Return a random id for the ops. In another process, a random id does not match a wrong embedding."""
+    """Return a random id for the ops. Since it is random, it matches no embedding of another process."""
     op_id = secrets.randbits(62)
     _embeddings[op_id] = weakref.ref(embedding, lambda _: _embeddings.pop(op_id))
     return op_id
 
 
-def _living() -> list[EmbeddingBase]:
-    return [one for reference in list(_embeddings.values()) if (one := reference()) is not None]
+def _list_embeddings() -> list[EmbeddingBase]:
+    return [embedding for reference in list(_embeddings.values()) if (embedding := reference()) is not None]
 
 
 def _forget_optimizers() -> None:
     """After a fork, make the child look up the optimizers of open embeddings again, so that its steps raise."""
-    for embedding in _living():
+    for embedding in _list_embeddings():
         if getattr(embedding, "is_open", False):
             embedding.forget_optimizer()
 
@@ -50,30 +50,30 @@ def _forget_optimizers() -> None:
 os.register_at_fork(after_in_child=_forget_optimizers)
 
 
-def lookup_of(ids: Any, table_ids: Any, offsets: Any, pooling: Any, feature_columns: Sequence[int] | None) -> Lookup:
+def make_lookup(ids: Any, table_ids: Any, offsets: Any, pooling: Any, feature_columns: Sequence[int] | None) -> Lookup:
     """Return the `Lookup` in an op's arguments."""
     return Lookup(ids, table_ids, offsets, pooling, None if feature_columns is None else tuple(feature_columns))
 
 
-def embedding_of(op_id: int) -> EmbeddingBase:
+def find_embedding(op_id: int) -> EmbeddingBase:
     reference = _embeddings.get(op_id)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of handle {op_id}, which no embedding of this process has: either the embedding was deleted, "
-            "so keep a reference to it; or another process recorded the program: record the module that takes the "
-            "rows, and call the embedding before the program"
+            f"a lookup of handle {op_id}, which no embedding of this process has: either the embedding was deleted "
+            "(keep a reference to it), or another process recorded the program (record the module that takes the rows, "
+            "and call the embedding before the program)"
         )
     return embedding
 
 
-def embeddings_of(parameters: Iterable[int]) -> list[EmbeddingBase]:
+def find_embeddings(parameters: Iterable[int]) -> list[EmbeddingBase]:
     """Return the embeddings whose parameters have the given ids (`id(parameter)`), in the same order."""
-    by_shadow = {id(embedding.shadow): embedding for embedding in _living()}
+    by_shadow = {id(embedding.shadow): embedding for embedding in _list_embeddings()}
     return [by_shadow[parameter] for parameter in parameters if parameter in by_shadow]
 
 
 def refuse_export(name: str) -> None:
-    """Raise GraphError if a lookup of embedding `name` is being exported. `torch.compile` does not raise."""
+    """Raise GraphError if a lookup of embedding `name` is being exported. torch.compile is allowed."""
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
         _refuse_export(name)
@@ -101,23 +101,23 @@ def _op(name: str, arguments: str) -> Any:
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
     """Read a `Lookup`'s rows or pooled bags, lookup.shape + (dim,), without inserting rows."""
     *rows, weights, op_id = rest
-    return embedding_of(op_id).read(lookup_of(*rows), weights, trains=shadow.requires_grad)
+    return find_embedding(op_id).read(make_lookup(*rows), weights, trains=shadow.requires_grad)
 
 
 @lookup.register_fake
 def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
-    embedding = embedding_of(rest[-1])
+    embedding = find_embedding(rest[-1])
     if torch.compiler.is_exporting():
         _refuse_export(embedding.name)
-    shape = (*lookup_of(ids, *rest[:4]).shape, embedding.dim)
+    shape = (*make_lookup(ids, *rest[:4]).shape, embedding.dim)
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 
 @_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt op_id")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
-    """Keep the gradient of lookup number `order` for a step. Returns the shadow's gradient, an unused zero."""
+    """Keep the gradient of lookup number `order` for a step. Returns an unused zero as the shadow's gradient."""
     *rows, weights, order, op_id = rest
-    embedding_of(op_id).accumulate(lookup_of(*rows), grad, weights, order)
+    find_embedding(op_id).accumulate(make_lookup(*rows), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
 
 
@@ -130,7 +130,7 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Compute the gradient of a lookup's weights. The argument `shadow` tells autograd that the result needs rows."""
     *rows, _, op_id = rest
-    return embedding_of(op_id).read_weights_grad(lookup_of(*rows), grad)
+    return find_embedding(op_id).read_weights_grad(make_lookup(*rows), grad)
 
 
 @lookup_weights_grad.register_fake
@@ -141,8 +141,8 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shadow, ids, table_ids, offsets, pooling, feature_columns, weights, op_id = inputs
     if ctx.needs_input_grad[0]:
-        embedding_of(op_id).check_trained_lookup()
-    ctx.constants = pooling, feature_columns, op_id, next(_orders)
+        find_embedding(op_id).check_trained_lookup()
+    ctx.constants = pooling, feature_columns, op_id, next(_order_counter)
     # The weights' gradient needs the rows as they are now. The shadow's version changes with the rows, so autograd
     # raises if the rows change before backward().
     saved_shadow = shadow if ctx.needs_input_grad[6] else None
@@ -154,9 +154,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     pooling, feature_columns, op_id, order = ctx.constants
     rows = ids, table_ids, offsets, pooling, feature_columns
     shadow_grad = weights_grad = None
-    if ctx.needs_input_grad[0] and are_rows_reached(embedding := embedding_of(op_id)):
+    if ctx.needs_input_grad[0] and are_rows_reached(embedding := find_embedding(op_id)):
         if runs_eagerly(grad):
-            embedding.accumulate(lookup_of(*rows), grad, weights, order)
+            embedding.accumulate(make_lookup(*rows), grad, weights, order)
             shadow_grad = grad.new_zeros((1, 1), dtype=torch.float32)
         else:
             shadow_grad = lookup_grad(grad, *rows, weights, order, op_id)
@@ -174,13 +174,13 @@ def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
 class EagerLookup(_SingleLevelFunction):
     """The op `lookup` without torch's dispatcher, because dispatching takes longer than a small lookup.
 
-    The base class is autograd.Function's base, whose `apply` skips torch.func support. Under torch.func, the op runs.
+    The base class is autograd.Function's base, whose `apply` skips torch.func support. torch.func gets the op itself.
     """
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         _, *lookup, weights, op_id = inputs
-        output = embedding_of(op_id).read(Lookup(*lookup), weights, trains=ctx.needs_input_grad[0])
+        output = find_embedding(op_id).read(Lookup(*lookup), weights, trains=ctx.needs_input_grad[0])
         _setup(ctx, inputs, output)
         return output
 
@@ -196,7 +196,7 @@ def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Ten
         return EagerLookup.apply(shadow, *rows, weights, embedding.op_id)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack():
-            shadow = plain(shadow) if isinstance(shadow, Shadow) else shadow
+            shadow = to_plain(shadow) if isinstance(shadow, Shadow) else shadow
         output: Tensor = lookup(shadow if is_trained else shadow.detach(), *rows, weights, embedding.op_id)
         return output
 

@@ -28,27 +28,27 @@ _SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_
 _READ_BY_I = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert__", "__iter__"}
 _COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
 # operations that average weights; norms, powers and sums stay allowed, because loggers compute them under no_grad
-_MIXES = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
+_ARITHMETIC = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
 # operations that compare or check weights would only see a zero; isfinite stays allowed, because loggers call it
 _CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
-_NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # these return numbers, not tensors
-_WRITE = (
+_NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # operations that return numbers, not tensors
+_WRITE_REMEDY = (
     "choose initial rows by initializer= (of Embedding), default_initializer= or make_table_options, write rows by put "
     "or load_dense, and carry them over by load_state_dict"
 )
-_READ = "read emb.weight, or the rows of some ids by emb.get, or those of all embeddings by tierbed.to_dense_state_dict"
-IN_PART = "A model that contains the embedding may be half converted: make or load it again"
+_READ_REMEDY = "read emb.weight, some ids' rows by emb.get, or all embeddings' rows by tierbed.to_dense_state_dict"
+PARTLY_CONVERTED = "A model that contains the embedding may be half converted: make or load it again"
 _warned: set[str] = set()  # names of operations with a logged warning
 
 
-def name_of(function: Any) -> str:
+def operation_name(function: Any) -> str:
     """Return a torch operation's name without its overload."""
     return str(function.__name__.partition(".")[0])
 
 
 def is_write(function: Any) -> bool:
     """True for a torch operation that writes to an argument."""
-    name = name_of(function)
+    name = operation_name(function)
     if name == "__set__":
         return function.__self__.__name__ not in _SETTABLE
     if name.startswith("__"):
@@ -56,17 +56,17 @@ def is_write(function: Any) -> bool:
     return name.endswith("_") and name != "requires_grad_"
 
 
-def is_mix(function: Any) -> bool:
+def is_arithmetic(function: Any) -> bool:
     """True for arithmetic with another tensor or a number, as code that averages weights uses."""
-    return name_of(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _MIXES
+    return operation_name(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _ARITHMETIC
 
 
 class _Guarded(Tensor):
-    """A tensor that stands for rows. Operations that only make sense on rows raise."""
+    """A tensor that stands for rows. Operations that would need the rows themselves raise an error."""
 
     owner: ref[EmbeddingBase]
-    is_own = False  # True for a writable copy
-    is_in_state = False  # True for a copy in a state_dict(); may be read, as the state_dict has or names the rows
+    is_writable = False  # True for a writable copy
+    is_in_state = False  # True for a copy in a state_dict(); reading it is fine, as the state_dict has or names rows
 
     @classmethod
     def __torch_function__(
@@ -78,17 +78,17 @@ class _Guarded(Tensor):
                 return result
             if is_write(func) or kwargs.get("out") is not None:
                 _check_write(func, args, kwargs)
-            elif is_mix(func) and args[0] is not args[-1]:
-                raise _misuse(func, args, kwargs)
-            elif func.__name__ in _CHECKS and not _is_of_state(args, kwargs):
-                if func is not torch.equal or not all(type(argument) is Shadow for argument in _guarded(args, kwargs)):
-                    raise _misuse(func, args, kwargs)
+            elif is_arithmetic(func) and args[0] is not args[-1]:
+                raise _make_error(func, args, kwargs)
+            elif func.__name__ in _CHECKS and not _has_state_copy(args, kwargs):
+                if func is not torch.equal or any(type(leaf) is not Shadow for leaf in _find_guarded(args, kwargs)):
+                    raise _make_error(func, args, kwargs)
                 _warn_of_read(func, args, kwargs)  # Lightning does this to find a parameter in an optimizer
                 return args[0] is args[-1]
             plain_args = args
             module = getattr(func, "__module__", None) or ""  # methods lack `__module__`
             if module.startswith("torch._ops"):  # the call comes from code that torch.compile generated
-                plain_args = [plain(argument) if isinstance(argument, _Guarded) else argument for argument in args]
+                plain_args = [to_plain(argument) if isinstance(argument, _Guarded) else argument for argument in args]
             result = func(*plain_args, **kwargs)
             if module == "torch._ops.tierbed":
                 return result
@@ -97,13 +97,13 @@ class _Guarded(Tensor):
             if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
                 _warn_of_read(func, args, kwargs)
             if torch.compiler.is_dynamo_compiling():
-                raise GraphError("not in compiled code: Dynamo calls the operation itself, which raises the remedy")
+                raise GraphError("not compiled: Dynamo calls the operation itself, which raises an error with a remedy")
             if type(result) in (list, tuple):
-                return type(result)([_checked(item, func, args, kwargs) for item in result])
-            return _checked(result, func, args, kwargs)
+                return type(result)([_guard_result(item, func, args, kwargs) for item in result])
+            return _guard_result(result, func, args, kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
-        raise _misuse(Tensor.set_, (self, *args), kwargs, True)  # torch does not call __torch_function__ for set_
+        raise _make_error(Tensor.set_, (self, *args), kwargs, True)  # torch does not call __torch_function__ for set_
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
@@ -126,15 +126,16 @@ class ShadowCopy(_Guarded):
     def __new__(cls, tensor: Tensor, *_: Any) -> ShadowCopy:
         return Tensor._make_subclass(cls, tensor, tensor.grad_fn is not None)
 
-    def __init__(self, tensor: Tensor, source: _Guarded, is_own: bool) -> None:
-        self.owner, self.is_own, self.is_in_state = source.owner, is_own or source.is_own, source.is_in_state
+    def __init__(self, tensor: Tensor, source: _Guarded, is_writable: bool) -> None:
+        self.is_writable = is_writable or source.is_writable
+        self.owner, self.is_in_state = source.owner, source.is_in_state
 
 
 def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
     """Turn a parameter into an embedding's `Shadow`. Raises InputError if the parameter is unsuitable."""
     if name not in ("shadow", embedding.parameter_name) or parameter is None or parameter.shape != (1, 1):
         raise InputError(
-            f"{name} = of embedding {embedding.name!r}: no parameter holds its rows, so no row would change; {_WRITE}"
+            f"{name} = of embedding {embedding.name!r}: no parameter has rows, so no row would change; {_WRITE_REMEDY}"
         )
     if type(parameter) is nn.Parameter:  # in a trace, the type differs
         shadow: Any = parameter
@@ -143,13 +144,13 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
     return parameter
 
 
-def converter(
-    embedding: EmbeddingBase, function: Callable[[Tensor], Tensor], by_now: str = IN_PART
+def make_converter(
+    embedding: EmbeddingBase, function: Callable[[Tensor], Tensor], note: str = PARTLY_CONVERTED
 ) -> Callable[[Tensor], Tensor]:
     """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
 
-    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. by_now: an
-    error's last sentence, which says how much of the model is converted already.
+    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. note: the
+    last sentence of errors, to say how much of the model is already converted.
     """
     try:
         dtype = function(embedding.shadow.detach()).dtype
@@ -158,7 +159,7 @@ def converter(
             raise
         raise OptionError(
             f'embedding {embedding.name!r}: torch has no such device here ({error}); call .to("cpu"): training there '
-            f"gives its rows the same bits as on a GPU. {by_now}"
+            f"gives its rows the same bits as on a GPU. {note}"
         ) from error
     if dtype not in (torch.float32, embedding.output_dtype):
         if dtype in (torch.float16, torch.bfloat16):
@@ -167,37 +168,37 @@ def converter(
             remedy = f"rows are float32 at most: convert its results by .to({dtype})"
         raise OptionError(
             f"embedding {embedding.name!r}: cannot convert it to {dtype}: its rows would keep their dtype, and lookups "
-            f"would still return {embedding.output_dtype}; {remedy}, or convert only the other modules. {by_now}"
+            f"would still return {embedding.output_dtype}; {remedy}, or convert only the other modules. {note}"
         )
     return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # torch makes a parameter of this
 
 
-def _checked(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return an operation's result, guarded if it is a view or a copy. Raises GraphError if autograd recorded it."""
+def _guard_result(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Return an operation's result, guarded if it is a view or a copy. Raises GraphError for results with a grad_fn."""
     if not isinstance(result, Tensor) or isinstance(result, _Guarded):
         return result
-    name, is_recorded = name_of(func), result.grad_fn is not None
-    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # finds the autograd node for hooks
+    name, is_recorded = operation_name(func), result.grad_fn is not None
+    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # a search for the autograd node
         return result
-    for argument in _guarded(args, kwargs):
+    for argument in _find_guarded(args, kwargs):
         if name in _COPIES or shares_memory(argument, result):
             return ShadowCopy(result, argument, name in _COPIES)
     if is_recorded:
-        raise _misuse(func, args, kwargs)
+        raise _make_error(func, args, kwargs)
     if not name.startswith(("new_", "__get__", "copy_")) and not name.endswith("like"):
         _warn_of_read(func, args, kwargs)
     return result
 
 
-def _is_of_state(*arguments: Any) -> bool:
-    return any(argument.is_in_state for argument in _guarded(arguments))
+def _has_state_copy(*arguments: Any) -> bool:
+    return any(argument.is_in_state for argument in _find_guarded(arguments))
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Warn once per operation that the operation reads a zero and no rows."""
-    if func.__name__ not in _warned and not _is_of_state(args, kwargs):
+    if func.__name__ not in _warned and not _has_state_copy(args, kwargs):
         _warned.add(func.__name__)
-        log.warning("%s reads a zero in place of its rows; %s", _where(func, args, kwargs), _READ)
+        log.warning("%s reads a zero instead of the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -209,48 +210,48 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
         return False
 
 
-def plain(shadow: Tensor) -> Tensor:
-    """Return the shadow as a plain tensor, because torch's modes accept no subclass. Autograd still reaches it."""
+def to_plain(shadow: Tensor) -> Tensor:
+    """Return the shadow as a plain tensor, because torch's modes accept no subclass. Autograd still sees the shadow."""
     with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
         if shadow.requires_grad and torch.is_grad_enabled():
             return shadow.view_as(shadow)
         return Tensor._make_subclass(Tensor, shadow, shadow.requires_grad)
 
 
-def _guarded(*arguments: Any) -> list[_Guarded]:
+def _find_guarded(*arguments: Any) -> list[_Guarded]:
     return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, _Guarded)]
 
 
 def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if an operation writes to a guarded tensor, or copies one into a tensor of another size."""
-    if name_of(func) == "copy_":
+    """Raise if an operation writes to a shadow or its copy, or copies one into a tensor of another size."""
+    if operation_name(func) == "copy_":
         target, source = args[0], args[1]
         if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill `target` with zeros
-            raise _misuse(func, args, kwargs)
-        if not isinstance(target, _Guarded) or target.is_own or target is source:
+            raise _make_error(func, args, kwargs)
+        if not isinstance(target, _Guarded) or target.is_writable or target is source:
             return
         if not isinstance(source, _Guarded) and source.numel() == 1 and not source.count_nonzero():
             return  # torch.distributed.checkpoint loads the zero that it saved
-    raise _misuse(func, args, kwargs, True)
+    raise _make_error(func, args, kwargs, True)
 
 
-def _where(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    embedding = _guarded(args, kwargs)[0].owner()
-    name = name_of(func)
+def _describe_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    embedding = _find_guarded(args, kwargs)[0].owner()
+    name = operation_name(func)
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}" + " =" * (name == "__set__")
     return f"{name} of the parameter of embedding {'?' if embedding is None else embedding.name!r}"
 
 
-def _misuse(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_write: bool = False) -> Exception:
-    name, where = name_of(func), _where(func, args, kwargs)
+def _make_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_write: bool = False) -> Exception:
+    name, operation = operation_name(func), _describe_operation(func, args, kwargs)
     if is_write:
-        remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE
-        return InputError(f"{where}: no tensor holds its rows, so no row would change or be shared; {remedy}")
+        remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE_REMEDY
+        return InputError(f"{operation}: no tensor holds its rows, so no row would change or be shared; {remedy}")
     if name in _CHECKS or name == "copy_":
-        return GraphError(f"{where}: no tensor holds its rows, so the result would not be theirs; {_READ}")
+        return GraphError(f"{operation}: no tensor holds its rows, so the result would ignore the rows; {_READ_REMEDY}")
     return GraphError(
-        f"{where}: no tensor holds its rows, so a penalty or an average would leave them out; penalise emb.weight of "
-        "an Embedding, or the rows that a lookup returns, or give the optimizer weight_decay; leave the embedding's "
+        f"{operation}: no tensor holds its rows, so a penalty or an average would leave them out; penalise emb.weight "
+        "of an Embedding, or the rows that a lookup returns, or give the optimizer weight_decay; leave the embedding's "
         "parameters out of sums over parameters(), and average what tierbed.to_dense_state_dict(model) returns"
     )

@@ -21,7 +21,7 @@ from ...engine.table.table_report import scan_caught_up
 from ..optim.eager import follow_in_backward
 from ..saving.rows_reference import RowsReference
 from ..state_dict.saved_rows import EXTRA, ROWS, make_extra_state
-from ..tables.rows_in_tensors import RowTensors
+from ..tables.row_tensors import RowTensors
 from .keyed_rows import KeyedRows
 
 log = logging.getLogger("tierbed")
@@ -29,7 +29,7 @@ CHUNK = 1 << 16  # rows per chunk
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def copy_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return table `number`'s first `rows` rows, [rows, dim]. Rows that were never written have initial values."""
     with torch.inference_mode(False):
         weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
@@ -39,7 +39,7 @@ def dense_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype 
     return weights
 
 
-def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
+def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, dict[str, Tensor]]:
     """Return the optimizer states by table and name: [rows, dim], or [rows] for a state with one number per row.
 
     counts: the number of rows to return for each table. Raises StoreError if ranks share the rows.
@@ -51,7 +51,7 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
         )
     follow_in_backward(embedding)
     table = embedding.table_handle().open_table
-    state, is_scalar = table.state, _scalar_states(table)
+    state, is_scalar = table.state, _find_scalar_states(table)
     columns = [() if is_scalar[name] else (width,) for name, width in zip(state.names, state.widths, strict=True)]
     # inference tensors lack version counters, but a read-only copy needs version counters to detect writes
     with torch.inference_mode(False):
@@ -64,35 +64,35 @@ def dense_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, d
         }
         for _, chunk in scan_caught_up(table) if state.names else ():
             for number, rows in counts.items():
-                chosen = (chunk["table"] == number) & (chunk["key"] < rows)
-                keys = torch.from_numpy(chunk["key"][chosen].astype("i8"))
+                is_requested = (chunk["table"] == number) & (chunk["key"] < rows)
+                keys = torch.from_numpy(chunk["key"][is_requested].astype("i8"))
                 for name, tensor in states[number].items():
-                    numbers = torch.from_numpy(table.form.values(chunk, name)[chosen])
+                    numbers = torch.from_numpy(table.form.values(chunk, name)[is_requested])
                     tensor[keys] = numbers.view(len(keys), *tensor.shape[1:])
         device = embedding.device
         return {number: {name: tensor.to(device) for name, tensor in state.items()} for number, state in states.items()}
 
 
-def dense_tensors(
+def convert_dense(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], states: Mapping[Any, Mapping[str, Any]], step: Any
 ) -> dict[str, Tensor]:
     """Return the rows that `load_dense` would store for these arguments, in the format of `RowTensors.tensors`."""
     follow_in_backward(embedding)
     spec, table = embedding.spec, embedding.table_handle(for_load=True).open_table
-    weights = _by_number(spec, "weights", weights)
-    states_by_number = {number: dict(own) for number, own in _by_number(spec, "states", states).items()}
+    weights = _key_by_number(spec, "weights", weights)
+    states_by_number = {number: dict(own) for number, own in _key_by_number(spec, "states", states).items()}
     steps = [
-        _step(state.pop(name)) for state in states_by_number.values() for name in ("step", "iter") if name in state
+        _to_step(state.pop(name)) for state in states_by_number.values() for name in ("step", "iter") if name in state
     ]
     has_states = any(states_by_number.values())
     if step is None and not steps and has_states:
         _check_step_known(table)
     if step is None and not has_states and len(weights) == spec.num_tables:
         step = max(steps, default=0)
-    new_step = max(steps, default=table.step) if step is None else _step(step)
+    new_step = max(steps, default=table.step) if step is None else _to_step(step)
     for number, own in states_by_number.items():
         if number not in weights:
-            raise InputError(f"states of table {spec.labels[number]}: give its weights as well")
+            raise InputError(f"states of table {spec.labels[number]} are given without its weights; give both")
         if own or table.state.names:  # if both are empty, only a step was given
             _check_states(table, number, own, len(weights[number]))
     for number, rows in weights.items():
@@ -108,19 +108,19 @@ def dense_tensors(
         )
     with table.lock:
         hyper = table.optimizer.hyper(new_step) if new_step and table.optimizer is not None else []
-        retained = [] if len(weights) == spec.num_tables else _rows_of_other_tables(table, weights)
+        retained = [] if len(weights) == spec.num_tables else _copy_other_tables(table, weights)
         if retained and new_step != table.step:
             raise InputError(
                 f"step={new_step} of embedding {spec.name!r}: other tables keep their rows, which were trained for "
                 f"{table.step} steps; give the weights and states of all tables, or the same step"
             )
-        replaced = [rows for number in weights for rows in _chunks(table, number, weights, states_by_number, new_step)]
+        replaced = [rows for number in weights for rows in _to_rows(table, number, weights, states_by_number, new_step)]
         chunks = retained + replaced
         description = spec.describe(table.state, hyper, new_step)
         return RowTensors.from_chunks(description, sum(map(len, chunks)), chunks).tensors
 
 
-def put_in_state(
+def replace_weights(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], state: dict[str, Any], prefix: str, errors: list[str]
 ) -> None:
     """Replace dense weights in a state_dict by the embedding's rows, at `prefix`. Appends problems to `errors`."""
@@ -128,7 +128,7 @@ def put_in_state(
     try:
         with embedding.raise_on_all_ranks():
             if weights:
-                rows = dense_tensors(embedding, weights, {}, None)
+                rows = convert_dense(embedding, weights, {}, None)
     except TierbedError as error:
         errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
         embedding.mark_load_failed()
@@ -139,7 +139,7 @@ def put_in_state(
         state[prefix + EXTRA] = make_extra_state(RowsReference(None))
 
 
-def _step(value: Any) -> int:
+def _to_step(value: Any) -> int:
     """Return a step count as an int; torch stores step counts as float tensors. Raises InputError."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, LAST_STEP)
@@ -156,10 +156,10 @@ def _check_step_known(table: OpenTable) -> None:
     problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
     if not step:
         raise InputError(f"{problem}; give step=, the number of steps the rows were trained")
-    log.warning("%s: it goes on from %d; give step= for another number", problem, step)
+    log.warning("%s: the count goes on from step %d; give step= for another number", problem, step)
 
 
-def _by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
+def _key_by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
     """Convert a dict by table name or number into a dict by table number. Raises InputError."""
     if not isinstance(values, Mapping):
         form = "torch.from_numpy(array)" if isinstance(values, np.ndarray) else "a dict by table"
@@ -182,19 +182,19 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
     if isinstance(rows, Tensor) and type(rows).__module__.startswith("torch.distributed"):
         raise InputError(f"{where}: a {type(rows).__name__} has parts on other ranks; give the whole tensor")
     if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
-        got = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        actual = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
         form = " by torch.from_numpy" if isinstance(rows, np.ndarray) else ""
-        raise InputError(f"{where}: got {got}; give torch.float32{form}, or floats of 16 bits, [rows, {spec.dim}]")
+        raise InputError(f"{where}: got {actual}; give torch.float32{form}, or floats of 16 bits, [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
         raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with that num_embeddings")
     for first in range(0, len(rows), CHUNK):
         keys = torch.arange(first, min(first + CHUNK, len(rows)))
-        check_values(spec, keys, _numbers(rows[first : first + CHUNK]), allow_nonfinite=True)
+        check_values(spec, keys, _to_numpy(rows[first : first + CHUNK]), allow_nonfinite=True)
     padding = spec.padding_idx
     if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
         raise InputError(
-            f"{where}: row {padding} is that of padding_idx, for which this embedding returns zeros; give zeros there, "
-            "or use tierbed.Embedding, which keeps and returns such a row"
+            f"{where}: row {padding} belongs to padding_idx, but this embedding returns zeros for padding_idx; give "
+            "zeros in that row, or use tierbed.Embedding, which keeps and returns the row"
         )
 
 
@@ -209,17 +209,17 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
     for name, state in states.items():
         if name not in widths:
             raise InputError(f"{where}: {name!r} is no state of {table.state.rule}, which has {', '.join(names)}")
-        shapes = [(rows, widths[name])] + [(rows,)] * _scalar_states(table)[name]
+        shapes = [(rows, widths[name])] + [(rows,)] * _find_scalar_states(table)[name]
         if not isinstance(state, Tensor) or state.shape not in shapes:
-            got = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
-            raise InputError(f"{where}: {name!r} is {got}; give a tensor {list(shapes[-1])}")
+            actual = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
+            raise InputError(f"{where}: {name!r} is {actual}; give a tensor {list(shapes[-1])}")
         if not state.is_floating_point() or (state.isfinite() & ~state.float().isfinite()).any():
-            raise InputError(f"{where}: {name!r} is {state.dtype}, or beyond float32; give floats that float32 holds")
+            raise InputError(f"{where}: {name!r} is {state.dtype}, or beyond float32's range; give float32")
     if missing := [name for name in names if name not in states]:
         raise InputError(f"{where}: there is no {missing[0]!r}; give all of {', '.join(names)}, or none")
 
 
-def _scalar_states(table: OpenTable) -> dict[str, bool]:
+def _find_scalar_states(table: OpenTable) -> dict[str, bool]:
     """Map the name of each optimizer state to True if the state has one number per row."""
     dim, widths = table.spec.dim, table.state.widths
     if table.optimizer is not None:
@@ -227,7 +227,7 @@ def _scalar_states(table: OpenTable) -> dict[str, bool]:
     return {name: width != dim for name, width in zip(table.state.names, widths, strict=True)}
 
 
-def _rows_of_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
+def _copy_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
     """Return copies of the other tables' rows, after applying the optimizer steps that the rows missed."""
     chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_caught_up(table))
     retained = [rows for rows in chunks if len(rows)]
@@ -236,7 +236,7 @@ def _rows_of_other_tables(table: OpenTable, replaced: Collection[int]) -> list[R
     return retained
 
 
-def _chunks(
+def _to_rows(
     table: OpenTable, number: int, weights: Mapping[int, Tensor], states: Mapping[int, Mapping[str, Tensor]], step: int
 ) -> Iterator[RowArray]:
     """Yield the rows of one table from its dense weights and states."""
@@ -247,13 +247,13 @@ def _chunks(
         rows = np.zeros(part.stop - first, form.dtype)
         rows["table"], rows["key"] = number, np.arange(first, part.stop)
         rows["updates"], rows["step"] = 1, step
-        form.set_values(rows, EMBEDDING, _numbers(weights[number][part]))
+        form.set_values(rows, EMBEDDING, _to_numpy(weights[number][part]))
         for name, value in initial.items():
             state = states.get(number, {}).get(name)
-            numbers = np.float32(value) if state is None else _numbers(state[part]).reshape(len(rows), -1)
+            numbers = np.float32(value) if state is None else _to_numpy(state[part]).reshape(len(rows), -1)
             form.set_values(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
         yield rows if spec.padding_key is None else rows[rows["key"] != np.uint64(spec.padding_key)]
 
 
-def _numbers(tensor: Tensor) -> Any:
+def _to_numpy(tensor: Tensor) -> Any:
     return tensor.detach().to("cpu", torch.float32).numpy()

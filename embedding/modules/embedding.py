@@ -27,17 +27,17 @@ from ...engine.options.store_options import store_options_from_dict
 from ...engine.options.table_spec import check_name, table_spec
 from ...engine.table.table import OpenTable, RowsReplacedError
 from ..autograd import lookup_op as ops
-from ..autograd.gradients import ShadowGrad, accumulate, holders, set_grad
-from ..autograd.shadow import adopt, converter
-from ..optim.ddp_guard import check_world, refuse_lookup, warn_alone
+from ..autograd.gradients import ShadowGrad, accumulate, set_grad, trainers
+from ..autograd.shadow import adopt, make_converter
+from ..optim.ddp_guard import check_world, refuse_lookup, warn_without_world
 from ..optim.eager import IN_BACKWARD, follow_in_backward
 from ..saving.rows_reference import UNKNOWN
 from ..saving.sharded_handle import ShardedTableHandle
 from ..saving.table_handle import TableHandle
 from ..state_dict.saved_rows import EXTRA, ROWS
 from ..tables.names import make_provisional_name
-from .dense_rows import dense_tensors, put_in_state
-from .keyed_rows import KeyedRows, on_present_rows
+from .dense_rows import convert_dense, replace_weights
+from .keyed_rows import KeyedRows, retry_if_replaced
 
 Handle = TableHandle | ShardedTableHandle
 
@@ -90,8 +90,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         # the shadow stands for the rows in optimizers and autograd; no parameter contains the rows themselves
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
         self.op_id = ops.register(self)
-        self._opening, self._accumulating = Lock(), Lock()
-        self._refused: OptimizerError | None = None  # training raises this if the stored rows do not fit the optimizer
+        self._open_lock, self._accumulate_lock = Lock(), Lock()
+        self._optimizer_error: OptimizerError | None = None  # raised by training if stored rows do not fit
         self.misses_rows = False
 
     @property
@@ -106,9 +106,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._handle is not None:
             self._handle.rename(name)
 
-    def set_spec(self, **facts: Any) -> None:
+    def set_spec(self, **fields: Any) -> None:
         """Change fields of the spec. The store must not be open, except to change the name."""
-        self.spec = replace(self.spec, **facts)
+        self.spec = replace(self.spec, **fields)
 
     @property
     def dim(self) -> int:
@@ -133,19 +133,19 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Args:
             ids: integers of any shape, of `key_type` or a dtype that fits into it.
             table_ids: the table of each id, as integers or a list of names. Broadcast to ids.shape, or to the bags'
-                shape. With several tables and no table_ids, that shape's last dimension lists the tables in order.
+                shape. With several tables and no table_ids, the last dimension of that shape lists the tables.
             offsets: int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
                 [n]. Without offsets, the last dimension of ids [..., L] is a bag.
             pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
-            weights: float32, ids.shape, to multiply rows before pooling. A weighted mean divides by the number of ids
-                that are not padding.
+            weights: float32 with the shape of ids, to multiply rows before pooling. A weighted mean divides by the
+                number of ids that are not padding.
             features: indices of the features to look up, without repeats. `offsets` is then [num_features * batch + 1],
                 feature by feature, and `table_ids` contains one entry for each listed feature.
             num_features: the number of features that `offsets` covers. Default: len(features).
 
         Returns:
-            An `output_dtype` tensor: ids.shape + (dim,) without pooling; the bags' shape + (dim,) with pooling;
-            (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
+            A tensor of dtype `output_dtype`. Its shape is ids.shape + (dim,) without pooling, the bags' shape + (dim,)
+            with pooling, and (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
 
         Raises:
             InputError: an argument is invalid, or an id is out of range.
@@ -157,7 +157,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             check_weights(self.spec, lookup, weights)
             if (device := self.device) != ids.device:
                 raise InputError(
-                    f"ids of embedding {self.name!r} are on {ids.device} and the embedding on {device}; give "
+                    f"ids of embedding {self.name!r} are on {ids.device}, but the embedding is on {device}; give "
                     f"ids.to({str(device)!r}), or move the module that holds it by .to({str(ids.device)!r})"
                 )
         return self.look_up(lookup, weights)
@@ -192,7 +192,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         features: Sequence[int] | None = None,
         num_features: int | None = None,
     ) -> None:
-        """Announce the lookup of a later training step. A thread prefetches its rows while earlier steps run.
+        """Announce the lookup of a later training step. A thread prefetches the lookup's rows while earlier steps run.
 
         Announce steps in the order in which they will run, any number of steps ahead. Announcements never change
         results: a step that was not announced, or looks up other ids, runs without prefetch. A cache over a slower
@@ -226,9 +226,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             states: optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number
                 per row. If None, the optimizer starts with new state.
             step: how many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
-                must be the embedding's own step. Default: the largest `step` (torch) or `iter` (FBGEMM) in `states`.
-                If `states` has neither: 0 if weights for all tables and no states are given; otherwise the
-                embedding's own step, with a warning if the optimizer counts steps.
+                must be the embedding's own step. Default: the largest `step` (torch) or `iter` (FBGEMM) in `states`. If
+                `states` has no step: 0 if weights for all tables and no states are given; otherwise the embedding's own
+                step, with a warning if the optimizer counts steps.
 
         Raises:
             InputError: a tensor does not fit, or `step` is needed.
@@ -236,7 +236,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             StoreError, SnapshotError: the rows cannot be stored.
         """
         with self.raise_on_all_ranks():
-            tensors = dense_tensors(self, weights, states or {}, step)
+            tensors = convert_dense(self, weights, states or {}, step)
         self.load_tensors(tensors)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -250,7 +250,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         elif weight is not None:  # from nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
                 is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # rounded to float32
-                put_in_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
+                replace_weights(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
             else:
                 errors.append(
                     f"{prefix}weight holds one table, and embedding {self.name!r} has {', '.join(self.spec.labels)}; "
@@ -259,7 +259,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def load_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replace all rows by the result of `dense_tensors`. Raises SnapshotError, StoreError."""
+        """Replace all rows by the result of `convert_dense`. Raises SnapshotError, StoreError."""
         self.table_handle(for_load=True).load_state(tensors)
         self.keep_rows()
 
@@ -298,7 +298,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not requires_grad and self.spec.num_tables > 1:
             log.warning(
                 "embedding %r: requires_grad_(False) freezes all of its tables, %s; to freeze one of them, give that "
-                "table an embedding of its own, in a collection by a group of its own",
+                "table an embedding of its own (in a collection, a group of its own)",
                 self.name,
                 ", ".join(self.spec.labels),
             )
@@ -306,7 +306,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or convert the embedding. Raises OptionError if the new dtype is not `output_dtype`."""
-        convert, grad = converter(self, fn), self.shadow.grad
+        convert, grad = make_converter(self, fn), self.shadow.grad
         if isinstance(grad, ShadowGrad):
             set_grad(self, None)
         try:
@@ -324,13 +324,13 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def keep_rows(self) -> None:
         super().keep_rows()
-        if self._refused is None or self._handle is None or self.is_closed or self.row_optimizer is None:
+        if self._optimizer_error is None or self._handle is None or self.is_closed or self.row_optimizer is None:
             return
         try:
             self._handle.use_optimizer(self.row_optimizer)  # the optimizer may fit the rows that were just loaded
-            self._refused = None
+            self._optimizer_error = None
         except OptimizerError as error:
-            self._refused = error
+            self._optimizer_error = error
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
         try:
@@ -338,7 +338,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         except RowsReplacedError:  # a load in another thread replaced the rows
             return self.read(lookup, weights, trains)
 
-    @on_present_rows
+    @retry_if_replaced
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         return self.table_handle().table.read_weights_grad(lookup, grad)
 
@@ -348,18 +348,18 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             follow_in_backward(self)
             if self.group is not None:
                 self.group.check_passed()
-        if self.op_id in holders:
+        if self.op_id in trainers:
             refuse_lookup(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
-        with self._accumulating:
+        with self._accumulate_lock:
             accumulate(self, lookup, grad, weights, order)
 
     def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
-        return self._trained().pin(lookups, dtype or self.output_dtype, dedup_from)
+        return self._require_trainable().pin(lookups, dtype or self.output_dtype, dedup_from)
 
     def announce(self, lookups: list[Lookup]) -> None:
-        table = self._trained()
+        table = self._require_trainable()
         with self.raise_on_all_ranks():
             for lookup in lookups:
                 if lookup.ids.device.type == "cpu":
@@ -367,7 +367,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     check_offsets(self.spec, lookup)
         table.announce(lookups)
 
-    @on_present_rows
+    @retry_if_replaced
     def hit_counts(self) -> tuple[int, int]:
         table = self.table_handle().open_table
         with table.lock:
@@ -382,10 +382,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._handle is not None:
             self._handle.release()
 
-    def _trained(self) -> OpenTable | ShardedTable:
+    def _require_trainable(self) -> OpenTable | ShardedTable:
         table = self.table_handle().table
-        if table.optimizer is None and self._refused is not None:
-            raise self._refused
+        if table.optimizer is None and self._optimizer_error is not None:
+            raise self._optimizer_error
         return table
 
     def table_handle(self, for_load: bool = False) -> Handle:
@@ -397,7 +397,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 "the graph"
             )
         device = self.device
-        with self._opening:
+        with self._open_lock:
             if self._handle is None:
                 if self.is_closed:
                     with self.raise_on_all_ranks():  # other ranks may be opening the table, and would wait here
@@ -405,10 +405,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 self._check_has_name()
                 self.fix_seed()
                 try:
-                    self._handle = self._hold(self.row_optimizer, device, for_load)
+                    self._handle = self._make_handle(self.row_optimizer, device, for_load)
                 except OptimizerError as error:
-                    self._refused = error  # without the optimizer, rows can still be read
-                    self._handle = self._hold(None, device, for_load)
+                    self._optimizer_error = error  # without the optimizer, rows can still be read
+                    self._handle = self._make_handle(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
                 if self._handle.local.persistence.unusable_reason:
                     self._pending[:] = self._pending or [UNKNOWN]
@@ -428,16 +428,16 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self.naming == "path" and path is not None:
             with self.raise_on_all_ranks():
                 raise StoreError(
-                    f"an embedding without a name was used before it took one, so its folder under {path!r} is not "
-                    "known; give it name=, or before the first use make the model's Graph or its EagerOptimizer with "
-                    "module=, or load a checkpoint into the model"
+                    f"an embedding was used before it had a name, so its folder under {path!r} is not known; give it "
+                    "name=, or before the first use make the model's Graph or its EagerOptimizer with module=, or load "
+                    "a checkpoint into the model"
                 )
 
-    def _hold(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
+    def _make_handle(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
         arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._pending
         if self.world is not None:
             return ShardedTableHandle(self.world, *arguments)
-        warn_alone(self.name)
+        warn_without_world(self.name)
         return TableHandle(*arguments)
 
 
@@ -451,11 +451,11 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         name: also names the store's folder under `persistent_path`. With None, the embedding is named after its path
             in the model when an EagerOptimizer, Graph, DistributedModelParallel or checkpoint first gets the model.
         embedding_dim: a row's width.
-        dtype: of stored rows: torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows to 16
-            bits stochastically; everything else rounds to nearest even.
+        dtype: the stored rows' dtype, torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows
+            to 16 bits stochastically; everything else rounds to nearest even.
         key_type: ids are torch.int32, int64 or uint64. Every value is a legal id.
-        tables: a `make_table_options(...)` for each table. Lookups select tables by index, or by name if named. None
-            for one table with `default_initializer`.
+        tables: a list with `make_table_options(...)` for each table. Lookups select tables by index, or by name if
+            named. None for one table with `default_initializer`.
         store_options: the result of a `make_*_store_options` function, or the dict that the function prints.
         default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
         padding_idx: an id without a row. Lookups of this id return zeros, and the id gets no gradient.

@@ -29,16 +29,16 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 _NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
 
-def on_present_rows(call: Call) -> Call:
-    """Decorate a method to start over if a load in another thread replaced the rows while the method waited."""
+def retry_if_replaced(call: Call) -> Call:
+    """Decorate a method so that it starts over if a load in another thread replaced the rows meanwhile."""
 
     @wraps(call)
-    def until_done(*args: Any, **kwargs: Any) -> Any:
+    def retry(*args: Any, **kwargs: Any) -> Any:
         while True:
             with suppress(RowsReplacedError):
                 return call(*args, **kwargs)
 
-    return cast(Call, until_done)
+    return cast(Call, retry)
 
 
 class KeyedRows(SnapshotEmbedding):
@@ -52,7 +52,7 @@ class KeyedRows(SnapshotEmbedding):
         """
         return self.table_handle().table.size()
 
-    @on_present_rows
+    @retry_if_replaced
     def get(self, keys: Any, table_ids: Any = None) -> Tensor:
         """Read rows without inserting new ones. An unknown key gets its initial row.
 
@@ -61,18 +61,18 @@ class KeyedRows(SnapshotEmbedding):
             table_ids: the table of each key, as in a lookup.
 
         Returns:
-            Rows, keys.shape + (dim,).
+            Rows with the shape keys.shape + (dim,).
         """
-        return self.table_handle().table.get(self._collective_lookup(keys, table_ids))
+        return self.table_handle().table.get(self._make_collective_lookup(keys, table_ids))
 
     @checked_arguments("allow_nonfinite")
-    @on_present_rows
+    @retry_if_replaced
     def put(self, keys: Any, rows: Any, table_ids: Any = None, *, allow_nonfinite: bool = False) -> None:
         """Write rows and insert new ones. If a key is repeated, its last row wins. Optimizer state is unchanged.
 
         Args:
             keys: as in `get`.
-            rows: float32, shape keys.shape + (dim,).
+            rows: float32, with the shape keys.shape + (dim,).
             table_ids: the table of each key, as in a lookup.
             allow_nonfinite: if True, accept infinities and NaN.
 
@@ -80,11 +80,11 @@ class KeyedRows(SnapshotEmbedding):
             InputError: an argument is invalid; nothing is written.
         """
         with self.raise_on_all_ranks():
-            lookup = self._lookup(keys, table_ids)
+            lookup = self._make_lookup(keys, table_ids)
             values = as_rows(self.spec, rows, lookup.ids.shape)
             if self.spec.padding_idx is not None and (lookup.ids == self.spec.padding_idx).any():
                 raise InputError(
-                    f"keys of embedding {self.name!r} hold padding_idx={self.spec.padding_idx}, which has no row; "
+                    f"keys of embedding {self.name!r} contain padding_idx={self.spec.padding_idx}, which has no row; "
                     "leave it out"
                 )
             check_values(self.spec, lookup.ids, values, allow_nonfinite)
@@ -92,7 +92,7 @@ class KeyedRows(SnapshotEmbedding):
         self._latest_copy = ()
         self.table_handle().table.put(lookup, values)
 
-    @on_present_rows
+    @retry_if_replaced
     def delete(self, ids: Any, table_ids: Any = None) -> int:
         """Delete rows with their optimizer state from every tier.
 
@@ -107,7 +107,7 @@ class KeyedRows(SnapshotEmbedding):
             How many rows were deleted.
         """
         self._latest_copy = ()
-        return self.table_handle().table.delete(self._collective_lookup(ids, table_ids))
+        return self.table_handle().table.delete(self._make_collective_lookup(ids, table_ids))
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Iterate over all written rows in chunks, ordered by bucket, table and key.
@@ -132,7 +132,7 @@ class KeyedRows(SnapshotEmbedding):
         for tables, keys, rows in self.chunks():
             yield from zip(tables.tolist(), keys.tolist(), rows, strict=True)
 
-    @on_present_rows
+    @retry_if_replaced
     def compact(self) -> None:
         """Rewrite RocksDB's files without replaced and deleted rows.
 
@@ -156,14 +156,14 @@ class KeyedRows(SnapshotEmbedding):
         """
         return self.metrics_within(LOCK_SECONDS)
 
-    @on_present_rows
+    @retry_if_replaced
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Return `metrics`. Wait up to `seconds` for another thread's lock, but never while the store is moved."""
+        """Return the same as `metrics`. Waits up to `seconds` for another thread's lock, but not for a store's move."""
         handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**read_metrics(handle.open_table, seconds), **traffic}
 
-    @on_present_rows
+    @retry_if_replaced
     def explain(self, key: int, table: int | str | None = None) -> dict[str, Any]:
         """Show where a row is now, for people to read. Changes nothing.
 
@@ -184,17 +184,17 @@ class KeyedRows(SnapshotEmbedding):
             InputError: the key or the table is invalid.
         """
         key, number = check_row(self.spec, key, table)
-        tiers, why = locate(self.table_handle().open_table, self._lookup([key], number))
+        tiers, why = locate(self.table_handle().open_table, self._make_lookup([key], number))
         row = {**with_table_name(number, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
-    def _collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
+    def _make_collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
         """Check a collective call's arguments and return their lookup. An error is raised on all ranks."""
         with self.raise_on_all_ranks():
-            return self._lookup(keys, table_ids)
+            return self._make_lookup(keys, table_ids)
 
-    def _lookup(self, keys: Any, table_ids: Any) -> Lookup:
+    def _make_lookup(self, keys: Any, table_ids: Any) -> Lookup:
         ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
         lookup = check_lookup(self.spec, ids, table_ids)
         device = self.device

@@ -17,18 +17,18 @@ from .embedding import MultiTableMultiColumnEmbedding
 class Metric(NamedTuple):
     """Describes one number of `metrics()`.
 
-    kind: "counter", which grows from 0 while a store is open, or "gauge". exported: the Prometheus name, if different.
+    kind: "counter", which grows from 0 while a store is open, or "gauge". exported_name: Prometheus name, if different.
     """
 
     kind: str
     meaning: str
-    exported: str = ""
+    exported_name: str = ""
 
 
 _counter, _gauge = partial(Metric, "counter"), partial(Metric, "gauge")
 
 
-def _latencies(name: str) -> dict[str, Metric]:
+def _make_latency_metrics(name: str) -> dict[str, Metric]:
     percentiles = {f"{name}_seconds_p{n}": _gauge(f"{n}th percentile of {name} times") for n in (50, 90, 99)}
     return {**percentiles, f"{name}_seconds_max": _gauge(f"the longest {name} time")}
 
@@ -73,8 +73,8 @@ METRICS: dict[str, Metric] = {
     "bytes": _gauge(
         "memory with metadata and the index of `ids=n`, without `overflow_bytes` and `window_bytes`", "memory_bytes"
     ),
-    **_latencies("fetch"),
-    **_latencies("write"),
+    **_make_latency_metrics("fetch"),
+    **_make_latency_metrics("write"),
     # metrics of caches
     "capacity": _gauge("rows that fit into this tier", "capacity_rows"),
     "fill": _gauge("`resident_rows` / `capacity`", "fill_ratio"),
@@ -140,8 +140,8 @@ class MetricsCollector:
     """
 
     def __init__(self, *embeddings: MultiTableMultiColumnEmbedding) -> None:
-        _prometheus()
-        _check(embeddings)
+        _import_prometheus()
+        _check_embeddings(embeddings)
         self._embeddings = embeddings
 
     def describe(self) -> list[Any]:
@@ -151,37 +151,37 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """Yield a family for each metric, with the labels `embedding` and `tier`.
 
-        Latencies also get the label `quantile`, 1 for the longest. A table's metrics get `embedding` and `table`.
-        `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or failed; only a
-        failed embedding also gives a warning.
+        Latencies also have the label `quantile`; 1 is the longest call. A table's metrics have the labels `embedding`
+        and `table`. `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or
+        failed; only a failed embedding also gives a warning.
         """
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         families: dict[str, Any] = {}
 
         def add(name: str, metric: Metric, value: float, **labels: str) -> None:
-            name = metric.exported or name
+            name = metric.exported_name or name
             if name not in families:
                 kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
                 families[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
             families[name].add_metric(list(labels.values()), value)
 
-        end = monotonic() + LOCK_SECONDS  # one deadline for all embeddings
+        deadline = monotonic() + LOCK_SECONDS  # one deadline for all embeddings
         for embedding in self._embeddings:
-            metrics = _read(embedding, max(end - monotonic(), 0))
-            own = {"embedding": embedding.name}
-            add("up", _gauge("whether the embedding has metrics"), bool(metrics), **own)
+            metrics = _read(embedding, max(deadline - monotonic(), 0))
+            embedding_label = {"embedding": embedding.name}
+            add("up", _gauge("whether the embedding has metrics"), bool(metrics), **embedding_label)
             for table, numbers in metrics.pop("tables", {}).items():
                 for name, value in numbers.items():
-                    add(name, TABLE_METRICS[name], value, **own, table=table)
+                    add(name, TABLE_METRICS[name], value, **embedding_label, table=table)
             for tier, numbers in metrics.items():
                 for name, value in numbers.items():
                     latency, _, quantile = name.rpartition("_")
                     if latency.endswith("seconds") and quantile in _QUANTILES:
                         metric = _gauge("a share of the calls took no longer, in seconds")
-                        add(latency, metric, value, **own, tier=tier, quantile=_QUANTILES[quantile])
+                        add(latency, metric, value, **embedding_label, tier=tier, quantile=_QUANTILES[quantile])
                     else:
-                        add(name, METRICS[name], value, **own, tier=tier)
+                        add(name, METRICS[name], value, **embedding_label, tier=tier)
         yield from families.values()
 
 
@@ -190,7 +190,7 @@ def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:
 
     `tierbed_up` shows which embeddings have metrics. Raises the same errors as `MetricsCollector`.
     """
-    prometheus = _prometheus()
+    prometheus = _import_prometheus()
     registry = prometheus.CollectorRegistry(auto_describe=False)
     registry.register(MetricsCollector(*embeddings))
     return str(prometheus.generate_latest(registry).decode())
@@ -213,7 +213,7 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")
-    _check(embeddings)
+    _check_embeddings(embeddings)
     for embedding in embeddings:
         if embedding.is_closed:
             raise ClosedError(f"embedding {embedding.name!r} was closed; write its metrics before close")
@@ -226,7 +226,7 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
                 writer.add_scalar(f"{embedding.name}/{section}/{name}", value, x)
 
 
-def _check(embeddings: Sequence[Any]) -> None:
+def _check_embeddings(embeddings: Sequence[Any]) -> None:
     for embedding in embeddings:
         if not isinstance(embedding, MultiTableMultiColumnEmbedding):
             raise InputError(f"embeddings: got {type(embedding).__name__}; give each embedding as a separate argument")
@@ -239,7 +239,7 @@ def _check(embeddings: Sequence[Any]) -> None:
 
 
 def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """Return an embedding's metrics. {} if it is unused, closed or failed (with a warning). Never opens a store."""
+    """Return an open embedding's metrics, else {}. Warns if the embedding failed. Never opens a store."""
     try:
         return embedding.metrics_within(seconds) if embedding.is_open and not embedding.has_pending_rows else {}
     except ClosedError:  # another thread closed the embedding
@@ -249,7 +249,7 @@ def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECON
         return {}
 
 
-def _prometheus() -> Any:
+def _import_prometheus() -> Any:
     try:
         import prometheus_client
     except ImportError as error:

@@ -26,8 +26,8 @@ from ...engine.table.table import OpenTable
 from ..autograd import lookup_op as ops
 from ..state_dict.read_only import ReadOnlyCopy
 from ..state_dict.saved_rows import exclude_rows
-from ..tables.rows_in_tensors import RowTensors
-from .dense_rows import dense_rows
+from ..tables.row_tensors import RowTensors
+from .dense_rows import copy_rows
 from .embedding import MultiTableEmbedding
 
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
@@ -68,7 +68,7 @@ class TorchTable(MultiTableEmbedding):
     parameter_name = "weight"  # as in torch, for code that selects parameters by name
     num_embeddings: int | None
     embedding_dim: int
-    _is_made = False  # until the constructor ends, reset_parameters keeps an earlier run's rows
+    _is_constructed = False  # False in the constructor, so that reset_parameters keeps an earlier run's rows
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, padding_idx: int | None = None,
@@ -88,29 +88,29 @@ class TorchTable(MultiTableEmbedding):
         self.num_embeddings, self.embedding_dim = num_embeddings, self.spec.dim
         self.norm_type, self.sparse = norm_type, sparse
         self.max_norm, self.scale_grad_by_freq = max_norm or None, bool(scale_grad_by_freq)
-        self.padding_idx = _padding(padding_idx, num_embeddings)
+        self.padding_idx = _normalize_padding_idx(padding_idx, num_embeddings)
         if self.padding_idx is not None:
             self.set_spec(zero_key=self.padding_idx % 2**64)
         if device is not None:
             self.to(device)
         if _weight is not None:
             self.load_dense(_weight)
-        elif type(self).reset_parameters is not TorchTable.reset_parameters:  # torch's constructor calls it
+        elif type(self).reset_parameters is not TorchTable.reset_parameters:  # as in torch's constructor
             self.reset_parameters()
         if _freeze:
             self.requires_grad_(False)
-        self._is_made = True
+        self._is_constructed = True
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight" and getattr(value, "shape", None) != (1, 1):  # load_state_dict(assign=True) sets a shadow
-            raise InputError(self._remedy())
+            raise InputError(self._write_remedy())
         if name in _REMEDIES and value:
             raise OptionError(f"{name}={value!r}: {_REMEDIES[name]}")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         if name == "weight":
-            raise InputError(self._remedy())
+            raise InputError(self._write_remedy())
         super().__delattr__(name)
 
     @property
@@ -132,15 +132,15 @@ class TorchTable(MultiTableEmbedding):
                 f"{MAX_WEIGHT:,}; call emb(torch.arange(n)) for the rows that you need"
             )
         ids = torch.arange(rows, device=self.device)
-        rows_now = self.look_up(Lookup(ids), None)
+        weight_rows = self.look_up(Lookup(ids), None)
         if not ops.runs_eagerly(ids):
-            if not torch.compiler.is_dynamo_compiling() and isinstance(rows_now, FakeTensor):
-                setattr(rows_now.untyped_storage(), REMEDY, self._remedy())
-            return rows_now
+            if not torch.compiler.is_dynamo_compiling() and isinstance(weight_rows, FakeTensor):
+                setattr(weight_rows.untyped_storage(), REMEDY, self._write_remedy())
+            return weight_rows
         table = self.table_handle().open_table
-        return Weight(rows_now, self._remedy(), table, table.step)
+        return Weight(weight_rows, self._write_remedy(), table, table.step)
 
-    def _remedy(self) -> str:
+    def _write_remedy(self) -> str:
         return (
             f"weight of embedding {self.name!r} is the result of a lookup: writing to it, setting its attributes or "
             "hooking it would change no row, and its gradient is with the rows. Call load_dense(weight) to replace "
@@ -161,7 +161,7 @@ class TorchTable(MultiTableEmbedding):
 
     def reset_parameters(self) -> None:
         """Delete all rows and their optimizer state. Each id starts again from its initial row."""
-        if self._handle is not None or (self._is_made and self.store_options.persistent_path is not None):
+        if self._handle is not None or (self._is_constructed and self.store_options.persistent_path is not None):
             self.load_tensors(RowTensors.make_empty(self.spec).tensors)
 
     def to_dense_state_dict(self) -> dict[str, Tensor]:
@@ -172,7 +172,7 @@ class TorchTable(MultiTableEmbedding):
         """
         if self.num_embeddings is None:
             raise InputError(f"embedding {self.name!r} takes any id, so it has no dense tensor; use chunks()")
-        return {"weight": dense_rows(self, 0, self.num_embeddings, self.output_dtype)}
+        return {"weight": copy_rows(self, 0, self.num_embeddings, self.output_dtype)}
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
@@ -200,16 +200,16 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     """A drop-in torch.nn.Embedding over a tierbed store. Train it with an `EagerOptimizer` or in a `Graph`.
 
     Args:
-        num_embeddings: how many ids there are, from 0. None for a table that takes any id and grows.
+        num_embeddings: the number of ids; ids start at 0. None for a table that takes any id and grows.
         embedding_dim: how many elements a row has.
         padding_idx: id whose row gets no gradient from lookups. The row starts as zeros; as in torch, you may load
             other values into it.
         sparse: ignored; gradients always cover only the rows that were looked up.
         device: where lookups run: "cpu", "cuda" or "meta".
-        dtype: of rows and results: torch.float32, float16 or bfloat16. Default: torch's default dtype.
+        dtype: the dtype of rows and results, torch.float32, float16 or bfloat16. Default: torch's default dtype.
         store: the result of a `make_*_store_options` function, the dict that the function prints, or the path of a
             TOML file with a table [name] or a single table. Default: host memory.
-        name: names the store's folder. Default: the module's path in the model.
+        name: the embedding's name, also used for the store's folder. Default: the module's path in the model.
         initializer: initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
         seed: for initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
         world: a `World` whose ranks share the rows. Default: all rows are in this process.
@@ -231,7 +231,7 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
             input: integer ids of any shape.
 
         Returns:
-            Rows, input.shape + (embedding_dim,).
+            Rows with the shape input.shape + (embedding_dim,).
 
         Raises:
             InputError: `input` has another dtype, or an id is out of range.
@@ -266,7 +266,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         initializer: Mapping[str, Any] | None = None, seed: int | None = None, world: World | None = None,
     ) -> None:  # fmt: skip
         if mode not in ("sum", "mean"):
-            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for a maximum, call max() of the rows of a lookup")
+            raise OptionError(f"mode={mode!r}: give 'sum' or 'mean'; for a maximum, call max() on looked-up rows")
         super().__init__(
             num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, _weight,
             False, device, dtype, store=store, name=name, initializer=initializer, seed=seed, world=world,
@@ -281,7 +281,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         Args:
             input: integer ids: [n], all bags one after another, with `offsets`; or [bags, L], a bag in each row.
             offsets: each bag's first index, int64 or int32 [bags]; [bags + 1] with `include_last_offset`.
-            per_sample_weights: floats, input.shape, to multiply rows with. For mode="sum" only.
+            per_sample_weights: floats with the shape of input, to multiply rows with. For mode="sum" only.
 
         Returns:
             Pooled rows [bags, embedding_dim]; zeros for an empty bag.
@@ -289,22 +289,22 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         Raises:
             InputError: a shape or dtype is wrong, or an id is out of range.
         """
-        offsets, weights, pooling = self._full_offsets(input, offsets), per_sample_weights, self.mode
+        offsets, weights, pooling = self._complete_offsets(input, offsets), per_sample_weights, self.mode
         if weights is not None:
             if self.mode != "sum":
                 raise InputError(f"per_sample_weights: mode={self.mode!r} takes none; make the module with mode='sum'")
             if not isinstance(weights, Tensor) or weights.shape != input.shape or not weights.is_floating_point():
-                raise InputError(f"per_sample_weights: give a tensor of floats {tuple(input.shape)}, as input is")
+                raise InputError(f"per_sample_weights: give floats of the same shape as input, {tuple(input.shape)}")
             weights = weights.to(torch.float32)
         if self.padding_idx is None:
             return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
         is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # int64, as in Embedding.forward
         weights = is_row if weights is None else weights * is_row
         sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
-        return sums if self.mode == "sum" else sums / _counts(is_row, offsets).to(sums.dtype)
+        return sums if self.mode == "sum" else sums / _count_ids(is_row, offsets).to(sums.dtype)
 
-    def _full_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
-        """Return the offsets with the end of the last bag; None for 2-D input. Raises InputError."""
+    def _complete_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
+        """Return the offsets, with the end of the last bag added; None for 2-D input. Raises InputError."""
         if not isinstance(input, Tensor) or input.dim() not in (1, 2):
             got = f"shape {tuple(input.shape)}" if isinstance(input, Tensor) else type(input).__name__
             raise InputError(f"input of embedding {self.name!r}: {got}; give a tensor [n] with offsets, or [bags, L]")
@@ -313,7 +313,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
                 raise InputError("offsets: input [bags, L] has a bag in each row; leave offsets out")
             return None
         if not isinstance(offsets, Tensor) or offsets.dim() != 1:
-            raise InputError("offsets: input [n] has bags one after another; give a 1-D tensor, where each bag begins")
+            raise InputError("offsets: input [n] has bags one after another; give the index where each bag begins")
         return offsets if self.include_last_offset else torch.cat([offsets, offsets.new_full((1,), len(input))])
 
     def prefetch(self, input: Tensor, offsets: Tensor | None = None) -> None:  # type: ignore[override]
@@ -323,7 +323,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
             input, offsets: as in `forward`.
         """
         pooling = self.mode if self.padding_idx is None else "sum"  # the same as in forward
-        super().prefetch(input, None, self._full_offsets(input, offsets), pooling)
+        super().prefetch(input, None, self._complete_offsets(input, offsets), pooling)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, mode={self.mode!r}"
@@ -364,12 +364,12 @@ def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
     if name is None:
         tables = list(read_store_options(store))
         if len(tables) != 1:
-            raise OptionError(f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give one as name=")
+            raise OptionError(f"store={os.fspath(store)!r} has the tables {', '.join(tables)}; give name=, one of them")
         name = tables[0]
     return load_store_options(Path(store), name)
 
 
-def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
+def _normalize_padding_idx(padding_idx: Any, num_embeddings: int | None) -> int | None:
     """Return padding_idx counted from 0; a negative index counts from the end, as in torch. Raises OptionError."""
     if padding_idx is None:
         return None
@@ -380,7 +380,7 @@ def _padding(padding_idx: Any, num_embeddings: int | None) -> int | None:
     return padding if num_embeddings is None else padding % num_embeddings
 
 
-def _counts(is_row: Tensor, offsets: Tensor | None) -> Tensor:
+def _count_ids(is_row: Tensor, offsets: Tensor | None) -> Tensor:
     """Count each bag's ids that are not padding: [bags, 1], at least 1."""
     if offsets is None:
         return is_row.sum(-1, keepdim=True).clamp(min=1)

@@ -1,1 +1,1 @@
-"""Training rows in plain loops."""
+"""Optimizers that train rows in plain PyTorch loops."""

@@ -25,7 +25,7 @@ LEAVES_ROWS = "tierbed_leaves_rows"  # marks a DistributedDataParallel that igno
 
 
 def check_world(world: World | None, name: str) -> World | None:
-    """Return embedding `name`'s world, or None for a world of one rank. Raises OptionError if it is not a World."""
+    """Return embedding `name`'s world, or None for a world of one rank. Raises OptionError if `world` is no World."""
     if world is None:
         return None
     if not isinstance(world, World):
@@ -33,7 +33,7 @@ def check_world(world: World | None, name: str) -> World | None:
     return world if world.size > 1 else None
 
 
-def warn_alone(name: str) -> None:
+def warn_without_world(name: str) -> None:
     """Warn if a job has several processes but embedding `name` lacks a world: each process trains separate rows."""
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         log.warning(
@@ -46,8 +46,8 @@ def warn_alone(name: str) -> None:
 
 def refuse_ranks(root: nn.Module) -> None:
     """Raise GraphError if a module or parameter in a graph is sharded or kept equal over ranks."""
-    if (shared := _find_shared(root, "the graph")) is not None:
-        raise _graph_refusal(shared)
+    if (problem := _find_shared(root, "the graph")) is not None:
+        raise _make_graph_error(problem)
 
 
 def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
@@ -59,17 +59,16 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
-        raise OptimizerError(f"embeddings {names} have different worlds; give all of them one, or none")
+        raise OptimizerError(f"embeddings {names} have different worlds; give all of them the same world, or none")
     world: World | None = next(iter(worlds.values()), None)
-    if world is None and embeddings and (shared := _find_shared(root, "the module")) is not None:
-        raise _refusal(OptimizerError, shared, "an EagerOptimizer", "EagerOptimizer")
+    if world is None and embeddings and (problem := _find_shared(root, "the module")) is not None:
+        raise _make_error(OptimizerError, problem, "an EagerOptimizer", "EagerOptimizer")
     for path, module in root.named_modules():
-        wrapped = (
-            next((child for child in module.modules() if child in embeddings), None) if _is_wrapper(module) else None
-        )
-        if isinstance(wrapped, EmbeddingBase):
+        children = module.modules() if _is_wrapper(module) else ()
+        inner = next((child for child in children if child in embeddings), None)
+        if isinstance(inner, EmbeddingBase):
             raise OptimizerError(
-                f"embedding {wrapped.name!r} is in {path or 'the module'}, a {type(module).__name__}, but its world "
+                f"embedding {inner.name!r} is in {path or 'the module'}, a {type(module).__name__}, but its world "
                 "exchanges its rows; wrap the other modules instead"
             )
     return world
@@ -79,7 +78,7 @@ def refuse_lookup(name: str) -> None:
     """Raise OptimizerError if a training lookup of embedding `name` runs inside a DistributedDataParallel."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and not hasattr(wrapper, LEAVES_ROWS):
-        raise _refusal(OptimizerError, f"embedding {name!r} is in {_active_wrapper()}", "its training", "the loop")
+        raise _make_error(OptimizerError, f"embedding {name!r} is in {_active_wrapper()}", "its training", "the loop")
 
 
 def _find_shared(root: nn.Module, root_name: str) -> str | None:
@@ -98,11 +97,11 @@ def _is_wrapper(module: nn.Module) -> bool:
     return is_wrapper and not hasattr(module, LEAVES_ROWS)
 
 
-def refuse_around(root: nn.Module) -> None:
-    """Raise GraphError if a DistributedDataParallel that contains `root` is calling it."""
+def refuse_wrapper(root: nn.Module) -> None:
+    """Raise GraphError if `root` is called by a DistributedDataParallel that contains `root`."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and any(module is root for module in wrapper.modules()):
-        raise _graph_refusal(f"{type(root).__name__} is in {_active_wrapper()}")
+        raise _make_graph_error(f"{type(root).__name__} is in {_active_wrapper()}")
 
 
 def _active_wrapper() -> str:
@@ -125,11 +124,11 @@ def _describe(wrapper: nn.Module) -> str:
     return f"a {type(wrapper).__name__}{note}"
 
 
-def _graph_refusal(problem: str) -> TierbedError:
-    return _refusal(GraphError, problem, "a graph's step", "the graph")
+def _make_graph_error(problem: str) -> TierbedError:
+    return _make_error(GraphError, problem, "a graph's step", "the graph")
 
 
-def _refusal(error: type[TierbedError], problem: str, trainer: str, owner: str) -> TierbedError:
+def _make_error(error: type[TierbedError], problem: str, trainer: str, owner: str) -> TierbedError:
     return error(
         f"{problem}: {trainer} does not talk to other ranks, whose parameters and rows would diverge; give {owner} the "
         "module without it, and train in one process, or give its embeddings a World of tierbed.distributed"

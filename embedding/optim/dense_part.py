@@ -1,9 +1,9 @@
 """Warns if freshly initialized dense parameters are about to train with an earlier run's rows.
 
 Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers contain the run id, so
-copied rows keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
+copies keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
 together with the parameter. A parameter is fresh if no run id is remembered and if, since its graph or optimizer was
-made, no code wrote to it or loaded optimizer state for it. Rows from an earlier version get a run id when opened.
+made, no code wrote to it or loaded optimizer state for it. Rows of earlier tierbed versions get a run id when opened.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..state_dict.saved_rows import SnapshotEmbedding
 
 log = logging.getLogger("tierbed")
-_runs: Any = WeakTensorKeyDictionary()  # by dense parameter: run ids of the rows trained with it
+_run_ids: Any = WeakTensorKeyDictionary()  # by dense parameter: run ids of the rows trained with it
 _versions: Any = WeakTensorKeyDictionary()  # by dense parameter: torch's version number when the optimizer was made
-_own_runs: set[str] = set()  # the ids of runs that this process trained
+_trained_runs: set[str] = set()  # the ids of runs that this process trained
 
 
 def note_versions(parameters: Iterable[Tensor]) -> None:
@@ -32,10 +32,10 @@ def note_versions(parameters: Iterable[Tensor]) -> None:
 
 
 def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbedding]) -> None:
-    """Remember that these parameters and the embeddings' rows belong together, because one load brought both."""
+    """Remember that these parameters and the embeddings' rows belong together, because one load restored both."""
     runs = {embedding.table_handle().open_table.run_id for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
-        _runs.setdefault(parameter, set()).update(runs)
+        _run_ids.setdefault(parameter, set()).update(runs)
 
 
 def warn_of_state(embedding: SnapshotEmbedding) -> bool:
@@ -45,9 +45,9 @@ def warn_of_state(embedding: SnapshotEmbedding) -> bool:
     has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)
     if has_state:
         log.warning(
-            "embedding %r keeps the optimizer state of its %d steps under a new optimizer, which has none for "
-            "other parameters. To continue training, call optimizer.load_state_dict(saved). To start without state, "
-            "call model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
+            "embedding %r keeps the optimizer state of its %d steps, but the new optimizer has no state for other "
+            "parameters. To continue training, call optimizer.load_state_dict(saved). To start without state, call "
+            "model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
             embedding.name,
             table.step,
         )
@@ -57,27 +57,27 @@ def warn_of_state(embedding: SnapshotEmbedding) -> bool:
 class DensePart:
     """The dense parameters of a graph or an optimizer, before its first training step.
 
-    owner: names the graph or optimizer in messages. parameters: None if unknown. states: its states, by parameter.
+    owner: names the graph or optimizer in messages. parameters: None if unknown. states: optimizer state by parameter.
     """
 
     def __init__(self, owner: str, parameters: Iterable[Tensor] | None, states: Mapping[Any, Any]) -> None:
         self._owner, self._has_warned = owner, False
         trained = [parameter for parameter in parameters or () if parameter.requires_grad and parameter.numel()]
-        written = {id(p) for p in trained if _versions.get(p, p._version) != p._version or states.get(p)}
-        self._before = [(parameter, {*_runs.get(parameter, ())}, id(parameter) in written) for parameter in trained]
+        written_ids = {id(p) for p in trained if _versions.get(p, p._version) != p._version or states.get(p)}
+        self._entries = [(p, {*_run_ids.get(p, ())}, id(p) in written_ids) for p in trained]
         self._is_known = parameters is not None
 
     def check(self, embedding: SnapshotEmbedding) -> None:
         """Warn if an open embedding resumed rows that were not trained with these parameters. Remembers the run id."""
         handle: Any = embedding.table_handle()
         run, step = handle.open_table.run_id, handle.local.persistence.resumed_step
-        fresh = sum(run not in runs if runs else not written for _, runs, written in self._before)
-        is_half = fresh > 0 if self._is_known else run not in _own_runs
-        is_intended = embedding.rows_are_chosen or embedding.store_options.open == "pretrained"
+        num_fresh = sum(run not in runs if runs else not was_written for _, runs, was_written in self._entries)
+        is_mismatched = num_fresh > 0 if self._is_known else run not in _trained_runs
+        is_intended = embedding.has_chosen_rows or embedding.store_options.open == "pretrained"
         is_first_rank = embedding.world is None or embedding.world.rank == 0
-        if step and is_half and not is_intended and not self._has_warned and is_first_rank:
+        if step and is_mismatched and not is_intended and not self._has_warned and is_first_rank:
             self._has_warned = True
-            count = f" ({fresh} of its {len(self._before)} parameters)" if self._is_known else ""
+            count = f" ({num_fresh} of its {len(self._entries)} parameters)" if self._is_known else ""
             log.warning(
                 "%s trains half a model: embedding %r resumes rows of step %d, and the dense part begins at step 0%s. "
                 'Load both by graph.load or load_checkpoint; or start over with open="fresh" in the store options; or '
@@ -87,6 +87,6 @@ class DensePart:
                 step,
                 count,
             )
-        _own_runs.add(run)
-        for parameter, *_ in self._before:
-            _runs.setdefault(parameter, set()).add(run)
+        _trained_runs.add(run)
+        for parameter, *_ in self._entries:
+            _run_ids.setdefault(parameter, set()).add(run)

@@ -30,8 +30,8 @@ from ...engine.optim.base import LARGEST, SMALLEST
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
 from ...engine.signals import uninterrupted
 from ...engine.table.row_step import row_step
-from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, holders, kept_gradients, set_grad
-from ..autograd.lookup_op import embeddings_of
+from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, get_gradients, set_grad, trainers
+from ..autograd.lookup_op import find_embeddings
 from ..state_dict.model_snapshots import ModelSnapshots
 from ..state_dict.saved_rows import SnapshotEmbedding
 from ..tables.names import check_distinct, name_embeddings
@@ -41,12 +41,12 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED = 62  # embeddings over ranks: each embedding needs one bit in a handshake's note
+MAX_SHARED_EMBEDDINGS = 62  # the most embeddings over ranks: each needs one bit in a handshake's note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
 
-def _wrapped_attribute(name: str) -> Any:
+def _make_wrapped_attribute(name: str) -> Any:
     """Return a property that reads the wrapped optimizer's attribute and cannot be set."""
 
     def refuse(_: EagerOptimizer, value: Any) -> None:
@@ -88,7 +88,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         >>>     optimizer.zero_grad()
     """
 
-    state, param_groups = _wrapped_attribute("state"), _wrapped_attribute("param_groups")
+    state, param_groups = _make_wrapped_attribute("state"), _make_wrapped_attribute("param_groups")
     _warns_of_lazy_rows = True
     _step_supports_amp_scaling = False  # a GradScaler must unscale, even if the wrapped optimizer could
 
@@ -102,15 +102,15 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         check_is_optimizer(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        root = nn.ParameterList(self._parameters()) if module is None else module
-        candidates = embeddings_of(groups) if module is None else module.modules()
+        root = nn.ParameterList(self._list_parameters()) if module is None else module
+        candidates = find_embeddings(groups) if module is None else module.modules()
         modules = [candidate for candidate in candidates if isinstance(candidate, EmbeddingBase)]
         embeddings = [module for module in modules if module.shadow.requires_grad]
         self._world = refuse_eager_ranks(root, embeddings) or World.single()
-        self._partial_update = ""  # this rank's error in row updates that other ranks have made
-        if self._world.size > 1 and len(embeddings) > MAX_SHARED:
+        self._partial_update = ""  # this rank's error in row updates that other ranks completed
+        if self._world.size > 1 and len(embeddings) > MAX_SHARED_EMBEDDINGS:
             raise OptimizerError(
-                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer at most {MAX_SHARED}"
+                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer at most {MAX_SHARED_EMBEDDINGS}"
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
@@ -128,21 +128,21 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         train_together(modules)
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
-        self._has_met = False  # True after the first step has checked that the dense part fits the rows
+        self._has_checked_dense = False  # True after the first step has checked that the dense part fits the rows
         # True until state is loaded; the state that Adagrad makes in its constructor has step 0
-        self._begins = not any(state.get("step", True) for state in optimizer.state.values())
-        self._taken_over = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
-        note_versions(self._dense(embeddings) or ())
-        self._trained = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
-        self._warns_of_zeros = any(row_optimizer.states for _, row_optimizer in self._trained)
+        self._is_new = not any(state.get("step", True) for state in optimizer.state.values())
+        self._carryovers = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
+        note_versions(self._list_dense_parameters(embeddings) or ())
+        self._pairs = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
+        self._warns_of_zeros = any(row_optimizer.states for _, row_optimizer in self._pairs)
         if self._warns_of_lazy_rows:
             warn_if_lazy(self.row_optimizers())
         for embedding in embeddings:
-            if (older := holders.get(embedding.op_id)) is not None:
-                older.give_up(embedding)
-            holders[embedding.op_id] = self
+            if (older := trainers.get(embedding.op_id)) is not None:
+                older.hand_over(embedding)
+            trainers[embedding.op_id] = self
 
-    def give_up(self, embedding: EmbeddingBase) -> None:
+    def hand_over(self, embedding: EmbeddingBase) -> None:
         """Leave the embedding to a newer EagerOptimizer."""
         self._lost_embedding = embedding.name
 
@@ -154,7 +154,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "trains its rows in backward(); leave the embedding out of this optimizer, or make it again"
             )
         grad = embedding.shadow.grad
-        if embedding.op_id in holders and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
+        if embedding.op_id in trainers and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
                 "its step(), or drop them by zero_grad() of the model, before you make a new optimizer"
@@ -162,12 +162,12 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _snapshot_embeddings(self) -> list[SnapshotEmbedding]:
         module = None if self._module is None else self._module()
-        modules = [e for e, _ in self._trained] if self._module is None else [] if module is None else module.modules()
+        modules = [e for e, _ in self._pairs] if self._module is None else [] if module is None else module.modules()
         return [module for module in modules if isinstance(module, SnapshotEmbedding)]
 
     def row_optimizers(self) -> list[RowOptimizer]:
         """Return the optimizers that update the rows, one for each embedding."""
-        return [row_optimizer for _, row_optimizer in self._trained]
+        return [row_optimizer for _, row_optimizer in self._pairs]
 
     def __getattr__(self, name: str) -> Any:
         """Return the wrapped optimizer's attribute, if this object lacks it."""
@@ -210,10 +210,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         if self._lost_embedding:
             raise OptimizerError(
-                f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of that one, "
-                "or make this one again"
+                f"a newer EagerOptimizer has taken over embedding {self._lost_embedding!r}; call step() of the newer "
+                "one, or make this one again"
             )
-        for embedding, _ in self._trained:
+        for embedding, _ in self._pairs:
             check_not_traced(embedding)
         loss = None
         if closure is not None:
@@ -226,11 +226,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 raise
         with uninterrupted():
             with torch.no_grad():
-                reached = self._reached()
+                reached = self._collect_gradients()
                 trained = [(embedding, rows) for embedding, rows, _ in reached]
                 row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
-            grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._trained]
-            with self._amid_updates():
+            grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._pairs]
+            with self._track_partial_update():
                 self.optimizer.step()  # if this raises, rows are already updated, and their gradients are gone
             for embedding, grad in grads:
                 set_grad(embedding, grad)
@@ -245,10 +245,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "zero_grad(set_to_none=False): by momentum, torch's step then moves a parameter that no backward() "
-                "reached, but rows stay as they are; leave set_to_none out"
+                "zero_grad(set_to_none=False): with momentum, torch's step() then also moves parameters that no "
+                "backward() reached, but never moves rows; leave set_to_none out"
             )
-        for embedding, _ in self._trained:
+        for embedding, _ in self._pairs:
             check_not_traced(embedding)
             set_grad(embedding, None)
         self.optimizer.zero_grad(set_to_none)
@@ -283,14 +283,14 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         dense = [grad for grad in grads if not isinstance(grad, ShadowGrad)]
         if any(grad.layout != torch.strided for grad in dense):
             raise OptimizerError(
-                "clip_grad_norm_ of a sparse gradient, as of nn.Embedding(sparse=True); leave its parameter out, or "
-                "make the module with sparse=False"
+                "clip_grad_norm_ got a sparse gradient, as nn.Embedding(sparse=True) makes; leave its parameter out, "
+                "or make the module with sparse=False"
             )
         for name in (
-            gradients.embedding.name for gradients in rows if holders.get(gradients.embedding.op_id) is not self
+            gradients.embedding.name for gradients in rows if trainers.get(gradients.embedding.op_id) is not self
         ):
-            raise OptimizerError(f"embedding {name!r} is of another EagerOptimizer; call clip_grad_norm_ of that one")
-        if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._trained):
+            raise OptimizerError(f"embedding {name!r} is trained by another EagerOptimizer; call its clip_grad_norm_")
+        if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._pairs):
             raise OptimizerError(
                 "clip_grad_norm_ of rows that ranks share: their gradients are only summed in step(). Leave the "
                 "embeddings' parameters out and clip rows by clip_grad_row_norm in their param group, or train by a "
@@ -311,7 +311,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         state = self.optimizer.state_dict()
         # `state` is empty before the first step and for stateless optimizers; TorchRec's optimizers use names as keys
         if all(isinstance(number, int) for number in state["state"] or [""]):
-            for number in self._row_numbers():
+            for number in self._number_embeddings():
                 state["state"].setdefault(number, {})  # torch's get_state_dict expects an entry for each parameter
         return state
 
@@ -321,7 +321,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         Raises:
             OptimizerError: the state_dict contains state for dense rows; give it to the embedding's `load_dense`.
         """
-        for number, embedding in self._row_numbers().items():
+        for number, embedding in self._number_embeddings().items():
             for name, value in state_dict.get("state", {}).get(number, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
@@ -329,33 +329,33 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                         "which store their own state; give it to load_dense of the embedding, and leave it out here"
                     )
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
-        self._begins, self._partial_update = False, ""
+        self._is_new, self._partial_update = False, ""
 
-    def _parameters(self) -> list[Tensor]:
+    def _list_parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _row_numbers(self) -> dict[int, EmbeddingBase]:
+    def _number_embeddings(self) -> dict[int, EmbeddingBase]:
         """Return the embeddings by their parameters' numbers in a state_dict."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self._parameters())}
-        return {numbers[id(e.shadow)]: e for e, _ in self._trained if id(e.shadow) in numbers}
+        numbers = {id(parameter): number for number, parameter in enumerate(self._list_parameters())}
+        return {numbers[id(e.shadow)]: e for e, _ in self._pairs if id(e.shadow) in numbers}
 
-    def _reached(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
+    def _collect_gradients(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """Return the embeddings that backward() reached on any rank. An error on one rank is raised on all ranks."""
-        trained = self._trained
+        trained = self._pairs
         if self._world.size == 1:
-            local = self._checked_gradients(trained)
-            with_gradients = zip(trained, local, strict=True)
+            own_gradients = self._check_gradients(trained)
+            with_gradients = zip(trained, own_gradients, strict=True)
             return [(e, optimizer, grads) for (e, optimizer), grads in with_gradients if grads is not None]
-        local, error = try_call(lambda: self._checked_gradients(trained))
-        note = sum(1 << number for number, gradients in enumerate(local or ()) if gradients is not None)
+        own_gradients, error = try_call(lambda: self._check_gradients(trained))
+        note = sum(1 << number for number, gradients in enumerate(own_gradients or ()) if gradients is not None)
         notes = self._world.handshake(STEP, error, note=note).notes
         return [
             (embedding, optimizer, gradients or RowGradients(embedding))
-            for number, ((embedding, optimizer), gradients) in enumerate(zip(trained, local, strict=True))
+            for number, ((embedding, optimizer), gradients) in enumerate(zip(trained, own_gradients, strict=True))
             if any(note >> number & 1 for note in notes)
         ]
 
-    def _checked_gradients(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> list[RowGradients | None]:
+    def _check_gradients(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> list[RowGradients | None]:
         """Return each embedding's gradients on this rank, or None. Raises OptimizerError, InputError."""
         if self._partial_update:
             raise OptimizerError(
@@ -363,49 +363,49 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "applied updates, so rows differ; on all ranks load a snapshot of every embedding and the dense "
                 "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
             )
-        kept = [kept_gradients(embedding) for embedding, _ in trained]
-        return [gradients if gradients is not None and gradients.check() else None for gradients in kept]
+        row_gradients = [get_gradients(embedding) for embedding, _ in trained]
+        return [gradients if gradients is not None and gradients.check() else None for gradients in row_gradients]
 
     def _update_rows(self, reached: list[RowGradients]) -> None:
         pinned = [(gradients, gradients.pin()) for gradients in reached]
-        self._pinned()
+        self._after_pin()
         if self._world.size > 1:
-            exchange(self._world, pinned)
+            exchange_gradients(self._world, pinned)
         error: BaseException | None = None
-        with self._amid_updates():
+        with self._track_partial_update():
             for gradients, batch in pinned:
                 try:
                     gradients.update(batch)
-                except BaseException as wrong:
+                except BaseException as failure:
                     if self._world.size == 1:
                         raise
-                    error = error or wrong  # other ranks update all embeddings, so continue
+                    error = error or failure  # other ranks update all embeddings, so continue
             if error is not None:
                 raise error
 
-    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor] | None:
+    def _list_dense_parameters(self, embeddings: Iterable[EmbeddingBase]) -> list[Tensor] | None:
         """Return the dense parameters of the module and the optimizer; None if the parameters are unknown."""
         module = None if self._module is None else self._module()
         shadows = {id(embedding.shadow) for embedding in embeddings}
-        parameters = [*([] if module is None else module.parameters()), *self._parameters()]
+        parameters = [*([] if module is None else module.parameters()), *self._list_parameters()]
         return [parameter for parameter in dict.fromkeys(parameters) if id(parameter) not in shadows]
 
-    def _pinned(self) -> None:
+    def _after_pin(self) -> None:
         """Called in a step when all its rows are pinned, before the first row changes."""
-        if not self._has_met:
-            self._has_met = True
-            embeddings = [embedding for embedding, _ in self._trained]
-            dense = self._dense(embeddings)
+        if not self._has_checked_dense:
+            self._has_checked_dense = True
+            embeddings = [embedding for embedding, _ in self._pairs]
+            dense = self._list_dense_parameters(embeddings)
             part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
             for embedding in embeddings:
                 if isinstance(embedding, SnapshotEmbedding):
                     embedding.call_when_open(partial(part.check, embedding))
-                    if self._begins and dense is not None and (embedding.was_loaded or embedding in self._taken_over):
-                        self._begins = not warn_of_state(embedding)
-            self._taken_over.clear()
+                    if self._is_new and dense is not None and (embedding.was_loaded or embedding in self._carryovers):
+                        self._is_new = not warn_of_state(embedding)
+            self._carryovers.clear()
 
     @contextmanager
-    def _amid_updates(self) -> Iterator[None]:
+    def _track_partial_update(self) -> Iterator[None]:
         """Run updates that all ranks make. If an update raises on this rank, later steps raise on all ranks."""
         try:
             yield
@@ -424,27 +424,27 @@ class InBackwardOptimizer(EagerOptimizer):
     _warns_of_lazy_rows = False
 
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        if embedding.op_id in holders:
+        if embedding.op_id in trainers:
             raise OptimizerError(
                 f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
                 "parameter an optimizer too; drop the first one by del, or leave the embedding out of the second"
             )
 
-    def _dense(self, embeddings: Iterable[EmbeddingBase]) -> None:
+    def _list_dense_parameters(self, embeddings: Iterable[EmbeddingBase]) -> None:
         return None
 
     @property
-    def _trained(self) -> list[tuple[EmbeddingBase, RowOptimizer]]:
+    def _pairs(self) -> list[tuple[EmbeddingBase, RowOptimizer]]:
         embedding = self._embedding()
         return [] if embedding is None else [(embedding, self._row_optimizer)]
 
-    @_trained.setter
-    def _trained(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> None:
+    @_pairs.setter
+    def _pairs(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> None:
         [(embedding, self._row_optimizer)] = trained
         self._embedding = ref(embedding)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        groups = self._groups()
+        groups = self._list_groups()
         try:
             return super().step(closure)
         except BaseException:
@@ -453,13 +453,13 @@ class InBackwardOptimizer(EagerOptimizer):
             self.zero_grad()  # otherwise the next step would apply the gradients of this failed step
             raise
 
-    def _pinned(self) -> None:
-        super()._pinned()
-        for group in self._groups():
+    def _after_pin(self) -> None:
+        super()._after_pin()
+        for group in self._list_groups():
             group.begin_pass()
 
-    def _groups(self) -> list[TrainingGroup]:
-        return [embedding.group for embedding, _ in self._trained if embedding.group is not None]
+    def _list_groups(self) -> list[TrainingGroup]:
+        return [embedding.group for embedding, _ in self._pairs if embedding.group is not None]
 
 
 def follow_in_backward(embedding: EmbeddingBase) -> None:
@@ -476,17 +476,17 @@ def follow_in_backward(embedding: EmbeddingBase) -> None:
         optimizers[0] = InBackwardOptimizer(optimizers[0], embedding)
 
 
-def exchange(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:
+def exchange_gradients(world: World, pinned: list[tuple[RowGradients, Any]]) -> None:
     """Send each gradient to the rank that owns the row. An error on one rank is raised on all ranks."""
     error: BaseException | None = None
     for gradients, batch in pinned:
         try:
             batch.send(*gradients.grads())
-        except BaseException as wrong:
-            if not world.must_report(wrong):
+        except BaseException as failure:
+            if not world.must_report(failure):
                 raise
             batch.send_nothing()
-            error = error or wrong
+            error = error or failure
     for _, batch in pinned:
-        batch.receive()
+        batch.wait_for_gradients()
     world.handshake("gradients of an EagerOptimizer", error)

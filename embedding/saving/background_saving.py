@@ -24,17 +24,17 @@ class BackgroundSaving:
     """Writes snapshots in threads while training continues. Implements `SaveHandle`.
 
     In one process, the last thread to finish writing gives all snapshots their names. Over ranks, the snapshots get
-    names in the first `at_step` or `wait` after all ranks have written. label: names the save in messages.
+    names in the first `try_complete` or `wait` after all ranks wrote their rows. label: names the save in messages.
     """
 
     def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
         self.label = label
         self._world, self._op, self._saves, self._new = world, op, saves, new
         self._threads: list[BackgroundSave] = []
-        self._lock, self._arrived = Lock(), set[int | None]()
+        self._lock, self._arrivals = Lock(), set[int | None]()
         self._ids: list[str] = []
         self._error: BaseException | None = None
-        self._dropped, self._ended = Event(), Event()
+        self._drop_event, self._end_event = Event(), Event()
         _, error = try_call(self._start)
         try:
             world.handshake(f"{op}: threads", error)
@@ -45,54 +45,54 @@ class BackgroundSaving:
     def _start(self) -> None:
         max_bytes = MAX_BEFORE_IMAGE_BYTES // len(self._saves)
         try:
-            for at, save in enumerate(self._saves):
-                self._threads.append(save.begin_in_background(partial(self._write, save, at), max_bytes))
+            for number, save in enumerate(self._saves):
+                self._threads.append(save.begin_in_background(partial(self._write, save, number), max_bytes))
         except BaseException as error:
-            for at in range(len(self._threads), len(self._saves)):
-                self._arrive(at, error)
-            self._arrive(None, error)
+            for number in range(len(self._threads), len(self._saves)):
+                self._count_arrival(number, error)
+            self._count_arrival(None, error)
             raise
-        self._arrive(None)
+        self._count_arrival(None)
 
-    def _write(self, save: TableSave, at: int, chunks: Chunks) -> None:
+    def _write(self, save: TableSave, number: int, chunks: Chunks) -> None:
         """Write the rows of one table, then wait for the other tables' threads. Runs in the table's thread."""
-        _, error = try_call(lambda: save.write(chunks=self._unless_dropped(chunks)))
+        _, error = try_call(lambda: save.write(chunks=self._raise_if_dropped(chunks)))
         if self._world.size == 1:
-            self._arrive(at, error)
-            while not self._ended.wait(POLL_SECONDS):
+            self._count_arrival(number, error)
+            while not self._end_event.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
-                    if thread.done:  # this thread has arrived, or died before it could
-                        self._arrive(other, StoreError(f"{self.label}: a thread that saves it died"))
+                    if thread.done:  # the other thread has reported, or died before it could
+                        self._count_arrival(other, StoreError(f"{self.label}: a thread that writes it has died"))
             error = self._error
         if error is not None:
             raise error
         if self._world.size == 1:
-            save.end(self._ids[at], from_image=True)
+            save.end(self._ids[number], from_image=True)
 
-    def _unless_dropped(self, chunks: Chunks) -> Chunks:
+    def _raise_if_dropped(self, chunks: Chunks) -> Chunks:
         for chunk in chunks:
-            if self._dropped.is_set():
+            if self._drop_event.is_set():
                 raise StoreError("the embedding was closed before all ranks wrote it")
             yield chunk
 
-    def _arrive(self, at: int | None, error: BaseException | None = None) -> None:
-        """Count the thread of table number `at` as written or failed. `at` is None once all threads are started.
+    def _count_arrival(self, number: int | None, error: BaseException | None = None) -> None:
+        """Count the thread of table `number` as written or failed. `number` is None once all threads are started.
 
-        The last of these calls completes the save. Does nothing over ranks.
+        The last of these calls completes the save. Over ranks, this does nothing.
         """
         if self._world.size > 1:
             return
         with self._lock:
-            if at in self._arrived:
+            if number in self._arrivals:
                 return
-            self._arrived.add(at)
+            self._arrivals.add(number)
             self._error = self._error or error
-            is_last = len(self._arrived) == len(self._saves) + 1
+            is_last = len(self._arrivals) == len(self._saves) + 1
         if error is not None:
-            self._dropped.set()
+            self._drop_event.set()
         if is_last:
             self._commit(self._error)
-            self._ended.set()
+            self._end_event.set()
 
     def _commit(self, error: BaseException | None) -> None:
         with self._new:
@@ -102,7 +102,7 @@ class BackgroundSaving:
     @property
     def done(self) -> bool:
         """True if the save has ended on all ranks, with or without an error."""
-        return self._ended.is_set() if self._world.size > 1 else all(thread.done for thread in self._threads)
+        return self._end_event.is_set() if self._world.size > 1 else all(thread.done for thread in self._threads)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until all snapshots are complete. Returns False if the save continues.
@@ -115,26 +115,26 @@ class BackgroundSaving:
         for thread in self._threads:
             thread.skip_pauses()
         for thread in self._threads:
-            if not (self._world.size > 1 and self._ended.is_set()):
-                _, failed = try_call(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
-                error = error or failed
+            if not (self._world.size > 1 and self._end_event.is_set()):
+                _, thread_error = try_call(partial(thread.wait, None if end is None else max(end - monotonic(), 0)))
+                error = error or thread_error
                 if self._world.size == 1 and not isinstance(error, Exception | None):
                     raise error
-        self.at_step()  # raises the save's error on all ranks
+        self.try_complete()  # raises the save's error on all ranks
         if error is not None and (self._world.size == 1 or not isinstance(error, Exception)):
             raise error
         if self._error is not None:
             raise self._error
         return self.done
 
-    def at_step(self) -> None:
+    def try_complete(self) -> None:
         """Complete the snapshots if every rank has written its rows. All ranks call this between two steps."""
-        if self._world.size == 1 or self._ended.is_set():
+        if self._world.size == 1 or self._end_event.is_set():
             return
         is_writing = not all(thread.done for thread in self._threads)
         if any(self._world.handshake(f"{self._op}: written", note=is_writing).notes):
             return
-        self._ended.set()
+        self._end_event.set()
         errors = (try_call(partial(thread.wait, 0))[1] for thread in self._threads)
         self._commit(next((error for error in errors if error is not None), None))
         if self._error is None:
@@ -147,11 +147,11 @@ class BackgroundSaving:
 
     def drop(self) -> None:
         """Over ranks, drop the save unless it is complete. Waits only for this rank's threads."""
-        if self._world.size == 1 or self._ended.is_set():
+        if self._world.size == 1 or self._end_event.is_set():
             return
-        self._ended.set()
+        self._end_event.set()
         self._error = StoreError(f"{self.label} was not saved: the embedding was closed before all ranks wrote it")
-        self._dropped.set()
+        self._drop_event.set()
         with self._new:
             for save in self._saves:
                 save.table.observers.finish_saving()

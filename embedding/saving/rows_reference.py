@@ -37,17 +37,17 @@ class RowsReference(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Any) -> RowsReference:
-        """Return the reference with these fields, from JSON. Raises ValueError, KeyError, TypeError."""
+        """Return the reference with the fields of a JSON object. Raises ValueError, KeyError, TypeError."""
         step, snapshot, version = fields["step"], fields["snapshot"], fields.get("version")
         match version:
             case [str(epoch), int(writes)]:  # written by an earlier version of tierbed
                 version = f"{epoch or EMPTY}:{writes}"
-        parsed = cls(step, snapshot, fields.get("digest"), version)
-        if type(step) not in (int, type(None)) or not all(isinstance(name, str | None) for name in parsed[1:]):
+        reference = cls(step, snapshot, fields.get("digest"), version)
+        if type(step) not in (int, type(None)) or not all(isinstance(name, str | None) for name in reference[1:]):
             raise ValueError(fields)
-        return parsed
+        return reference
 
-    def may_be(self, other: RowsReference) -> bool:
+    def may_match(self, other: RowsReference) -> bool:
         """True if `other`, a reference from a state_dict, may name the same rows as this reference."""
         if other.version is not None and self.version == other.version:
             return True
@@ -61,15 +61,15 @@ class RowsReference(NamedTuple):
 
 
 UNKNOWN = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
-_STOPPED = -2
+_STOPPED_STEP = -2
 
 
-def stopped_at(culprit: str) -> RowsReference:
-    """Return a reference that matches no rows. Used if a load stopped at `culprit`, so rows may be old or new."""
-    return RowsReference(_STOPPED, culprit)
+def mark_stopped(culprit: str) -> RowsReference:
+    """Return a reference that matches no rows. Used after a load failed at `culprit`: rows may be old or new."""
+    return RowsReference(_STOPPED_STEP, culprit)
 
 
-def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsReference | None:
+def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsReference | None:
     """Return a reference to a snapshot in a folder; None if the snapshot does not exist or cannot be read."""
     try:
         if snapshots is None or name is None:
@@ -85,13 +85,13 @@ def reference_of_snapshot(snapshots: Path | None, name: str | None) -> RowsRefer
     return RowsReference(int(snapshot.description["step"]), name, digest, version_of_snapshot(snapshot.manifest.id))
 
 
-def reference_at(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return a reference to rows with a step and a version. It names the snapshot `base` if `base` has these rows."""
-    saved = reference_of_snapshot(snapshots, base)
+def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
+    """Return a reference to rows with a step and a version. Names the snapshot `base` if `base` has these rows."""
+    saved = read_snapshot_reference(snapshots, base)
     return RowsReference(step, version=version) if saved is None or saved.version != version else saved
 
 
-def reference_of_unopened(store: Path, fresh: bool) -> RowsReference:
+def read_reference(store: Path, fresh: bool) -> RowsReference:
     """Return a reference to the rows that a closed store folder would open with. Raises StoreError."""
     entry = None if fresh else GroupFile(FolderState(store)).choose_own_entry()
     if entry is None:
@@ -99,11 +99,11 @@ def reference_of_unopened(store: Path, fresh: bool) -> RowsReference:
     return RowsReference(None, version=entry.live or (entry.snapshot and version_of_snapshot(entry.snapshot)))
 
 
-def matches(pending: RowsReference, present: RowsReference, saved: RowsReference | None) -> bool | None:
-    """True if `pending` names the present rows, None if only the snapshot `saved` holds its rows, otherwise False."""
-    if saved is None or not saved.may_be(pending):
-        return present.may_be(pending)
-    return True if present.version == saved.version or present.may_be(pending) else None
+def compare_references(pending: RowsReference, current: RowsReference, saved: RowsReference | None) -> bool | None:
+    """True if `pending` names the current rows, None if only the snapshot `saved` has these rows, otherwise False."""
+    if saved is None or not saved.may_match(pending):
+        return current.may_match(pending)
+    return True if current.version == saved.version or current.may_match(pending) else None
 
 
 def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
@@ -116,13 +116,13 @@ def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
 
 
 def mismatch_text(
-    name: str, present: RowsReference, pending: RowsReference, snapshots: bool, in_memory: bool = False
+    name: str, current: RowsReference, pending: RowsReference, snapshots: bool, in_memory: bool = False
 ) -> str:
     """Return the error text for embedding `name` if a loaded state_dict names other rows than the embedding has.
 
     snapshots: True if the embedding's state_dicts name snapshots. in_memory: True if the state_dicts hold the rows.
     """
-    if pending.step == _STOPPED:
+    if pending.step == _STOPPED_STEP:
         return (
             f"embedding {name!r} may have other rows than the rest of the model: a load stopped at {pending.snapshot}, "
             "and what comes after it was not loaded; load again, or another state"
@@ -134,7 +134,7 @@ def mismatch_text(
         state = "is of no rows, as of an embedding that was never trained"
         remedy = 'make the embedding again with open="fresh" in its store options, or ' + remedy
     else:
-        state = f"is of {'other rows of ' * (present.step == pending.step)}step {pending.step}"
+        state = f"is of {'other rows of ' * (current.step == pending.step)}step {pending.step}"
         if pending.step is None:
             state = "was made before the embedding was used"
         if pending.snapshot:
@@ -149,5 +149,5 @@ def mismatch_text(
                     "give state_dict_snapshots=True in the store options before states are made, or save by graph.save "
                     "or save_checkpoint"
                 )
-    snapshot = f", snapshot {present.snapshot!r}" if present.snapshot else ""
-    return f"embedding {name!r} has rows of step {present.step}{snapshot}, and the loaded state_dict {state}: {remedy}"
+    snapshot = f", snapshot {current.snapshot!r}" if current.snapshot else ""
+    return f"embedding {name!r} has rows of step {current.step}{snapshot}, and the loaded state_dict {state}: {remedy}"

@@ -41,20 +41,20 @@ def save_together(
     now. progress: called with the row count of each chunk written. Raises SnapshotError, StoreError, OptionError.
     """
     op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
-    several = f"{len(tables)} embeddings" if others else ""
-    op = f"saving snapshot {name!r} of {several}" if others else op
+    count_text = f"{len(tables)} embeddings" if others else ""
+    op = f"saving snapshot {name!r} of {count_text}" if others else op
     for table in tables:
         table.before_save(background)  # may complete a background save, whose snapshot becomes the parent
     with ExitStack() as locks, NewSnapshots() as new:
         locks.enter_context(between_steps(tables, waits=world.size == 1))
         kinds = [kind] * len(tables)
-        if several and kind == "incremental" and not background:
-            kinds = world.call_on_rank_0(op, lambda: [_kind_of(table) for table in tables])
+        if count_text and kind == "incremental" and not background:
+            kinds = world.call_on_rank_0(op, lambda: [_choose_kind(table) for table in tables])
         for table, table_kind in zip(tables, kinds, strict=True):
             try:
                 table.check_save(name, table_kind, overwrite, background)
             except (OptionError, SnapshotError) as error:
-                if several and world.size == 1:
+                if count_text and world.size == 1:
                     raise type(error)(f"embedding {table.name!r}: {error}") from error
                 raise
         saves = [
@@ -62,7 +62,7 @@ def save_together(
             for table, table_kind in zip(tables, kinds, strict=True)
         ]
         if background:
-            label = f"snapshot {name!r}" + (f" of {several}" if several else "")
+            label = f"snapshot {name!r}" + (f" of {count_text}" if count_text else "")
             saving = BackgroundSaving(world, op, label, saves, new.pop_all())
             for table in tables:
                 table.note_saving(saving)
@@ -71,7 +71,7 @@ def save_together(
     return None
 
 
-def _kind_of(table: Any) -> str:
+def _choose_kind(table: Any) -> str:
     """Return "incremental", or "full" for a table without a parent snapshot."""
     if table.last:
         return "incremental"
@@ -101,7 +101,7 @@ def load_rows_together(world: World, tables: SnapshotManagers, paths: Sequence[P
     op = f"loading {len(tables)} embeddings"
     _finish_saving(world, op, tables)
     with between_steps(tables, replaces=True), ExitStack() as linking:
-        linked = [table.link_in(path, linking) for table, path in zip(tables, paths, strict=True)]
+        linked = [table.link_into_store(path, linking) for table, path in zip(tables, paths, strict=True)]
         _load(world, op, tables, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
 
 
@@ -113,7 +113,7 @@ def _finish_saving(world: World, op: str, tables: SnapshotManagers) -> None:
 
 
 def _load(world: World, op: str, tables: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
-    """Load verified snapshots. If a kill interrupts this after the record names them, the next run loads them."""
+    """Load verified snapshots. If killed after the record names the snapshots, the next run loads the snapshots."""
     loads = {
         table.member: snapshot.manifest.id for table, snapshot in zip(tables, snapshots, strict=True) if table.member
     }

@@ -28,7 +28,7 @@ T = TypeVar("T")
 _POLL_SECONDS = 0.05  # pause between two checks that the client still waits
 
 
-def row_of(local: LocalTable, label: int | str, key: int) -> dict[str, Any]:
+def read_plain_row(local: LocalTable, label: int | str, key: int) -> dict[str, Any]:
     """Return a row of this process as plain values, or {} if the row is missing. label: the table's index or name."""
     table = local.table
     with table.lock:
@@ -63,27 +63,27 @@ class LocalRequests:
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         snapshots = self._handle.snapshots
-        return snapshots.prune_here(keep_last, keep_every), snapshots.names()
+        return snapshots.prune_on_rank_0(keep_last, keep_every), snapshots.list_names()
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        return self._visit(lambda: row_of(self._handle.local, table, key), give_up)
+        return self._visit(lambda: read_plain_row(self._handle.local, table, key), give_up)
 
     def status(self) -> dict[str, Any]:
         table = self._handle.local.table
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.num_rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """Call `call` between two steps of all tables trained with these tables. None if the client gave up first."""
+        """Return `call()`, made between two steps of all tables trained together; None if the client gave up first."""
         while True:
             table = self._handle.table
-            with table.step_gate.between_steps(lambda: self._tables(others), give_up) as entered:
+            with table.step_gate.between_steps(lambda: self._list_tables(others), give_up) as entered:
                 if not entered:
                     return None
                 if table.stack is not None:
                     return call()
             sleep(_POLL_SECONDS)  # the table was closed; a new table is about to replace it
 
-    def _tables(self, others: Sequence[Handle]) -> list[OpenTable]:
+    def _list_tables(self, others: Sequence[Handle]) -> list[OpenTable]:
         groups = {
             id(handle.group): handle.group for handle in (self._handle, *others) if handle.group is not None
         }.values()
@@ -92,7 +92,7 @@ class LocalRequests:
 
 
 class RankRequests(LocalRequests):
-    """Serves requests over ranks. Rank 0 receives all requests; on the other ranks this object stays empty.
+    """Serves requests over ranks. Rank 0 receives all requests; on the other ranks this object never has one.
 
     The server's thread stores a request in this object. Rank 0 sets a flag in the header of the next collective, and
     all ranks then serve the request in the training thread.
@@ -114,13 +114,13 @@ class RankRequests(LocalRequests):
     def serve(self) -> None:
         """Serve rank 0's request. All ranks call this once `is_wanted` is true on one rank. Raises GroupError."""
         op = f"a request of another process to embedding {self._handle.name!r}"
-        request = self._take(begin=True)
+        request = self._take_request(begin=True)
         call: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.call)
         if call is None:
             return
         error: BaseException | None = None
         try:
-            self._do(op, call, request)
+            self._execute(op, call, request)
         except BaseException as caught:
             error = caught
             if self._world.failure is not None or not isinstance(error, TierbedError):
@@ -129,7 +129,7 @@ class RankRequests(LocalRequests):
             if request is not None:
                 request.end(error)
 
-    def _do(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
+    def _execute(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
         match call:
             case ["save", name, kind, overwrite, stores]:
                 tables = [self._handle.snapshots]
@@ -140,7 +140,7 @@ class RankRequests(LocalRequests):
                 progress = None if request is None else request.progress
                 save_together(self._world, tables, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
-                rows = self._world.all_gather_object(op, lambda: row_of(self._handle.local, table, key))
+                rows = self._world.all_gather_object(op, lambda: read_plain_row(self._handle.local, table, key))
                 if request is not None:
                     request.row = next((row for row in rows if row), {})
 
@@ -150,19 +150,19 @@ class RankRequests(LocalRequests):
         for handle in tables:
             check_not_pending(handle.name, handle.pending)
         call = ["save", save.name, save.kind, save.overwrite, several]
-        if self._served(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
+        if self._submit(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
             return None
         return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        request = self._served(_SaveRequest(["get", table, key], [self._handle], give_up))
+        request = self._submit(_SaveRequest(["get", table, key], [self._handle], give_up))
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
         return super().status() | {"ranks": self._world.size}
 
-    def _served(self, request: _SaveRequest) -> _SaveRequest | None:
-        """Wait until the ranks have served `request`, and return it. None if the client gave up before the start."""
+    def _submit(self, request: _SaveRequest) -> _SaveRequest | None:
+        """Wait until the ranks have served `request`, and return it; None if the client gave up before they began."""
         while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one request at a time
             if request.give_up():
                 return None
@@ -170,15 +170,15 @@ class RankRequests(LocalRequests):
             self._request = request
             while not request.done.wait(_POLL_SECONDS):
                 if request.give_up():
-                    self._take()  # does nothing if the ranks have taken the request
+                    self._take_request()  # does nothing if the ranks have taken the request
         finally:
             self._request_lock.release()
         if request.error is not None:
             raise request.error
         return request if request.is_begun else None
 
-    def _take(self, begin: bool = False) -> _SaveRequest | None:
-        """Remove the request. Returns it if `begin` is True and the client still waits; otherwise marks it done."""
+    def _take_request(self, begin: bool = False) -> _SaveRequest | None:
+        """Remove the request. If `begin` is True and the client still waits, return it; otherwise mark it as done."""
         with self._take_lock:
             request, self._request = self._request, None
             if request is not None:
@@ -207,5 +207,5 @@ class _SaveRequest:
         if isinstance(error, TierbedError):
             self.error = error
         elif error is not None:
-            self.error = GroupError(f"the ranks did not do {self.call}: {error!r}")
+            self.error = GroupError(f"the ranks could not serve the request {self.call}: {error!r}")
         self.done.set()

@@ -24,20 +24,20 @@ from ...snapshots.store.folder_state import remove_other_shards
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import RecoveryDecision
 from ..tables.recovery import RankShard
-from ..tables.rows_in_tensors import NOT_WHOLE, RowTensors
+from ..tables.row_tensors import NOT_WHOLE, RowTensors
 from ..tables.shared_folder import SharedFolder
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
 from .save_requests import RankRequests
-from .snapshots import SnapshotManager
-from .table_handle import claimed_folder, open_handle, register
+from .snapshot_manager import SnapshotManager
+from .table_handle import claim_folder, find_handle, register
 
 
 class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
     local: this rank's rows, with their own tiers and folder. shared_folder: the common store folder; None for rows in
-    memory. All ranks make the same calls, except calls about a rank's own rows. Errors are raised on every rank.
+    memory. All ranks make the same calls, except calls on a rank's own rows. Errors are raised on every rank.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ShardedTableHandle:
         world.handshake(op, error, settings)
 
         def claim() -> str | None:
-            folder = claimed_folder(spec, options)
+            folder = claim_folder(spec, options)
             self.shared_folder = SharedFolder(world.rank, spec.name, options)
             return folder
 
@@ -80,9 +80,8 @@ class ShardedTableHandle:
             world.handshake(f"{op}: done", error)
             if recovery is not None and shared_folder is not None and not recovery.is_live:
                 world.call_on_all_ranks(f"{op}: begun", lambda: shared_folder.begin(world.size, recovery.member))
-                remove_other_shards(
-                    shared_folder.path, world.size
-                )  # after `begin`: if this run is killed before `begin`, the next run needs the old shards
+                # not before `begin`: if this run is killed earlier, the next run needs the old shards
+                remove_other_shards(shared_folder.path, world.size)
             if recovery is not None and recovery.member is not None:
                 local.persistence.set_member(recovery.member)
             undo.pop_all()
@@ -91,9 +90,9 @@ class ShardedTableHandle:
         store = None if shared_folder is None or shared_folder.folder is None else shared_folder.snapshot_store
         snapshots = None if shared_folder is None else shared_folder.snapshots
         self.snapshots = SnapshotManager(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
-        self.requests = RankRequests(world, self, open_handle)
+        self.requests = RankRequests(world, self, find_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(world, local, capacity, self.snapshots.at_step, self.requests)  # rows of all ranks
+        self.table = ShardedTable(world, local, capacity, self.snapshots.try_complete, self.requests)  # all rows
         local.serve(self.requests, None if shared_folder is None else shared_folder.folder)
 
     @property
@@ -114,10 +113,10 @@ class ShardedTableHandle:
         self.local.rename(name)
 
     def keep_rows(self) -> None:
-        """Accept the present rows, whatever state_dict was loaded."""
+        """Accept the present rows, even if a loaded state_dict names other rows."""
 
     def tensors(self) -> RowTensors:
-        """Return a copy of all rows on rank 0, and no rows on the other ranks. Every rank calls it."""
+        """Return a copy of all rows on rank 0, and no rows on the other ranks. Every rank makes this call."""
         op = f"state_dict() of embedding {self.name!r}"
         tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.tensors)
         data = b"".join(rows.tobytes() for _, rows in tensors.chunks())
@@ -131,15 +130,15 @@ class ShardedTableHandle:
         """Replace all rows. Every rank passes all the new rows, and keeps only its shard."""
         op = f"load_state_dict() of embedding {self.name!r}"
 
-        def parsed() -> RowTensors:
+        def parse() -> RowTensors:
             if self.shared_folder is not None:
                 raise SnapshotError(
-                    f"embedding {self.name!r} has a persistent_path, and the state holds the rows themselves, which "
-                    "ranks load only into an embedding without one; load them there, and save a snapshot"
+                    f"embedding {self.name!r} has a persistent_path, and ranks load a state that contains rows only "
+                    "into an embedding without persistent_path; load it there, and save a snapshot"
                 )
             return RowTensors.parse(tensors)
 
-        whole: RowTensors = self.world.call_on_all_ranks(op, parsed)
+        whole: RowTensors = self.world.call_on_all_ranks(op, parse)
         checksum = 0
         for _, rows in whole.chunks():
             checksum = crc32(rows.tobytes(), checksum)
@@ -196,7 +195,7 @@ class ShardedTableHandle:
 
 
 def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
-    """Return the settings that must be equal on all ranks. The keys are names that users know."""
+    """Return the settings that must be equal on all ranks. The keys are names for error messages."""
     state = None if optimizer is None else spec.state_of(optimizer)
     rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
     return {

@@ -18,13 +18,13 @@ from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import TableSpec
 from ...engine.table.table import OpenTable
 from ..tables.local_table import LocalTable
-from ..tables.rows_in_tensors import RowTensors
+from ..tables.row_tensors import RowTensors
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
 from .save_requests import LocalRequests
-from .snapshots import SnapshotManager
+from .snapshot_manager import SnapshotManager
 
-_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # open handles
+_handles_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # open handles
 
 
 class TableHandle(LocalTable):
@@ -44,12 +44,12 @@ class TableHandle(LocalTable):
         pending: Sequence[RowsReference] = (),
     ) -> None:
         self.world, self.pending = World.single(), pending
-        folder = claimed_folder(spec, options)
+        folder = claim_folder(spec, options)
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
         snapshots = None if self.store is None else self.store.snapshots
         self.snapshots = SnapshotManager(self, self.world, snapshots, self.store)
         register(folder, self)
-        self.requests = LocalRequests(self, open_handle)
+        self.requests = LocalRequests(self, find_handle)
         self.serve(self.requests, self.store)
 
     @property
@@ -63,13 +63,13 @@ class TableHandle(LocalTable):
 
 
 def register(folder: str | None, handle: Any) -> None:
-    """Register a handle for a folder that `claimed_folder` has returned."""
+    """Register a handle for a folder that `claim_folder` has returned."""
     if folder is not None:
-        _by_folder[folder] = handle
+        _handles_by_folder[folder] = handle
 
 
-def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
-    """Return the real path of the embedding's folder, if any. Raises StoreError if this process has it open already."""
+def claim_folder(spec: TableSpec, options: StoreOptions) -> str | None:
+    """Return the real path of the embedding's folder, if any. Raises StoreError if it is open in this process."""
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)
@@ -84,7 +84,7 @@ def claimed_folder(spec: TableSpec, options: StoreOptions) -> str | None:
     return folder
 
 
-def open_handle(store: str) -> Any:
+def find_handle(store: str) -> Any:
     """Return this process's handle to the store with this real path. Raises StoreError if the store is not open."""
     handle = _find_open(store)
     if handle is None:
@@ -93,5 +93,5 @@ def open_handle(store: str) -> Any:
 
 
 def _find_open(folder: str) -> Any:
-    handle = _by_folder.get(folder)
+    handle = _handles_by_folder.get(folder)
     return None if handle is None or handle.local.table_if_open is None else handle

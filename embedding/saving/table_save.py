@@ -1,7 +1,7 @@
 """Writes snapshots of one or several tables, in one process or over ranks.
 
 Each rank writes its rows into temporary folders. Once all folders are durable, rank 0 renames them to the snapshots'
-names. One write of the group's record then makes all the snapshots valid at once. If a rank fails, all are removed.
+names. One write of the group's record then makes all the snapshots valid at once. If a rank fails, no snapshot remains.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class TableSave:
     kind: str
     source: SaveSource
     parent: Snapshot | None  # for an incremental snapshot: this rank's shard of its parent
-    shard: HashShard | None  # None for all rows
+    shard: HashShard | None  # this rank's shard; None for all rows
     is_state_snapshot: bool  # saved for a `state_dict()`, so it never becomes a parent snapshot
     on_saved: Callable[[str], None]  # called with the snapshot's id
     _image: ForegroundSave | None = None
     _part: Part = field(default_factory=lambda: Part(0, {}))
 
     def begin_image(self, ending: ExitStack) -> bool:
-        """Begin an image of the rows, so that other threads can train during the save. `ending` will end the image.
+        """Begin an image of the rows as they are now, so that other threads can train during the save.
 
-        Returns False if an image is impossible. The rows must then be scanned under the table's lock.
+        `ending` ends the image. Returns False if no image is possible. Scan the rows under the table's lock then.
         """
         if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
             self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")
@@ -64,7 +64,7 @@ class TableSave:
             self.table.flush()
         self._part = write_part(self.folder, self.kind, self.source, self.parent, progress, self.shard, chunks)
 
-    def written(self) -> list[Any]:
+    def describe_part(self) -> list[Any]:
         """Return the row count and the files that this rank has written. Rank 0 passes them to `finish`."""
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
         return [self._part.rows, files]
@@ -72,7 +72,7 @@ class TableSave:
     def finish(self, parts: Sequence[list[Any]]) -> str:
         """Write the snapshot's manifest on rank 0 and return its id. Afterwards the snapshot lacks only its name.
 
-        parts: each rank's result of `written`.
+        parts: each rank's result of `describe_part`.
         """
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
         manifest = finish(
@@ -126,14 +126,14 @@ def write_and_commit(
 def commit(
     world: World, op: str, saves: Sequence[TableSave], new: NewSnapshots, error: BaseException | None
 ) -> list[str]:
-    """Name all snapshots once every rank has written its rows. Returns their ids. Raises any rank's `error` on all."""
+    """Name all snapshots once every rank has written its rows. Returns their ids. A rank's `error` is raised on all."""
 
-    def written() -> list[Any]:
+    def describe_part() -> list[Any]:
         if error is not None:
             raise error
-        return [save.written() for save in saves]
+        return [save.describe_part() for save in saves]
 
-    ranks = world.all_gather_object(op, written)
+    ranks = world.all_gather_object(op, describe_part)
 
     def publish() -> list[str]:
         ids = [save.finish([parts[number] for parts in ranks]) for number, save in enumerate(saves)]

@@ -14,7 +14,7 @@ from ...engine.checks import checked_arguments
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import ALL, LoadReport, Selection
-from ..autograd.shadow import converter
+from ..autograd.shadow import make_converter
 from ..saving.save_and_load import load_rows_together, load_together, save_together
 from .saved_rows import RowLoadingMixin, SnapshotEmbedding
 
@@ -47,7 +47,7 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: rows cannot be read or written.
             OptionError: `kind` is invalid or does not fit, or the embeddings have different worlds.
         """
-        tables, world = self._snapshots(), _find_world(self._get_embeddings())
+        tables, world = self._list_managers(), _find_world(self._get_embeddings())
         return save_together(world, tables, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
@@ -66,7 +66,7 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: a store cannot be read or written.
             OptimizerError: a snapshot contains another optimizer's state.
         """
-        tables, world = self._snapshots(for_load=True), _find_world(self._get_embeddings())
+        tables, world = self._list_managers(for_load=True), _find_world(self._get_embeddings())
         reports = load_together(world, tables, snapshot_name)
         self.keep_rows()
         return reports
@@ -79,7 +79,7 @@ class ModelSnapshots(RowLoadingMixin):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert or move the module, as torch does. Raises an embedding's error before any module is converted."""
         for embedding in self._snapshot_embeddings() if recurse else ():
-            converter(embedding, fn, f"Nothing of the {type(self).__name__} is converted by now")
+            make_converter(embedding, fn, f"Nothing of the {type(self).__name__} is converted by now")
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> dict[str, list[str]]:
@@ -101,7 +101,7 @@ class ModelSnapshots(RowLoadingMixin):
             raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
         return embeddings
 
-    def _snapshots(self, for_load: bool = False) -> list[Any]:
+    def _list_managers(self, for_load: bool = False) -> list[Any]:
         return [embedding.table_handle(for_load).snapshots for embedding in self._get_embeddings()]
 
 
@@ -134,5 +134,5 @@ def _find_world(embeddings: Sequence[SnapshotEmbedding]) -> World:
     """Return the world that all embeddings have in common. Raises OptionError for different worlds."""
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
-        raise OptionError("these embeddings have different worlds; save and load those of one world together")
+        raise OptionError("these embeddings have different worlds; save and load the embeddings of one world at a time")
     return next(iter(worlds.values()), None) or World.single()

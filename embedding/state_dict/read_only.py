@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from ..autograd.shadow import is_mix, is_write, name_of, shares_memory
+from ..autograd.shadow import is_arithmetic, is_write, operation_name, shares_memory
 
-_A_COPY = (
+_COPY_REMEDY = (
     "they are a copy, so no row of the embedding would change, and the next state_dict may order rows differently; "
     "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
     "or clone() the tensor"
 )
-WRITES = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # and names that end in _
+WRITE_METHODS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides all names that end in _
 
 
 class ReadOnlyCopy(Tensor):
@@ -47,8 +47,8 @@ class ReadOnlyCopy(Tensor):
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces this method, but supports neither versions nor storage
-            if func.__name__ in WRITES or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
-                raise InputError("not in compiled code: Dynamo runs the write itself, and the write raises the remedy")
+            if func.__name__ in WRITE_METHODS or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
+                raise InputError("not compiled: Dynamo runs the write itself, which raises an error with a remedy")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
@@ -97,28 +97,28 @@ class StateTensor(ReadOnlyCopy):
     torch.distributed.checkpoint saves it as an object, not as a tensor, so that a load can change its size.
     """
 
-    def __init__(self, tensor: Tensor, is_whole: bool, is_own: bool = False) -> None:
-        """is_whole: False on ranks whose rows are in rank 0's state_dict. is_own: True for a writable copy."""
-        super().__init__(tensor, "" if is_own else f"the rows of a state_dict(): {_A_COPY}")
-        self.is_whole, self.is_own = is_whole, is_own
+    def __init__(self, tensor: Tensor, is_whole: bool, is_writable: bool = False) -> None:
+        """is_whole: False on ranks whose rows are in rank 0's state_dict. is_writable: True for a writable copy."""
+        super().__init__(tensor, "" if is_writable else f"the rows of a state_dict(): {_COPY_REMEDY}")
+        self.is_whole, self.is_writable = is_whole, is_writable
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, name_of(func)
+        kwargs, name = kwargs or {}, operation_name(func)
         with torch._C.DisableTorchFunctionSubclass():
             states = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             writes, target = is_write(func) or kwargs.get("out") is not None, args[0] if args else None
-            if (writes and any(not state.is_own if state is target else name != "copy_" for state in states)) or (
-                not writes and is_mix(func) and any(state.is_floating_point() for state in states)
+            if (writes and any(not state.is_writable if state is target else name != "copy_" for state in states)) or (
+                not writes and is_arithmetic(func) and any(state.is_floating_point() for state in states)
             ):
-                raise InputError(f"{name} of the rows of a state_dict(): {_A_COPY}")
+                raise InputError(f"{name} of the rows of a state_dict(): {_COPY_REMEDY}")
         return super().__torch_function__(func, types, args, kwargs)
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
-        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # async_save copies into this
+        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # for async_save
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex  # here, because this import takes a second
+        from torch.distributed.checkpoint.metadata import MetadataIndex  # imported here, because it takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
         return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []

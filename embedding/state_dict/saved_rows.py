@@ -3,8 +3,8 @@
 Without a store folder, the state_dict holds the rows themselves, as tensors `rows.*`. With a store folder, the
 state_dict's extra state only names the rows, by step and version (`RowsReference`). With `state_dict_snapshots`, making
 the state_dict also saves a snapshot, and the extra state names this snapshot. A loaded reference is *pending* until the
-embedding has these rows. An embedding that is open or in a training group loads the snapshot immediately, others at the
-first use. If no snapshot holds the rows, every use raises SnapshotError until a load or `keep_rows()` succeeds.
+embedding has these rows. An embedding that is open or in a training group loads the snapshot at once, other embeddings
+at the first use. If no snapshot holds the rows, every use raises SnapshotError until a load or `keep_rows()` succeeds.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
-from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mismatch_text, reference_of_unopened, stopped_at
+from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mark_stopped, mismatch_text, read_reference
 from ..tables.names import next_seed
-from ..tables.rows_in_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
+from ..tables.row_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
 
 log = logging.getLogger("tierbed")
@@ -50,7 +50,7 @@ log = logging.getLogger("tierbed")
 EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
 ROWS = "rows."  # prefix of the rows' tensors in a state_dict
 _EXCLUDE_ROWS, _KEEP_ROWS = "exclude rows", "keep rows"  # values of `_row_mode`
-_NO_CONTEXT = nullcontext()  # for calls that no other rank makes
+_NO_CONTEXT = nullcontext()  # for embeddings without a world
 _EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a digest
 _row_mode: ContextVar[str] = ContextVar("what states do with rows", default="")
 
@@ -72,18 +72,18 @@ class RowLoadingMixin:
 class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
-    _version = 3  # of the state_dict: version 1 lacked the extra state, and version 2 had a shadow of shape [1]
+    _version = 3  # version of the state_dict: 1 lacked the extra state, and 2 had a shadow of shape [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(TENSOR_NAMES))  # torch's get_state_dict expects an attribute for each key
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)  # not super(): it may be nn.Embedding's, in a subclass
+        nn.Module.__init__(self)  # not super().__init__, because in a subclass that may be nn.Embedding's
         self._handle: Any = None  # a `TableHandle`, from the first use on
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
         self._calls_when_open: list[Callable[[], None]] = []
         self._loading = RLock()  # held while a loaded state_dict's rows are loaded
-        self.rows_are_chosen = False  # True if a load brought the rows, or the user called keep_rows
+        self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
         self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
         # The next two are empty tuples, not None: graphs guard on a value that is None, and would trace again.
         # the copy in the latest state_dict: the key prefix, one of the tensors, and the result of `_change_token`
@@ -243,7 +243,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def keep_rows(self) -> None:
         """Accept the present rows, although a loaded state_dict names other rows or the dense part is new."""
-        self.rows_are_chosen = True
+        self.has_chosen_rows = True
         if self._pending and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
         self._pending.clear()
@@ -259,7 +259,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     def _make_rows_reference(self) -> RowsReference:
         """Return a reference to the rows for a state_dict."""
         if self._pending:
-            return self._pending[0]  # a framework may be about to load again, or these rows cannot be trained
+            return self._pending[0]  # repeat it: a framework may load again, and pending rows cannot be trained
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
         if not are_rows_excluded() and retained and detect_fake_mode() is None:
@@ -276,7 +276,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             return self._handle.snapshots.rows_reference()
         if path is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
-        return reference_of_unopened(Path(path) / self.name, options.open == "fresh")
+        return read_reference(Path(path) / self.name, options.open == "fresh")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Load the rows that a state_dict's extra state names.
@@ -311,8 +311,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             raise
 
     def mark_load_failed(self, stopped: str | None = None) -> None:
-        """Called if a load failed, or stopped at `stopped`, so that the rows may not fit the rest of the model."""
-        self._pending[:] = [UNKNOWN if stopped is None else stopped_at(stopped)]
+        """Called if a load failed, here or in the embedding `stopped`. Rows may then not fit the rest of the model."""
+        self._pending[:] = [UNKNOWN if stopped is None else mark_stopped(stopped)]
 
     def _load_pending(self) -> None:
         with self._loading:
@@ -332,7 +332,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 raise
             is_restored, problem = False, str(error)
         if is_restored:
-            self.rows_are_chosen = True
+            self.has_chosen_rows = True
             self._pending.clear()
             return
         if handle.local.persistence.unusable_reason:
@@ -403,7 +403,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 if not self._is_loaded_already(tensors, errors):
                     self.table_handle(for_load=True).load_state(tensors)
                 self._latest_load = errors, [weakref.ref(tensor) for tensor in tensors.values()]
-                self.rows_are_chosen = True
+                self.has_chosen_rows = True
                 self._pending.clear()
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
@@ -420,8 +420,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             self._pending[:] = [UNKNOWN]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
-            moves = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
-            new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if moves else self.shadow
+            needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
+            new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if needs_move else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
         if prefix + EXTRA in missing_keys and (tensors or are_rows_excluded()):
@@ -445,12 +445,10 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 def _are_equal(tensor: Tensor, other: Any) -> bool:
     if tensor is other:
         return True
-    alike = isinstance(other, Tensor) and (tensor.dtype, tensor.shape, tensor.device) == (
-        other.dtype,
-        other.shape,
-        other.device,
-    )
-    return alike and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
+    if not isinstance(other, Tensor) or tensor.shape != other.shape:
+        return False
+    is_same_kind = (tensor.dtype, tensor.device) == (other.dtype, other.device)
+    return is_same_kind and torch.equal(tensor.flatten().view(torch.uint8), other.flatten().view(torch.uint8))
 
 
 def make_extra_state(rows: RowsReference) -> Tensor:

@@ -25,10 +25,10 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.group import Member
 from ...snapshots.store.selection import ALL, LoadReport, Selection
-from .compatible import check_stored, fit_selection
+from .compatibility import check_stored_rows, fit_selection
 from .persistence import TablePersistence
 from .recovery import Planner, RankShard, RowsVersion
-from .rows_in_tensors import RowTensors
+from .row_tensors import RowTensors
 from .training_group import TrainingGroup, between_steps
 
 log = logging.getLogger("tierbed")
@@ -58,9 +58,9 @@ class LocalTable:
         self._table: OpenTable | None = None
         self._closed_step = 0  # the step of the rows at the last close
         self._service = Service()
-        self._served: tuple[SaveTarget, StoreFolder | None] | None = None
+        self._request_target: tuple[SaveTarget, StoreFolder | None] | None = None
         self.persistence = TablePersistence(
-            spec, options, device, shard, self._partners, () if group is None else group.folders()
+            spec, options, device, shard, self._list_partners, () if group is None else group.folders()
         )
         try:
             self._table = self.persistence.open(optimizer, planner, for_load)
@@ -82,7 +82,7 @@ class LocalTable:
         if self._process != os.getpid() and (self.store is not None or self._table.has_thread):
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, which holds its folder or its "
-                "threads; use it there"
+                "threads; use the embedding in that process"
             )
         return self._table
 
@@ -116,7 +116,7 @@ class LocalTable:
             return self._table.step
 
     def keep_rows(self) -> None:
-        """Accept the present rows, whatever state_dict was loaded. Raises StoreError if the rows need a load first."""
+        """Accept the rows, even if a loaded state_dict names others. Raises StoreError if rows need a load first."""
         if self.persistence.is_placeholder:
             raise StoreError(self.persistence.unusable_reason)
 
@@ -133,7 +133,7 @@ class LocalTable:
         self._share_gate()
         self.persistence.expect_change()  # the next change joins the records of the group's stores
 
-    def _partners(self) -> list[Member]:
+    def _list_partners(self) -> list[Member]:
         return [] if self.group is None else self.group.members()
 
     def _share_gate(self) -> None:
@@ -141,8 +141,8 @@ class LocalTable:
             self._table.set_step_gate(self.group.gate)
 
     def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
-        """Serve other processes' requests for a folder, until `close`. folder: None on ranks without it."""
-        self._served = target, folder
+        """Serve other processes' requests for a folder, until `close`. folder: None on ranks without a folder."""
+        self._request_target = target, folder
         if folder is not None:
             self._service.start(folder.path, target)
 
@@ -176,8 +176,8 @@ class LocalTable:
         """Train rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
-                f"embedding {self.name!r} was opened by process {self._process}, and this one would train a copy of "
-                "its rows; train in one process, or over ranks by world="
+                f"embedding {self.name!r} was opened by process {self._process}, and this process would train a copy "
+                "of its rows; train in one process, or over ranks by world="
             )
         self.check_optimizer(optimizer)
         table = self.table
@@ -185,11 +185,11 @@ class LocalTable:
         if _is_compatible(stored, needed) and replace(stored, rule=needed.rule) == needed:
             table.use_optimizer(optimizer, needed)
             return
-        self._replace(lambda before: self.persistence.reopen(before, optimizer), joins=True)
+        self._replace(lambda old_table: self.persistence.reopen(old_table, optimizer), joins=True)
 
     def move(self, device: torch.device) -> None:
         """Open the table again on another device, with the same rows. Raises InputError, OptionError, StoreError."""
-        self._replace(lambda before: self.persistence.move(before, device), joins=True)
+        self._replace(lambda old_table: self.persistence.move(old_table, device), joins=True)
         self.device = device
 
     def forget_announced(self) -> None:
@@ -210,7 +210,7 @@ class LocalTable:
 
     def load_tensors(self, tensors: RowTensors) -> None:
         """Replace all rows. On SnapshotError, StoreError or OptimizerError, nothing has changed."""
-        self._replace(lambda before: self.persistence.load_tensors(before.optimizer, tensors, before))
+        self._replace(lambda old_table: self.persistence.load_tensors(old_table.optimizer, tensors, old_table))
 
     def load_part(
         self, snapshot: Snapshot, selection: Selection, strict: bool, on_verified: Callable[[], None] | None = None
@@ -221,11 +221,11 @@ class LocalTable:
         """
         reports: list[LoadReport] = []
 
-        def build(before: OpenTable) -> OpenTable:
+        def build(old_table: OpenTable) -> OpenTable:
             label = f"snapshot {snapshot.name!r}"
             spec = self.persistence.spec.with_stored_seed(snapshot.description)
-            fit, remarks = fit_selection(spec, snapshot.description, before.optimizer, selection, strict, label)
-            table, report = self.persistence.load(before.optimizer, snapshot, before, fit, on_verified)
+            fit, remarks = fit_selection(spec, snapshot.description, old_table.optimizer, selection, strict, label)
+            table, report = self.persistence.load(old_table.optimizer, snapshot, old_table, fit, on_verified)
             reports.append(replace(report, remarks=report.remarks + remarks))
             return table
 
@@ -233,12 +233,12 @@ class LocalTable:
         return reports[0]
 
     def fit_selection(self, snapshot: Snapshot, selection: Selection = ALL) -> Selection:
-        """Return the selection restricted to this table. Raises SnapshotError or OptimizerError if it does not fit."""
+        """Return the selection restricted to this table. Raises SnapshotError or OptimizerError if rows do not fit."""
         optimizer = self.table.optimizer
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
             return fit_selection(spec, snapshot.description, optimizer, selection, True, label)[0]
-        check_stored(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
+        check_stored_rows(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
         return selection
 
     def begin_load(self, notes: bool) -> int:
@@ -282,7 +282,7 @@ class LocalTable:
         """
         try:
             self._close()
-        except OSError as error:  # torch or this close raised the error
+        except OSError as error:  # a file error of this close or of an earlier write
             if self._table is None:
                 raise
             remedy = choose_remedy(error, "remove its cause")
@@ -295,7 +295,7 @@ class LocalTable:
             with _disable_current_modes():  # a trace may be running and would record the operations
                 save_error = self._table.observers.finish_saving()
                 self._service.stop()
-                deferred = self._table.deferred_error(wait=True) or save_error  # raised after the rows are written
+                deferred_error = self._table.deferred_error(wait=True) or save_error  # raised once rows are written
                 try:
                     with self._table.observers.between_saves():
                         if self.group is not None:
@@ -304,12 +304,12 @@ class LocalTable:
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without writing its rows
                         self._release()
-                    elif self._served is not None:
-                        self.serve(*self._served)
+                    elif self._request_target is not None:
+                        self.serve(*self._request_target)
                     raise
             self._release()
-            if deferred is not None:
-                raise deferred
+            if deferred_error is not None:
+                raise deferred_error
 
     def finish(self) -> None:
         """Close when the embedding or the process ends. Logs errors, because no caller could catch them."""
@@ -320,7 +320,7 @@ class LocalTable:
                 log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
-            consequence = self.persistence.failed_close_text(self._table)
+            consequence = self.persistence.describe_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
@@ -328,20 +328,20 @@ class LocalTable:
         self.table.observers.finish_saving()
         with between_steps([self] if joins else []):
             while True:
-                before = self.table
-                with before.observers.between_saves():  # readers wait for the lock until the new table is in place
-                    if before is self._table:
-                        self._swap(before, build)
+                old_table = self.table
+                with old_table.observers.between_saves():  # readers wait for the lock until the new table is in place
+                    if old_table is self._table:
+                        self._swap(old_table, build)
                         return
 
-    def _swap(self, before: OpenTable, build: Callable[[OpenTable], OpenTable]) -> None:
-        cache_metrics(before)
+    def _swap(self, old_table: OpenTable, build: Callable[[OpenTable], OpenTable]) -> None:
+        cache_metrics(old_table)
         try:
-            self._table = build(before)
-            before.mark_replaced()
+            self._table = build(old_table)
+            old_table.mark_replaced()
             self._share_gate()
         except BaseException:
-            if before.stack is None:  # the old table failed while it was being replaced
+            if old_table.stack is None:  # the old table failed while it was being replaced
                 self._service.stop()
                 self._release()
             raise

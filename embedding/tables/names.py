@@ -19,7 +19,7 @@ WRAPPERS = {
 }  # fmt: skip
 # Per-process counters give equal scripts equal names and rows. Embeddings that ranks share use a separate counter,
 # because a rank may also have unshared embeddings.
-_unnamed, _seeded = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
+_name_counters, _seed_counters = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
 
 
 def strip_wrappers(name: str) -> str:
@@ -29,18 +29,18 @@ def strip_wrappers(name: str) -> str:
 
 def make_provisional_name(is_shared: bool) -> str:
     """Return a name for messages about an embedding without a name."""
-    return f"unnamed-{'shared-' * is_shared}{next(_unnamed[is_shared])}"
+    return f"unnamed-{'shared-' * is_shared}{next(_name_counters[is_shared])}"
 
 
 def next_seed(is_shared: bool) -> int:
     """Return the seed of the next embedding without a name. is_shared: True for rows that ranks share."""
-    return zlib.crc32(f"{'shared ' * is_shared}embedding {next(_seeded[is_shared])}".encode())
+    return zlib.crc32(f"{'shared ' * is_shared}embedding {next(_seed_counters[is_shared])}".encode())
 
 
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model_path: str = "") -> None:
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings share a name.
 
-    A collection's default names stay if they differ. model_path: names are relative to this path under `root`.
+    Default names from collections stay if all names differ. model_path: names are relative to this path under `root`.
     """
     embeddings = {path: module for path, module in root.named_modules() if isinstance(module, EmbeddingBase)}
     bare_paths = {path: strip_wrappers(path.removeprefix(f"{model_path}.")) for path in embeddings}
@@ -53,7 +53,7 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
 
 
 def check_distinct(embeddings: Mapping[str, EmbeddingBase], error: type[TierbedError]) -> None:
-    """Raise `error` if two embeddings share a name. embeddings: by their paths in the model."""
+    """Raise `error` if two embeddings share a name. embeddings: by path in the model."""
     paths: dict[str, str] = {}
     for path, embedding in embeddings.items():
         if paths.setdefault(embedding.name, path) != path:

@@ -49,7 +49,7 @@ from ...snapshots.store.group import Member, open_store, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import live_version
 from ...snapshots.store.selection import ALL, LoadReport, Selection, converted_description
-from .compatible import LoadedIds, check_stored
+from .compatibility import LoadedIdCounter, check_stored_rows
 from .recovery import (
     FolderContents,
     OpenPlan,
@@ -57,13 +57,13 @@ from .recovery import (
     RankShard,
     RowsVersion,
     check_shards_unlocked,
+    describe_full_disk,
     describe_loss,
     lacks_space,
-    no_space_text,
     plan_open,
     read_contents,
 )
-from .rows_in_tensors import RowTensors
+from .row_tensors import RowTensors
 
 log = logging.getLogger("tierbed")
 
@@ -77,7 +77,7 @@ class LiveRows(Enum):
 
 
 class TablePersistence:
-    """The store folder of an embedding, locked until `release`. Options without a path mean no folder.
+    """The store folder of an embedding, locked until `release`. There is no folder if the options have no path.
 
     partners: returns the stores trained together with this store. beside: the folders of the group's stores.
     """
@@ -95,7 +95,7 @@ class TablePersistence:
         self.options = options = options if shard is None else shard.options(options)
         self.rows_version = None if shard is None else RowsVersion(shard)
         self._processor = processor_factory(device, options)
-        self._budgets = AutoBudgets(spec.name, options, num_ranks=1 if shard is None else shard.ranks_on_host)
+        self._budgets = AutoBudgets(spec.name, options, num_ranks=1 if shard is None else shard.num_ranks_on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
@@ -106,10 +106,10 @@ class TablePersistence:
         self.member: Member | None = None  # None over ranks, except on rank 0
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._mode = options.open
-        self._unusable_reason = ""  # used if `member` is None
-        self._live = LiveRows.RECORDED
-        self._partners, self._beside = partners, beside
-        self._run = ""  # the id of the run that started these rows from empty
+        self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
+        self._live_rows = LiveRows.RECORDED
+        self._list_partners, self._folders = partners, beside
+        self._run_id = ""  # the id of the run that started these rows from empty
         self.source = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
         self.resumed_step = 0  # the step of an earlier run's rows; 0 if the rows are new or a user loaded them
         self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
@@ -123,7 +123,7 @@ class TablePersistence:
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
-            self._live = LiveRows.RECORDED
+            self._live_rows = LiveRows.RECORDED
             contents = read_contents(self.folder)
             is_new = self.rows_version is None and contents.clean_marker is None and not contents.was_open
             if planner is not None:
@@ -139,17 +139,17 @@ class TablePersistence:
                 remove_other_shards(self.folder.path, 1)
             return table
         except TierbedError as error:
-            self._leave()
+            self._leave_group()
             if not lacks_space(error):
                 raise
-            raise StoreError(no_space_text(self.folder, error)) from error
+            raise StoreError(describe_full_disk(self.folder, error)) from error
 
     def _open_member(self, folder: StoreFolder, contents: FolderContents, for_load: bool) -> OpenPlan:
         """Read the group's record, and plan how to open a store whose rows are all in this process."""
         check_shards_unlocked(folder.path, folder.ranks)
         if self._mode == "fresh" and contents.clean_marker is None:
             folder.discard_live()  # frees space for the record: no run uses these rows again
-        member = open_store(folder, self._mode, for_load, beside=self._beside)
+        member = open_store(folder, self._mode, for_load, beside=self._folders)
         self.set_member(member)
         plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, contents, member)
         if member.mark_folder is not folder:
@@ -164,7 +164,7 @@ class TablePersistence:
     @property
     def is_placeholder(self) -> bool:
         """True if the table is empty only because a load still has to convert the stored rows."""
-        return self._live is LiveRows.PLACEHOLDER
+        return self._live_rows is LiveRows.PLACEHOLDER
 
     @property
     def version(self) -> str | None:
@@ -176,7 +176,7 @@ class TablePersistence:
     def set_member(self, member: Member) -> None:
         """Set the group's member, so that later changes of the rows are noted in the group's record."""
         self.member = member
-        member.attach(self.expect_change, self._partners)
+        member.attach(self.expect_change, self._list_partners)
 
     def _open_with(
         self, optimizer: RowOptimizer | None, plan: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
@@ -197,16 +197,16 @@ class TablePersistence:
             if is_new:
                 label = f"snapshot {plan.snapshot.name!r}, with which {label} opens,"
             try:
-                check_stored(spec, stored, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
+                check_stored_rows(spec, stored, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
                 self.spec = spec
             except StoreError as error:
                 if not (is_new and for_load):
                     raise
                 fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
-                check_stored(spec, fitting, optimizer, StoreError, label)
+                check_stored_rows(spec, fitting, optimizer, StoreError, label)
                 assert self.member is not None
                 self.member.mark_broken(str(error))
-                self._live = LiveRows.PLACEHOLDER
+                self._live_rows = LiveRows.PLACEHOLDER
                 plan = OpenPlan()
         if plan.snapshot is None:
             table = self._start_empty(optimizer, folder)
@@ -238,12 +238,12 @@ class TablePersistence:
                     if table.is_inconsistent:
                         table.close()
                     raise
-            self._leave()
+            self._leave_group()
             table.close()
             if self.folder is not None and self.is_placeholder:
                 self.folder.discard_live()
 
-    def _leave(self) -> None:
+    def _leave_group(self) -> None:
         """Leave the training group. Over ranks, rank 0 leaves the group once its shard is closed."""
         if self.member is not None and self.rows_version is None:
             self.member.leave()
@@ -257,23 +257,23 @@ class TablePersistence:
 
     def expect_change(self) -> None:
         """Require a note in the group's record before the next change of rows."""
-        if self._live is LiveRows.CHANGED:
-            self._live = LiveRows.RECORDED
+        if self._live_rows is LiveRows.CHANGED:
+            self._live_rows = LiveRows.RECORDED
 
     def _write_live_rows(self, table: OpenTable, folder: StoreFolder) -> None:
         """Durably write the table's rows as live rows, with a clean marker."""
         if folder.clean_marker is None:
             if self._on_disk:
                 table.flush()
-                folder.write_clean_marker(self._clean_marker_of(table))
+                folder.write_clean_marker(self._make_clean_marker(table))
             else:
                 folder.clear_incoming()
                 write_snapshot(folder.incoming, table.describe(), table.scan())
-                folder.replace_live(folder.incoming, self._clean_marker_of(table))
+                folder.replace_live(folder.incoming, self._make_clean_marker(table))
         if self.member is not None:
             self.member.mark_closed(live_version(folder.clean_marker) or "")
 
-    def failed_close_text(self, table: OpenTable) -> str:
+    def describe_failed_close(self, table: OpenTable) -> str:
         """Return the log text that names the rows for the next run to open, if this run ended now."""
         if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
@@ -282,7 +282,7 @@ class TablePersistence:
     def release(self) -> None:
         """Unlock the folder without writing, and release the memory that automatic budgets reserved."""
         self._budgets.release()
-        self._leave()
+        self._leave_group()
         if self.folder is not None:
             self.folder.release()
 
@@ -342,25 +342,25 @@ class TablePersistence:
                 f"{where} was written by another version of tierbed: its clean marker has {error}"
             ) from error
         self.spec = self.spec.with_stored_seed(marker)
-        check_stored(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
-        table = self._live_table(optimizer, marker, folder, where)
-        own = self.spec.id_limits(None)
-        if self.spec.last_ids is not None and table.id_limits != own and not for_load:
-            ids = LoadedIds(self.spec)
+        check_stored_rows(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
+        table = self._open_live_rows(optimizer, marker, folder, where)
+        own_limits = self.spec.id_limits(None)
+        if self.spec.last_ids is not None and table.id_limits != own_limits and not for_load:
+            ids = LoadedIdCounter(self.spec)
             for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):
                 pass
-            if not self._remark(ids.remarks(where, False, None)):
+            if not self._warn_all(ids.make_remarks(where, False, None)):
                 table.reset_id_limits()
         return table
 
-    def _live_table(
+    def _open_live_rows(
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
         """Open a table with the live rows that a clean marker describes."""
         fields = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
-        fits = fields in (None, RowForm.from_description(marker).fields)
+        has_same_form = fields in (None, RowForm.from_description(marker).fields)
         try:
-            if self._on_disk and marker["live"] == "rocksdb" and fits:
+            if self._on_disk and marker["live"] == "rocksdb" and has_same_form:
                 table = self._build(optimizer, marker, folder.live)
                 assert table.stack is not None
                 assert isinstance(table.stack.bottom, RocksDB)
@@ -370,7 +370,7 @@ class TablePersistence:
                     table.close()
                     raise
                 return table
-            return self._restore(optimizer, marker, scan_live_rows(folder, marker))
+            return self._build_from_rows(optimizer, marker, scan_live_rows(folder, marker))
         except (SnapshotError, StoreError) as error:
             if find_os_error(error) is not None:
                 raise
@@ -385,17 +385,17 @@ class TablePersistence:
         self,
         optimizer: RowOptimizer | None,
         snapshot: Snapshot,
-        running: OpenTable | None,
+        old_table: OpenTable | None,
         selection: Selection = ALL,
         on_verified: Callable[[], None] | None = None,
         replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
-        """Load a snapshot's rows, or a selection, into a new table. Closes `running` once all rows are verified.
+        """Load a snapshot's rows, or a selection, into a new table. Closes `old_table` once all rows are verified.
 
-        on_verified: called before `running` closes; if it raises, nothing has changed. replaced: another load is
+        on_verified: called before `old_table` closes; if it raises, nothing has changed. replaced: another load is
         about to replace the rows.
         """
-        report, ids = LoadReport(), LoadedIds(self.spec, counts=not replaced)
+        report, ids = LoadReport(), LoadedIdCounter(self.spec, counts=not replaced)
         description = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.shard is None:
             report = LoadReport(snapshot.manifest.rows)
@@ -405,13 +405,13 @@ class TablePersistence:
                 pass
         stored = {**selection.description(description), "rows": report.rows}
         selected = ids.count(selection.rows_of(snapshot, LoadReport()))
-        with self._with_seed_of(snapshot.description), contextlib.nullcontext() if running is None else running.lock:
-            whole = snapshot.manifest.id if selection.is_whole else None
+        with self._adopt_seed(snapshot.description), contextlib.nullcontext() if old_table is None else old_table.lock:
+            snapshot_id = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
-            table = self._restore(optimizer, stored, source, running, whole, on_verified=on_verified)
+            table = self._build_from_rows(optimizer, stored, source, old_table, snapshot_id, on_verified=on_verified)
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
-        if running is not None:
+        if old_table is not None:
             log.info(
                 "embedding %r: %d rows of step %d, loaded from snapshot %r",
                 self.spec.name,
@@ -420,28 +420,28 @@ class TablePersistence:
                 snapshot.name,
             )
         untrained = not description["states"] and not description["step"]
-        remarks = self._remark(ids.remarks(f"snapshot {snapshot.name!r}", untrained, description["padding_idx"]))
+        remarks = self._warn_all(ids.make_remarks(f"snapshot {snapshot.name!r}", untrained, description["padding_idx"]))
         return table, replace(report, remarks=report.remarks + remarks)
 
-    def _remark(self, remarks: list[str]) -> list[str]:
+    def _warn_all(self, remarks: list[str]) -> list[str]:
         for remark in remarks:
             log.warning("embedding %r: %s", self.spec.name, remark)
         return remarks
 
-    def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, running: OpenTable) -> OpenTable:
-        """Load rows from memory into a new table, and close `running`. The recovery snapshot stays the same."""
-        with self._with_seed_of(tensors.description), running.lock:
-            check_stored(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
-            ids = LoadedIds(self.spec)
+    def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, old_table: OpenTable) -> OpenTable:
+        """Load rows from memory into a new table, and close `old_table`. The recovery snapshot stays the same."""
+        with self._adopt_seed(tensors.description), old_table.lock:
+            check_stored_rows(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
+            ids = LoadedIdCounter(self.spec)
             chunks = ids.count(check_rows(tensors.chunks(), self.spec.num_tables))
-            table = self._restore(optimizer, tensors.stored(), contextlib.nullcontext(chunks), running)
-            self._remark(ids.remarks("the state", False, None))
+            table = self._build_from_rows(optimizer, tensors.stored(), contextlib.nullcontext(chunks), old_table)
+            self._warn_all(ids.make_remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.note_step(table.step)
             return table
 
     @contextlib.contextmanager
-    def _with_seed_of(self, description: dict[str, Any]) -> Iterator[None]:
+    def _adopt_seed(self, description: dict[str, Any]) -> Iterator[None]:
         """Adopt the seed of loaded rows; if the block raises, restore the old seed."""
         old_spec, self.spec = self.spec, self.spec.with_stored_seed(description)
         try:
@@ -450,18 +450,18 @@ class TablePersistence:
             self.spec = old_spec
             raise
 
-    def _restore(
+    def _build_from_rows(
         self,
         optimizer: RowOptimizer | None,
         stored: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
-        running: OpenTable | None = None,
-        whole: str | None = None,
+        old_table: OpenTable | None = None,
+        snapshot_id: str | None = None,
         on_verified: Callable[[], None] | None = None,
     ) -> OpenTable:
-        """Build a table from `source` next to the live rows, and close `running` once all rows are read.
+        """Build a table from `source` next to the live rows, and close `old_table` once all rows are read.
 
-        whole: the id of the snapshot with exactly these rows, or None.
+        snapshot_id: the id of the snapshot with exactly these rows, or None.
         """
         folder = self.folder
         path = folder.incoming if folder is not None and self._on_disk else None
@@ -478,31 +478,31 @@ class TablePersistence:
             if on_verified is not None:
                 on_verified()
         except BaseException:
-            _drop(table, path)
+            _remove_table(table, path)
             raise
         with uninterrupted():
             try:
-                if running is not None:
-                    self._replace(running, whole)
+                if old_table is not None:
+                    self._close_replaced(old_table, snapshot_id)
             except BaseException:
-                _drop(table, path)
+                _remove_table(table, path)
                 raise
             if path is None or folder is None:
                 return table
-            marker = self._clean_marker_of(table)
+            marker = self._make_clean_marker(table)
             table.close()
             folder.replace_live(path, marker)
             return self._build(optimizer, marker, folder.live)
 
-    def _replace(self, running: OpenTable, whole: str | None) -> None:
-        """Close a table whose rows are replaced. whole: the id of the snapshot with the new rows, or None."""
+    def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
+        """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
         member = self.member if self.rows_version is None else None  # over ranks, all ranks note the load together
-        with record_load({member: whole}) if whole and member is not None else contextlib.nullcontext():
-            self.begin_change(notes=whole is None and self.rows_version is None, replaces=True)
-            running.close()
-            self._unusable_reason, self._live = "", LiveRows.RECORDED  # RECORDED, so that the next write is noted
+        with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
+            self.begin_change(notes=snapshot_id is None and self.rows_version is None, replaces=True)
+            old_table.close()
+            self._unusable_reason, self._live_rows = "", LiveRows.RECORDED  # RECORDED, so that the next write is noted
             if member is not None:
-                member.mark_replaced(whole)
+                member.mark_replaced(snapshot_id)
 
     def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, adding initial optimizer state to rows without state. Returns the number of rows."""
@@ -516,7 +516,7 @@ class TablePersistence:
         return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
-        """Build a table over an empty stack, or over RocksDB at `path`, with `stored`'s step and row count."""
+        """Build a table over empty tiers, or over RocksDB's files at `path`, with `stored`'s step and row count."""
         state = RowState() if stored is None else RowState.from_description(stored)
         if optimizer is not None:
             self.check_row(optimizer)
@@ -526,11 +526,11 @@ class TablePersistence:
         processor = self._processor(self.spec, state, lifecycle.capacity)
         stack = build_stack(self._budgets.resolve(processor), processor, path, shards)
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
-        write_at = partial(self._write_at, stack.bottom) if on_disk else None
+        write_at = partial(self._prepare_write, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
-        stored_run = "" if stored is None else str(stored.get(RUN, "")) or self._run
-        self._run = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
-        table.start(optimizer, self._run, stored)
+        stored_run = "" if stored is None else str(stored.get(RUN, "")) or self._run_id
+        self._run_id = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
+        table.start(optimizer, self._run_id, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.set_initial_counts(read_counts(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
@@ -542,20 +542,20 @@ class TablePersistence:
                     raise
         return table
 
-    def _write_at(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
+    def _prepare_write(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
         """Prepare the folder for a write in step `step`. Called before each write."""
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: if this fails, the live rows keep their clean marker
         if self.folder is not None:
-            if self._live is not LiveRows.CHANGED:
+            if self._live_rows is not LiveRows.CHANGED:
                 self.begin_change()
-                self._live = LiveRows.CHANGED
+                self._live_rows = LiveRows.CHANGED
             if self.rows_version is None and self.member is not None:
                 self.member.write()
             self.folder.note_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
-        """Count a collective write. num_earlier: of earlier writes, if this shard may have missed some."""
+        """Count a collective write. num_earlier: the number of earlier writes, if this shard may have missed one."""
         assert self.rows_version is not None
         self.rows_version.record_write(num_earlier)
         if self.member is not None:
@@ -576,7 +576,7 @@ class TablePersistence:
         if not self._on_disk:
             self.folder.discard_live()  # frees disk space; a close writes rows in memory again
 
-    def _clean_marker_of(self, table: OpenTable) -> dict[str, Any]:
+    def _make_clean_marker(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None
         bottom = table.stack.bottom
         live: dict[str, Any] = {"live": "rows"}
@@ -584,12 +584,12 @@ class TablePersistence:
             live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.read_versions()}
         counts = table.counts.known_table_counts
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
-        shard = {} if self.rows_version is None else {SHARD: self.rows_version.marker_fields()}
+        shard = {} if self.rows_version is None else {SHARD: self.rows_version.make_marker_fields()}
         version = {} if self.member is None or self.rows_version is not None else {LIVE: self.member.version}
         return {**table.describe(), **live, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
 
 
-def _drop(table: OpenTable, path: Path | None) -> None:
+def _remove_table(table: OpenTable, path: Path | None) -> None:
     """Close and remove a table that was built at `path`, next to the live rows."""
     table.close()
     if path is not None:

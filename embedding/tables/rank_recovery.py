@@ -26,7 +26,7 @@ from ...snapshots.store.folder_state import FolderState, last_step, shard_versio
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
-from .recovery import FolderContents, OpenPlan, check_shards_unlocked, make_log_entry, read_contents, snapshot_to_open
+from .recovery import FolderContents, OpenPlan, check_shards_unlocked, choose_snapshot, make_log_entry, read_contents
 from .shared_folder import SharedFolder
 
 
@@ -57,7 +57,7 @@ class RecoveryDecision:
     def __init__(
         self, world: World, op: str, shared_folder: SharedFolder, mode: str, for_load: bool, group: Any
     ) -> None:
-        self._beside = () if group is None else group.folders()
+        self._folders = () if group is None else group.folders()
         self._world, self._shared_folder, self._mode, self._for_load = world, shared_folder, mode, for_load
         self._op = f"{op}: its rows"
         self._has_reported = False  # True once this rank has sent its report
@@ -67,9 +67,9 @@ class RecoveryDecision:
         self.member: Member | None = None
         self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
         self.is_live = False  # True if the ranks open with their live rows
-        self._recorded: dict[str, str | None] = {}  # on rank 0: the version in the record, by path of the store
+        self._recorded_versions: dict[str, str | None] = {}  # on rank 0: the version in the record, by store path
         first = world.call_on_rank_0(f"{op}: its store folder", self._prepare)
-        self._token: str = first["token"]  # also the id of a run that starts here
+        self._token: str = first["token"]  # the token, and the id of a run that starts here
         self._stores: list[tuple[str, int]] = [(path, ranks) for path, ranks in first["stores"]]
 
     def _prepare(self) -> dict[str, Any]:
@@ -78,13 +78,13 @@ class RecoveryDecision:
         assert shared_folder.folder is not None
         folders: list[FolderState] = []
         with suppress(StoreError):  # if the error matters, `open_store` raises it again
-            file = GroupFile(shared_folder.folder, beside=self._beside)
+            file = GroupFile(shared_folder.folder, beside=self._folders)
             for store, folder in file.members(lenient=True).items():
                 if folder.ranks:
                     folders.append(folder)
-                    self._recorded[str(folder.path)] = file.record.now[store].live
+                    self._recorded_versions[str(folder.path)] = file.record.now[store].live
         stores = [(os.path.relpath(folder.path, shared_folder.path), folder.ranks) for folder in folders]
-        return {"token": shared_folder.leave_token(), "stores": stores}
+        return {"token": shared_folder.write_token(), "stores": stores}
 
     def decide(self, contents: FolderContents) -> OpenPlan:
         """Return how this rank opens its shard. Any rank's StoreError or SnapshotError is raised on all ranks."""
@@ -105,11 +105,11 @@ class RecoveryDecision:
             return plan
         whole = Snapshot.open(self._shared_folder.snapshots / decision.name)
         snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
-        return plan._replace(snapshot=snapshot, on_verified=lambda: self._count(snapshot))
+        return plan._replace(snapshot=snapshot, on_verified=lambda: self._check_row_count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return the shard versions on this host for each store, by rank, and the last step of this store."""
-        self._shared_folder.find_token(self._token)
+        self._shared_folder.check_token(self._token)
         versions, step = [], contents.recorded_step
         for relative, ranks in self._stores:
             path, is_same = Path(os.path.normpath(self._shared_folder.path / relative)), ranks == self._world.size
@@ -128,18 +128,18 @@ class RecoveryDecision:
         by_store = zip(*(versions for versions, _ in reports), strict=True)
         versions = {
             path: _merge_versions(reported, recorded)
-            for reported, (path, recorded) in zip(by_store, self._recorded.items(), strict=True)
+            for reported, (path, recorded) in zip(by_store, self._recorded_versions.items(), strict=True)
         }
         contents = read_contents(shared_folder.folder)
         ranks = shared_folder.folder.ranks
-        self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, versions, self._beside)
+        self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, versions, self._folders)
         if member.entry.live is not None and ranks == self._world.size:
             return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
         steps = [step for _, step in reports] if ranks else [contents.recorded_step]
         if contents.clean_marker is not None:
             steps = [contents.clean_marker["step"]]
         step = max((s for s in steps if s is not None), default=None)
-        snapshot = snapshot_to_open(shared_folder.folder, member, step)
+        snapshot = choose_snapshot(shared_folder.folder, member, step)
         log_entry = None
         if self._mode != "fresh":
             own, prefix = versions.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
@@ -169,7 +169,7 @@ class RecoveryDecision:
             raise error  # the collective has raised this error on all ranks
         self._world.handshake(op, error)
 
-    def _count(self, snapshot: Snapshot) -> None:
+    def _check_row_count(self, snapshot: Snapshot) -> None:
         """Raise SnapshotError on all ranks if the ranks together did not read all rows of the snapshot."""
         self._has_read = True
         check_row_count(self._world, self._op, snapshot, lambda: snapshot.shard_rows)

@@ -64,19 +64,17 @@ def read_contents(folder: FolderState) -> FolderContents:
 
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
     """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
-    live, loaded = (
-        live_version(contents.clean_marker),
-        version_of_snapshot(member.entry.snapshot),
-    )  # the live version that a load leaves if it is killed
+    live = live_version(contents.clean_marker)
+    loaded = version_of_snapshot(member.entry.snapshot)  # the version of live rows after a load was killed
     if live is not None and live in (member.entry.live, loaded):
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
     step = last_step(folder.path, ranks) if ranks else contents.recorded_step
-    snapshot, versions = snapshot_to_open(folder, member, step), shard_versions(folder.path, ranks)
+    snapshot, versions = choose_snapshot(folder, member, step), shard_versions(folder.path, ranks)
     return OpenPlan(snapshot=snapshot, log_entry=make_log_entry(folder, contents, member, snapshot, versions, step))
 
 
-def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
+def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
     """Return the snapshot that a store's entry names, or None for no rows. step: the step of the live rows.
 
     Raises StoreError if the entry names only live rows, because another number of ranks cannot use live rows.
@@ -87,8 +85,9 @@ def snapshot_to_open(folder: FolderState, member: Member, step: int | None) -> S
         base, owner = next(bases, None), _describe_owner(folder)
         last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_read_step(base)}"
         raise StoreError(
-            f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them, as "
-            f"another number of ranks needs ({last}): open it with {owner} once more and save one. To do without these "
+            f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them "
+            f"({last}). Another number of ranks can only load a snapshot: open the folder with {owner} once more and "
+            "save one. To do without these "
             'rows, `tierbed snapshot load` loads a snapshot, and open="fresh" starts empty'
         )
     return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
@@ -106,9 +105,9 @@ def make_log_entry(
     """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
 
     None if the store is new. live_versions: the live rows' versions by rank, if the store is sharded. live_step: their
-    last step, if known. ranks_prefix: names the ranks.
+    last step, if known. ranks_prefix: text that names the ranks.
     """
-    where, restored = f"store folder {folder.path}", recovery_text(snapshot)
+    where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
     if not contents.has_begun:
         return None
     if not contents.was_open:
@@ -127,12 +126,12 @@ def make_log_entry(
         why = "was closed by its ranks at different steps"
     elif len(record.now) > 1 and (live_versions or marker):
         why = "is trained together with others that were not closed by their last run"
-    lost, unused = lost_steps_text(snapshot, live_step), _unused_snapshot_text(folder, member, snapshot)
+    lost, unused = describe_lost_steps(snapshot, live_step), _describe_unused_snapshot(folder, member, snapshot)
     return logging.WARNING, f"{where} {why}; {ranks_prefix}{restored}; {lost}{unused}"
 
 
-def _unused_snapshot_text(folder: FolderState, member: Member, base: Snapshot | None) -> str:
-    """Name the store's last snapshot, if recovery takes the group back to an earlier snapshot, `base`."""
+def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
+    """Return text that names the store's last snapshot, if recovery takes the group back to an earlier one, `base`."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
@@ -152,14 +151,14 @@ def _read_step(snapshot: Snapshot | None) -> int:
     return 0 if snapshot is None else int(snapshot.description["step"])
 
 
-def recovery_text(base: Snapshot | None) -> str:
-    """Return the log text that names the rows that the store opens instead of its live rows."""
+def describe_recovery(base: Snapshot | None) -> str:
+    """Return the log text about the rows that the store opens instead of its live rows."""
     if base is None:
         return "started empty: it has no snapshot of its own"
     return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
 
 
-def lost_steps_text(base: Snapshot | None, live_step: int | None) -> str:
+def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
     """Return the log text on the steps lost in an unclean shutdown: after `base`, up to `live_step` if known."""
     base_step = _read_step(base)
     if live_step is None or live_step < base_step:
@@ -180,7 +179,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
         return "the next run starts empty: it has no snapshot of its own"
-    lost = lost_steps_text(base, step)
+    lost = describe_lost_steps(base, step)
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
 
@@ -190,9 +189,9 @@ def lacks_space(error: TierbedError) -> bool:
     return cause is not None and cause.errno == errno.ENOSPC
 
 
-def no_space_text(folder: FolderState, error: TierbedError) -> str:
+def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     """Return the error text for a store that cannot be opened because the disk is full."""
-    cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, which is for an open store
+    cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, because it is for open stores
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
         f"{str(folder.snapshots)!r} that recovery does not need"
@@ -212,11 +211,11 @@ def check_shards_unlocked(path: Path, ranks: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """Identifies the shard of one rank. ranks_on_host: the number of ranks that share this host's memory."""
+    """Identifies the shard of one rank. num_ranks_on_host: how many ranks share the host."""
 
     rank: int
     ranks: int
-    ranks_on_host: int = 1
+    num_ranks_on_host: int = 1
 
     def folder(self, store: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
@@ -232,8 +231,8 @@ class RankShard:
 class RowsVersion:
     """Counts the collective writes to a shard, so that ranks can compare the versions of their shards.
 
-    run_id: of the run that started with no rows or with a snapshot. num_writes: the number of collective writes since
-    then. version: identifies the rows; it is equal on all ranks and in the next run.
+    run_id: the id of the run that started with no rows or with a snapshot. num_writes: the number of collective writes
+    since then. version: identifies the rows; it is equal on all ranks and in the next run.
     """
 
     def __init__(self, shard: RankShard) -> None:
@@ -242,7 +241,7 @@ class RowsVersion:
 
     def begin(self, run_id: str, num_writes: int, version: str) -> None:
         self.run_id, self.num_writes = run_id, num_writes
-        self._named_at = num_writes, version
+        self._known_version = num_writes, version
 
     def record_write(self, num_earlier: int | None = None) -> None:
         """Count a write. num_earlier: the number of earlier writes, if this shard may have missed a write."""
@@ -251,13 +250,13 @@ class RowsVersion:
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:
         """Name the rows after a snapshot with the same rows, unless more than `num_writes` writes were made."""
         if self.num_writes == num_writes:
-            self._named_at = num_writes, version_of_snapshot(snapshot_id)
+            self._known_version = num_writes, version_of_snapshot(snapshot_id)
 
     @property
     def version(self) -> str:
-        num_writes, version = self._named_at
+        num_writes, version = self._known_version
         return version if self.num_writes == num_writes else f"{self.run_id}:{self.num_writes}"
 
-    def marker_fields(self) -> dict[str, Any]:
-        """Return the field `share` of the shard's clean marker."""
+    def make_marker_fields(self) -> dict[str, Any]:
+        """Return the shard's fields for its clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run_id, "writes": self.num_writes}

@@ -32,7 +32,7 @@ class SharedFolder:
         assert self.folder is not None
         return self.folder.snapshot_store
 
-    def leave_token(self) -> str:
+    def write_token(self) -> str:
         """Write a token file with a random name next to the snapshots, and return its name. Raises StoreError."""
         self.remove_tokens()
         token = _TOKEN + secrets.token_hex(16)
@@ -44,7 +44,7 @@ class SharedFolder:
             ) from error
         return token
 
-    def find_token(self, token: str) -> None:
+    def check_token(self, token: str) -> None:
         """Raise StoreError if this rank does not see rank 0's token, because the ranks then see different folders."""
         folder = self.snapshots.parent
         if not (folder / token).exists():
@@ -61,7 +61,7 @@ class SharedFolder:
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """Replace one process's live rows by ranks' shards, on rank 0, which owns `member`. Raises StoreError."""
+        """On rank 0, which owns `member`: replace one process's live rows by ranks' shards. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:

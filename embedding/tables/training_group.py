@@ -48,9 +48,8 @@ class TrainingGroup:
 
     def check_passed(self) -> None:
         """Detect a backward pass that raised. Called before a forward pass and a close."""
-        if (
-            self.gate.is_closed and torch._C._current_graph_task_id() == -1
-        ):  # not inside the pass; a recomputed forward pass would be inside
+        # a forward pass that a backward pass recomputes runs inside that backward pass
+        if self.gate.is_closed and torch._C._current_graph_task_id() == -1:
             self.fail_pass()
 
     def fail_pass(self) -> None:
@@ -95,12 +94,12 @@ def train_together(modules: Iterable[Any]) -> None:
     options = (
         (module, getattr(module, "store_options", None)) for module in modules if isinstance(module, EmbeddingBase)
     )
-    stored = [embedding for embedding, store in options if store is not None and store.persistent_path is not None]
-    groups = {id(embedding.group): embedding.group for embedding in stored if embedding.group is not None}
-    joined = next(iter(groups.values()), None) or TrainingGroup()
-    if len(stored) < 2 or (len(groups) == 1 and all(embedding.group is joined for embedding in stored)):
+    persistent = [embedding for embedding, store in options if store is not None and store.persistent_path is not None]
+    groups = {id(embedding.group): embedding.group for embedding in persistent if embedding.group is not None}
+    target_group = next(iter(groups.values()), None) or TrainingGroup()
+    if len(persistent) < 2 or (len(groups) == 1 and all(embedding.group is target_group for embedding in persistent)):
         return
-    joined.add([*stored, *(embedding for group in groups.values() for embedding in group.embeddings)])
+    target_group.add([*persistent, *(embedding for group in groups.values() for embedding in group.embeddings)])
 
 
 def mark_inconsistent(members: Iterable[Member], why: str) -> None:

@@ -191,7 +191,7 @@ def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: l
 def _read_lookup(node: fx.Node) -> Lookup:
     """Return the `Lookup` of a lookup node or of a gradient node of it. Only the nodes' first arguments differ."""
     arguments: Any = node.args[1:6]
-    return lookup_op.lookup_of(*arguments)
+    return lookup_op.make_lookup(*arguments)
 
 
 def _shared_lookup(node: fx.Node) -> SharedLookup:
@@ -256,7 +256,7 @@ def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> lis
 
 def _find_embedding_node(module: fx.GraphModule, op_id: int, path_of: Callable[[int], str]) -> fx.Node:
     """Return the embedding's node. Each step has one node per embedding, at the top of the step."""
-    embedding = lookup_op.embedding_of(op_id)
+    embedding = lookup_op.find_embedding(op_id)
     for node in module.graph.find_nodes(op="get_attr"):
         if getattr(module, node.target) is embedding:
             return node

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...embedding.autograd.lookup_op import embedding_of
+from ...embedding.autograd.lookup_op import find_embedding
 from ...engine.errors import OptimizerError, OptionError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -150,7 +150,7 @@ def compile_step(
     path_by_op_id = dict(zip([m.op_id for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
 
     def find_path(op_id: int) -> str:
-        return path_by_op_id.get(op_id) or embedding_of(op_id).name
+        return path_by_op_id.get(op_id) or find_embedding(op_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
     parameter_nodes = placeholders[len(traced.inputs) :]

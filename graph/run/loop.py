@@ -111,7 +111,7 @@ class Announcer:
                 is_known = len(calls) == len(self._calls)
                 lookups = [*chain.from_iterable(calls)] if is_known else None
                 if self._world.size > 1:
-                    embedding.table_handle().table.announce(lookups, together=True)
+                    embedding.table_handle().table.announce(lookups, is_collective=True)
                 elif lookups is not None:
                     with contextlib.suppress(TierbedError):  # the call itself raises it
                         embedding.announce(lookups)

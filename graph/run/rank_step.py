@@ -127,7 +127,7 @@ class StepCollectives:
             elif embedding is not None and kind == "read":
                 embedding.read(Lookup(torch.empty(0, dtype=embedding.spec.key_type, device=embedding.device)))
             elif kind == "rows":
-                batches[embedding].arrive()
+                batches[embedding].wait_for_rows()
             else:
                 batches[embedding].send([], [])
         for scheduler in self._schedulers if was_updated else ():
@@ -211,7 +211,7 @@ class StepCollectives:
             batch = batches.get(embedding)
             if kind == "rows":
                 if batch is not None:
-                    batch.arrive()  # raises on all ranks if any rank could not send its rows
+                    batch.wait_for_rows()  # raises on all ranks if any rank could not send its rows
             elif num_made:
                 num_made -= 1
             elif kind == "send":

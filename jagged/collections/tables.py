@@ -13,12 +13,12 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...embedding.modules.dense_rows import dense_rows, dense_states, dense_tensors, put_in_state
+from ...embedding.modules.dense_rows import convert_dense, copy_rows, copy_states, replace_weights
 from ...embedding.modules.embedding import MultiTableEmbedding
 from ...embedding.optim.eager import follow_in_backward
 from ...embedding.state_dict.model_snapshots import ModelSnapshots
 from ...embedding.state_dict.read_only import ReadOnlyCopy
-from ...embedding.tables.rows_in_tensors import RowTensors
+from ...embedding.tables.row_tensors import RowTensors
 from ...embedding.tables.training_group import train_together
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
@@ -85,7 +85,7 @@ class TableView(NamedTuple):
             f"weight of table {name} is a copy, so a write into it changes no stored row; call embedding_of({name})"
             f".put(torch.arange({rows}), rows, {name}) or load_dense, or clone() it for a tensor of your own"
         )
-        return ReadOnlyCopy(dense_rows(embedding, number, rows, self.dtype), remedy)
+        return ReadOnlyCopy(copy_rows(embedding, number, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
         """Return (embedding, table number, number of rows). Raises InputError if the table accepts any id."""
@@ -204,12 +204,12 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         return view.group, view.number
 
     def _dense_states(self) -> dict[str, dict[str, Tensor]]:
-        """Return {table name: its optimizer state from `dense_states`}. Raises InputError, StoreError."""
+        """Return {table name: its optimizer state from `copy_states`}. Raises InputError, StoreError."""
         dense = {name: self.embeddings.tables[name].dense() for name in self._tables}
         states = {}
         for holder in self.each():
             own = {number: rows for embedding, number, rows in dense.values() if embedding is holder}
-            states[holder] = dense_states(holder, own)
+            states[holder] = copy_states(holder, own)
         return {name: states[embedding][number] for name, (embedding, number, _) in dense.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
@@ -219,7 +219,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             rows = {name: weights[name] for name in self._tables if self.embedding_of(name) is embedding}
             own_states = {name: states[name] for name in rows if name in states}
             with embedding.raise_on_all_ranks():
-                loads.append((embedding, dense_tensors(embedding, rows, own_states, step)))
+                loads.append((embedding, convert_dense(embedding, rows, own_states, step)))
         for embedding, tensors in loads:
             embedding.load_tensors(tensors)
 
@@ -310,7 +310,7 @@ class TableCollection(TableModule):
             InputError: If a table accepts any id.
         """
         views = self.embeddings.tables
-        return {name: dense_rows(*views[table.name].dense(), table.dtype) for name, table in self._weight_names.items()}
+        return {name: copy_rows(*views[table.name].dense(), table.dtype) for name, table in self._weight_names.items()}
 
     def to_torchrec_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
         """Return each table's optimizer state as TorchRec's KeyedOptimizer has it.
@@ -353,7 +353,7 @@ class TableCollection(TableModule):
                 follow_in_backward(embedding)
                 names = embedding.table_handle().open_table.state.names
             states[table] = {_state_name(name, names): tensor for name, tensor in table_state.items()}
-        rows = {table: dense_rows(*self.embeddings.tables[table].dense()) for table in by_table}
+        rows = {table: copy_rows(*self.embeddings.tables[table].dense()) for table in by_table}
         self._load_rows(rows, states, step)
 
     @property
@@ -369,7 +369,7 @@ class TableCollection(TableModule):
         tables = {config.name: dense[name] for name, config in self._weight_names.items() if name in dense}
         for group in self.embeddings if dense else ():
             own = {name: rows for name, rows in tables.items() if self.table_location(name)[0] == group}
-            put_in_state(self.embedding(group), own, state_dict, f"{prefix}embeddings.{group}.", errors)
+            replace_weights(self.embedding(group), own, state_dict, f"{prefix}embeddings.{group}.", errors)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset_parameters(self) -> None:

@@ -227,7 +227,7 @@ def test_what_a_table_on_a_gpu_lacks_is_refused(store: str, given: dict[str, Any
 
 def test_ids_of_another_device_than_the_module_are_refused() -> None:
     embedding, ids = make(options("device"), tables=1).to("meta"), torch.zeros(2, 3, dtype=torch.int64)
-    check_refusal((lambda: embedding(ids), InputError, "are on cpu and the embedding on meta", "ids.to('meta')"))
+    check_refusal((lambda: embedding(ids), InputError, "are on cpu, but the embedding is on meta", "ids.to('meta')"))
     check_refusal((embedding.size, InputError, "meta", "CPU or a CUDA device"))
     embedding.to_empty(device="cpu")
     pooled = partial(embedding, ids, pooling="sum", weights=torch.ones(2, 3, device="meta"))

@@ -230,7 +230,7 @@ def test_announcements_that_no_step_can_take_are_let_go(world: World) -> None:
     graph(*batch(world.rank, 0))
     table: Any = graph.users.table_handle().table
     for step in range(1, 4):
-        table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], together=True)
+        table.announce(None if world.rank else [Lookup(batch(0, step)[0], None)], is_collective=True)
     graph(*batch(world.rank, 0))
     assert not table.id_prefetcher._steps
 

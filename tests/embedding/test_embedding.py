@@ -17,7 +17,7 @@ from support.optimizers import few_optimizers
 from support.rows import INITIALIZERS, SPECIAL_KEYS, same_bits
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, MultiTableMultiColumnEmbedding
-from tierbed.embedding.tables.rows_in_tensors import TENSOR_NAMES
+from tierbed.embedding.tables.row_tensors import TENSOR_NAMES
 from tierbed.engine.errors import ClosedError, GraphError, InputError, OptimizerError
 from tierbed.engine.options.initializers import as_arrays, make_column_options, make_table_options
 from tierbed.engine.options.lookup import Lookup

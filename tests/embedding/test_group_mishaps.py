@@ -21,7 +21,7 @@ from support.shell import command
 from support.stores import options
 from support.together import Model, at, killed, killed_at, played, played_from
 from tierbed.distributed import World
-from tierbed.embedding.saving.snapshots import SnapshotManager
+from tierbed.embedding.saving.snapshot_manager import SnapshotManager
 from tierbed.embedding.state_dict.model_snapshots import ModelSnapshots
 from tierbed.engine.errors import StoreError
 from tierbed.snapshots.files.reader import Snapshot
@@ -171,7 +171,7 @@ def pruned_while_saved(world: World, path: Path) -> int:
     put: Callable[[NewSnapshots], None] = NewSnapshots.publish
 
     def prune_and_put(new: NewSnapshots) -> None:
-        member.table_handle().snapshots.prune_here(5, None)
+        member.table_handle().snapshots.prune_on_rank_0(5, None)
         put(new)
 
     NewSnapshots.publish = prune_and_put  # type: ignore[method-assign]

@@ -125,7 +125,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
     with MultiTableEmbedding("narrow", DIM, torch.float16, torch.int64, tables, store, padding_idx=1) as narrow:
         with pytest.raises(InputError, match=r"overflows .*float16"):
             narrow.load_dense({"a": torch.full((3, DIM), 1e6)})
-        with pytest.raises(InputError, match="weights of table a: row 1 is that of padding_idx"):
+        with pytest.raises(InputError, match="weights of table a: row 1 belongs to padding_idx"):
             narrow.load_dense({"a": torch.ones(3, DIM)})
         assert narrow.size() == 0
 
@@ -160,9 +160,9 @@ def test_states_without_the_step_that_their_rule_counts_are_refused(kind, caplog
         ):
             rows.load_dense(A, {"a": {**state, **given}}, step)
             assert rows.metrics()["table"]["step"] == found
-        assert "it goes on from" not in caplog.text
+        assert "the count goes on from" not in caplog.text
         rows.load_dense(A, {"a": state})  # to rows that have a number
         assert rows.metrics()["table"]["step"] == 8
-        assert "it goes on from 8; give step= for another number" in caplog.text
+        assert "the count goes on from step 8; give step= for another number" in caplog.text
         rows.load_dense(A)
         del kept

@@ -302,7 +302,7 @@ REFUSED = [
     (lambda e: tierbed.EmbeddingBag(5, 3)(torch.tensor([1])), "offsets"),
     (lambda e: tierbed.EmbeddingBag(5, 3)(torch.tensor([[1]]), torch.tensor([0])), "offsets"),
     (lambda e: tierbed.EmbeddingBag(5, 3)(torch.tensor([[1]]), None, torch.ones(1, 1)), "mode='sum'"),
-    *((partial(weigh, weights), "give a tensor of floats (1, 2)") for weights in NO_WEIGHTS),
+    *((partial(weigh, weights), "give floats of the same shape as input, (1, 2)") for weights in NO_WEIGHTS),
     *((lambda e, offsets=offsets: of_ids()(torch.tensor([1, 2, 3]), offsets), "offsets") for offsets in NO_TABLES),
 ]
 

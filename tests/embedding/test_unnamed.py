@@ -109,7 +109,7 @@ def test_an_unnamed_embedding_is_named_by_its_place(tmp_path, see, is_stored) ->
 def test_unnamed_embeddings_begin_unlike_each_other_and_equal_scripts_alike(monkeypatch) -> None:
     runs = []
     for _ in range(2):
-        monkeypatch.setitem(names._seeded, False, count(1))
+        monkeypatch.setitem(names._seed_counters, False, count(1))
         made = [*Towers().each(), *Towers(make=lambda path: tierbed.Embedding(9, 4)).each()]
         runs.append([one(IDS).detach() for one in made])
     flat = torch.stack(runs[0]).flatten(1)

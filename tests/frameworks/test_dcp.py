@@ -143,7 +143,7 @@ def wrong(world: World, kind: str, path: Path) -> str:
 
 @pytest.mark.parametrize("kind", ["host", "host folder"])
 def test_a_state_that_is_wrong_on_one_rank_is_refused_on_all(tmp_path: Path, kind: str) -> None:
-    inside = "rank 1: it has no rows: those of all ranks are in the state_dict() of rank 0"
+    inside = "rank 1: it has no rows: the rows of all ranks are in the state_dict() of rank 0"
     for said in run_kept(2, wrong, kind, tmp_path):
         assert (inside if kind == "host" else "ranks differ, rank 0: state_dict: ") in said
 

@@ -22,7 +22,7 @@ from ...snapshots.store.selection import Selection, converted_description
 log = logging.getLogger("tierbed")
 
 
-def check_stored(
+def check_stored_rows(
     spec: TableSpec,
     stored: dict[str, Any],
     optimizer: RowOptimizer | None,
@@ -34,21 +34,21 @@ def check_stored(
 ) -> None:
     """Raise if stored rows do not fit the embedding. tables: check only the rows of these tables.
 
-    Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order
-    differ, OptimizerError if the rows lack `optimizer`'s state. label: names the rows. can_load: the rows are in a
-    snapshot that a load can convert (implied by SnapshotError). for_load: the rows are about to be replaced.
+    Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order differ,
+    OptimizerError if the rows lack `optimizer`'s state. label: names the stored rows in messages. can_load: the rows
+    are in a snapshot that a load can convert (implied by SnapshotError). for_load: the rows are about to be replaced.
     """
-    for field, argument, mine in (
+    for field, argument, expected in (
         ("columns", "embedding_dim", list(spec.columns)),
         ("key_type", "key_type", KEY_TYPES[spec.key_type]),
     ):
-        if stored[field] != mine:
+        if stored[field] != expected:
             raise error(
-                f"{label} holds rows of {argument} {stored[field]}, not {mine}; give that {argument}, or another "
+                f"{label} holds rows of {argument} {stored[field]}, not {expected}; give that {argument}, or another "
                 f"name or persistent_path"
             )
     if stored["dtype"] != spec.dtype:
-        raise _dtype_error(error, label, "dtype", stored["dtype"], spec.dtype, can_load)
+        raise _make_dtype_error(error, label, "dtype", stored["dtype"], spec.dtype, can_load)
     _check_names(spec, stored, label, tables)
     stored_tables, own_tables = stored["tables"], spec.plain_tables()
     if tables is not None:  # tables with higher numbers are not loaded
@@ -59,7 +59,7 @@ def check_stored(
         )
     if (stored["seed"], stored_tables) != (spec.seed, own_tables[: len(stored_tables)]):
         log.warning(
-            "%s began its rows with another seed or other initializers: rows not yet stored get other values", label
+            "%s began its rows with another seed or other initializers: ids without a row get other values", label
         )
     if optimizer is None and not for_load:
         _warn_of_state(spec, stored, label)
@@ -73,7 +73,7 @@ def check_stored(
         )
     if RowState.from_description(stored).types != spec.state_of(optimizer).types:
         state_type, _ = RowState.from_description(stored).narrow
-        raise _dtype_error(error, label, "state_dtype", state_type, spec.state_dtype, can_load)
+        raise _make_dtype_error(error, label, "state_dtype", state_type, spec.state_dtype, can_load)
 
 
 def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
@@ -90,7 +90,7 @@ def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
         )
 
 
-def _dtype_error(
+def _make_dtype_error(
     error: type[Exception], label: str, argument: str, stored_dtype: str, dtype: str, can_load: bool
 ) -> Exception:
     convert = "load_snapshot(name, convert=True)"
@@ -109,7 +109,7 @@ def _dtype_error(
     )
 
 
-def _find_mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
+def _find_mismatched_tables(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
     """Return the numbers of the stored tables that have another name in the embedding.
 
     Returns no table if the stored names come from imported tensors and the embedding's tables are unnamed.
@@ -121,13 +121,13 @@ def _find_mismatched(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]
 
 def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Collection[int] | None) -> None:
     """Raise StoreError if rows of a stored table would become rows of another table."""
-    others = [table for table in _find_mismatched(spec, stored) if tables is None or table in tables]
+    others = [table for table in _find_mismatched_tables(spec, stored) if tables is None or table in tables]
     if others and stored.get("rows") != 0:
         labels = table_names.labels_of(table_names.names_in(stored))
         raise StoreError(
-            f"{label} holds tables {list(labels)}, and the embedding has {list(spec.labels)}: rows go by "
-            "position, and would become those of another table; list the tables in the stored order by the stored "
-            "names, new ones at the end, or rename the stored ones (docs/embedding.md#names-of-tables)"
+            f"{label} holds tables {list(labels)}, and the embedding has {list(spec.labels)}: rows are matched by the "
+            "table's position, and would become rows of another table; list the tables in the stored order by the "
+            "stored names, new ones at the end, or rename the stored ones (docs/embedding.md#names-of-tables)"
         )
 
 
@@ -141,7 +141,8 @@ def fit_selection(
 ) -> tuple[Selection, list[str]]:
     """Restrict a selection of a snapshot's rows to rows that fit the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding rows, and raise if other rows do not fit. Raises InputError, `check_stored`'s errors.
+    strict: leave out only padding rows, and raise if other rows do not fit. Raises as `check_stored_rows`, and
+    InputError.
     """
     remarks: list[str] = []
     names, selected = table_names.names_in(stored), selection.tables
@@ -151,8 +152,8 @@ def fit_selection(
         raise InputError(f"where={selection.where!r}: give a function of (table_ids, keys), NumPy arrays, or None")
     tables = None
     if selected is not None:
-        tables = [_stored_table(spec, names, table, f"tables={selected!r}: {label}") for table in selected]
-    others = {*_find_mismatched(spec, stored), *range(spec.num_tables, len(names))}
+        tables = [_find_stored_table(spec, names, table, f"tables={selected!r}: {label}") for table in selected]
+    others = {*_find_mismatched_tables(spec, stored), *range(spec.num_tables, len(names))}
     if others and not strict:
         remarks.append(_remark_on_others(spec, names, others, label))
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]
@@ -161,7 +162,7 @@ def fit_selection(
     if selection.convert and converted_description(stored, dtypes) != stored:
         selection = dataclasses.replace(selection, types=dtypes)
     try:
-        check_stored(spec, selection.description(stored), optimizer, SnapshotError, label, tables)
+        check_stored_rows(spec, selection.description(stored), optimizer, SnapshotError, label, tables)
     except OptimizerError as error:
         if strict:
             raise OptimizerError(f"{error}; or load it with weights_only=True") from error
@@ -182,69 +183,69 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
     return f"{label} has tables {list(labels)}, and the embedding {list(spec.labels)}: {skipped} are left out"
 
 
-def _stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: str) -> int:
+def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: str) -> int:
     """Return the index of a snapshot's table. `table`: its index, its stored name, or its name in the embedding."""
     for known_names in (names, spec.table_names[: len(names)]):
         number = table_names.table_number(table, known_names)
         if number is not None:
             return number
-    raise InputError(f"{where} has tables {table_names.choices(names)}; {table!r} is none")
+    raise InputError(f"{where} has tables {table_names.choices(names)}; {table!r} is none of them")
 
 
-class LoadedIds:
+class LoadedIdCounter:
     """Counts ids while rows are loaded into tables with a fixed number of ids, and remarks on ids that do not fit.
 
     counts: False for rows that are about to be replaced, because such rows get no remarks.
     """
 
     def __init__(self, spec: TableSpec, counts: bool = True) -> None:
-        self._spec, self._last = spec, spec.last_ids if counts else None
-        self._rows, self._beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
+        self._spec, self._last_ids = spec, spec.last_ids if counts else None
+        self._num_rows, self._num_beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
         self._largest = np.zeros(spec.num_tables, np.uint64)
-        self._with_padding: set[int] = set()
+        self._padded_tables: set[int] = set()
 
     def note_padding(self, chunks: Chunks) -> Chunks:
         """Yield the chunks of all stored rows, and note which tables contain a padding row. Loads skip padding rows."""
         for bucket, rows in chunks:
-            if self._last is not None and self._spec.padding_key is not None:
-                self._with_padding.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
+            if self._last_ids is not None and self._spec.padding_key is not None:
+                self._padded_tables.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
             yield bucket, rows
 
     def count(self, chunks: Chunks) -> Chunks:
         """Yield the chunks of loaded rows, and count the rows."""
         for bucket, rows in chunks:
-            if self._last is not None:
+            if self._last_ids is not None:
                 tables, keys = rows["table"], rows["key"]
-                self._rows += np.bincount(tables, minlength=len(self._rows))
-                self._beyond += np.bincount(tables[keys > self._last[tables]], minlength=len(self._rows))
+                self._num_rows += np.bincount(tables, minlength=len(self._num_rows))
+                self._num_beyond += np.bincount(tables[keys > self._last_ids[tables]], minlength=len(self._num_rows))
                 np.maximum.at(self._largest, tables, keys)
             yield bucket, rows
 
-    def remarks(self, what: str, of_dense: bool, stored_padding: int | None) -> list[str]:
-        """Return remarks on ids that do not fit. what: names the stored rows.
+    def make_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
+        """Return remarks on ids that do not fit. source: names the stored rows.
 
-        of_dense: True if the rows may come from a dense table, so that ids begin at 0, without gaps. stored_padding:
-        the stored padding_idx; an import left out its row.
+        may_be_dense: True if the rows may come from a dense table, so that ids begin at 0, without gaps.
+        stored_padding: the stored rows' padding_idx; an import left out the row of this id.
         """
         remarks = []
         for number, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
-            takes, rows, beyond = options.ids, int(self._rows[number]), int(self._beyond[number])
-            if takes is None or not rows:
+            num_ids, rows, num_beyond = options.ids, int(self._num_rows[number]), int(self._num_beyond[number])
+            if num_ids is None or not rows:
                 continue
             ids = int(self._largest[number]) + 1
-            if beyond:
+            if num_beyond:
                 remarks.append(
-                    f"{what} has {beyond} rows of table {label} with ids from {takes} on, which no lookup takes: give "
-                    f"the table num_embeddings (or ids) of {ids}, or leave them out by where= of load_snapshot"
+                    f"{source} has {num_beyond} rows of table {label} with ids from {num_ids} on, which no lookup takes"
+                    f": give the table num_embeddings (or ids) of {ids}, or leave them out by where= of load_snapshot"
                 )
                 continue
             padding = self._spec.padding_idx
             left_out = padding is not None and padding == stored_padding and 0 <= padding <= ids
-            if padding is not None and (left_out or number in self._with_padding):
+            if padding is not None and (left_out or number in self._padded_tables):
                 rows, ids = rows + 1, max(ids, padding + 1)  # also count the padding row, which was not loaded
-            if of_dense and rows == ids < takes:
+            if may_be_dense and rows == ids < num_ids:
                 remarks.append(
-                    f"{what} has ids 0 to {ids - 1} of table {label}, which takes {takes}, so the others begin as new "
-                    f"rows: if there are no more ids, give the table num_embeddings (or ids) of {ids}"
+                    f"{source} has ids 0 to {ids - 1} of table {label}, which takes {num_ids}, so the others begin as "
+                    f"new rows: if there are no more ids, give the table num_embeddings (or ids) of {ids}"
                 )
         return remarks

@@ -105,10 +105,10 @@ class RowTensors:
         try:
             description = json.loads(tensors["description"].numpy().tobytes())
         except (ValueError, TypeError) as error:
-            raise ValueError(f"their description cannot be read: {error}") from error
+            raise ValueError(f"the rows' description cannot be read: {error}") from error
         check_description(description)
         if description.get(NOT_WHOLE):
-            raise ValueError("it has no rows: those of all ranks are in the state_dict() of rank 0; load that")
+            raise ValueError("it has no rows: the rows of all ranks are in the state_dict() of rank 0; load that one")
         for name, (dtype, shape) in _make_shapes(RowForm.from_description(description), len(tensors["table"])).items():
             if tensors[name].dtype != dtype or list(tensors[name].shape) != shape:
                 raise ValueError(
@@ -122,7 +122,7 @@ class RowTensors:
         order = np.lexsort((key, table))
         table, key = table[order], key[order]
         if ((table[1:] == table[:-1]) & (key[1:] == key[:-1])).any():
-            raise ValueError("a row is in them twice")
+            raise ValueError("the state contains one row twice")
         return cls(description, tensors)
 
 

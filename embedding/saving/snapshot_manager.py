@@ -34,7 +34,7 @@ from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
 from ..tables.training_group import TrainingGroup, between_steps
 from .background_saving import BackgroundSaving
-from .rows_reference import RowsReference, matches, reference_at, reference_of_snapshot
+from .rows_reference import RowsReference, compare_references, make_reference, read_snapshot_reference
 from .save_and_load import save_together
 from .table_save import TableSave, commit, write_and_commit
 
@@ -59,7 +59,7 @@ class SnapshotManager:
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSaving | None = None  # set only over ranks
+        self._saving: BackgroundSaving | None = None  # the running background save, over ranks only
 
     @property
     def name(self) -> str:
@@ -92,11 +92,8 @@ class SnapshotManager:
             record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
             file = GroupFile(FolderState(self._folder.parent))
-            record, store, is_as_opened = (
-                file.record,
-                file.store,
-                self.local.persistence.version == version_of_snapshot(restored),
-            )
+            record, store = file.record, file.store
+            is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
@@ -106,19 +103,19 @@ class SnapshotManager:
         """Open a snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
         folder = self.folder
         if self.store is not None:
-            self.checked_store()
+            self.require_store()
         check_name(name)
         return Snapshot.open(folder / name)
 
-    def checked_store(self) -> StoreFolder:
-        """Return rank 0's store folder. Raises SnapshotError without it, StoreError if it was removed. Local."""
+    def require_store(self) -> StoreFolder:
+        """Return rank 0's store folder. Raises SnapshotError without a folder, StoreError if it was removed. Local."""
         if self.store is None:
             raise no_folder_error(self.name)
         self.store.check()
         return self.store
 
     def op(self, what: str) -> str:
-        """Name a collective, with the step, for messages. Raises on all ranks if any rank has closed its rows."""
+        """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""
         table, error = try_call(lambda: self.local.table)
         if table is None:
             self.world.handshake(f"{what} of embedding {self.name!r}", error)
@@ -134,13 +131,13 @@ class SnapshotManager:
         """Check a save's arguments. Raises SnapshotError, StoreError, OptionError."""
         op = self.op("saving a snapshot")
         _, error = try_call(lambda: self._check_arguments(name, kind, background))
-        same = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
-        self.world.handshake(op, error, same if error is None else None)
+        shared_values = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
+        self.world.handshake(op, error, shared_values if error is None else None)
 
         def check(store: StoreFolder) -> None:
             if self.member is not None:
                 self.member.lock()  # frees the names of snapshots that a recovery did not use
-            check_save(store, name, kind, self._source(), overwrite)
+            check_save(store, name, kind, self._make_source(), overwrite)
 
         with self.local.table.lock:
             self._on_rank_0(op, check)
@@ -164,9 +161,9 @@ class SnapshotManager:
 
     def before_save(self, background: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock."""
-        self.at_step()
+        self.try_complete()
         if self._shard is None:
-            self.checked_store()
+            self.require_store()
             if not background:
                 self.local.table.flush_ahead()
 
@@ -176,15 +173,15 @@ class SnapshotManager:
         source: SaveSource
         parent: Snapshot | None = None
 
-        def ready() -> tuple[Capture | None, SaveSource]:
+        def prepare() -> tuple[Capture | None, SaveSource]:
             self.check_not_saving()
-            return None if self.member is None else self.member.capture(), self._source(new.new_id())
+            return None if self.member is None else self.member.capture(), self._make_source(new.new_id())
 
-        capture, source = self.world.call_on_all_ranks(op, ready)
+        capture, source = self.world.call_on_all_ranks(op, prepare)
 
         def begin() -> str | None:
             nonlocal parent
-            _, parent = begin_save(self.checked_store(), name, kind, source, overwrite, new)
+            _, parent = begin_save(self.require_store(), name, kind, source, overwrite, new)
             return None if parent is None else parent.name
 
         parent_name = self.world.call_on_rank_0(f"{op}: begun", begin)
@@ -196,7 +193,7 @@ class SnapshotManager:
         path, on_saved = self.folder / name, self.local.save_callback()
         return TableSave(self.local.table, capture, path, kind, source, parent, self._shard, False, on_saved)
 
-    def _begin_at(
+    def _begin_snapshot(
         self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
         """Begin the snapshot `path` of the present rows. member: the store, if the snapshot is for a state_dict."""
@@ -216,40 +213,41 @@ class SnapshotManager:
         op = self.op(f"saving rows as {path.name!r}")
         with ExitStack() as locks, NewSnapshots() as new:
             locks.enter_context(between_steps([self], waits=self.world.size == 1))
-            source = self.world.call_on_all_ranks(op, lambda: self._source(new.new_id()))
-            save = self._begin_at(op, path, source, new, "full", None)
+            source = self.world.call_on_all_ranks(op, lambda: self._make_source(new.new_id()))
+            save = self._begin_snapshot(op, path, source, new, "full", None)
             write_and_commit(self.world, op, [save], new, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
         """Return a reference to a snapshot of the rows for a state_dict. Saves a new snapshot if none has these rows.
 
-        Users' snapshots never build on that snapshot. keep: how many older state_dict snapshots to keep; None for all.
+        That snapshot never becomes the parent of a user's snapshot. keep: how many older state_dict snapshots to keep;
+        None for all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
         self.before_save(background=False)
         with between_steps([self], waits=self.world.size == 1), NewSnapshots() as new:
             self.world.call_on_all_ranks(op, self.local.table.check)
-            source = self._source(new.new_id())
+            source = self._make_source(new.new_id())
 
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
                 assert self.member is not None
                 if self.member.now.snapshot == EMPTY:  # without rows, no snapshot is needed
                     return "", False
-                path = link_state_snapshot(self.checked_store(), self.member.now.snapshot, keep)
+                path = link_state_snapshot(self.require_store(), self.member.now.snapshot, keep)
                 return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
 
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
-                kind = "checkpoint" if has_files else "full"  # if incremental, users could not replace its parent
-                save = self._begin_at(op, self.folder / name, source, new, kind, self.member)
+                kind = "checkpoint" if has_files else "full"  # not incremental: its parent could not be replaced
+                save = self._begin_snapshot(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, try_call(save.write)[1])
-        reference = reference_of_snapshot(self._folder, name) or RowsReference(self.local.table.step)
+        reference = read_snapshot_reference(self._folder, name) or RowsReference(self.local.table.step)
         return reference._replace(version=self.local.persistence.version)
 
-    def _source(self, id: str | None = None) -> SaveSource:
+    def _make_source(self, id: str | None = None) -> SaveSource:
         table = self.local.table
         table.require_open()
         assert table.stack is not None
@@ -266,15 +264,15 @@ class SnapshotManager:
         """Remember a save in the background that includes these rows."""
         self._saving = saving if self._shard is not None else None
 
-    def at_step(self) -> None:
+    def try_complete(self) -> None:
         """Complete a save in the background if all ranks have written their rows. Called between two steps."""
         if self._saving is not None:
-            self._saving.at_step()
+            self._saving.try_complete()
             if self._saving.done:
                 self._saving = None
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background, because the caller may load its snapshot. Its error was logged."""
+        """Wait for a save in the background, because the caller may load its snapshot. Errors were logged already."""
         if self._saving is None:
             if self.local.table_if_open is not None:  # if closed, the caller's next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
@@ -303,23 +301,23 @@ class SnapshotManager:
     def load_snapshot(self, name: str, selection: Selection = ALL, strict: bool = True) -> LoadReport:
         """Replace the rows by a snapshot in the store folder. The returned report counts the rows of all ranks."""
         self.finish_saving()
-        snapshot = self.world.call_on_all_ranks(self._loading(name), lambda: self.snapshot(name))
+        snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.snapshot(name))
         return self.load(snapshot, selection, strict)
 
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
         """Replace the rows by the snapshot `path`, already checked by `check_rows`.
 
-        A store folder gets a link to the snapshot, for recovery. Exception: if rows are loaded without state or
-        converted, there is no link, because recovery would load the state or unconverted numbers.
+        A store folder gets a link to the snapshot, for recovery. There is no link if rows are loaded without state or
+        converted, because recovery would load them with state or unconverted.
         """
-        self.world.call_on_all_ranks(self._loading(path.name), lambda: self.local.table)  # raises ClosedError
+        self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.finish_saving()
         with between_steps([self], replaces=True), ExitStack() as linking:
-            path = self.link_in(path, linking) if self._folder is not None and selection.can_recover else path
-            self.load(self.world.call_on_all_ranks(self._loading(path.name), lambda: open_snapshot(path)), selection)
+            path = self.link_into_store(path, linking) if self._folder is not None and selection.can_recover else path
+            self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
-    def _loading(self, name: str) -> str:
-        """Name a collective load for messages. The step is left out, because ranks may be at different steps."""
+    def _name_load(self, name: str) -> str:
+        """Return a collective load's name. The step is left out, because ranks may be at different steps."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
@@ -330,10 +328,10 @@ class SnapshotManager:
         """
         if self._shard is None:
             return self.local.load_part(snapshot, selection, strict)
-        op = self._loading(snapshot.name)
-        world, snapshot, voted = self.world, self._shard_of(snapshot), False
+        op = self._name_load(snapshot.name)
+        world, snapshot, has_voted = self.world, self._shard_of(snapshot), False
         tables = selection.tables  # not checked yet: errors in the selection are raised below
-        same = {
+        shared_values = {
             "the snapshot's id": snapshot.manifest.id,
             "strict": bool(strict),
             "tables": sorted(map(str, tables)) if isinstance(tables, Collection) else repr(tables),
@@ -341,30 +339,30 @@ class SnapshotManager:
             "weights_only": not selection.state,
             "convert": selection.convert,
         }
-        world.handshake(op, shared_values=same)
+        world.handshake(op, shared_values=shared_values)
 
-        def verified() -> None:
-            nonlocal voted
-            voted = True
+        def on_verified() -> None:
+            nonlocal has_voted
+            has_voted = True
             self._note_load(op, snapshot, selection.is_whole)
 
-        report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, verified))
-        if error is not None and voted and not world.must_report(error):
+        report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, on_verified))
+        if error is not None and has_voted and not world.must_report(error):
             if error is not world.shared_error:
-                self._lose(snapshot.name)
+                self._mark_lost(snapshot.name)
             raise error
-        if error is not None and not voted:
+        if error is not None and not has_voted:
             world.handshake(f"{op}: its rows", error)
 
-        def loaded() -> list[int]:
+        def report_counts() -> list[int]:
             if report is None:
                 raise error or AssertionError("a load without a report")
             return [report.rows, report.left_out]
 
         try:
-            counts = world.all_gather_object(f"{op}: done", loaded)
+            counts = world.all_gather_object(f"{op}: done", report_counts)
         except BaseException:
-            problem = self._lose(snapshot.name)
+            problem = self._mark_lost(snapshot.name)
             if world.failure is None:  # after a failed collective, ranks close separately
                 self._close_all(problem)
             raise
@@ -385,7 +383,7 @@ class SnapshotManager:
             if member is not None:
                 member.mark_replaced(id)
 
-    def _lose(self, name: str) -> str:
+    def _mark_lost(self, name: str) -> str:
         """Mark the rows as failed, so that the next run does not take old rows for loaded rows. Returns the error."""
         problem = (
             f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
@@ -418,10 +416,10 @@ class SnapshotManager:
         shard = self._shard_of(snapshot)
 
         def check() -> dict[str, int]:
-            fitted = self.local.fit_selection(shard, selection)
+            fit = self.local.fit_selection(shard, selection)
             shard.verify()
-            if fitted.types is not None:
-                for _ in fitted.rows_of(shard, LoadReport()):
+            if fit.types is not None:
+                for _ in fit.rows_of(shard, LoadReport()):
                     pass
             return shard.shard_rows
 
@@ -439,19 +437,19 @@ class SnapshotManager:
         The reference names the snapshot `last` if it has these rows. Raises earlier steps' deferred errors.
         """
         step = self.local.step
-        return reference_at(
+        return make_reference(
             step, self._folder, self.last, None if self._folder is None else self.local.persistence.version
         )
 
     def restore(self, pending: RowsReference) -> bool:
-        """Load the rows that a state_dict names, unless they are present. Returns False if no snapshot holds them."""
+        """Load the rows that a state_dict names, unless they are present. Returns False if no snapshot has the rows."""
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, shared_values={"state_dict": pending._asdict()})
-        saved = reference_of_snapshot(self._folder, pending.snapshot)
+        saved = read_snapshot_reference(self._folder, pending.snapshot)
 
         def compare() -> bool | None:
             self.local.table.check()  # raises ClosedError
-            return matches(pending, self.rows_reference(), saved)
+            return compare_references(pending, self.rows_reference(), saved)
 
         is_present: bool | None = self.world.all_gather_object(op, compare)[0]
         if is_present is None and pending.snapshot is not None:
@@ -461,11 +459,11 @@ class SnapshotManager:
     # snapshots of checkpoints, and retention
 
     def link_rows(self, path: Path) -> None:
-        """Link the store folder's snapshot with the same name as `path` to `path`. Raises SnapshotError."""
+        """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
         op, stored = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(stored), path))
 
-    def link_in(self, path: Path, linking: ExitStack) -> Path:
+    def link_into_store(self, path: Path, linking: ExitStack) -> Path:
         """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""
         op = f"linking snapshot {path.name!r} of embedding {self.name!r}"
         self._on_rank_0(op, lambda store: linking.enter_context(linked(path, store)))
@@ -478,7 +476,7 @@ class SnapshotManager:
                 remove_if_unreferenced(self.store, saved)
 
     def discard_rows(self, name: str) -> None:
-        """Remove a failed checkpoint's snapshot. A recovery uses the snapshot before it. Local, on rank 0."""
+        """Remove a failed checkpoint's snapshot. Recovery then uses an earlier snapshot. Local, on rank 0."""
         if self.store is not None:
             remove_snapshot(self.store.snapshots / name)
 
@@ -487,24 +485,24 @@ class SnapshotManager:
         op = f"pruning snapshots of embedding {self.name!r}"  # names no step, because ranks' steps may differ
         _, error = try_call(lambda: (self.local.table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
-        return list(self.world.call_on_rank_0(op, lambda: self.prune_here(keep_last, keep_every)))
+        return list(self.world.call_on_rank_0(op, lambda: self.prune_on_rank_0(keep_last, keep_every)))
 
-    def prune_here(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Prune without the other ranks, on rank 0."""
-        table, store = self.local.table, self.checked_store()
+    def prune_on_rank_0(self, keep_last: int, keep_every: int | None) -> list[str]:
+        """Remove old snapshots without the other ranks, on rank 0."""
+        table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             saving = table.observers.last_save
             if self._saving is None and (saving is None or saving.done):  # a running save uses a temporary folder
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 
-    def names(self) -> list[str]:
+    def list_names(self) -> list[str]:
         """Return the snapshots' names. Local."""
         return [snapshot.name for snapshot in list_snapshots(self.folder).snapshots]
 
     def _on_rank_0(self, op: str, call: Callable[[StoreFolder], object]) -> None:
         """Call `call` with rank 0's store folder, if there is one. An error of the call is raised on all ranks."""
-        self.world.call_on_all_ranks(op, lambda: None if self.store is None else call(self.checked_store()))
+        self.world.call_on_all_ranks(op, lambda: None if self.store is None else call(self.require_store()))
 
 
 def open_snapshot(path: Path) -> Snapshot:
