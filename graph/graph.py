@@ -38,30 +38,30 @@ from .run.rollback import DynamicStepFailed
 from .run.step_cache import StepCache
 from .show.listing import draw
 from .show.profile import Profile, Timer, profile
-from .show.why import RecompileLog, guard_facts
+from .show.recompile_log import RecompileLog, collect_facts
 from .state import checkpoint
 from .state.extra_state import (
+    add_rank_states,
     check_extra_state,
     check_modules,
     check_nothing_accumulated,
     drop_row_state,
     load_extra_state,
     make_training_state,
-    with_rank_states,
 )
 from .state.optimizer_set import OptimizerSet
 from .trace.names import HasBuild, as_path
 from .trace.signature import (
-    NO_DYNAMIC,
+    NO_DYNAMIC_LEAVES,
     Arguments,
     Call,
     Dims,
     Structure,
     call_key,
     can_split,
-    dynamic_leaves_of,
+    find_dynamic_leaves,
+    make_tensors_spec,
     split_by_key,
-    tensors_spec,
 )
 from .trace.swap import trace_lock
 from .trace.trace import trace
@@ -113,20 +113,20 @@ class Graph(ModelSnapshots, HasBuild):
         self.__optimizers = OptimizerSet()
         self.__epilogue = StepEpilogue()
         self.__inductor: dict[str, Any] | None = None
-        self.__captures = False
-        self.__abandoned: list[None] = []  # one item per run that was garbage-collected before it ended
+        self.__uses_cuda_graph = False
+        self.__abandoned_runs: list[None] = []  # one item per run that was garbage-collected before it ended
         # names with two underscores do not collide with a subclass's attributes
         self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
         # the argument tree and dynamic leaves of the last call with containers
-        self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
+        self.__call_tree: tuple[pytree.TreeSpec, frozenset[int]] = make_tensors_spec(0), NO_DYNAMIC_LEAVES
         self.__splits_by_key = False  # True if build needs the values of keyed tensors split by key
-        self.__has_warned = False  # True once a log says that compile_dense skips the dynamic-shape step
+        self.__has_warned_uncompiled = False  # True once a log says that compile_dense skips the dynamic-shape step
         self.__structure: Structure | None = None
-        self.__values = ValueGuards()
-        self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the last call; compared before any hashing
+        self.__guards = ValueGuards()
+        self.__last_call: tuple[Hashable, Any] = (None, None)  # the last call's signature and step, compared first
         self.__has_checked_dense = False  # True once the first training step has compared the run ids of dense and rows
-        self.__compiles = RecompileLog(MAX_CACHED_STEPS)
-        self.__forward: Forward | None = None  # set while a profile runs
+        self.__recompile_log = RecompileLog(MAX_CACHED_STEPS)
+        self.__profiled_forward: Forward | None = None  # set while a profile runs
         self.__rank_state = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
@@ -166,7 +166,7 @@ class Graph(ModelSnapshots, HasBuild):
             max_norm: the largest norm, or None to turn clipping off.
         """
         limit = positive("max_norm", max_norm)
-        self.__refuse_captured("clip_grad_norm", limit is not None)
+        self.__check_cuda_graph("clip_grad_norm", limit is not None)
         self.__epilogue.max_norm = limit
 
     def clip_grad_value(self, clip_value: float | None) -> None:
@@ -192,8 +192,8 @@ class Graph(ModelSnapshots, HasBuild):
         Raises:
             OptimizerError: `steps` is not a positive integer, or gradients of earlier calls wait for their update.
         """
-        self.__refuse_captured("accumulate_grads", as_int(steps, minimum=2) is not None)
-        self.__epilogue.accumulate(steps, mean)
+        self.__check_cuda_graph("accumulate_grads", as_int(steps, minimum=2) is not None)
+        self.__epilogue.set_accumulation(steps, mean)
 
     def drop_grads(self) -> None:
         """Drop accumulated gradients that still wait for their update, such as the remainder of an epoch."""
@@ -214,7 +214,7 @@ class Graph(ModelSnapshots, HasBuild):
         if scaler is not None:
             if not isinstance(scaler, GradScaler):
                 raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
-            self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
+            self.__check_cuda_graph("set_grad_scaler", scaler.is_enabled())
             device = next((tensor.device for tensor in self.parameters()), "cpu")
             scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors; a trace cannot create tensors
         self.__epilogue.scaler = scaler
@@ -228,7 +228,7 @@ class Graph(ModelSnapshots, HasBuild):
         Args:
             **options: options of TorchInductor.
         """
-        self.__refuse_captured("compile_dense", True)
+        self.__check_cuda_graph("compile_dense", True)
         self.__inductor = options
 
     @checked_arguments("enabled")
@@ -244,12 +244,12 @@ class Graph(ModelSnapshots, HasBuild):
         Raises:
             OptionError: the graph uses `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
         """
-        epilogue = self.__epilogue
-        self.__refuse_captured("clip_grad_norm", epilogue.max_norm is not None, enabled)
-        self.__refuse_captured("accumulate_grads", epilogue.accumulate_steps > 1, enabled)
-        self.__refuse_captured("set_grad_scaler", epilogue.scaler is not None and epilogue.scaler.is_enabled(), enabled)
-        self.__refuse_captured("compile_dense", self.__inductor is not None, enabled)
-        self.__captures = enabled
+        epilogue, scaler = self.__epilogue, self.__epilogue.scaler
+        self.__check_cuda_graph("clip_grad_norm", epilogue.max_norm is not None, enabled)
+        self.__check_cuda_graph("accumulate_grads", epilogue.accumulate_steps > 1, enabled)
+        self.__check_cuda_graph("set_grad_scaler", scaler is not None and scaler.is_enabled(), enabled)
+        self.__check_cuda_graph("compile_dense", self.__inductor is not None, enabled)
+        self.__uses_cuda_graph = enabled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step and return the result of `build`, tensors detached.
@@ -264,20 +264,20 @@ class Graph(ModelSnapshots, HasBuild):
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_around(self)
         try:
-            step, tensors = self.__compiled(args, kwargs)
+            step, tensors = self.__find_step(args, kwargs)
         except Exception as error:
             raise_on_ranks(self, error)
             raise
         try:
-            return step.run(tensors, self.__forward)
-        except DynamicStepFailed as failed:
-            shared_error = failed.shared_error
-            cause = failed.cause.with_traceback(None)  # the frames hold all results of the failed step
+            return step.run(tensors, self.__profiled_forward)
+        except DynamicStepFailed as failure:
+            shared_error = failure.shared_error
+            cause = failure.cause.with_traceback(None)  # the frames hold all results of the failed step
         if shared_error is not None:  # the other ranks raise this error and do not retry
             self.__steps.drop(step, cause)
             raise shared_error
-        static_step, tensors = self.__compiled(args, kwargs, static_only=True)
-        result = static_step.run(tensors, self.__forward)  # if this raises, the dynamic step is not the cause
+        static_step, tensors = self.__find_step(args, kwargs, static_only=True)
+        result = static_step.run(tensors, self.__profiled_forward)  # if this raises, the dynamic step is not the cause
         self.__steps.drop(step, cause)
         return result
 
@@ -306,7 +306,7 @@ class Graph(ModelSnapshots, HasBuild):
         label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
         bar, epilogue = RunProgress(batches, label), self.__epilogue
         return Run(
-            self, self.__rank_state, epilogue, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned
+            self, self.__rank_state, epilogue, batches, ahead, uneven, self.__find_lookups, bar, self.__abandoned_runs
         )
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int | None = None) -> Profile:
@@ -327,14 +327,14 @@ class Graph(ModelSnapshots, HasBuild):
         """
         if steps is not None and as_int(steps, 1, sys.maxsize) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
-        timer = Timer(self.__compiles)
-        self.__forward = timer.forward
+        timer = Timer(self.__recompile_log)
+        self.__profiled_forward = timer.forward
         try:
-            limited = islice(iterate(batches), steps)
-            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__captures
-            return profile(type(self).__name__, run, limited, timer, may_compile)
+            limited_batches = islice(iterate(batches), steps)
+            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__uses_cuda_graph
+            return profile(type(self).__name__, run, limited_batches, timer, may_compile)
         finally:
-            self.__forward = None
+            self.__profiled_forward = None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a checkpoint: a folder with `state_dict()` and the rows of all embeddings.
@@ -381,28 +381,28 @@ class Graph(ModelSnapshots, HasBuild):
         """
         check_flags(InputError, optimizers=optimizers, convert=convert)
 
-        def check(state: dict[str, Any]) -> None:
+        def check_state(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")
             if EXTRA in state and optimizers:
                 check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA])
 
-        def put(state: dict[str, Any]) -> None:
+        def apply_state(state: dict[str, Any]) -> None:
             self.load_state_dict(drop_row_state(self, state, optimizers))
 
         with exclude_rows():
             selection = Selection(state=optimizers, convert=convert)
-            checkpoint.load(self, as_path(path), check, put, self.state_dict, selection)
+            checkpoint.load(self, as_path(path), check_state, apply_state, self.state_dict, selection)
 
     def get_extra_state(self) -> Any:
         """Return the extra state in `state_dict()`: optimizers, schedules, scaler and the random states of all ranks.
 
         The result is a tuple of one dict, because torch.distributed.checkpoint does not split tuples.
         """
-        state = make_training_state(self.__optimizers, self.__epilogue).state()
+        state = make_training_state(self.__optimizers, self.__epilogue).state_dict()
         if are_rows_excluded():
             return state
         check_nothing_accumulated(self.__epilogue)
-        return (with_rank_states(self, state),)
+        return (add_rank_states(self, state),)
 
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`: a dict, or a tuple of one dict."""
@@ -419,7 +419,7 @@ class Graph(ModelSnapshots, HasBuild):
             GraphError: the graph has not been called yet.
             InputError: `path` is not a path.
         """
-        _, step = self.__last
+        _, step = self.__last_call
         if step is None:
             raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once to compile one")
         as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.id_graph is not None))
@@ -429,86 +429,86 @@ class Graph(ModelSnapshots, HasBuild):
 
         The first step needs no reason. The logger "tierbed" logs the same texts at level INFO.
         """
-        return list(self.__compiles.reasons)
+        return list(self.__recompile_log.reasons)
 
-    def __refuse_captured(self, method: str, is_used: bool, captures: bool | None = None) -> None:
+    def __check_cuda_graph(self, method: str, is_used: bool, captures: bool | None = None) -> None:
         """Raise OptionError if `method` is used with `cuda_graph`. captures: None for the current setting."""
-        if is_used and (self.__captures if captures is None else captures):
+        if is_used and (self.__uses_cuda_graph if captures is None else captures):
             raise OptionError(
                 f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
                 f"cuda_graph(False), or no call of {method} (clip_grad_value works with both)"
             )
 
-    def __known_lookups(self, *args: Any) -> KnownLookups | None:
+    def __find_lookups(self, *args: Any) -> KnownLookups | None:
         try:
-            step, tensors = self.__compiled(args, {})
+            step, tensors = self.__find_step(args, {})
         except Exception:  # the call itself raises this error
             return None
         return step.find_known_lookups(tensors)
 
-    def __compiled(
+    def __find_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
         """Return a call's step and the tensors that it runs on. static_only: True to use a static-shape step."""
-        if self.__abandoned:
-            self.__abandoned.clear()
+        if self.__abandoned_runs:
+            self.__abandoned_runs.clear()
             forget_announced(self)
         arguments = split_by_key((args, kwargs)) if self.__splits_by_key else (args, kwargs)
         args, kwargs = arguments
-        dynamic_leaves = NO_DYNAMIC
+        dynamic_leaves = NO_DYNAMIC_LEAVES
         if not kwargs and set(map(type, args)) <= _TENSORS:
             inputs = leaves = list(args)
-            spec = tensors_spec(len(args))
+            spec = make_tensors_spec(len(args))
         else:
             leaves, spec = pytree.tree_flatten(arguments)
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            tree = self.__tree  # read once: another thread's call may set the attribute
+            tree = self.__call_tree  # read once: another thread's call may set the attribute
             if spec != tree[0]:
-                tree = self.__tree = spec, dynamic_leaves_of(spec)
+                tree = self.__call_tree = spec, find_dynamic_leaves(spec)
             spec, dynamic_leaves = tree
-        signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)
-        last_signature, step = self.__last
+        signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
+        last_signature, step = self.__last_call
         if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
             with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace would abort inside torch
                 self.__optimizers.add_from_backward(self)
                 # compute the signature again: another thread may have traced meanwhile
-                signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)
+                signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
                 try:
-                    step = self.__step_for(signature, call, tensors, static_only)
+                    step = self.__find_or_compile(signature, call, tensors, static_only)
                 except GraphError:
                     if self.__splits_by_key or not can_split(arguments):
                         raise
                     self.__splits_by_key = True
                     try:
-                        return self.__compiled(args, kwargs, static_only)
+                        return self.__find_step(args, kwargs, static_only)
                     except BaseException:
                         self.__splits_by_key = False
                         raise
             needs_guard = bool(dynamic_leaves) and step.guard is None  # the signature lacks its sizes
-            self.__last = None if needs_guard else signature, step
+            self.__last_call = None if needs_guard else signature, step
         return step, inputs + tensors
 
-    def __signature(
+    def __make_signature(
         self, arguments: Arguments, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
-        while self.__structure is None or (live := self.__structure.live()) is None:
+        while self.__structure is None or (module_state := self.__structure.read_state()) is None:
             self.__structure = Structure(self, self.__optimizers.optimizers)
-            self.__values = ValueGuards()
+            self.__guards = ValueGuards()
             # old steps can no longer run, and would keep replaced modules alive
             self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
-        tensors, state = live
+        tensors, state = module_state
         return (
             spec,
             call_key(leaves, dynamic_leaves, self.build, arguments),
             state,
-            self.__epilogue.key(),
+            self.__epilogue.settings_key(),
             repr(self.__inductor),
-            self.__captures,
-            self.__values.number if self.__values.holds() else self.__values.renew(),
+            self.__uses_cuda_graph,
+            self.__guards.version if self.__guards.is_current() else self.__guards.find_version(),
         ), tensors
 
-    def __step_for(self, signature: Any, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
+    def __find_or_compile(self, signature: Any, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
         step = self.__steps.find(signature, call, static_only)
         if step is not None:
             return step
@@ -522,31 +522,31 @@ class Graph(ModelSnapshots, HasBuild):
         begin, name, base = perf_counter(), type(self).__name__, signature[:-1]
         is_compiled = False
 
-        def compiled(dynamic: Dims | None) -> CompiledStep:
+        def compile_call(dynamic: Dims | None) -> CompiledStep:
             nonlocal is_compiled
-            trace_again = partial(trace, self, call, tensors, self.__optimizers, dynamic)
-            traced = trace_again()
-            self.__values.add(traced.reads)
+            retrace = partial(trace, self, call, tensors, self.__optimizers, dynamic)
+            new_trace = retrace()
+            self.__guards.add(new_trace.reads)
             key = base, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
-            alike, program = [cached for cached in self.__steps.all() if cached.key == key], traced.program()
-            equal: CompiledStep | None = self.__values.equal_step(alike, program, lambda: trace_again().program())
-            if equal is not None:
-                return equal
+            candidates, program = [cached for cached in self.__steps.all() if cached.key == key], new_trace.program()
+            step: CompiledStep | None = self.__guards.find_equal_step(candidates, program, lambda: retrace().program())
+            if step is not None:
+                return step
             is_compiled = True
             inductor = self.__inductor if dynamic is None or dynamic <= call.dynamic_dims else None
-            captures = self.__captures and dynamic is None
+            captures = self.__uses_cuda_graph and dynamic is None
             step = compile_step(
-                self, traced, self.__optimizers, self.__epilogue, tensors, inductor, captures, self.__rank_state
+                self, new_trace, self.__optimizers, self.__epilogue, tensors, inductor, captures, self.__rank_state
             )
             return replace(step, key=key, program=program)
 
-        step = self.__steps.make(signature, call, static_only, compiled)
-        if step.trained and not self.__has_checked_dense:
+        step = self.__steps.make(signature, call, static_only, compile_call)
+        if step.trained_rows and not self.__has_checked_dense:
             self.__has_checked_dense = True
-            self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained])
-        is_dynamic, compiles = step.guard is not None, step.module.graph.find_nodes(op="call_module")
-        if self.__inductor is not None and is_dynamic and not compiles and not self.__has_warned:
-            self.__has_warned = True
+            self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained_rows])
+        is_dynamic, compiled_parts = step.guard is not None, step.module.graph.find_nodes(op="call_module")
+        if self.__inductor is not None and is_dynamic and not compiled_parts and not self.__has_warned_uncompiled:
+            self.__has_warned_uncompiled = True
             log.warning(
                 "%s: compile_dense compiles only static shapes, and the dynamic-shape step for further sizes runs "
                 "uncompiled: pad inputs to few sizes, such as powers of two",
@@ -554,12 +554,12 @@ class Graph(ModelSnapshots, HasBuild):
             )
         if is_compiled:
             dense = "off" if self.__inductor is None else str(self.__inductor)
-            settings = {"cuda_graph": str(self.__captures), "compile_dense": dense}
-            texts = self.__values.texts()
-            why = guard_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, texts)
-            self.__compiles.add(name, why, perf_counter() - begin)
+            settings = {"cuda_graph": str(self.__uses_cuda_graph), "compile_dense": dense}
+            value_texts = self.__guards.describe_values()
+            facts = collect_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, value_texts)
+            self.__recompile_log.add(name, facts, perf_counter() - begin)
         self.__steps.evict_oldest()
-        if self.__values.is_full:
+        if self.__guards.is_full:
             self.__structure = None
         return step
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..trace.signature import Call, Dims, key_without_sizes
+from ..trace.signature import Call, Dims, drop_sizes
 from .compiled_step import CompiledStep
 
 MAX_DYNAMIC_TRIES = 2  # limit on dynamic-shape steps of a family that accept no other sizes
@@ -28,7 +28,7 @@ log = logging.getLogger("tierbed")
 
 Shapes = tuple[tuple[int, ...], ...]
 # dynamic dimensions (None for a static-shape step) -> the step
-Compile = Callable[[Dims | None], CompiledStep]
+CompileCall = Callable[[Dims | None], CompiledStep]
 
 
 @dataclass
@@ -115,7 +115,7 @@ class StepCache:
         self._name, self._limit = name, limit
         self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._families: dict[Hashable, _ShapeFamily] = {}
-        self._not_dynamic: dict[Hashable, None] = {}  # recent signatures whose dynamic sizes must be static
+        self._static_signatures: dict[Hashable, None] = {}  # recent signatures whose dynamic sizes must be static
 
     def all(self) -> list[CompiledStep]:
         """Return the steps that serve one signature each, followed by the dynamic-shape steps."""
@@ -123,35 +123,35 @@ class StepCache:
 
     def find(self, signature: Any, call: Call, static_only: bool) -> CompiledStep | None:
         """Return a step that accepts a call, or None. static_only: ignore dynamic-shape steps."""
-        static_key = _static_key(signature, call)
+        static_key = _make_static_key(signature, call)
         for key in (static_key,) if static_only or static_key is signature else (static_key, signature):
             step = self._steps.get(key)
             if step is not None and step.accepts(call.inputs):
                 self._steps.move_to_end(key)
                 return step
-        family = None if static_only else self._families.get(_family_key(signature, call))
+        family = None if static_only else self._families.get(_make_family_key(signature, call))
         return next((step for step in family.dynamic_steps if step.accepts(call.inputs)), None) if family else None
 
-    def make(self, signature: Any, call: Call, static_only: bool, compiled: Compile) -> CompiledStep:
+    def make(self, signature: Any, call: Call, static_only: bool, compile_call: CompileCall) -> CompiledStep:
         """Compile a step for a call that no step accepts."""
-        key, inputs = _family_key(signature, call), call.inputs
+        key, inputs = _make_family_key(signature, call), call.inputs
         family = self._families.get(key)
         if family is not None and not static_only and (dynamic := family.dynamic_dims(call)) is not None:
-            step = _try_to_compile(compiled, dynamic)
+            step = _try_to_compile(compile_call, dynamic)
             if step is not None and family.add(self._name, step, inputs):
                 return step
-        is_static = static_only or signature in self._not_dynamic or signature in self._steps
+        is_static = static_only or signature in self._static_signatures or signature in self._steps
         may_be_dynamic = bool(call.dynamic_dims) and not is_static
-        shared = _try_to_compile(compiled, call.dynamic_dims) if may_be_dynamic else None
-        if shared is not None and any(map(shared.accepts, _calls_of_other_sizes(call))):
-            self._steps[signature] = shared
+        shared_step = _try_to_compile(compile_call, call.dynamic_dims) if may_be_dynamic else None
+        if shared_step is not None and any(map(shared_step.accepts, _make_other_calls(call))):
+            self._steps[signature] = shared_step
         else:
-            shared = None
-        step = shared if shared is not None and shared.accepts(inputs) else compiled(None)
-        if step is not shared:
-            self._steps[_static_key(signature, call)] = step
-        if may_be_dynamic and shared is None:
-            self._not_dynamic[signature] = None  # only after success: an error says nothing about the sizes
+            shared_step = None
+        step = shared_step if shared_step is not None and shared_step.accepts(inputs) else compile_call(None)
+        if step is not shared_step:
+            self._steps[_make_static_key(signature, call)] = step
+        if may_be_dynamic and shared_step is None:
+            self._static_signatures[signature] = None  # only after success: an error says nothing about the sizes
         if not static_only:
             self._families.setdefault(key, _ShapeFamily()).note_compiled(self._name, call)
             if len(self._families) > MAX_FAMILIES:
@@ -162,7 +162,7 @@ class StepCache:
         """Drop a dynamic-shape step that failed although a static-shape step worked. New sizes get separate steps."""
         for key in [key for key, cached in self._steps.items() if cached is step]:
             del self._steps[key]
-            self._not_dynamic[key] = None
+            self._static_signatures[key] = None
         for family in self._families.values():
             family.drop(step)
         log.warning(
@@ -175,12 +175,12 @@ class StepCache:
 
     def evict_oldest(self) -> None:
         """Drop the least recently used steps if there are too many."""
-        too_many = len(self._steps) > self._limit
+        has_too_many = len(self._steps) > self._limit
         while len(self._steps) > self._limit:  # one call may compile two steps
             self._steps.popitem(last=False)
-        while len(self._not_dynamic) > self._limit:
-            self._not_dynamic.pop(next(iter(self._not_dynamic)))
-        if too_many:
+        while len(self._static_signatures) > self._limit:
+            self._static_signatures.pop(next(iter(self._static_signatures)))
+        if has_too_many:
             warnings.warn(
                 f"{self._name} was compiled for more than {self._limit} signatures and drops the oldest; pass numbers "
                 "that change at each call as tensors, and pad inputs to few shapes",
@@ -188,24 +188,24 @@ class StepCache:
             )
 
 
-def _static_key(signature: Any, call: Call) -> Hashable:
+def _make_static_key(signature: Any, call: Call) -> Hashable:
     return (signature, tuple(tensor.shape for tensor in call.inputs)) if call.dynamic_dims else signature
 
 
-def _family_key(signature: Any, call: Call) -> Hashable:
+def _make_family_key(signature: Any, call: Call) -> Hashable:
     """Return the key shared by calls that differ only in sizes."""
     spec, arguments, *state = signature
-    return spec, key_without_sizes(arguments, call.leaves), *state
+    return spec, drop_sizes(arguments, call.leaves), *state
 
 
-def _try_to_compile(compiled: Compile, dynamic: Dims) -> CompiledStep | None:
+def _try_to_compile(compile_call: CompileCall, dynamic_dims: Dims) -> CompiledStep | None:
     try:
-        return compiled(dynamic)
+        return compile_call(dynamic_dims)
     except Exception:  # probably, build reads a size; a static-shape step raises other errors again
         return None
 
 
-def _calls_of_other_sizes(call: Call) -> Iterator[list[Tensor]]:
+def _make_other_calls(call: Call) -> Iterator[list[Tensor]]:
     """Yield inputs (without values) of calls with other dynamic sizes: all sizes changed, then only equal sizes."""
     inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
     # some sizes may have to stay equal, for example of two features with one id per sample
