@@ -75,18 +75,18 @@ log = logging.getLogger("tierbed")
 class Graph(ModelSnapshots, HasBuild):
     """A training or evaluation step that is traced once per input signature and then runs without autograd.
 
-    Subclass it like an `nn.Module`: create modules and call `add_optimizer` in `__init__`, and write the step
+    Subclass `Graph` like an `nn.Module`: create modules and call `add_optimizer` in `__init__`, and write the step
     in `build`. `build` computes a loss, calls `loss.backward()` and reaches parameters through `self`.
 
     Calling the graph runs one step: forward, backward, the updates of embedding rows, and `step()` of every
-    optimizer. The call returns the result of `build`, tensors detached. After a training step, `grad` is None for every
-    parameter that an optimizer holds. The graph trains nothing after `eval()`, or if `build` never calls `backward()`.
+    optimizer. The call returns the result of `build` with tensors detached. After a training step, `grad` is None for
+    every parameter that an optimizer holds. The graph trains nothing after `eval()`, or without `backward()` in build.
 
-    `build` is traced on tensors without values. It is traced again for a call with a new signature: shapes, strides,
-    dtypes and devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast
-    mode, optimizers, hooks, tensors assigned to attributes, and Python values that `build` reads, such as a dropout's
-    `p` or a global. docs/graph.md lists the few values that a graph cannot follow. Parameters, buffers and closure
-    tensors are read at every call. The graph keeps the 64 most recently used steps.
+    `build` is traced on tensors without values, and traced again for each new call signature: shapes, strides, dtypes
+    and devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode,
+    optimizers, hooks, tensors in attributes, and Python values that `build` reads, such as a dropout's `p` or a global.
+    docs/graph.md lists the few values that a graph cannot track. Parameters, buffers and closure tensors are read at
+    every call. The graph keeps the 64 most recently used compiled steps.
 
     Example:
 
@@ -117,16 +117,16 @@ class Graph(ModelSnapshots, HasBuild):
         self.__abandoned_runs: list[None] = []  # one item per run that was garbage-collected before it ended
         # names with two underscores do not collide with a subclass's attributes
         self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
-        # the argument tree and dynamic leaves of the last call with containers
+        # the pytree spec and the dynamic leaves of the last call that had containers as arguments
         self.__call_tree: tuple[pytree.TreeSpec, frozenset[int]] = make_tensors_spec(0), NO_DYNAMIC_LEAVES
-        self.__splits_by_key = False  # True if build needs the values of keyed tensors split by key
-        self.__has_warned_uncompiled = False  # True once a log says that compile_dense skips the dynamic-shape step
+        self.__splits_by_key = False  # True if build can be traced only with keyed tensors split by key
+        self.__has_warned_uncompiled = False  # True once a warning says that compile_dense skips dynamic shapes
         self.__structure: Structure | None = None
         self.__guards = ValueGuards()
         self.__last_call: tuple[Hashable, Any] = (None, None)  # the last call's signature and step, compared first
-        self.__has_checked_dense = False  # True once the first training step has compared the run ids of dense and rows
+        self.__has_checked_dense = False  # True once a check that rows and dense parameters are from one run
         self.__recompile_log = RecompileLog(MAX_CACHED_STEPS)
-        self.__profiled_forward: Forward | None = None  # set while a profile runs
+        self.__profiled_forward: Forward | None = None  # the timed forward of a profile, while the profile runs
         self.__rank_state = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
@@ -137,8 +137,8 @@ class Graph(ModelSnapshots, HasBuild):
 
         Args:
             optimizer: a torch optimizer over parameters of this graph.
-            lr_sch: a scheduler created with `optimizer`. The graph steps it after each step of the optimizer.
-                Default: None.
+            lr_sch: a scheduler created with `optimizer`. The graph steps the scheduler after each step of its
+                optimizer. Default: None.
 
         Raises:
             OptimizerError: `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,
@@ -160,7 +160,7 @@ class Graph(ModelSnapshots, HasBuild):
     def clip_grad_norm(self, max_norm: float | None) -> None:
         """Scale all gradients of a step, including row gradients, so that their total L2 norm is at most `max_norm`.
 
-        A row counts once, with its gradient summed over all occurrences, as in a dense `nn.Embedding`.
+        A row that is looked up several times counts once, with its summed gradient, as in a dense `nn.Embedding`.
 
         Args:
             max_norm: the largest norm, or None to turn clipping off.
@@ -172,7 +172,7 @@ class Graph(ModelSnapshots, HasBuild):
     def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip every element of all gradients to [-clip_value, clip_value].
 
-        The gradient of a row is first summed over the row's occurrences.
+        A row's gradient is first summed over all lookups of the row.
 
         Args:
             clip_value: the largest absolute value, or None to turn clipping off.
@@ -182,7 +182,7 @@ class Graph(ModelSnapshots, HasBuild):
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated.
 
-        Calls before the last call only read rows; the last call fetches and pins the rows of all calls. A row's
+        The first `steps - 1` calls only read rows; the last call fetches and pins the rows of all calls. A row's
         gradient is first summed within each call, in float32, and then over the calls in order.
 
         Args:
@@ -196,7 +196,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__epilogue.set_accumulation(steps, mean)
 
     def drop_grads(self) -> None:
-        """Drop accumulated gradients that still wait for their update, such as the remainder of an epoch."""
+        """Drop accumulated gradients that no update has used yet, for example at the end of an epoch."""
         self.__epilogue.clear()
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
@@ -220,10 +220,10 @@ class Graph(ModelSnapshots, HasBuild):
         self.__epilogue.scaler = scaler
 
     def compile_dense(self, **options: Any) -> None:
-        """Compile the dense part of each step with TorchInductor.
+        """Compile the dense part of each step with TorchInductor, by means of a C++ compiler.
 
         The first call of each shape takes seconds longer. Random draws, in-place ops, row lookups and optimizers are
-        not compiled. Results equal eager results up to rounding. Needs a C++ compiler. A failure raises GraphError.
+        not compiled. Results equal eager results up to rounding. If compiling fails, a call raises GraphError.
 
         Args:
             **options: options of TorchInductor.
@@ -252,7 +252,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__uses_cuda_graph = enabled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and return the result of `build`, tensors detached.
+        """Run one step and return the result of `build` with tensors detached.
 
         The graph stays usable after an exception.
 
@@ -272,12 +272,12 @@ class Graph(ModelSnapshots, HasBuild):
             return step.run(tensors, self.__profiled_forward)
         except DynamicStepFailed as failure:
             shared_error = failure.shared_error
-            cause = failure.cause.with_traceback(None)  # the frames hold all results of the failed step
+            cause = failure.cause.with_traceback(None)  # its frames would keep the failed step's results alive
         if shared_error is not None:  # the other ranks raise this error and do not retry
             self.__steps.drop(step, cause)
             raise shared_error
         static_step, tensors = self.__find_step(args, kwargs, static_only=True)
-        result = static_step.run(tensors, self.__profiled_forward)  # if this raises, the dynamic step is not the cause
+        result = static_step.run(tensors, self.__profiled_forward)  # if this raises, dynamic sizes are not to blame
         self.__steps.drop(step, cause)
         return result
 
@@ -297,8 +297,8 @@ class Graph(ModelSnapshots, HasBuild):
             ahead: how many batches to draw ahead, 0 to 31. Default: 8 on a GPU, over ranks, and over SSD while caches
                 miss rows; otherwise 0, because reads from memory have no latency to hide.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
-            uneven: over ranks, "stop" ends all ranks with the shortest loader; with "join", ranks without a batch
-                join the steps of other ranks. Default: "stop".
+            uneven: if the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
+                "join", a rank without a batch joins the steps of the other ranks. Default: "stop".
 
         Raises:
             InputError: an argument is wrong.
@@ -316,7 +316,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         Args:
             batches: as for `run`.
-            steps: run at most this many batches. Default: all of them.
+            steps: run at most this many batches. Default: all batches.
             ahead: as for `run`.
 
         Returns:
@@ -359,25 +359,25 @@ class Graph(ModelSnapshots, HasBuild):
         checkpoint.save(self, state, folder, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Call this before a long training."""
+        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Useful before a long training."""
         checkpoint.check_save(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
         """Continue training from a checkpoint of `save`.
 
-        The next steps are the same as if training had never stopped. All is checked before anything is replaced. With
-        `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before the load.
+        The next steps are the same as if training had never stopped. Everything is checked before anything is replaced.
+        With `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before the load.
 
         Args:
             path: the checkpoint's folder.
             optimizers: False loads only parameters, buffers and row weights, for a graph with other optimizers or
                 none. Default: True.
-            convert: True converts rows to embeddings of another dtype or state_dtype. Widening is exact; narrowing
-                rounds to nearest even. Default: False.
+            convert: True converts saved rows to the embeddings' dtype and state_dtype. A wider dtype is exact; a
+                narrower dtype rounds to nearest even. Default: False.
 
         Raises:
             SnapshotError: the checkpoint is missing, damaged, or belongs to another graph.
-            InputError: `path` is not a path, or a narrower dtype cannot hold a number.
+            InputError: `path` is not a path, or a saved number does not fit the narrower dtype.
         """
         check_flags(InputError, optimizers=optimizers, convert=convert)
 
@@ -413,7 +413,7 @@ class Graph(ModelSnapshots, HasBuild):
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
 
         Args:
-            path: the file. GitHub, GitLab, editors and mermaid.live render its Mermaid text.
+            path: the file, in Mermaid format. GitHub, GitLab, editors and mermaid.live render it.
 
         Raises:
             GraphError: the graph has not been called yet.
@@ -427,29 +427,29 @@ class Graph(ModelSnapshots, HasBuild):
     def why_recompiled(self) -> list[str]:
         """Return why the latest 64 steps were compiled: how each step differs from the most similar earlier step.
 
-        The first step needs no reason. The logger "tierbed" logs the same texts at level INFO.
+        The list omits the first step. The logger "tierbed" logs the same texts at level INFO.
         """
         return list(self.__recompile_log.reasons)
 
     def __check_cuda_graph(self, method: str, is_used: bool, captures: bool | None = None) -> None:
-        """Raise OptionError if `method` is used with `cuda_graph`. captures: None for the current setting."""
+        """Raise OptionError if `method` is used with `cuda_graph`. captures: None for the graph's setting."""
         if is_used and (self.__uses_cuda_graph if captures is None else captures):
             raise OptionError(
-                f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
-                f"cuda_graph(False), or no call of {method} (clip_grad_value works with both)"
+                f"cuda_graph and {method}: a step with {method} cannot be captured; call cuda_graph(False), "
+                f"or leave out {method} (clip_grad_value works with cuda_graph)"
             )
 
     def __find_lookups(self, *args: Any) -> KnownLookups | None:
         try:
             step, tensors = self.__find_step(args, {})
-        except Exception:  # the call itself raises this error
+        except Exception:  # the step itself raises this error later
             return None
         return step.find_known_lookups(tensors)
 
     def __find_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
-        """Return a call's step and the tensors that it runs on. static_only: True to use a static-shape step."""
+        """Return the compiled step for a call, and its input tensors. static_only: True for a static-shape step."""
         if self.__abandoned_runs:
             self.__abandoned_runs.clear()
             forget_announced(self)
@@ -485,7 +485,7 @@ class Graph(ModelSnapshots, HasBuild):
                     except BaseException:
                         self.__splits_by_key = False
                         raise
-            needs_guard = bool(dynamic_leaves) and step.guard is None  # the signature lacks its sizes
+            needs_guard = bool(dynamic_leaves) and step.guard is None  # the signature lacks the dynamic sizes
             self.__last_call = None if needs_guard else signature, step
         return step, inputs + tensors
 

@@ -93,7 +93,7 @@ def load_checkpoint(
         model: the model, as for `save_checkpoint`.
         optimizers: as many as in the call of `save_checkpoint`, in the same order.
         schedulers: as many as in the call of `save_checkpoint`, in the same order.
-        scaler: a GradScaler if one was saved.
+        scaler: a GradScaler, if the checkpoint has one.
         convert: True converts rows to embeddings of another dtype, as `Graph.load` does. Default: False.
 
     Returns:

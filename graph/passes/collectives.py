@@ -1,4 +1,4 @@
-"""The pass for steps over ranks: send rows and gradients as early as possible, and vote once.
+"""The pass for steps over ranks: send rows and gradients early, and sum dense gradients in one collective, the vote.
 
 Every rank must make a step's collectives in the same order, so this pass fixes the order at compile time.
 """
@@ -37,7 +37,7 @@ class CollectiveCall(NamedTuple):
     ids_from: int | None = None  # the index of another pin, if this pin reuses that pin's ids
 
     def __str__(self) -> str:
-        """Return the text that ranks compare."""
+        """Return the text by which ranks check that they make the same collective."""
         suffix = "" if self.embedding is None else f" of {self.embedding.name!r}"
         return self.kind + suffix + ("" if self.ids_from is None else f", ids of {self.ids_from}")
 
@@ -60,14 +60,14 @@ def find_common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
         names, worlds = zip(*[*by_world.values()][:2], strict=True)
         sizes = ["in this process alone" if w is None else f"over a world of {w.size} ranks" for w in worlds]
         raise GraphError(
-            f"embeddings {names[0]!r} and {names[1]!r}: one is {sizes[0]}, and one is {sizes[1]}; give all embeddings "
+            f"embedding {names[0]!r} is {sizes[0]}, but embedding {names[1]!r} is {sizes[1]}; give all embeddings "
             "of a graph the same world"
         )
     return next((world for _, world in by_world.values()), None)
 
 
 def pin_early(module: fx.GraphModule) -> None:
-    """Move a pin to the top of the step if pure torch ops make its ids from tensors that the step never writes."""
+    """Move each pin to the top of the step if pure torch ops compute its ids from tensors that no op writes."""
     graph = module.graph
     changed_storages = set().union(*map(written_storages, graph.nodes))
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
@@ -77,7 +77,7 @@ def pin_early(module: fx.GraphModule) -> None:
         id_sources = find_sources(pin, (embedding, lookups))
         is_pure = all(is_repeatable(node, set()) and not written_storages(node) for node in id_sources)
         is_movable = is_pure and not find_storages(id_sources) & changed_storages
-        is_read_before = any(  # moving the pin up is unsafe: it may evict rows that are read
+        is_read_before = any(  # moving a pin above a read is unsafe: a pin may evict the rows that are read
             call_target(node) in ("read", "read_weights_grad") and node < pin for node in cast(fx.Node, embedding).users
         )
         if last is None or not is_movable or not moved_nodes.issuperset(ids_from) or is_read_before:

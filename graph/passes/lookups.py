@@ -1,4 +1,4 @@
-"""The passes over lookups.
+"""Passes that replace the lookups of a trace by calls that fetch, read and update rows.
 
 An embedding's trained lookups become one `pin` (deduplicate all ids, fetch and pin their rows), one `gather` per
 lookup, and one `update`; other lookups become `read`. Embeddings that train on the same ids share one deduplication.
@@ -32,7 +32,7 @@ KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
-# ops by which autograd sums and copies a parameter's gradients, with the argument that is copied
+# ops by which autograd sums and copies a parameter's gradients; for a copy, the index of the copied argument
 _ADD = torch.ops.aten.add.Tensor
 _SUMS = {_ADD, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
@@ -41,7 +41,7 @@ _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, 
 def share_rows(module: fx.GraphModule) -> None:
     """Make a pin reuse the unique rows of another embedding's earlier pin with the same lookups.
 
-    Two lookups are the same if equal ops make their arguments from the same tensors, and the step never writes those.
+    Two lookups are the same if equal ops compute them from the same tensors, and the step never writes these tensors.
     """
     changed_storages = set().union(*map(written_storages, module.graph.nodes))
     numbers: dict[Hashable, int] = {}
@@ -64,7 +64,7 @@ def share_rows(module: fx.GraphModule) -> None:
 
 
 def _make_key(argument: Any, value_numbers: dict[fx.Node, int]) -> Hashable:
-    """Return a key that is equal for equal arguments. Nodes are compared by value, numbers also by type."""
+    """Return a key that is equal for equal arguments. Nodes compare by value, and numbers also by type."""
     if isinstance(argument, fx.Node):
         return fx.Node, value_numbers[argument]
     if isinstance(argument, list | tuple):
@@ -73,7 +73,7 @@ def _make_key(argument: Any, value_numbers: dict[fx.Node, int]) -> Hashable:
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return a module with the placeholders of `module` that returns its `prefetchable_lookups`, or None.
+    """Return a module that computes the `prefetchable_lookups` of `module` from the same inputs, or None.
 
     The new module returns lookups as plain tuples, because in torch 2.11 modules cannot return a NamedTuple.
     """
@@ -92,9 +92,9 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Return nodes that train rows with ids known before the step runs, and each node's (embedding, lookups).
+    """Return (node, (embedding, lookups)) for each node that trains rows with ids that are known before the step runs.
 
-    Other ids depend on rows, random numbers, custom ops, or external tensors that the step changes.
+    Ids are not known if they depend on rows, random numbers, custom ops, or external tensors that the step changes.
     """
     pins = module.graph.find_nodes(op="call_method", target="pin")
     trained: list[tuple[fx.Node, Any]] = [(node, node.args[:2]) for node in pins]
@@ -110,13 +110,13 @@ def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
 
 
 def find_sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """Return the nodes that make `arguments` for `user`, and earlier nodes that write to the same memory."""
+    """Return the nodes that compute `arguments` of the node `user`, and earlier nodes that write to the same memory."""
     used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
     return alias.add_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
 def is_repeatable(node: fx.Node, external: set[int]) -> bool:
-    """True if a node that runs before the step gives the same result: it uses no rows, random numbers or custom ops."""
+    """True if a node gives the same result before the step begins: it uses no rows, random numbers or custom ops."""
     if call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
@@ -124,7 +124,7 @@ def is_repeatable(node: fx.Node, external: set[int]) -> bool:
 
 
 class SharedLookup(NamedTuple):
-    """A lookup in a batch. Equal lookups in a step are looked up once; nodes compare by identity."""
+    """A lookup in a batch. A step makes equal lookups once. Lookups are equal if their arguments are the same nodes."""
 
     lookup: Lookup
     weights: Any
@@ -144,7 +144,7 @@ def expand_reads(module: fx.GraphModule, find_path: Callable[[int], str]) -> Non
 
 
 def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
-    """Make one pin before the first trained lookup, a gather for each lookup, and one update at the end of the step.
+    """Insert an embedding's pin before its first trained lookup, a gather per lookup, and an update at the step's end.
 
     grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients,
     or if computing ids earlier would change a lookup's ids or the order of random draws.
@@ -180,7 +180,7 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
 
 
 def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
-    """Compute weight gradients from the batch's rows, if the batch has these rows. Rows do not depend on weights."""
+    """Compute gradients of pooling weights from pinned rows, if the batch contains the same lookup with any weights."""
     index_by_lookup = {key.lookup: index for index, key in enumerate(shared)}
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _read_lookup(node)
@@ -190,7 +190,7 @@ def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: l
 
 
 def _read_lookup(node: fx.Node) -> Lookup:
-    """Return the `Lookup` of a lookup node or of a gradient node of it. Only the nodes' first arguments differ."""
+    """Return the `Lookup` of a lookup node or a lookup gradient node. They differ only in the first argument."""
     arguments: Any = node.args[1:6]
     return lookup_op.lookup_of(*arguments)
 
@@ -214,7 +214,7 @@ def _weights_argument(weights: Any) -> tuple[Any, ...]:
 
 
 def check_shadows(graph: fx.Graph, shadows: dict[fx.Node, str], find_path: Callable[[int], str]) -> None:
-    """Raise GraphError if a live node still uses an embedding's parameter (in `shadows`) or its gradient."""
+    """Raise GraphError if a node still uses an embedding's shadow parameter (in `shadows`) or its gradient."""
     for shadow, name in shadows.items():
         if shadow.users:
             raise _make_shadow_error(name)
@@ -232,7 +232,7 @@ def _make_shadow_error(name: str) -> GraphError:
 
 
 def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
-    """Return the lookup gradients whose plain sum is `grad`, with repeats. GraphError if `grad` is no such sum."""
+    """Return the lookup gradients that sum up to `grad`, with repeats. Raises GraphError if `grad` is no plain sum."""
     counts: Counter[fx.Node] = Counter()
     visited: set[fx.Node] = set()
     pending: list[Any] = [grad]
@@ -267,9 +267,9 @@ def _find_embedding_node(module: fx.GraphModule, op_id: int, find_path: Callable
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
-    """Move the ops that make later lookups' ids before the first lookup, because a batch is pinned as a whole.
+    """Move the ops that compute ids of later lookups before the first lookup, because one pin needs all ids.
 
-    If ids are computed from an earlier lookup's rows, these rows are read first.
+    If ids are computed from an earlier lookup's rows, a separate read of these rows is inserted before the pin.
     """
     from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
     nodes_between = [*takewhile(lambda node: node is not lookups[-1], from_first)]

@@ -1,8 +1,8 @@
 """Passes that turn a trace, an FX graph whose nodes carry fake tensors in `meta`, into a compiled step.
 
 A dynamic-shape step computes all sizes and strides from its inputs' sizes when it begins (`compute_sizes`). A trace
-instead reads each size when needed, from the first tensor with this size. That is unsafe: an op may have changed the
-tensor's shape in place, and a kernel may choose another stride than in the trace.
+instead reads each size when needed, from the first tensor with this size. Late reads are unsafe: an op may have changed
+the tensor's shape in place, and a kernel may choose another stride than in the trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .collectives import sum_over_ranks
 from .nodes import add_attribute, replace_node
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
-# functions that nodes call to change rows or parameters, and `update`, a method of a pinned batch
+# what nodes call to change rows or parameters: functions, and `update`, a method of a pinned batch
 EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
@@ -41,7 +41,7 @@ def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Remove detach, a no-op without autograd, unless only one of its input and its result is reshaped in place."""
+    """Remove detach nodes: no-ops without autograd. A detach stays if an op reshapes its input or result in place."""
     reshaped = reshaped_storages(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     # the trace added a detach for each argument, but build reshapes the caller's tensor itself
@@ -63,7 +63,7 @@ def drop_double_transpose(graph: fx.Graph) -> None:
 
 
 def cut_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
-    """Cut the output to its first `count` values, detached from live tensors. Returns the remaining values."""
+    """Keep the step's first `count` outputs, detached from arguments and parameters. Returns the remaining outputs."""
     output, external = graph.output_node(), external_storages(graph)
     returned: Any = output.args[0]
     values = [*returned]
@@ -78,7 +78,7 @@ def cut_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
 def add_dense_steps(
     module: fx.GraphModule, optimizers: Iterable[Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
 ) -> None:
-    """Add a node per optimizer at the end of the step. grads: (optimizer, parameter node, gradient) triples."""
+    """Add a node that steps each optimizer, at the end. grads: (optimizer, parameter node, gradient) triples."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for optimizer in optimizers:
@@ -148,7 +148,7 @@ def drop_dead_nodes(graph: fx.Graph) -> None:
 def compute_sizes(module: fx.GraphModule) -> None:
     """Replace nodes that read a tensor's size, stride or offset with numbers computed from the inputs' sizes.
 
-    Raises GraphError if the step reshapes an input or a live tensor in place, because other calls have other sizes.
+    Raises GraphError if build reshapes an argument, parameter or buffer in place, because other calls have other sizes.
     """
     graph = module.graph
     if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):

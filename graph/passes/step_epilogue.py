@@ -28,7 +28,7 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.swap import set_grads, trace_lock
 
-# (embedding, lookups, the lookups' gradients and pooling weights); FX cannot print a nested named tuple
+# (embedding, lookups, gradients, pooling weights); a plain tuple, because FX cannot print a nested named tuple
 LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
@@ -45,7 +45,7 @@ dense_step_counter = _DenseSteps()
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
     """Call `optimizer.step()` with these gradients. The call uses the present learning rates and step counts."""
-    with trace_lock, DisableTorchFunctionSubclass():  # otherwise, each attribute access would call a `Shadow`
+    with trace_lock, DisableTorchFunctionSubclass():  # else each access to a shadow parameter runs Python code
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # so that torch changes no parameter outside `params`
@@ -107,18 +107,18 @@ class RowGrads(NamedTuple):
 
 
 class StepEpilogue:
-    """A graph's settings for gradients, and gradients that wait for their update."""
+    """A graph's settings for gradients, and the gradients of accumulated calls until their update."""
 
     def __init__(self) -> None:
         self.max_norm: float | None = None
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
         self.accumulate_steps = 1  # the number of calls whose gradients are summed
-        self.takes_mean = False  # divide the sums by `accumulate_steps`
-        self.num_waiting = 0  # calls whose gradients wait for their update
-        self.has_batch = False  # over ranks: True if this rank got a batch in one of these calls
+        self.takes_mean = False  # True to divide the sums by `accumulate_steps`
+        self.num_waiting = 0  # the number of calls whose gradients wait for their update
+        self.has_batch = False  # over ranks: True if this rank got a batch in one of the waiting calls
         self._dense_grads: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._row_grads: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # one (unique rows, gradients) per call
+        self._row_grads: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # per call: (unique rows, gradients)
 
     @property
     def is_identity(self) -> bool:
@@ -143,7 +143,7 @@ class StepEpilogue:
         self.accumulate_steps, self.takes_mean = count, mean
 
     def scale_key(self) -> Hashable:
-        """Return a key for the scale tensor. A compiled step multiplies its loss by this tensor and keeps it alive."""
+        """Return a key for the scale tensor. A compiled step multiplies its loss by the scale, and keeps it alive."""
         return None if self._scale is None else id(self._scale)
 
     @property
@@ -172,7 +172,7 @@ class StepEpilogue:
         for optimizer, params, grads in dense:
             sums = self._dense_grads.setdefault(optimizer, {})
             for param, grad in zip(params, grads, strict=True):
-                sums[param] = sums[param] + grad if param in sums else grad.clone()  # may be a view of an argument
+                sums[param] = sums[param] + grad if param in sums else grad.clone()  # grad may be a view of an input
         self.num_waiting += 1
 
     def pin_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
@@ -256,9 +256,9 @@ def accumulate(
     collectives: Any = None,
     has_batch: bool = True,
 ) -> bool:
-    """Add a call's gradients, and after the last of `accumulate_steps` calls apply the sums.
+    """Add a call's gradients to the sums. The last of `accumulate_steps` calls also applies the sums.
 
-    If applying raises, for example at a full capacity, the gradients are dropped and accumulation starts again.
+    If applying raises, for example because a table is full, the sums are dropped and accumulation starts again.
     """
     if collectives is not None:
         collectives.vote([], finite=True)  # if one rank failed, no rank adds gradients
@@ -291,7 +291,7 @@ def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None)
 
 
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
-    """Make the scaler adapt its scale. The scaler reads gradients, so give it one finite or infinite number."""
+    """Make the scaler adapt its scale. The scaler looks at gradients, so it gets one finite or infinite gradient."""
     probe = torch.zeros(())
     set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))

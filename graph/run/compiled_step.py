@@ -1,11 +1,11 @@
 """Compile a trace into a step: run all passes, and run the result.
 
 A trace is a flat list of aten calls for forward and backward, with one `lookup` call per embedding lookup.
-`compile_step` rewrites it in this order: trained lookups become pin, gather and update calls; gradients of dense
-parameters become optimizer steps; updates are merged into one node if gradients are clipped, scaled, accumulated or
-summed over ranks; remaining lookups become reads; equal lookups share one deduplication; dead nodes are dropped. A
-copy of the ops that make ids lets `Graph.run` prefetch rows. Options compile the step by TorchInductor or capture it as
-a CUDA graph. Dynamic-shape steps are made undoable.
+`compile_step` rewrites the trace in this order: trained lookups become pin, gather and update calls; gradients of
+dense parameters become optimizer steps; updates are merged into one node if gradients are clipped, scaled, accumulated
+or summed over ranks; remaining lookups become reads; equal lookups share one deduplication; dead nodes are dropped. A
+copy of the ops that compute ids lets `Graph.run` prefetch rows. Users may choose TorchInductor for the dense part, or a
+CUDA graph for the step. A dynamic-shape step that fails can be undone (rollback.py).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
 
-# (module, tensors) -> the result of the module; if a Forward is optional, None means the module's own `forward`
+# a function that runs a module on tensors and returns the result; where None is allowed, it means `module.forward`
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
@@ -49,21 +49,21 @@ class CompiledStep:
 
     graph_name: str
     module: fx.GraphModule
-    id_graph: fx.GraphModule | None  # the result of `extract_id_graph`
+    id_graph: fx.GraphModule | None  # computes the ids of later batches; see `extract_id_graph`
     trained_rows: list[tuple[EmbeddingBase, RowOptimizer]]
-    result_spec: ResultSpec  # the result of build
+    result_spec: ResultSpec  # describes the result of build
     cuda_graph_step: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
-    rollback: RollbackStep | None = None  # set in dynamic-shape steps
-    guard: ShapeGuard | None = None  # set in dynamic-shape steps: tests input sizes
+    rollback: RollbackStep | None = None  # only in dynamic-shape steps: runs the step and can undo it
+    guard: ShapeGuard | None = None  # only in dynamic-shape steps: tests the sizes of inputs
     key: Hashable = None  # calls share a step if both `key` and `program` are equal
     program: Hashable = None  # the trace's program
 
     def accepts(self, inputs: Sequence[Tensor]) -> bool:
-        """True if the step can run these inputs. A static-shape step accepts all inputs of its key."""
+        """True if the step can run these inputs. A static-shape step accepts all inputs with its signature."""
         return self.guard is None or self.guard(inputs)
 
     def find_known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
-        """Return the lookups that a later run on these tensors trains, or None. Only that run raises their errors."""
+        """Return the lookups that a later run on these tensors will train, or None if computing the lookups fails."""
         if self.id_graph is None:
             return None
         try:
@@ -74,9 +74,9 @@ class CompiledStep:
             return None
 
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
-        """Run the step and return the result of `build`. If an op raises, rows are unpinned first.
+        """Run the step and return the result of `build`. If an op raises, the step's rows are unpinned.
 
-        GraphError: another thread trains the same rows. DynamicStepFailed: a static-shape step should run instead.
+        Raises GraphError if another thread trains the same rows, and DynamicStepFailed to request a static-shape step.
         """
         if self.trained_rows:
             outputs = row_step(self.trained_rows, self.graph_name, self._forward, tensors, forward)
@@ -109,7 +109,7 @@ class RankStep(CompiledStep):
     """A compiled step over ranks."""
 
     collectives: StepCollectives = field(kw_only=True)
-    synced_indices: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> its index in the tensors
+    synced_indices: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> index in the step's inputs
     is_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
@@ -119,7 +119,7 @@ class RankStep(CompiledStep):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
 
     def join(self) -> None:
-        """Take part in the step without a batch."""
+        """Take part in the step on a rank without a batch."""
         row_step(self.trained_rows, self.graph_name, self._forward, [], None)
 
 
@@ -182,7 +182,7 @@ def compile_step(
         if embedding is not None:
             expand_trained(module, embedding.op_id, grad, find_path)
             trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
-    # last: the code above replaces the gradients of bag weights, and these may be dense gradients
+    # after the loop, because it replaces gradients of pooling weights; such a weight may be a dense parameter
     grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
         (optimizer_by_parameter[id(tensors[index])], parameter_nodes[index], grad)
@@ -218,7 +218,7 @@ def compile_step(
         )
     graph.lint()
     module.recompile()
-    id_graph = None if cuda_graph and trained else extract_id_graph(module)  # a CUDA graph does not prefetch
+    id_graph = None if cuda_graph and trained else extract_id_graph(module)  # captured steps do not prefetch
     if inductor is not None:
         module = compile_dense(module, inductor)
     cuda_graph_step = (

@@ -2,8 +2,8 @@
 
 A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
 launch the kernels of `pin`, `update` and `read` without the host work. `_host_work` does that host work around each
-replay: checks, locks, step numbers, the optimizer's numbers, and the store's bookkeeping. Optimizers of dense
-parameters and schedules are not captured; they run after each replay.
+replay: checks, locks, step numbers, the optimizer's hyperparameters, and the store's bookkeeping. Optimizers of dense
+parameters and learning rate schedulers are not captured; they run after each replay.
 
 A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
 for a few calls and is captured again.
@@ -31,7 +31,7 @@ from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, sc
 from ..trace.alias import call_target, find_storages, written_storages
 from .rollback import split_updates
 
-WARM_UP_CALLS = 3  # normal calls before a capture, in which kernels are compiled and libraries allocate memory
+WARM_UP_CALLS = 3  # uncaptured calls before a capture: they compile kernels and allocate the memory of libraries
 
 _INDEX_OPS = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
 _WAITING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
@@ -50,7 +50,7 @@ def capture_pin(
 
 
 def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """Launch the kernels of `batch.update` and end the pin."""
+    """Launch the kernels of `batch.update`, and unpin the batch."""
     table, gradients = batch.table, batch.gradients(grads, weights)
     table.check_pinned(batch)
     table.observers.before_update(batch.core)
@@ -85,7 +85,7 @@ _CAPTURE_OPS: dict[Any, Callable[..., Any]] = {
 
 
 class CapturedGraph(NamedTuple):
-    """A captured step. `replay` reads `inputs`, and writes `outputs` and the inputs of the step's uncaptured rest."""
+    """A captured step. `replay` reads `inputs`. It writes `outputs` and the inputs of the step's uncaptured part."""
 
     replay: Callable[[], None]
     inputs: list[Tensor]
@@ -108,8 +108,8 @@ class CudaGraphStep:
         self._constants = [value for value in attributes if isinstance(value, Tensor)]
         placeholders = self._captured_module.graph.find_nodes(op="placeholder")
         self._used_indices = [index for index in range(num_inputs, len(placeholders)) if placeholders[index].users]
-        self._capture_key: Any = None  # the state that the latest calls' captured graph depends on
-        self._num_warm_calls = 0  # number of calls with this key so far, up to WARM_UP
+        self._capture_key: Any = None  # key of the latest call: the state that a captured graph depends on
+        self._num_warm_calls = 0  # number of calls with this key so far, up to WARM_UP_CALLS
         self._capture_error: GraphError | None = None  # the reason why calls with this key cannot be captured
         self.captured_graph: CapturedGraph | None = None
 
@@ -133,7 +133,7 @@ class CudaGraphStep:
         return [output.clone() for output in captured.outputs]
 
     def _find_captured_graph(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
-        """Return a call's captured graph; the first call after the warm-up captures it. None to run uncaptured."""
+        """Return a call's captured graph, or None to run uncaptured. The first call after the warm-up captures."""
         state = [_make_replay_key(table) for table in tables]
         if None in state:
             return None
@@ -158,7 +158,7 @@ class CudaGraphStep:
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            cause = str(error.__context__ or error).partition("\n")[0]  # ending the capture raises another error
+            cause = str(error.__context__ or error).partition("\n")[0]  # not the error of ending the capture
             self._capture_error = GraphError(
                 f"cuda_graph: the step could not be captured: {cause}; leave out of build what waits for the device, "
                 "such as a custom op that reads a value, or call cuda_graph(False)"
@@ -230,10 +230,10 @@ def _waits_for_device(node: fx.Node) -> bool:
 
 
 def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a step into a captured module and the rest. The captured module returns (results, the rest's arguments)."""
+    """Split a step into a captured and an uncaptured part. The first returns (results, arguments of the second)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates also do
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # only clips by value here, as updates do
         rows: Any
         epilogue, rows, dense = node.args
         with graph.inserting_before(node):
@@ -276,7 +276,7 @@ def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value:
 
 def _make_replay_key(table: OpenTable) -> Hashable | None:
     """Return a key for the table state that a captured graph depends on; None if the graph must not be replayed."""
-    if table.observers.has_image:  # a save in the background needs before-images, but a replay saves none
+    if table.observers.has_image:  # a background save needs copies of rows before they change, but a replay makes none
         return None
     return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.changes
 
@@ -289,7 +289,7 @@ def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> t
     if trains:
         table.release()
         with table.use_announced(()):
-            pass  # the captured ops make the batch
+            pass  # drops announcements: the captured ops make the batch
     table.finish_erasures()
     table.check(wait=False)
     if not trains:

@@ -39,7 +39,7 @@ from .rank_step import RankStepState, find_world
 
 DEFAULT_AHEAD = 8
 CHECK_STEPS = 8  # steps between two checks of the miss rate
-# Over SSD, look ahead if caches miss at least this fraction of rows: it halves the misses (see benchmarks/README.md).
+# Over SSD, look ahead if caches miss at least this fraction of rows. This halves misses (see benchmarks/README.md).
 MIN_MISS_RATE = 1 / 8
 UNEVEN_MODES = ("stop", "join")
 # bits of a rank's report on a step: the rank has a batch, the batch's ids are known, the rank's loader raised
@@ -50,10 +50,10 @@ log = logging.getLogger("tierbed")
 
 
 class RunProgress:
-    """A progress bar with steps, time left and samples per second. Samples are rows of the batch's first tensor."""
+    """A progress bar with steps, time left and samples per second. Each row of a batch's first tensor is a sample."""
 
     def __init__(self, batches: Iterable[Any], label: str) -> None:
-        """label: text before the bar. If it is empty, no bar is shown."""
+        """label: text before the bar, or an empty string to show no bar."""
         self._bar: Any = None
         if not label:
             return
@@ -72,7 +72,7 @@ class RunProgress:
     def advance(self, batch: tuple[Any, ...]) -> None:
         if self._bar is None:
             return
-        self._bar.start()  # only the first call has an effect
+        self._bar.start()  # starts the bar in the first call
         sizes = (len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
         self._num_samples += next(sizes, 1)
         elapsed = self._bar.tasks[self._task].elapsed
@@ -85,15 +85,15 @@ class RunProgress:
 
 
 class Announcer:
-    """Announces one run's batches in order, equally on all ranks. Calls pinned together are announced together."""
+    """Announces the batches of one run in order, equally on all ranks. Accumulated calls are announced together."""
 
     def __init__(self, root: nn.Module, epilogue: StepEpilogue, world: World) -> None:
         self._epilogue, self._world = epilogue, world
         self._embeddings: list[Any] = list_embeddings(root)
-        self._calls: list[dict[Any, list[Lookup] | None]] = []  # for each accumulated call, the lookups to pin or None
+        self._calls: list[dict[Any, list[Lookup] | None]] = []  # per accumulated call: the lookups to pin, or None
 
     def add(self, num_between: int, known_lookups: KnownLookups | None) -> None:
-        """Announce the next batch's lookups. `num_between` other batches run before it.
+        """Announce the lookups of a batch that runs after `num_between` other batches.
 
         known_lookups: None if this rank does not know the lookups, [] if this rank lacks a batch.
         """
@@ -113,7 +113,7 @@ class Announcer:
                 if self._world.size > 1:
                     embedding.table_handle().table.announce(lookups, together=True)
                 elif lookups is not None:
-                    with contextlib.suppress(TierbedError):  # the call itself raises it
+                    with contextlib.suppress(TierbedError):  # the step itself raises this error later
                         embedding.announce(lookups)
 
     def _find_pinned_lookups(self, embedding: Any, lookups: list[Lookup] | None) -> list[Lookup] | None:
@@ -122,7 +122,7 @@ class Announcer:
             return lookups
         try:
             return [embedding.table_handle().open_table.unique_rows(lookups)]
-        except Exception:  # the call itself raises it
+        except Exception:  # the step itself raises this error later
             return None
 
 
@@ -141,7 +141,7 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
 
 
 class _PlannedStep(Handshake):
-    """One rank's report on a later step. The report is in flight until the other ranks' reports have arrived."""
+    """This rank's report on a planned step. The report is in flight until the other ranks' reports have arrived."""
 
     def __init__(self, world: World, op: str, report: int, known_lookups: KnownLookups | None) -> None:
         super().__init__(world, op, note=report)
@@ -151,10 +151,10 @@ class _PlannedStep(Handshake):
 class Run(Iterator[Any]):
     """Iterates over the results of `build`, one per batch, in the loader's order. A run can continue after an error.
 
-    A step that raises uses up its batch; `failed` is then that batch. One exception: if a step fails because of
-    the store, a file or memory (a full disk, say) before it trained anything, its batch is kept. The next call
-    retries that batch; `skip` drops it. An exception of the loader is raised after the steps of all batches drawn
-    earlier. Ctrl-C is raised when the current step ends; the step's result is lost, but later batches remain.
+    If a step raises, its batch is used up and becomes `failed`. One exception: if a step fails because of the store,
+    a file or memory (a full disk, say) before it trained anything, its batch is kept. The next call retries the kept
+    batch; `skip` drops it. An exception of the loader is raised after the steps of all batches drawn earlier. Ctrl-C is
+    raised when the current step ends; the step's result is lost, but later batches remain.
 
     Over ranks, each rank runs its own loader, and all ranks call `next` together.
 
@@ -177,7 +177,7 @@ class Run(Iterator[Any]):
     ) -> None:
         """ahead: None means 8 if a thread can hide row reads, otherwise 0. Over SSD, None adapts to the miss rate.
 
-        find_lookups: returns the lookups of a call with these arguments. abandoned_runs: gets an item if the run is
+        find_lookups: returns the lookups of a call with given arguments. abandoned_runs: gets an item if the run is
         garbage-collected before its end, at any time and in any thread.
         """
         if uneven not in UNEVEN_MODES:
@@ -189,7 +189,7 @@ class Run(Iterator[Any]):
         is_useful = self._world.size > 1 or bool(slow_embeddings)
         is_over_ssd = self._world.size == 1 and all(embedding.device.type == "cpu" for embedding in slow_embeddings)
         self._checked_caches = slow_embeddings if is_over_ssd else []
-        self._last_hit_counts: list[int] = []  # counts of `_checked_caches` at the last check
+        self._last_hit_counts: list[int] = []  # hits and misses of `_checked_caches` at the last check
         self._is_adaptive = ahead is None and bool(self._checked_caches)
         if self._is_adaptive:
             is_useful = any(cache.misses_rows for cache in slow_embeddings)
@@ -206,8 +206,8 @@ class Run(Iterator[Any]):
         self.left: list[Any] = []
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
-        self._window_tensors: deque[list[Tensor]] = deque()  # tensors of the window's batches; fewer after Ctrl-C
-        self._plans: deque[_PlannedStep] = deque()  # the next steps; the window holds the first steps' batches
+        self._window_tensors: deque[list[Tensor]] = deque()  # tensors of each batch in the window; fewer after Ctrl-C
+        self._plans: deque[_PlannedStep] = deque()  # steps ahead; the window holds the batches of the first ones
         self._last_lookups: KnownLookups | None = None  # lookups of the last drawn batch
         self._loader_exception: Exception | None = None  # the loader's error, raised once the window is empty
         self._op_name = f"run of {type(graph).__name__}"
@@ -279,7 +279,7 @@ class Run(Iterator[Any]):
             self._checked_caches = []
 
     def _plan_steps(self) -> None:
-        """Draw batches and report each. A loader's exception is raised only after the steps of earlier batches."""
+        """Draw batches and report each one. A loader's exception is raised only after the steps of earlier batches."""
         is_first = not self._plans
         while len(self._plans) <= self._num_ahead:
             index, self._last_lookups = len(self._plans), None
@@ -298,7 +298,7 @@ class Run(Iterator[Any]):
             self._announce_planned()
 
     def _announce_planned(self) -> None:
-        """Announce the steps that all ranks have reported, equally on all ranks. RuntimeError if no thread starts."""
+        """Announce steps that all ranks reported, equally on all ranks. Raises RuntimeError if no thread can start."""
         with uninterrupted():
             for index, plan in enumerate(self._plans):
                 can_send = not self._has_mismatch and self._world.failure is None
@@ -378,7 +378,7 @@ class Run(Iterator[Any]):
             self._last_lookups = self._find_lookups(*make_arguments(self._window[-1]))
 
     def _raise_loader_error(self) -> None:
-        """Raise a loader's exception on all ranks. Batches already drawn stay, and the loader may continue."""
+        """Raise a loader's exception on all ranks. Batches already drawn are kept, and the loader may continue."""
         error = None if self._window or isinstance(self._loader_exception, StopIteration) else self._loader_exception
         if error is not None:
             self._loader_exception = None

@@ -42,9 +42,9 @@ class RankStepState:
     """State that a graph keeps between its steps over ranks."""
 
     def __init__(self) -> None:
-        # the kinds of steps (True: training) that have started from rank 0's tensors
+        # the kinds of steps (True: training) for which all ranks have copied rank 0's parameters and buffers
         self.synced_at_start: set[bool] = set()
-        # (train() mode, step trains) -> how to join the last such step; weak, because steps hold this object
+        # (train() mode, step trains) -> joins the last such step; a weak reference, because steps hold this object
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.partial_update = ""  # this rank's error during a step's updates; set until a load, and forbids training
 
@@ -52,7 +52,7 @@ class RankStepState:
         self._joins[is_training, trains] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
-        """Take part in a step without a batch, through this rank's last step in `root`'s mode. GraphError if none."""
+        """Join a step without a batch, by this rank's last step in `root`'s mode. Raises GraphError if none ran."""
         for trains in (True, False):  # prefer a step that trains
             join_last = self._joins.get((root.training, trains), lambda: None)()
             if join_last is not None:
@@ -68,13 +68,13 @@ class RankStepState:
 
 @dataclass(eq=False)
 class StepCollectives:
-    """One compiled step's collectives, in order."""
+    """The collectives of one compiled step. All ranks make these collectives in the same order."""
 
     _world: World
     rank_state: RankStepState
     _owner: str
     _epilogue: StepEpilogue
-    _trained: list[EmbeddingBase]  # this field and the next two: what a rank without a batch trains
+    _trained: list[EmbeddingBase]  # this field and the next two describe what a rank without a batch trains
     _dense: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
     trains: bool
@@ -100,7 +100,7 @@ class StepCollectives:
         )
 
     def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], AllReduceResult]:
-        """Pin the rows of all ranks' accumulated gradients. Returns these gradients and the vote of this update."""
+        """Pin the rows of all ranks' accumulated gradients, and vote. Returns the gradients and the vote's result."""
         embeddings = epilogue.embeddings
         operations = [*(("pin", e) for e in embeddings), *((kind, e) for e in embeddings for kind in ("rows", "send"))]
         calls = [CollectiveCall(kind, e) for kind, e in [*operations, ("vote", None)]]
@@ -146,7 +146,7 @@ class StepCollectives:
 
     @contextmanager
     def step(self, synced_tensors: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
-        """Context manager that runs the step. An error on this rank is raised on all ranks if a collective remains.
+        """Context manager around a step. If the step raises and a collective remains, all ranks raise the error.
 
         synced_tensors: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
         """
@@ -193,7 +193,7 @@ class StepCollectives:
             raise DynamicStepFailed(error.cause, error.cause) from error.cause
 
     def _finish_collectives(self, error: BaseException) -> None:
-        """Make the remaining collectives. If one fails, abort the process group, so that no rank waits for this one."""
+        """Make the remaining collectives. If one fails, abort the process group, so no rank waits for this rank."""
         try:
             self._run_remaining(error)
         except BaseException as second_error:
@@ -225,7 +225,7 @@ class StepCollectives:
 
 
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
-    """Raise this rank's error, which prevents a step, on all ranks. They wait in the step's first collective."""
+    """Raise an error that prevents this rank's step on all ranks. The others wait in the step's first collective."""
     world = find_world(root)
     is_traced = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
     if world is not None and world.failure is None and not is_traced:

@@ -1,7 +1,7 @@
 """Run a dynamic-shape step so that it can be undone.
 
-Torch may fail to run a dynamic-shape step. So such a step is split into two halves: the first half computes, the second
-half updates parameters and rows. If the first half fails, its changes are undone and a static-shape step runs instead.
+Torch may fail to run a dynamic-shape step. The step therefore has two halves: the first half computes, the second half
+updates parameters and rows. If the first half fails, its changes are undone and a static-shape step runs instead.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 def split_updates(module: fx.GraphModule, graph: fx.Graph, effects: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split `module` in two. The second half makes all calls in `effects`, in order. The first half does the rest.
+    """Split `module` in two. The second half makes all calls in `effects`, in order. The first half makes the others.
 
     graph: a copy of the module's graph. The first half returns (results, arguments of the second half).
     """
@@ -77,8 +77,8 @@ class RollbackStep:
     def run(self, tensors: list[Tensor], forward: Forward) -> Any:
         """Run both halves with `forward(module, tensors)` and return the step's result.
 
-        If torch raises before parameters or rows change, restores buffers, arguments and random generators and raises
-        DynamicStepFailed. A TierbedError, or any error in the second half, is raised unchanged and restores nothing.
+        If torch raises before parameters or rows change, this method restores buffers, arguments and random generators,
+        and raises DynamicStepFailed. After a TierbedError or an error in the second half, nothing is restored.
         """
         changed = [*(tensors[i] for i in self._changed_inputs), *self._constants]
         old_values = [tensor.clone() for tensor in changed]
@@ -98,7 +98,7 @@ class RollbackStep:
 
 
 def _find_generators(graph: fx.Graph) -> list[torch.Generator]:
-    """Return the random generators from which the step's random ops draw. The ops' devices tell the generators."""
+    """Return the random generators that the step's random ops use: the default generators of the ops' devices."""
     results = [node.meta.get("val") for node in graph.nodes if is_random(node.target, node.args)]
     devices = {value.device for value in pytree.tree_leaves(results) if isinstance(value, Tensor)}
     on_gpu = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]

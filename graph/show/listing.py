@@ -44,7 +44,7 @@ _MAX_NAMED = 3  # the most parameters that a box names
 
 
 def find_stages(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return each node's stage, one of `STAGES`. Nodes computed from gradients, such as clipping, are backward."""
+    """Return each node's stage, one of `STAGES`. Nodes computed from gradients, such as clipping, count as backward."""
     stage_of: dict[fx.Node, str] = {}
     for node in graph.nodes:
         stage = _STAGE_OF_OP.get(node.op) or _STAGE_OF_CALL.get(call_target(node))
@@ -57,21 +57,21 @@ def find_stages(graph: fx.Graph) -> dict[fx.Node, str]:
 
 
 def describe_rows(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Name the embedding with the rows that a node uses, and its store: `users in cached_ssd`. None without rows."""
+    """Name the embedding whose rows a node uses, and its store: `users in cached_ssd`. None for nodes without rows."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if call_target(node) not in _STAGE_OF_CALL:
         return None
-    follows_pins = call_target(node) != "pin"  # a pin's batch argument is another embedding's
+    follows_pins = call_target(node) != "pin"  # the batch argument of a pin belongs to another embedding
     sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (follows_pins and call_target(n) == "pin")]
     row_sources = [text for source in sources if (text := describe_rows(module, source)) is not None]
     return ", ".join(dict.fromkeys(row_sources)) or None
 
 
 def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
-    """Return the step as a Mermaid flowchart. ahead: `Graph.run` fetches rows before the step begins."""
+    """Return the step as a Mermaid flowchart. ahead: True if `Graph.run` fetches rows before the step."""
     stage_of, unboxed = find_stages(module.graph), _name_unboxed(module)
     box_of = _boxes(module.graph, stage_of, unboxed)
     boxes = [box for node, box in box_of.items() if node is box[-1]]
@@ -115,7 +115,7 @@ def _boxes(graph: fx.Graph, stage_of: dict[fx.Node, str], unboxed: dict[fx.Node,
 
 
 def _name_unboxed(module: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return names for nodes without boxes: parameters and other kept tensors, their views, and optimizers."""
+    """Return names for nodes without boxes: parameters and other tensors of the graph, their views, and optimizers."""
     named: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
         if MODULE_TENSOR in node.meta or (node.op == "get_attr" and describe_rows(module, node) is None):

@@ -44,7 +44,7 @@ def _waiting_advice(waited_s: float, elapsed_s: float) -> str:
 
 
 def _core_wait_times() -> dict[str, int]:
-    """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts them."""
+    """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts these waits."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError, IndexError):  # the thread has ended
@@ -53,7 +53,7 @@ def _core_wait_times() -> dict[str, int]:
 
 
 class Op(NamedTuple):
-    """A compiled step's node."""
+    """An op in a compiled step."""
 
     name: str  # the op's name in `print(graph)`
     stage: str
@@ -194,7 +194,7 @@ class Profile:
 def profile(
     name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, may_compile: bool
 ) -> Profile:
-    """Profile `run` on all batches. may_compile: `compile_dense` is off and could be turned on."""
+    """Profile `run` on all batches. may_compile: True if `compile_dense` is off but could be turned on."""
     loader_spans: list[Span] = []
     steps: list[ProfiledStep] = []
     waits_before, start = _core_wait_times(), perf_counter_ns()

@@ -1,6 +1,6 @@
 """Explain why a graph compiled another step: how the call differs from the most similar signature compiled before.
 
-Signatures are quick to compare but contain no names. So each compilation also collects the same properties with names.
+Signatures are quick to compare but contain no names. So each compilation also collects the properties by name.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..passes.step_epilogue import StepEpilogue
 from ..trace.names import HasBuild, map_tensor_names
 from ..trace.signature import MODULE_HOOKS, Call, name_arguments
 
-_MAX_SHOWN = 6  # differences shown per step
-_VALUE = "value"  # two traces that read different values also differ in another kind of fact
+_MAX_SHOWN = 6  # the most differences shown per step
+_VALUE = "value"  # the kind of a fact that is compared only if both traces read the value
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _MODULE_REASONS = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 
@@ -41,7 +41,7 @@ Facts = dict[tuple[str, str], Fact]  # (kind, name or path) -> fact
 
 
 class RecompileLog:
-    """The steps that a graph has compiled: facts and reasons of the last `limit` steps, and the time of all steps."""
+    """A log of compiled steps: facts and reasons of the last `limit` steps, and the number and time of all steps."""
 
     def __init__(self, limit: int) -> None:
         self._facts: deque[Facts] = deque(maxlen=limit)
@@ -72,7 +72,7 @@ def collect_facts(
     settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """Return the facts that a call's step of `root` depends on, by the user's names. values: name -> (text, key)."""
+    """Return the facts that a call's step depends on, by names from the user's code. values: name -> (text, key)."""
     dynamic_dims = call.dynamic_dims if is_dynamic else ()
     facts: Facts = {}
     number = 0
@@ -120,7 +120,7 @@ def collect_facts(
 
 
 def _describe_tensor(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
-    """Describe a tensor as in a signature. identity: its id, if steps keep the object. dynamic: dynamic dimensions."""
+    """Describe a tensor as in a signature. identity: its id, if steps hold the object. dynamic: dynamic dimensions."""
     sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
     shape = f"({sizes}{',' * (tensor.dim() == 1)})"
     fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}

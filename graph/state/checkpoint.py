@@ -1,6 +1,6 @@
 """Checkpoints: parameters, buffers, optimizers, schedulers, random states and rows in one folder.
 
-`graph.save` writes a graph's checkpoint, `save_checkpoint` a plain loop's:
+`graph.save` writes a graph's state and `save_checkpoint` a plain loop's state into this folder:
 
     checkpoint/
         graph.msgpack          plain values, sealed with a checksum; refers to tensors by name
@@ -67,7 +67,7 @@ _PLAIN_TYPES = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that safetensors does not allow for tensors
 _MAX_ITEMS = 1 << 16  # largest number of items in a container; `unseal` accepts no more
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
-_SUBJECTS = {"graph": "graph", "loop": "model"}  # the saved thing's name in error texts
+_SUBJECTS = {"graph": "graph", "loop": "model"}  # what error texts call the saved object
 RandomStates = list[Tensor]  # states of a process's random generators
 log = logging.getLogger("tierbed")
 
@@ -75,7 +75,7 @@ log = logging.getLogger("tierbed")
 def encode(value: Any, tensors: dict[str, Tensor], label: str, name: str = "") -> Any:
     """Encode containers as [tag, items] and tensors as ["tensor", name], adding the tensors to `tensors`.
 
-    A tensor's name consists of the keys that lead to it, joined by dots. Other values raise GraphError about `label`.
+    A tensor's name joins the keys that lead to it by dots. Values of other types raise a GraphError about `label`.
     """
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
@@ -118,7 +118,7 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Decode the result of `encode`. Raises ValueError or KeyError for anything else."""
     if not isinstance(value, list):
         if not isinstance(value, _PLAIN_TYPES | NoneType):
-            raise ValueError(f"a {type(value).__name__} among the values")
+            raise ValueError(f"a value is a {type(value).__name__}")
         return value
     tag, content = value
     if tag == "tensor":
@@ -129,7 +129,7 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return _TYPES[tag](decode(item, tensors) for item in content)
     for key, _ in content:
         if type(key) not in (str, int):
-            raise ValueError(f"the key {key!r}, and keys are strings or integers")
+            raise ValueError(f"{key!r} is a key, but keys are strings or integers")
     return _TYPES[tag]({key: decode(item, tensors) for key, item in content})
 
 
@@ -147,7 +147,7 @@ def _is_supported_dtype(dtype: torch.dtype) -> bool:
 
 
 def shared_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
-    """Return the world whose ranks save and load together. The methods of a one-rank world are plain calls."""
+    """Return the world whose ranks save and load together. A single process is a world of one rank."""
     return find_common_world(dict(embeddings)) or World.single()
 
 
@@ -196,7 +196,7 @@ def gather_random_states(world: World, op: str, own_states: RandomStates) -> lis
 
 
 def select_random_state(world: World, rank_0_states: RandomStates, other_states: list[RandomStates]) -> RandomStates:
-    """Return this rank's random state from a checkpoint. A rank without a state in it keeps its current state."""
+    """Return this rank's random state from a checkpoint. A rank without a saved state keeps its current state."""
     if world.rank == 0:
         return rank_0_states
     return other_states[world.rank - 1] if world.rank <= len(other_states) else [torch.get_rng_state()]
@@ -250,7 +250,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     """
     embeddings = _find_saved_embeddings(root)
     world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
-    # a unique name, because snapshot names in a store folder must differ
+    # a unique name, because all snapshots in a store folder need different names
     name = world.call_on_rank_0(f"{op}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     model_state = state if kind == "graph" else state["model"]
@@ -308,7 +308,7 @@ def _write_files(temporary: Path, record: dict[str, Any], tensors: dict[str, Ten
             sealed = seal({**record, **file_fields})
         except ValueError as error:
             raise GraphError(
-                f"the plain values in the state cannot be written together: {error}; keep large ones, such as a "
+                f"the plain values in the state cannot be written together: {error}; keep large values, such as a "
                 "module's get_extra_state, in tensors"
             ) from error
         (temporary / STATE).write_bytes(sealed)
@@ -338,8 +338,8 @@ def load(
     """Load the state with `apply_state`, then the rows of all embeddings under `root`. A failed load changes nothing.
 
     check_state: raises GraphError if a state does not fit. current_state: returns the present state. If the load fails,
-    `apply_state` restores the present state. If this fails too, no embedding can be used until a load succeeds. Raises
-    SnapshotError if the checkpoint is missing, damaged, malformed or belongs to another graph.
+    `apply_state` restores the present state. If restoring fails too, no embedding can be used until a load succeeds.
+    Raises SnapshotError if the checkpoint is missing, damaged, malformed or belongs to another graph.
     """
     folder = folder.absolute()
     embeddings = _find_saved_embeddings(root)
@@ -396,7 +396,7 @@ class StateDict(OrderedDict[str, Any]):
 
 
 def read_versions(state: Mapping[str, Any]) -> Any:
-    """Return the versions of the modules in a state_dict by module path, or None."""
+    """Return the module versions that a state_dict stores, by module path, or None."""
     return getattr(state, "_metadata", None)
 
 
@@ -488,7 +488,7 @@ def _find_saved_embeddings(root: nn.Module) -> dict[str, SnapshotEmbedding]:
 
 
 def _read_row_snapshots(folder: Path) -> dict[str, Snapshot]:
-    """Return a checkpoint's snapshots by embedding path. Empty if the snapshots cannot be read."""
+    """Return a checkpoint's snapshots by embedding path, or an empty dict if the snapshots cannot be read."""
     with contextlib.suppress(SnapshotError):
         return read_checkpoint(folder).snapshots
     return {}

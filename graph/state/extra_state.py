@@ -27,7 +27,7 @@ from .checkpoint import copy_state, format_error, gather_random_states, read_ver
 from .folders import MALFORMED
 from .optimizer_set import OptimizerSet, find_embeddings
 
-_SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # set by schedulers in groups
+_SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # added to groups by schedulers
 
 
 def check_nothing_accumulated(epilogue: StepEpilogue) -> None:
@@ -46,7 +46,7 @@ class TrainingState(NamedTuple):
     row_optimizers: Sequence[RowOptimizer]
     schedulers: Sequence[Any]
     scaler: Any
-    owner: str  # for error texts, like the next two fields
+    owner: str  # this field and the next two are for error texts
     remedy: str
     scaler_remedy: str
 
@@ -59,7 +59,7 @@ class TrainingState(NamedTuple):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. A value of a wrong type raises GraphError or one of MALFORMED, halfway."""
+        """Load the result of `state_dict`. A value of a wrong type raises GraphError or a MALFORMED error, halfway."""
         state = copy.deepcopy(state)  # optimizers change loaded tensors in place
         for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
@@ -204,14 +204,14 @@ def check_can_step(optimizer: Optimizer, label: str) -> None:
                 value, is_like_parameter = expected_states[signature][name]
                 check_same_structure(value, loaded[name], f"{label}: {name}")
                 shapes = [loaded[name].shape, parameter.shape] if is_like_parameter else []
-                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # old shadows have shape [1]
+                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # shadows once had shape [1]
                     raise _state_error(f"{label}: {name} has shape {list(loaded[name].shape)}")
                 if name == "step" and not 0 <= float(loaded[name]) < math.inf:
                     raise _state_error(f"{label}: its step is {float(loaded[name])}")
 
 
 def check_modules(root: nn.Module, state: dict[str, Any], owner: str) -> None:
-    """Raise GraphError if a state_dict's names, or its shapes except in lazy modules, do not match `root`."""
+    """Raise GraphError if a state_dict's names or shapes do not match `root`. Lazy tensors may have any shape."""
     versions = read_versions(state) or {}
     # a module saved by another version converts its tensors itself
     prefixes = tuple(
@@ -241,7 +241,7 @@ def check_modules(root: nn.Module, state: dict[str, Any], owner: str) -> None:
 
 
 def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
-    """Remove rows from a state_dict, because rows are loaded separately. If not `optimizers`, also the extra state."""
+    """Remove rows from a state_dict: rows are loaded separately. Without `optimizers`, empty the extra state."""
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SnapshotEmbedding):
             state.pop(f"{path}.{EXTRA}", None)
@@ -251,13 +251,13 @@ def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> 
 
 
 def add_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the extra state with all ranks' random states. All ranks call this."""
+    """Return the extra state with all ranks' random states. All ranks must call this function together."""
     other_ranks = gather_random_states(shared_world(find_embeddings(root)), "state_dict() of a graph", state["random"])
     return {**state, "ranks": other_ranks} if other_ranks else state
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
-    """Load `get_extra_state`'s tuple or its dict. If the state does not fit, raises GraphError and loads nothing."""
+    """Load the result of `get_extra_state`, or its dict. A wrong state raises GraphError and changes nothing."""
     training = make_training_state(optimizers, epilogue)
     backup: Any = None
     try:

@@ -104,7 +104,7 @@ def checksum(path: Path) -> int:
 
 
 def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, SnapshotError]]:
-    """Return the checkpoints at or in a path, oldest first, and errors of damaged ones. SnapshotError without any."""
+    """Return checkpoints at or in a path, oldest first, and damaged ones' errors. Raises SnapshotError without any."""
     checkpoints, damaged, folders = [], {}, []
     if os.path.lexists(path / STATE):
         folders = [path.resolve()]
@@ -129,7 +129,7 @@ def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, Snap
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[StoredCheckpoint], list[StoredCheckpoint]]:
     """Remove all checkpoints in a folder except the latest `keep_last`, oldest first. Returns (retained, removed).
 
-    A kill leaves each checkpoint complete or absent. Snapshots in store folders stay. An unreadable checkpoint raises.
+    A kill leaves checkpoints complete or absent. Store snapshots stay. Raises SnapshotError if a checkpoint is damaged.
     """
     checkpoints, damaged = list_checkpoints(path)
     for error in damaged.values():

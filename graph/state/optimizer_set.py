@@ -27,7 +27,7 @@ log = logging.getLogger("tierbed")
 
 
 def find_embeddings(root: nn.Module) -> dict[str, EmbeddingBase]:
-    """Return the embeddings under `root`, by path, and name unnamed ones. GraphError if two share a name."""
+    """Return the embeddings under `root` by path, and name unnamed ones. Raises GraphError for two equal names."""
     parts = [name for name, part in root.named_children() if any(isinstance(m, EmbeddingBase) for m in part.modules())]
     name_embeddings(root, GraphError, parts[0] if len(parts) == 1 else "")  # the same names as in a plain loop
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
@@ -61,7 +61,7 @@ class OptimizerSet:
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
             )
         check_is_optimizer(optimizer)
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # such as TorchRec's WarmupOptimizer
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # true for TorchRec's WarmupOptimizer, for example
             raise OptimizerError(
                 f"{type(optimizer).__name__} is not a complete torch optimizer; pass the optimizer that it "
                 "wraps, and pass a scheduler as lr_sch; or train in a loop with an EagerOptimizer"
@@ -76,13 +76,11 @@ class OptimizerSet:
             raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
         kind = type(scheduler).__name__
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            raise OptimizerError(
-                f"lr_sch={kind}: give a scheduler of torch.optim.lr_scheduler, created with the optimizer"
-            )
+            raise OptimizerError(f"lr_sch={kind}: give a scheduler of torch.optim.lr_scheduler that uses the optimizer")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise OptimizerError(f"lr_sch={kind}: its step() needs a metric; call it yourself after the graph")
         if scheduler is not None and scheduler.optimizer is not optimizer:
-            raise OptimizerError(f"lr_sch={kind} is of another optimizer; create it with the one for add_optimizer")
+            raise OptimizerError(f"lr_sch={kind} is of another optimizer; create it with the optimizer to be added")
         self.optimizers[optimizer] = scheduler
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
@@ -98,7 +96,7 @@ class OptimizerSet:
         return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
-        """Attach each embedding to its shadow's param group. OptimizerError if two optimizers hold one parameter."""
+        """Attach each embedding to its param group. Raises OptimizerError if two optimizers hold one parameter."""
         embedding_by_shadow = map_shadows(root)
         if self.optimizers:
             train_together(find_embeddings(root).values())

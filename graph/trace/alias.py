@@ -70,7 +70,7 @@ def is_reshape(node: fx.Node) -> bool:
 
 
 def preserve_value(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """Return an argument's value at `node`. This is a copy if a later op writes to the argument's memory."""
+    """Return the argument `value` as it is at `node`: a copy, if a later op writes to the argument's memory."""
     later = node.next
     while isinstance(value, fx.Node) and later.op != "output":
         if written_storages(later) & storages(value):

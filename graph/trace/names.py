@@ -82,7 +82,7 @@ def map_unwrapped_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]
 
 
 def as_path(path: Any) -> Path:
-    """Convert a user's argument to a path. Raises InputError if this is impossible."""
+    """Convert a user's argument to a path. Raises InputError for an argument that is no path."""
     try:
         return Path(path)
     except TypeError:

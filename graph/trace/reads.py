@@ -1,8 +1,8 @@
 """Find the Python values that `build` reads while it is traced.
 
-These values become constants of the step, so later calls must check them. To observe attribute reads, the classes of
-the graph's modules, and of the objects in these modules, get a `__getattribute__` while `build` runs. Reads of globals,
-closures and default arguments cannot be observed; they are found in the code of the functions that `build` may call.
+Values that `build` reads become constants of the step, so later calls must check them. To observe attribute reads, the
+classes of the graph's modules, and of objects in these modules, get a `__getattribute__` while `build` runs. Reads of
+globals, closures and default arguments are not observed, but found in the code of the functions that `build` may call.
 
 The result maps Python expressions such as `o3['cfg'].temp` to values. Evaluating an expression reads the current value.
 """
@@ -37,7 +37,7 @@ from .names import HasBuild
 from .signature import MODULE_HOOKS, is_plain
 
 MAX_ITEMS = 64  # for a container with more items, only the length is guarded
-MAX_NESTED = 1024  # the same limit for the total with the items of nested containers
+MAX_NESTED = 1024  # the same limit for all items of a container and of the containers in it
 
 Names = frozenset[str]
 
@@ -65,7 +65,7 @@ class ReadRecorder:
 
     def __init__(self, root: HasBuild, arguments: list[Any]) -> None:
         self.values: dict[str, tuple[str, Any]] = {}  # expression -> (the user's name for the value, the value)
-        self.names: dict[str, Any] = {}  # the objects that expressions refer to
+        self.names: dict[str, Any] = {}  # name in expressions -> object
         self._root, self._arguments, self._thread = root, arguments, get_ident()
         self._objects: dict[int, tuple[str, str, Any]] = {}  # id of an object -> (expression, label, the object)
         self._module_ids: set[int] = set()  # ids of the graph's modules
@@ -102,7 +102,7 @@ class ReadRecorder:
             )
 
     def may_be_written(self, expr: str) -> bool:
-        """True if `build` itself may have written this value. If False, only another thread can have changed it."""
+        """True if `build` itself may have written the value of `expr`. If not, only another thread can have done so."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")
         is_special = callable(value) or "setattr" in self._known_names  # FX itself replaces functions during a trace
@@ -178,7 +178,7 @@ class ReadRecorder:
             self.values[expr] = label, value
             self._scan(value)
         elif id(value) in self._objects:
-            self.values[expr] = label, value  # guarded by identity; attributes get their own expressions
+            self.values[expr] = label, value  # compared by identity; its attributes get their own expressions
         elif isinstance(value, dict | list | tuple | deque | set):
             self.values[f"len({expr})"] = f"the length of {label}", len(value)
             if len(value) <= MAX_ITEMS and _count_nested(value) <= MAX_NESTED:
@@ -207,13 +207,13 @@ class ReadRecorder:
             return
         values = vars(module)
         for name in names & values.keys():
-            if self._is_new(id(module), name, names):  # modules may refer to each other
+            if self._is_new(id(module), name, names):  # visit once: modules may refer to each other
                 self._record(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
-        """Record the values that a function, and the functions it calls, read by name. cls: its object's class."""
+        """Record the values that a function, and the functions it calls, read by name. cls: a method's class."""
         while isinstance(function, FunctionType) and function.__globals__.get("__name__", "").startswith("torch."):
-            function = getattr(function, "__wrapped__", None)  # torch decorates some functions, FX in each trace
+            function = getattr(function, "__wrapped__", None)  # torch and FX decorate some functions
         if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._is_new(function, cls):
             return
         code, values = function.__code__, function.__globals__
@@ -256,7 +256,7 @@ def _list_items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _count_nested(value: Any) -> int:
-    """Count the items of a container and its nested containers. A container in itself counts above MAX_NESTED."""
+    """Count the items of a container and its nested containers. A container in itself counts over MAX_NESTED."""
     count, containers = 0, [value]
     while containers and count <= MAX_NESTED:
         container = containers.pop()
@@ -282,7 +282,7 @@ def _is_user_code(value: Any) -> bool:
 def _pickle_state(generator: Any) -> bytes:
     try:
         return pickle.dumps(generator)
-    except Exception:  # the system's generator is stateless
+    except Exception:  # random.SystemRandom has no state
         return b""
 
 

@@ -67,12 +67,12 @@ class Call(NamedTuple):
 
 @cache
 def make_tensors_spec(count: int) -> pytree.TreeSpec:
-    """Return the tree of a call with `count` tensors and nothing else. Cached, because flattening is slow."""
+    """Return the tree of a call with `count` tensors and nothing else. The tree is cached, as flattening is slow."""
     return pytree.tree_structure((tuple(range(count)), {}))
 
 
 def find_dynamic_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
-    """Return the leaves with a dynamic first dimension. A container's class lists their positions in `open_leaves`."""
+    """Return the leaves with a dynamic first dimension. Container classes list dynamic leaves in `open_leaves`."""
     dynamic_leaves: set[int] = set()
     first, pending = 0, [spec]
     while pending:
@@ -165,7 +165,7 @@ class Structure:
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         )
         with DisableTorchFunctionSubclass():
-            # ids of tensors are not reused, because a step keeps its tensors alive; other values are frozen
+            # a step keeps its tensors alive, so their ids are not reused; other values count as constants
             attribute_key = [
                 (id(v), _TENSOR_FIELDS(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
                 for v in attributes
@@ -207,7 +207,7 @@ def call_key(
             else:
                 key.append((_TENSOR_FIELDS(leaf), leaf.layout, leaf.stride()))
         elif is_plain(leaf):
-            # by repr: 0.0 equals -0.0, and nan does not equal itself
+            # compare by repr, because 0.0 equals -0.0 and nan does not equal itself
             key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT_TYPES) else leaf))
         else:
             raise _make_argument_error(leaf, name_arguments(build, arguments)[i])
@@ -217,12 +217,12 @@ def call_key(
 def _make_argument_error(leaf: Any, name: str) -> GraphError:
     if isinstance(leaf, Tensor):
         return GraphError(
-            f"argument {name} is a nested tensor, which a static graph does not hold; create it with "
+            f"argument {name} is a nested tensor, which a static graph cannot use; create it with "
             f"layout=torch.jagged and pass tierbed.jagged.JaggedTensor.from_nested({name}), or "
             "tierbed.jagged.KeyedJaggedTensor.from_nested for several features"
         )
     if isinstance(leaf, np.ndarray):
-        return GraphError(f"argument {name} is a NumPy array, which a step would freeze; pass torch.from_numpy({name})")
+        return GraphError(f"argument {name} is a NumPy array, which steps would freeze; pass torch.from_numpy({name})")
     return GraphError(
         f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value; pass tensors, numbers, "
         f"strings, or lists, tuples and dicts of them, assign modules to self, and {suggest_registration(leaf)}"
@@ -235,7 +235,7 @@ def suggest_registration(value: Any) -> str:
 
 
 def drop_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """Return a `call_key` that contains only the number of each tensor's dimensions instead of sizes."""
+    """Return a `call_key` with the number of each tensor's dimensions in place of their sizes."""
     return tuple(
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)

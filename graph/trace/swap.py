@@ -1,7 +1,7 @@
-"""Swap live tensors for traced tensors while `build` is traced, and put the live tensors back afterwards.
+"""Swap real tensors for fake tensors while `build` is traced, and put the real tensors back afterwards.
 
 `build` reaches parameters and buffers through modules and optimizers, so the swap replaces tensors in these objects.
-The live tensors are put back even after an error. Tensors that `build` left in these objects raise GraphError.
+The real tensors are put back even after an error. Fake tensors that `build` leaves in modules raise GraphError.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None
 
 @contextmanager
 def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Give each trainable parameter a `grad` whose use a trace detects. GraphError if `build` replaced a `grad`."""
+    """Give each trainable parameter a `grad` whose use a trace detects. Raises GraphError if build replaces a grad."""
     real = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
     old_grads = [parameter.grad for parameter in real]
     sentinels = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in real}
@@ -81,7 +81,7 @@ def make_setting_error(optimizer: Optimizer, name: str) -> GraphError:
 def swap_tensors(
     root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
 ) -> Iterator[None]:
-    """Replace the tensors in modules and optimizers until the block ends. swaps: replacements by a live tensor's id.
+    """Replace the tensors in modules and optimizers until the block ends. swaps: a real tensor's id -> its replacement.
 
     Raises GraphError if build left another tensor on a module, called an optimizer's step(), or set a learning rate.
     """
@@ -153,5 +153,5 @@ def _walk_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
             pending += (
                 (attribute if key is None or key in _MODULE_DICTS else f"{attribute}.{key}", item)
                 for key, item in items
-                if isinstance(item, _WALKED_TYPES)  # skip the rest: a vocabulary may have millions of words
+                if isinstance(item, _WALKED_TYPES)  # skip other objects: a vocabulary may have millions of words
             )

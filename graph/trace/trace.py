@@ -1,7 +1,7 @@
 """Trace `build`: run it once on fake tensors and record its forward and backward as aten calls.
 
 `make_fx` records every aten call while `build` runs, also inside autograd. Fake tensors have shapes but no values, so a
-`build` that needs a value raises. During the trace, swap.py replaces the live parameters in modules and optimizers by
+`build` that needs a value raises. During the trace, swap.py replaces the real parameters in modules and optimizers by
 fake ones. A dispatch mode refuses ops that the trace would record wrongly. `ReadRecorder` collects the Python values
 that `build` reads, because these values become constants of the step.
 """
@@ -49,8 +49,8 @@ from .swap import make_setting_error, sentinel_grads, swap_tensors
 
 _OWN_FOLDERS = [Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")]
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN_FOLDERS))
-_INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in one of torch's guards
-_OFFSET_CHECK = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # a step works for any offset
+_INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # how torch's guards call input tensor number \1
+_OFFSET_CHECK = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # dropped from guards: a step works for any offset
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # a key in the meta of nodes that autograd added
@@ -61,17 +61,17 @@ ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs
 
 @dataclass(frozen=True)
 class ResultSpec:
-    """The result of build, and the live tensors that got a gradient."""
+    """Describes the result of build, and the parameters that got a gradient."""
 
     tree_spec: pytree.TreeSpec
-    constants: list[Any]  # the result's leaves; None for tensors, which the trace returns
+    constants: list[Any]  # the result's leaves, with None in place of tensors
     is_tensor: list[bool]
-    grad_indices: list[int]  # live tensors whose gradients follow the results in the trace's output
+    grad_indices: list[int]  # indices of parameters whose gradients the trace returns after the result
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced step. Its placeholders are the inputs, followed by the parameters and buffers (the live tensors)."""
+    """A traced step. Its placeholders are the inputs, followed by the graph's parameters and buffers."""
 
     module: fx.GraphModule
     result_spec: ResultSpec
@@ -80,10 +80,10 @@ class Trace:
     reads: ReadRecorder  # the Python values that became constants
 
     def program(self) -> Hashable:
-        """Return a key. Traces with one signature and equal keys are equal steps. Call this before any pass runs."""
+        """Return a key. Two traces with equal signatures and keys are equal steps. Call `program` before passes run."""
         graph, result = self.module.graph, self.result_spec
         grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
-        orders = sorted(node.args[-2] for node in grads)  # renumbered, because the process counts orders over all calls
+        orders = sorted(node.args[-2] for node in grads)  # renumbered, as the process counts lookups over all calls
         nodes = []
         for node in graph.nodes:
             args: Any = node.args
@@ -165,7 +165,7 @@ def trace(
     # torch must neither assume nor test that containers' dynamic sizes differ from 0 and 1
     any_size = symbolic.patch(backed_size_oblivious=bool(free_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
-        # detach gives a tensor passed twice two fakes, because another call may pass two different tensors
+        # detach, so that a tensor passed twice gets two fakes: another call may pass two different tensors
         fakes = [_make_fake(mode, t.detach(), i, dynamic, free_dims) for i, t in enumerate([*inputs, *tensors])]
         # trace the results of torch.compile as the modules that they wrap
         inlining = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
@@ -226,7 +226,7 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
 
 
 def _make_leaf(fake: Tensor, real: Tensor) -> Tensor:
-    """Return a substitute for a parameter or buffer. It is a leaf, so gradients never reach the live tensor."""
+    """Return a substitute for a parameter or buffer. It is a leaf, so gradients never reach the real tensor."""
     if not isinstance(real, nn.Parameter):
         return fake
     leaf = nn.Parameter(fake, real.requires_grad)
@@ -252,7 +252,7 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iter
 class _OpGuard(TorchDispatchMode):
     """Raises GraphError for ops that a trace would record wrongly, and sets `BACKWARD` on nodes that autograd adds.
 
-    names: the names of live tensors and of their gradients, by id. settings: tensors in param groups.
+    names: the names of real tensors and their gradients, by id. settings: tensors in param groups.
     """
 
     supports_higher_order_operators = True
@@ -268,7 +268,7 @@ class _OpGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
-            raise GraphError(f"build uses torch's {func.name()}, which a static graph does not hold; use torch.where")
+            raise GraphError(f"build uses torch's {func.name()}, which a static graph cannot use; use torch.where")
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad:
                 self._refuse_tensor(value)
@@ -296,7 +296,7 @@ class _OpGuard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """Raise GraphError if the seed shows that build reset the random generator. Fake tensors do not change it."""
+        """Raise GraphError if the seed shows that build reset the random generator. Fake draws keep the seed."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build sets the state of the random generator, which a compiled step does not repeat; leave out "

@@ -46,7 +46,7 @@ class ValueGuards:
         self._keys: Keys = ()
         self._versions: dict[Keys, int] = {(): 0}
         self._next_version = count(1)
-        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps the objects alive whose ids are in keys
+        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive whose ids are in keys
         self._last_changes: dict[str, Any] = {}  # expression -> value, for the last change
         self._change_counts: Counter[str] = Counter()  # expression -> number of changes that led to another step
         self._written_expressions: set[str] = set()  # expressions that build itself may write
@@ -56,7 +56,7 @@ class ValueGuards:
         return ValueGuards, ()  # a copied graph starts with new guards
 
     def find_version(self) -> int:
-        """Return the index of the current combination of values. Raises GraphError if a value changes too often."""
+        """Return the version of the current combination of values. Raises GraphError if a value changes too often."""
         with trace_lock:
             values = [*map(_read, self._readers)]
             keys = tuple(map(_make_key, values))
@@ -122,8 +122,8 @@ class ValueGuards:
         if _make_key(value) not in past and (self._change_counts[expr] >= MAX_CHANGES or len(past) >= MAX_VALUES):
             raise GraphError(
                 f"{self._labels[expr]} changed to {_show(value)} from {_show(before)}, and has had {len(past)} values; "
-                "build reads it and is traced again for each; pass it to the graph as a tensor, or make it a buffer "
-                "and change it in place (fill_, copy_), and move code that computes no tensor out of build"
+                "build reads it and is traced again for each one; pass it to the graph as a tensor, or make it a "
+                "buffer and change it in place (fill_, copy_), and move code that computes no tensor out of build"
             )
 
     def _drop_unused(self, program: Hashable, trace_again: Callable[[], Hashable]) -> None:
