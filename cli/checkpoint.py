@@ -12,7 +12,7 @@ from .arguments import Json
 from .output import age, fail, print_fields, print_json, print_table, report_damaged, report_sound, size, text, when
 
 if TYPE_CHECKING:
-    from ..graph.state.kept import StoredCheckpoint
+    from ..graph.state.folders import StoredCheckpoint
 
 CheckpointPath = Annotated[
     Path,
@@ -29,7 +29,7 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint list runs/
     """
-    from ..graph.state.kept import list_checkpoints
+    from ..graph.state.folders import list_checkpoints
 
     checkpoints, damaged = list_checkpoints(path)
     if as_json:
@@ -39,7 +39,7 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
         lines = [["name", "of", "embeddings and steps", "size", "age"]]
         for c in checkpoints:
             steps = ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in c.snapshots.items())
-            lines.append([c.path.name, c.of, steps, size(c.bytes), age(c.created)])
+            lines.append([c.path.name, c.kind, steps, size(c.total_bytes), age(c.created_ns)])
         print_table(lines, {3, 4})
     report_damaged(damaged)
 
@@ -49,7 +49,7 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint inspect runs/epoch-3
     """
-    from ..graph.state.kept import list_checkpoints
+    from ..graph.state.folders import list_checkpoints
 
     checkpoints, damaged = list_checkpoints(path)
     names = sorted([*(checkpoint.path.name for checkpoint in checkpoints), *damaged])
@@ -79,7 +79,7 @@ def verify(path: CheckpointPath, as_json: Json = False) -> None:
 
     Example: tierbed checkpoint verify runs/
     """
-    from ..graph.state.kept import list_checkpoints
+    from ..graph.state.folders import list_checkpoints
 
     checkpoints, damaged = list_checkpoints(path)
     for checkpoint in checkpoints:
@@ -101,12 +101,12 @@ def prune(
 
     Example: tierbed checkpoint prune runs/ --keep-last 3
     """
-    from ..graph.state.kept import STATE
-    from ..graph.state.kept import prune as prune_kept
+    from ..graph.state.folders import STATE
+    from ..graph.state.folders import prune as prune_checkpoints
 
     if (path / STATE).exists():
         fail(f"{str(path)!r} is one checkpoint; give the folder that holds all", as_json=as_json)
-    retained, removed = prune_kept(path, keep_last, dry_run)
+    retained, removed = prune_checkpoints(path, keep_last, dry_run)
     if as_json:
         names = {"removed": [c.path.name for c in removed], "kept": [c.path.name for c in retained]}
         print_json({**names, "dry_run": dry_run})
@@ -123,8 +123,8 @@ def _entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
         embeddings[path] = {**names, "rows": snapshot.manifest.rows, "bytes": snapshot.manifest.total_bytes}
     return {
         "name": checkpoint.path.name,
-        "of": checkpoint.of,
-        "created": when(checkpoint.created),
-        "bytes": checkpoint.bytes,
+        "of": checkpoint.kind,
+        "created": when(checkpoint.created_ns),
+        "bytes": checkpoint.total_bytes,
         "embeddings": embeddings,
     }

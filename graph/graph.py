@@ -38,30 +38,30 @@ from .run.rollback import DynamicStepFailed
 from .run.step_cache import StepCache
 from .show.listing import draw
 from .show.profile import Profile, Timer, profile
-from .show.why import RecompileLog, guard_facts
+from .show.recompile_log import RecompileLog, collect_facts
 from .state import checkpoint
 from .state.extra_state import (
+    add_rank_states,
     check_extra_state,
     check_modules,
     check_nothing_accumulated,
     drop_row_state,
     load_extra_state,
     make_training_state,
-    with_rank_states,
 )
 from .state.optimizer_set import OptimizerSet
 from .trace.names import HasBuild, as_path
 from .trace.signature import (
-    NO_DYNAMIC,
+    NO_DYNAMIC_LEAVES,
     Arguments,
     Call,
     Dims,
     Structure,
     call_key,
     can_split,
-    dynamic_leaves_of,
+    find_dynamic_leaves,
+    make_tensors_spec,
     split_by_key,
-    tensors_spec,
 )
 from .trace.swap import trace_lock
 from .trace.trace import trace
@@ -75,18 +75,18 @@ log = logging.getLogger("tierbed")
 class Graph(ModelSnapshots, HasBuild):
     """A training or evaluation step that is traced once per input signature and then runs without autograd.
 
-    Subclass it like an `nn.Module`: create modules and call `add_optimizer` in `__init__`, and write the step
+    Subclass `Graph` like an `nn.Module`: create modules and call `add_optimizer` in `__init__`, and write the step
     in `build`. `build` computes a loss, calls `loss.backward()` and reaches parameters through `self`.
 
     Calling the graph runs one step: forward, backward, the updates of embedding rows, and `step()` of every
-    optimizer. The call returns the result of `build`, tensors detached. After a training step, `grad` is None for every
-    parameter that an optimizer holds. The graph trains nothing after `eval()`, or if `build` never calls `backward()`.
+    optimizer. The call returns the result of `build` with tensors detached. After a training step, `grad` is None for
+    every parameter that an optimizer holds. The graph trains nothing after `eval()`, or without `backward()` in build.
 
-    `build` is traced on tensors without values. It is traced again for a call with a new signature: shapes, strides,
-    dtypes and devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast
-    mode, optimizers, hooks, tensors assigned to attributes, and Python values that `build` reads, such as a dropout's
-    `p` or a global. docs/graph.md lists the few values that a graph cannot follow. Parameters, buffers and closure
-    tensors are read at every call. The graph keeps the 64 most recently used steps.
+    `build` is traced on tensors without values, and traced again for each new call signature: shapes, strides, dtypes
+    and devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode,
+    optimizers, hooks, tensors in attributes, and Python values that `build` reads, such as a dropout's `p` or a global.
+    docs/graph.md lists the few values that a graph cannot track. Parameters, buffers and closure tensors are read at
+    every call. The graph keeps the 64 most recently used compiled steps.
 
     Example:
 
@@ -113,20 +113,20 @@ class Graph(ModelSnapshots, HasBuild):
         self.__optimizers = OptimizerSet()
         self.__epilogue = StepEpilogue()
         self.__inductor: dict[str, Any] | None = None
-        self.__captures = False
-        self.__abandoned: list[None] = []  # one item per run that was garbage-collected before it ended
+        self.__uses_cuda_graph = False
+        self.__abandoned_runs: list[None] = []  # one item per run that was garbage-collected before it ended
         # names with two underscores do not collide with a subclass's attributes
         self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
-        # the argument tree and dynamic leaves of the last call with containers
-        self.__tree: tuple[pytree.TreeSpec, frozenset[int]] = tensors_spec(0), NO_DYNAMIC
-        self.__splits_by_key = False  # True if build needs the values of keyed tensors split by key
-        self.__has_warned = False  # True once a log says that compile_dense skips the dynamic-shape step
+        # the pytree spec and the dynamic leaves of the last call that had containers as arguments
+        self.__call_tree: tuple[pytree.TreeSpec, frozenset[int]] = make_tensors_spec(0), NO_DYNAMIC_LEAVES
+        self.__splits_by_key = False  # True if build can be traced only with keyed tensors split by key
+        self.__has_warned_uncompiled = False  # True once a warning says that compile_dense skips dynamic shapes
         self.__structure: Structure | None = None
-        self.__values = ValueGuards()
-        self.__last: tuple[Hashable, Any] = (None, None)  # key and step of the last call; compared before any hashing
-        self.__has_checked_dense = False  # True once the first training step has compared the run ids of dense and rows
-        self.__compiles = RecompileLog(MAX_CACHED_STEPS)
-        self.__forward: Forward | None = None  # set while a profile runs
+        self.__guards = ValueGuards()
+        self.__last_call: tuple[Hashable, Any] = (None, None)  # the last call's signature and step, compared first
+        self.__has_checked_dense = False  # True once a check that rows and dense parameters are from one run
+        self.__recompile_log = RecompileLog(MAX_CACHED_STEPS)
+        self.__profiled_forward: Forward | None = None  # the timed forward of a profile, while the profile runs
         self.__rank_state = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
@@ -137,8 +137,8 @@ class Graph(ModelSnapshots, HasBuild):
 
         Args:
             optimizer: a torch optimizer over parameters of this graph.
-            lr_sch: a scheduler created with `optimizer`. The graph steps it after each step of the optimizer.
-                Default: None.
+            lr_sch: a scheduler created with `optimizer`. The graph steps the scheduler after each step of its
+                optimizer. Default: None.
 
         Raises:
             OptimizerError: `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,
@@ -160,19 +160,19 @@ class Graph(ModelSnapshots, HasBuild):
     def clip_grad_norm(self, max_norm: float | None) -> None:
         """Scale all gradients of a step, including row gradients, so that their total L2 norm is at most `max_norm`.
 
-        A row counts once, with its gradient summed over all occurrences, as in a dense `nn.Embedding`.
+        A row that is looked up several times counts once, with its summed gradient, as in a dense `nn.Embedding`.
 
         Args:
             max_norm: the largest norm, or None to turn clipping off.
         """
         limit = positive("max_norm", max_norm)
-        self.__refuse_captured("clip_grad_norm", limit is not None)
+        self.__check_cuda_graph("clip_grad_norm", limit is not None)
         self.__epilogue.max_norm = limit
 
     def clip_grad_value(self, clip_value: float | None) -> None:
         """Clip every element of all gradients to [-clip_value, clip_value].
 
-        The gradient of a row is first summed over the row's occurrences.
+        A row's gradient is first summed over all lookups of the row.
 
         Args:
             clip_value: the largest absolute value, or None to turn clipping off.
@@ -182,7 +182,7 @@ class Graph(ModelSnapshots, HasBuild):
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated.
 
-        Calls before the last call only read rows; the last call fetches and pins the rows of all calls. A row's
+        The first `steps - 1` calls only read rows; the last call fetches and pins the rows of all calls. A row's
         gradient is first summed within each call, in float32, and then over the calls in order.
 
         Args:
@@ -192,11 +192,11 @@ class Graph(ModelSnapshots, HasBuild):
         Raises:
             OptimizerError: `steps` is not a positive integer, or gradients of earlier calls wait for their update.
         """
-        self.__refuse_captured("accumulate_grads", as_int(steps, minimum=2) is not None)
-        self.__epilogue.accumulate(steps, mean)
+        self.__check_cuda_graph("accumulate_grads", as_int(steps, minimum=2) is not None)
+        self.__epilogue.set_accumulation(steps, mean)
 
     def drop_grads(self) -> None:
-        """Drop accumulated gradients that still wait for their update, such as the remainder of an epoch."""
+        """Drop accumulated gradients that no update has used yet, for example at the end of an epoch."""
         self.__epilogue.clear()
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
@@ -214,21 +214,21 @@ class Graph(ModelSnapshots, HasBuild):
         if scaler is not None:
             if not isinstance(scaler, GradScaler):
                 raise OptimizerError(f"scaler={type(scaler).__name__}: give a torch.amp.GradScaler")
-            self.__refuse_captured("set_grad_scaler", scaler.is_enabled())
+            self.__check_cuda_graph("set_grad_scaler", scaler.is_enabled())
             device = next((tensor.device for tensor in self.parameters()), "cpu")
             scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors; a trace cannot create tensors
         self.__epilogue.scaler = scaler
 
     def compile_dense(self, **options: Any) -> None:
-        """Compile the dense part of each step with TorchInductor.
+        """Compile the dense part of each step with TorchInductor, by means of a C++ compiler.
 
         The first call of each shape takes seconds longer. Random draws, in-place ops, row lookups and optimizers are
-        not compiled. Results equal eager results up to rounding. Needs a C++ compiler. A failure raises GraphError.
+        not compiled. Results equal eager results up to rounding. If compiling fails, a call raises GraphError.
 
         Args:
             **options: options of TorchInductor.
         """
-        self.__refuse_captured("compile_dense", True)
+        self.__check_cuda_graph("compile_dense", True)
         self.__inductor = options
 
     @checked_arguments("enabled")
@@ -244,15 +244,15 @@ class Graph(ModelSnapshots, HasBuild):
         Raises:
             OptionError: the graph uses `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
         """
-        epilogue = self.__epilogue
-        self.__refuse_captured("clip_grad_norm", epilogue.max_norm is not None, enabled)
-        self.__refuse_captured("accumulate_grads", epilogue.accumulate_steps > 1, enabled)
-        self.__refuse_captured("set_grad_scaler", epilogue.scaler is not None and epilogue.scaler.is_enabled(), enabled)
-        self.__refuse_captured("compile_dense", self.__inductor is not None, enabled)
-        self.__captures = enabled
+        epilogue, scaler = self.__epilogue, self.__epilogue.scaler
+        self.__check_cuda_graph("clip_grad_norm", epilogue.max_norm is not None, enabled)
+        self.__check_cuda_graph("accumulate_grads", epilogue.accumulate_steps > 1, enabled)
+        self.__check_cuda_graph("set_grad_scaler", scaler is not None and scaler.is_enabled(), enabled)
+        self.__check_cuda_graph("compile_dense", self.__inductor is not None, enabled)
+        self.__uses_cuda_graph = enabled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and return the result of `build`, tensors detached.
+        """Run one step and return the result of `build` with tensors detached.
 
         The graph stays usable after an exception.
 
@@ -264,20 +264,20 @@ class Graph(ModelSnapshots, HasBuild):
         if DistributedDataParallel._active_ddp_module is not None:
             refuse_wrapper(self)
         try:
-            step, tensors = self.__compiled(args, kwargs)
+            step, tensors = self.__find_step(args, kwargs)
         except Exception as error:
             raise_on_ranks(self, error)
             raise
         try:
-            return step.run(tensors, self.__forward)
-        except DynamicStepFailed as failed:
-            shared_error = failed.shared_error
-            cause = failed.cause.with_traceback(None)  # the frames hold all results of the failed step
+            return step.run(tensors, self.__profiled_forward)
+        except DynamicStepFailed as failure:
+            shared_error = failure.shared_error
+            cause = failure.cause.with_traceback(None)  # its frames would keep the failed step's results alive
         if shared_error is not None:  # the other ranks raise this error and do not retry
             self.__steps.drop(step, cause)
             raise shared_error
-        static_step, tensors = self.__compiled(args, kwargs, static_only=True)
-        result = static_step.run(tensors, self.__forward)  # if this raises, the dynamic step is not the cause
+        static_step, tensors = self.__find_step(args, kwargs, static_only=True)
+        result = static_step.run(tensors, self.__profiled_forward)  # if this raises, dynamic sizes are not to blame
         self.__steps.drop(step, cause)
         return result
 
@@ -297,8 +297,8 @@ class Graph(ModelSnapshots, HasBuild):
             ahead: how many batches to draw ahead, 0 to 31. Default: 8 on a GPU, over ranks, and over SSD while caches
                 miss rows; otherwise 0, because reads from memory have no latency to hide.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
-            uneven: over ranks, "stop" ends all ranks with the shortest loader; with "join", ranks without a batch
-                join the steps of other ranks. Default: "stop".
+            uneven: if the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
+                "join", a rank without a batch joins the steps of the other ranks. Default: "stop".
 
         Raises:
             InputError: an argument is wrong.
@@ -306,7 +306,7 @@ class Graph(ModelSnapshots, HasBuild):
         label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
         bar, epilogue = RunProgress(batches, label), self.__epilogue
         return Run(
-            self, self.__rank_state, epilogue, batches, ahead, uneven, self.__known_lookups, bar, self.__abandoned
+            self, self.__rank_state, epilogue, batches, ahead, uneven, self.__find_lookups, bar, self.__abandoned_runs
         )
 
     def profile(self, batches: Iterable[Any], steps: int | None = None, *, ahead: int | None = None) -> Profile:
@@ -316,7 +316,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         Args:
             batches: as for `run`.
-            steps: run at most this many batches. Default: all of them.
+            steps: run at most this many batches. Default: all batches.
             ahead: as for `run`.
 
         Returns:
@@ -327,14 +327,14 @@ class Graph(ModelSnapshots, HasBuild):
         """
         if steps is not None and as_int(steps, 1, sys.maxsize) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
-        timer = Timer(self.__compiles)
-        self.__forward = timer.forward
+        timer = Timer(self.__recompile_log)
+        self.__profiled_forward = timer.forward
         try:
-            limited = islice(iterate(batches), steps)
-            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__captures
-            return profile(type(self).__name__, run, limited, timer, may_compile)
+            limited_batches = islice(iterate(batches), steps)
+            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__uses_cuda_graph
+            return profile(type(self).__name__, run, limited_batches, timer, may_compile)
         finally:
-            self.__forward = None
+            self.__profiled_forward = None
 
     def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Write a checkpoint: a folder with `state_dict()` and the rows of all embeddings.
@@ -359,50 +359,50 @@ class Graph(ModelSnapshots, HasBuild):
         checkpoint.save(self, state, folder, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Call this before a long training."""
+        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Useful before a long training."""
         checkpoint.check_save(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
         """Continue training from a checkpoint of `save`.
 
-        The next steps are the same as if training had never stopped. All is checked before anything is replaced. With
-        `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before the load.
+        The next steps are the same as if training had never stopped. Everything is checked before anything is replaced.
+        With `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before the load.
 
         Args:
             path: the checkpoint's folder.
             optimizers: False loads only parameters, buffers and row weights, for a graph with other optimizers or
                 none. Default: True.
-            convert: True converts rows to embeddings of another dtype or state_dtype. Widening is exact; narrowing
-                rounds to nearest even. Default: False.
+            convert: True converts saved rows to the embeddings' dtype and state_dtype. A wider dtype is exact; a
+                narrower dtype rounds to nearest even. Default: False.
 
         Raises:
             SnapshotError: the checkpoint is missing, damaged, or belongs to another graph.
-            InputError: `path` is not a path, or a narrower dtype cannot hold a number.
+            InputError: `path` is not a path, or a saved number does not fit the narrower dtype.
         """
         check_flags(InputError, optimizers=optimizers, convert=convert)
 
-        def check(state: dict[str, Any]) -> None:
+        def check_state(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")
             if EXTRA in state and optimizers:
                 check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA])
 
-        def put(state: dict[str, Any]) -> None:
+        def apply_state(state: dict[str, Any]) -> None:
             self.load_state_dict(drop_row_state(self, state, optimizers))
 
         with exclude_rows():
             selection = Selection(state=optimizers, convert=convert)
-            checkpoint.load(self, as_path(path), check, put, self.state_dict, selection)
+            checkpoint.load(self, as_path(path), check_state, apply_state, self.state_dict, selection)
 
     def get_extra_state(self) -> Any:
         """Return the extra state in `state_dict()`: optimizers, schedules, scaler and the random states of all ranks.
 
         The result is a tuple of one dict, because torch.distributed.checkpoint does not split tuples.
         """
-        state = make_training_state(self.__optimizers, self.__epilogue).state()
+        state = make_training_state(self.__optimizers, self.__epilogue).state_dict()
         if are_rows_excluded():
             return state
         check_nothing_accumulated(self.__epilogue)
-        return (with_rank_states(self, state),)
+        return (add_rank_states(self, state),)
 
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`: a dict, or a tuple of one dict."""
@@ -413,13 +413,13 @@ class Graph(ModelSnapshots, HasBuild):
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
 
         Args:
-            path: the file. GitHub, GitLab, editors and mermaid.live render its Mermaid text.
+            path: the file, in Mermaid format. GitHub, GitLab, editors and mermaid.live render it.
 
         Raises:
             GraphError: the graph has not been called yet.
             InputError: `path` is not a path.
         """
-        _, step = self.__last
+        _, step = self.__last_call
         if step is None:
             raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once to compile one")
         as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.id_graph is not None))
@@ -427,88 +427,88 @@ class Graph(ModelSnapshots, HasBuild):
     def why_recompiled(self) -> list[str]:
         """Return why the latest 64 steps were compiled: how each step differs from the most similar earlier step.
 
-        The first step needs no reason. The logger "tierbed" logs the same texts at level INFO.
+        The list omits the first step. The logger "tierbed" logs the same texts at level INFO.
         """
-        return list(self.__compiles.reasons)
+        return list(self.__recompile_log.reasons)
 
-    def __refuse_captured(self, method: str, is_used: bool, captures: bool | None = None) -> None:
-        """Raise OptionError if `method` is used with `cuda_graph`. captures: None for the current setting."""
-        if is_used and (self.__captures if captures is None else captures):
+    def __check_cuda_graph(self, method: str, is_used: bool, captures: bool | None = None) -> None:
+        """Raise OptionError if `method` is used with `cuda_graph`. captures: None for the graph's setting."""
+        if is_used and (self.__uses_cuda_graph if captures is None else captures):
             raise OptionError(
-                f"cuda_graph and {method}: a step with {method} cannot be captured; leave out one of them: "
-                f"cuda_graph(False), or no call of {method} (clip_grad_value works with both)"
+                f"cuda_graph and {method}: a step with {method} cannot be captured; call cuda_graph(False), "
+                f"or leave out {method} (clip_grad_value works with cuda_graph)"
             )
 
-    def __known_lookups(self, *args: Any) -> KnownLookups | None:
+    def __find_lookups(self, *args: Any) -> KnownLookups | None:
         try:
-            step, tensors = self.__compiled(args, {})
-        except Exception:  # the call itself raises this error
+            step, tensors = self.__find_step(args, {})
+        except Exception:  # the step itself raises this error later
             return None
         return step.find_known_lookups(tensors)
 
-    def __compiled(
+    def __find_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
-        """Return a call's step and the tensors that it runs on. static_only: True to use a static-shape step."""
-        if self.__abandoned:
-            self.__abandoned.clear()
+        """Return the compiled step for a call, and its input tensors. static_only: True for a static-shape step."""
+        if self.__abandoned_runs:
+            self.__abandoned_runs.clear()
             forget_announced(self)
         arguments = split_by_key((args, kwargs)) if self.__splits_by_key else (args, kwargs)
         args, kwargs = arguments
-        dynamic_leaves = NO_DYNAMIC
+        dynamic_leaves = NO_DYNAMIC_LEAVES
         if not kwargs and set(map(type, args)) <= _TENSORS:
             inputs = leaves = list(args)
-            spec = tensors_spec(len(args))
+            spec = make_tensors_spec(len(args))
         else:
             leaves, spec = pytree.tree_flatten(arguments)
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            tree = self.__tree  # read once: another thread's call may set the attribute
+            tree = self.__call_tree  # read once: another thread's call may set the attribute
             if spec != tree[0]:
-                tree = self.__tree = spec, dynamic_leaves_of(spec)
+                tree = self.__call_tree = spec, find_dynamic_leaves(spec)
             spec, dynamic_leaves = tree
-        signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)
-        last_signature, step = self.__last
+        signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
+        last_signature, step = self.__last_call
         if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
             with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace would abort inside torch
                 self.__optimizers.add_from_backward(self)
                 # compute the signature again: another thread may have traced meanwhile
-                signature, tensors = self.__signature(arguments, leaves, spec, dynamic_leaves)
+                signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
                 try:
-                    step = self.__step_for(signature, call, tensors, static_only)
+                    step = self.__find_or_compile(signature, call, tensors, static_only)
                 except GraphError:
                     if self.__splits_by_key or not can_split(arguments):
                         raise
                     self.__splits_by_key = True
                     try:
-                        return self.__compiled(args, kwargs, static_only)
+                        return self.__find_step(args, kwargs, static_only)
                     except BaseException:
                         self.__splits_by_key = False
                         raise
-            needs_guard = bool(dynamic_leaves) and step.guard is None  # the signature lacks its sizes
-            self.__last = None if needs_guard else signature, step
+            needs_guard = bool(dynamic_leaves) and step.guard is None  # the signature lacks the dynamic sizes
+            self.__last_call = None if needs_guard else signature, step
         return step, inputs + tensors
 
-    def __signature(
+    def __make_signature(
         self, arguments: Arguments, leaves: list[Any], spec: pytree.TreeSpec, dynamic_leaves: frozenset[int]
     ) -> tuple[Hashable, list[Tensor]]:
-        while self.__structure is None or (live := self.__structure.live()) is None:
+        while self.__structure is None or (module_state := self.__structure.read_state()) is None:
             self.__structure = Structure(self, self.__optimizers.optimizers)
-            self.__values = ValueGuards()
+            self.__guards = ValueGuards()
             # old steps can no longer run, and would keep replaced modules alive
             self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
-        tensors, state = live
+        tensors, state = module_state
         return (
             spec,
             call_key(leaves, dynamic_leaves, self.build, arguments),
             state,
-            self.__epilogue.key(),
+            self.__epilogue.settings_key(),
             repr(self.__inductor),
-            self.__captures,
-            self.__values.number if self.__values.holds() else self.__values.renew(),
+            self.__uses_cuda_graph,
+            self.__guards.version if self.__guards.is_current() else self.__guards.find_version(),
         ), tensors
 
-    def __step_for(self, signature: Any, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
+    def __find_or_compile(self, signature: Any, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
         step = self.__steps.find(signature, call, static_only)
         if step is not None:
             return step
@@ -522,31 +522,31 @@ class Graph(ModelSnapshots, HasBuild):
         begin, name, base = perf_counter(), type(self).__name__, signature[:-1]
         is_compiled = False
 
-        def compiled(dynamic: Dims | None) -> CompiledStep:
+        def compile_call(dynamic: Dims | None) -> CompiledStep:
             nonlocal is_compiled
-            trace_again = partial(trace, self, call, tensors, self.__optimizers, dynamic)
-            traced = trace_again()
-            self.__values.add(traced.reads)
+            retrace = partial(trace, self, call, tensors, self.__optimizers, dynamic)
+            new_trace = retrace()
+            self.__guards.add(new_trace.reads)
             key = base, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
-            alike, program = [cached for cached in self.__steps.all() if cached.key == key], traced.program()
-            equal: CompiledStep | None = self.__values.equal_step(alike, program, lambda: trace_again().program())
-            if equal is not None:
-                return equal
+            candidates, program = [cached for cached in self.__steps.all() if cached.key == key], new_trace.program()
+            step: CompiledStep | None = self.__guards.find_equal_step(candidates, program, lambda: retrace().program())
+            if step is not None:
+                return step
             is_compiled = True
             inductor = self.__inductor if dynamic is None or dynamic <= call.dynamic_dims else None
-            captures = self.__captures and dynamic is None
+            captures = self.__uses_cuda_graph and dynamic is None
             step = compile_step(
-                self, traced, self.__optimizers, self.__epilogue, tensors, inductor, captures, self.__rank_state
+                self, new_trace, self.__optimizers, self.__epilogue, tensors, inductor, captures, self.__rank_state
             )
             return replace(step, key=key, program=program)
 
-        step = self.__steps.make(signature, call, static_only, compiled)
-        if step.trained and not self.__has_checked_dense:
+        step = self.__steps.make(signature, call, static_only, compile_call)
+        if step.trained_rows and not self.__has_checked_dense:
             self.__has_checked_dense = True
-            self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained])
-        is_dynamic, compiles = step.guard is not None, step.module.graph.find_nodes(op="call_module")
-        if self.__inductor is not None and is_dynamic and not compiles and not self.__has_warned:
-            self.__has_warned = True
+            self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained_rows])
+        is_dynamic, compiled_parts = step.guard is not None, step.module.graph.find_nodes(op="call_module")
+        if self.__inductor is not None and is_dynamic and not compiled_parts and not self.__has_warned_uncompiled:
+            self.__has_warned_uncompiled = True
             log.warning(
                 "%s: compile_dense compiles only static shapes, and the dynamic-shape step for further sizes runs "
                 "uncompiled: pad inputs to few sizes, such as powers of two",
@@ -554,12 +554,12 @@ class Graph(ModelSnapshots, HasBuild):
             )
         if is_compiled:
             dense = "off" if self.__inductor is None else str(self.__inductor)
-            settings = {"cuda_graph": str(self.__captures), "compile_dense": dense}
-            texts = self.__values.texts()
-            why = guard_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, texts)
-            self.__compiles.add(name, why, perf_counter() - begin)
+            settings = {"cuda_graph": str(self.__uses_cuda_graph), "compile_dense": dense}
+            value_texts = self.__guards.describe_values()
+            facts = collect_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, value_texts)
+            self.__recompile_log.add(name, facts, perf_counter() - begin)
         self.__steps.evict_oldest()
-        if self.__values.is_full:
+        if self.__guards.is_full:
             self.__structure = None
         return step
 

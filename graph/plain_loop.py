@@ -93,7 +93,7 @@ def load_checkpoint(
         model: the model, as for `save_checkpoint`.
         optimizers: as many as in the call of `save_checkpoint`, in the same order.
         schedulers: as many as in the call of `save_checkpoint`, in the same order.
-        scaler: a GradScaler if one was saved.
+        scaler: a GradScaler, if the checkpoint has one.
         convert: True converts rows to embeddings of another dtype, as `Graph.load` does. Default: False.
 
     Returns:
@@ -107,7 +107,7 @@ def load_checkpoint(
     model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
 
     def parse_model(state: dict[str, Any]) -> OrderedDict[str, Any]:
-        return checkpoint.StateDict(state["model"], checkpoint.versions_of(state))
+        return checkpoint.StateDict(state["model"], checkpoint.read_versions(state))
 
     def check_state(state: dict[str, Any]) -> None:
         check_modules(model, parse_model(state), "model")
@@ -115,7 +115,7 @@ def load_checkpoint(
 
     def apply_state(state: dict[str, Any]) -> None:
         model.load_state_dict(parse_model(state))
-        training_state.load(state["training"])
+        training_state.load_state_dict(state["training"])
         extra.update(state["extra"])
 
     extra: dict[str, Any] = {}
@@ -129,8 +129,8 @@ def load_checkpoint(
 def _collect_state(model: nn.Module, training: TrainingState, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
     """Return everything that a checkpoint contains except rows."""
     model_state = model.state_dict()
-    state = {"model": dict(model_state), "training": training.state(), "extra": dict(extra)}
-    return checkpoint.StateDict(state, checkpoint.versions_of(model_state))
+    state = {"model": dict(model_state), "training": training.state_dict(), "extra": dict(extra)}
+    return checkpoint.StateDict(state, checkpoint.read_versions(model_state))
 
 
 def _prepare_training(model: Any, optimizers: Any, schedulers: Any, scaler: Any) -> tuple[nn.Module, TrainingState]:

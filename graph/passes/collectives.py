@@ -1,4 +1,4 @@
-"""The pass for steps over ranks: send rows and gradients as early as possible, and vote once.
+"""The pass for steps over ranks: send rows and gradients early, and sum dense gradients in one collective, the vote.
 
 Every rank must make a step's collectives in the same order, so this pass fixes the order at compile time.
 """
@@ -14,8 +14,8 @@ from torch import Tensor, fx
 from ...distributed.dense import AllReduceResult
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
-from ..trace.alias import call_target, memory_of, writes
-from .lookups import is_repeatable, sources_of
+from ..trace.alias import call_target, find_storages, written_storages
+from .lookups import find_sources, is_repeatable
 from .nodes import add_attribute
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, are_finite
 
@@ -37,7 +37,7 @@ class CollectiveCall(NamedTuple):
     ids_from: int | None = None  # the index of another pin, if this pin reuses that pin's ids
 
     def __str__(self) -> str:
-        """Return the text that ranks compare."""
+        """Return the text by which ranks check that they make the same collective."""
         suffix = "" if self.embedding is None else f" of {self.embedding.name!r}"
         return self.kind + suffix + ("" if self.ids_from is None else f", ids of {self.ids_from}")
 
@@ -46,63 +46,63 @@ _ROW_USES = ("gather", "weights_grad", "send")
 
 
 def sum_over_ranks(
-    collectives: Any, epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], present: bool = True
+    collectives: Any, epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], has_batch: bool = True
 ) -> AllReduceResult:
     """Sum dense gradients over the ranks with a batch. If the step failed on one rank, raise its error on all ranks."""
     finite = epilogue.scaler is None or are_finite([grad for part in rows for grad in part.grads])
-    return collectives.vote(dense, finite=finite, present=present)
+    return collectives.vote(dense, finite=finite, has_batch=has_batch)
 
 
-def common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
+def find_common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
     """Return the world that a graph's embeddings share, or None. Raises GraphError for different worlds."""
     by_world = {id(embedding.world): (path, embedding.world) for path, embedding in embeddings.items()}
     if len(by_world) > 1:
         names, worlds = zip(*[*by_world.values()][:2], strict=True)
         sizes = ["in this process alone" if w is None else f"over a world of {w.size} ranks" for w in worlds]
         raise GraphError(
-            f"embeddings {names[0]!r} and {names[1]!r}: one is {sizes[0]}, and one is {sizes[1]}; give all embeddings "
+            f"embedding {names[0]!r} is {sizes[0]}, but embedding {names[1]!r} is {sizes[1]}; give all embeddings "
             "of a graph the same world"
         )
     return next((world for _, world in by_world.values()), None)
 
 
 def pin_early(module: fx.GraphModule) -> None:
-    """Move a pin to the top of the step if pure torch ops make its ids from tensors that the step never writes."""
+    """Move each pin to the top of the step if pure torch ops compute its ids from tensors that no op writes."""
     graph = module.graph
-    changed = set().union(*map(writes, graph.nodes))
+    changed_storages = set().union(*map(written_storages, graph.nodes))
     last = next(reversed(graph.find_nodes(op="placeholder")), None)
-    moved: set[fx.Node] = set()
+    moved_nodes: set[fx.Node] = set()
     for pin in graph.find_nodes(op="call_method", target="pin"):
         embedding, lookups, *ids_from = pin.args
-        needed = sources_of(pin, (embedding, lookups))
-        is_pure = all(is_repeatable(node, set()) and not writes(node) for node in needed)
-        is_movable = is_pure and not memory_of(needed) & changed
-        is_read_before = any(  # moving the pin up is unsafe: it may evict rows that are read
+        id_sources = find_sources(pin, (embedding, lookups))
+        is_pure = all(is_repeatable(node, set()) and not written_storages(node) for node in id_sources)
+        is_movable = is_pure and not find_storages(id_sources) & changed_storages
+        is_read_before = any(  # moving a pin above a read is unsafe: a pin may evict the rows that are read
             call_target(node) in ("read", "read_weights_grad") and node < pin for node in cast(fx.Node, embedding).users
         )
-        if last is None or not is_movable or not moved.issuperset(ids_from) or is_read_before:
+        if last is None or not is_movable or not moved_nodes.issuperset(ids_from) or is_read_before:
             continue
-        for node in [node for node in graph.nodes if node in needed] + [pin]:
-            if node.op != "placeholder" and node not in moved:
+        for node in [node for node in graph.nodes if node in id_sources] + [pin]:
+            if node.op != "placeholder" and node not in moved_nodes:
                 last.append(node)
                 last = node
-                moved.add(node)
+                moved_nodes.add(node)
 
 
 def schedule_collectives(
-    module: fx.GraphModule, node: fx.Node | None, make: Callable[[list[CollectiveCall], list[tuple[str, Tensor]]], Any]
+    module: fx.GraphModule, end: fx.Node | None, make: Callable[[list[CollectiveCall], list[tuple[str, Tensor]]], Any]
 ) -> Any:
-    """Send row gradients as soon as they are complete, and insert the vote before `node`, the end of the step.
+    """Send row gradients as soon as they are complete, and insert the vote before `end`, the last node of the step.
 
-    node: None if the step trains nothing. make: creates the returned `StepCollectives` from the step's collective calls
-    and its trained parameters by name. Raises GraphError for a sparse gradient.
+    end: None if the step trains nothing. make: a function that creates the returned `StepCollectives` from the step's
+    collective calls and its trained parameters, (name, tensor) pairs. Raises GraphError for a sparse gradient.
     """
     graph = module.graph
-    if node is None:
+    if end is None:
         return make(_list_calls(module), [])
-    arguments: Any = node.args
+    arguments: Any = end.args
     epilogue, rows, dense = arguments
-    trained: list[tuple[str, Tensor]] = []
+    trained_parameters: list[tuple[str, Tensor]] = []
     for _, params, grads in dense:
         for param, grad in zip(params, grads, strict=True):
             name = str(param.target)
@@ -111,38 +111,38 @@ def schedule_collectives(
                     f"the gradient of parameter {name!r} is sparse, and ranks can only sum dense gradients; "
                     "leave out sparse=True, or use a tierbed embedding with a world"
                 )
-            trained.append((name, param.meta["val"]))
-    for batch, grads, weights in rows if node.target is apply_gradients else ():
+            trained_parameters.append((name, param.meta["val"]))
+    for batch, grads, weights in rows if end.target is apply_gradients else ():
         sources = {value for value in (*grads, *weights, batch) if isinstance(value, fx.Node)}
-        gradient_storages = memory_of(sources)
-        last = [other for other in graph.nodes if other in sources or writes(other) & gradient_storages][-1]
+        gradient_storages = find_storages(sources)
+        last = [other for other in graph.nodes if other in sources or written_storages(other) & gradient_storages][-1]
         with graph.inserting_after(last):
             graph.call_method("send", (batch, grads, weights))
-    collectives = make(_list_calls(module), trained)
-    with graph.inserting_before(node):
+    collectives = make(_list_calls(module), trained_parameters)
+    with graph.inserting_before(end):
         collectives_node = add_attribute(module, "collectives", collectives)
-        if node.target is apply_gradients:
+        if end.target is apply_gradients:
             collectives_node = graph.call_function(sum_over_ranks, (collectives_node, epilogue, rows, dense))
-    node.insert_arg(3, collectives_node)
+    end.insert_arg(3, collectives_node)
     return collectives
 
 
 def _list_calls(module: fx.GraphModule) -> list[CollectiveCall]:
     calls: list[CollectiveCall] = []
-    pinned: dict[Any, tuple[int, EmbeddingBase]] = {}
-    waited: set[Any] = set()
+    pins: dict[Any, tuple[int, EmbeddingBase]] = {}
+    awaited_pins: set[Any] = set()
     for node in module.graph.nodes:
-        if call_target(node) in _ROW_USES and node.args[0] not in waited:
-            waited.add(node.args[0])
-            calls.append(CollectiveCall("rows", pinned[node.args[0]][1]))
+        if call_target(node) in _ROW_USES and node.args[0] not in awaited_pins:
+            awaited_pins.add(node.args[0])
+            calls.append(CollectiveCall("rows", pins[node.args[0]][1]))
         kind = _KINDS.get(call_target(node))
         if kind == "vote":
             calls.append(CollectiveCall(kind, None))
         elif kind == "send":
-            calls.append(CollectiveCall(kind, pinned[node.args[0]][1]))
+            calls.append(CollectiveCall(kind, pins[node.args[0]][1]))
         elif kind is not None:
             embedding = getattr(module, node.args[0].target)
-            ids_from = pinned[node.args[2]][0] if kind == "pin" and node.args[2:] else None
-            pinned[node] = len(calls), embedding
+            ids_from = pins[node.args[2]][0] if kind == "pin" and node.args[2:] else None
+            pins[node] = len(calls), embedding
             calls.append(CollectiveCall(kind, embedding, ids_from))
     return calls

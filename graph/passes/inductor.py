@@ -15,11 +15,11 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import create_op_support
 
 from ...engine.errors import GraphError
-from ..trace.alias import is_random, memory_of, writes
-from .lookups import sources_of
+from ..trace.alias import find_storages, is_random, written_storages
+from .lookups import find_sources
 
 
-class Compiled(nn.Module):
+class InductorModule(nn.Module):
     """A subgraph of a step, compiled by Inductor."""
 
     def __init__(self, part: fx.GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> None:
@@ -38,30 +38,30 @@ class Compiled(nn.Module):
 
 def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
     """Return the same step with its pure aten ops compiled, in groups as large as possible. Raises GraphError."""
-    pure = _pure(module.graph)
-    supported = create_op_support(lambda _, node: node in pure)
-    fused = CapabilityBasedPartitioner(module, supported).partition_and_fuse(prefix="dense_")
-    for node in fused.graph.find_nodes(op="call_module", sort=True):
-        part = fused.get_submodule(node.target)
+    pure_nodes = _find_pure_nodes(module.graph)
+    supported = create_op_support(lambda _, node: node in pure_nodes)
+    fused_module = CapabilityBasedPartitioner(module, supported).partition_and_fuse(prefix="dense_")
+    for node in fused_module.graph.find_nodes(op="call_module", sort=True):
+        part = fused_module.get_submodule(node.target)
         assert isinstance(part, fx.GraphModule)
         inputs = [argument.meta["val"] for argument in node.args]
-        fused.add_submodule(node.target, Compiled(part, inputs, options))
-    fused.recompile()
-    return fused
+        fused_module.add_submodule(node.target, InductorModule(part, inputs, options))
+    fused_module.recompile()
+    return fused_module
 
 
-def _pure(graph: fx.Graph) -> set[fx.Node]:
+def _find_pure_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that Inductor may compile. Nodes that make ids or have dynamic shapes are excluded."""
-    changed: set[int] = set().union(*map(writes, graph.nodes))
+    changed_storages: set[int] = set().union(*map(written_storages, graph.nodes))
     lookups = [node for method in ("pin", "read") for node in graph.find_nodes(op="call_method", target=method)]
-    id_sources = set().union(*(sources_of(node, node.args) for node in lookups))
+    id_sources = set().union(*(find_sources(node, node.args) for node in lookups))
     return {
         node
         for node in graph.nodes
         if isinstance(node.target, torch._ops.OpOverload)
         and node not in id_sources
         and not is_random(node.target, node.args)
-        and not memory_of((node, *node.all_input_nodes)) & changed
+        and not find_storages((node, *node.all_input_nodes)) & changed_storages
         and isinstance(node.meta.get("val"), Tensor | tuple | list)
         and not has_free_symbols([operand.meta.get("val") for operand in (node, *node.all_input_nodes)])
     }

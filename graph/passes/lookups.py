@@ -1,4 +1,4 @@
-"""The passes over lookups.
+"""Passes that replace the lookups of a trace by calls that fetch, read and update rows.
 
 An embedding's trained lookups become one `pin` (deduplicate all ids, fetch and pin their rows), one `gather` per
 lookup, and one `update`; other lookups become `read`. Embeddings that train on the same ids share one deduplication.
@@ -23,7 +23,8 @@ from ...embedding.autograd import lookup_op
 from ...engine.errors import GraphError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ..trace.alias import call_target, external_storages, is_random, memory_of, storages, value_at, with_sources, writes
+from ..trace import alias
+from ..trace.alias import call_target, external_storages, find_storages, is_random, storages, written_storages
 from .nodes import add_attribute, replace_node
 from .step_epilogue import accumulate
 
@@ -31,7 +32,7 @@ KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
-# ops by which autograd sums and copies a parameter's gradients, with the argument that is copied
+# ops by which autograd sums and copies a parameter's gradients; for a copy, the index of the copied argument
 _ADD = torch.ops.aten.add.Tensor
 _SUMS = {_ADD, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
@@ -40,60 +41,60 @@ _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, 
 def share_rows(module: fx.GraphModule) -> None:
     """Make a pin reuse the unique rows of another embedding's earlier pin with the same lookups.
 
-    Two lookups are the same if equal ops make their arguments from the same tensors, and the step never writes those.
+    Two lookups are the same if equal ops compute them from the same tensors, and the step never writes these tensors.
     """
-    changed = set().union(*map(writes, module.graph.nodes))
-    values: dict[Hashable, int] = {}
-    value_of: dict[fx.Node, int] = {}
-    first: dict[Hashable, fx.Node] = {}
+    changed_storages = set().union(*map(written_storages, module.graph.nodes))
+    numbers: dict[Hashable, int] = {}
+    value_numbers: dict[fx.Node, int] = {}
+    first_pins: dict[Hashable, fx.Node] = {}
     for node in module.graph.nodes:
-        is_constant = not memory_of((node, *node.all_input_nodes)) & changed
+        is_constant = not find_storages((node, *node.all_input_nodes)) & changed_storages
         if is_constant and call_target(node) == "pin":
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
-            key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _make_key(lookups, value_of))
-            earlier = first.setdefault(key, node)
-            if earlier is not node:
-                node.update_arg(1, earlier.args[1])
-                node.insert_arg(2, earlier)
+            key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _make_key(lookups, value_numbers))
+            first_pin = first_pins.setdefault(key, node)
+            if first_pin is not node:
+                node.update_arg(1, first_pin.args[1])
+                node.insert_arg(2, first_pin)
         value_key: Hashable = (node.op, node.target) if node.op == "get_attr" else node
         if is_constant and node.op == "call_function" and is_repeatable(node, set()):
-            value_key = (node.target, _make_key((node.args, *node.kwargs.items()), value_of))
-        value_of[node] = values.setdefault(value_key, len(values))
+            value_key = (node.target, _make_key((node.args, *node.kwargs.items()), value_numbers))
+        value_numbers[node] = numbers.setdefault(value_key, len(numbers))
 
 
-def _make_key(argument: Any, value_of: dict[fx.Node, int]) -> Hashable:
-    """Return a key that is equal for equal arguments. Nodes are compared by value, numbers also by type."""
+def _make_key(argument: Any, value_numbers: dict[fx.Node, int]) -> Hashable:
+    """Return a key that is equal for equal arguments. Nodes compare by value, and numbers also by type."""
     if isinstance(argument, fx.Node):
-        return fx.Node, value_of[argument]
+        return fx.Node, value_numbers[argument]
     if isinstance(argument, list | tuple):
-        return tuple(_make_key(part, value_of) for part in argument)
+        return tuple(_make_key(part, value_numbers) for part in argument)
     return type(argument), argument
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return a module with the placeholders of `module` that returns its `prefetchable_lookups`, or None.
+    """Return a module that computes the `prefetchable_lookups` of `module` from the same inputs, or None.
 
     The new module returns lookups as plain tuples, because in torch 2.11 modules cannot return a NamedTuple.
     """
     known = prefetchable_lookups(module)
     if not known:
         return None
-    needed = set().union(*(sources_of(node, lookups) for node, lookups in known))
+    id_sources = set().union(*(find_sources(node, lookups) for node, lookups in known))
     id_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
-        if node in needed or node.op == "placeholder":
+        if node in id_sources or node.op == "placeholder":
             copies[node] = id_graph.node_copy(node, copies.__getitem__)
-    lookups = [(embedding, [tuple(lookup) for lookup in parts]) for _, (embedding, parts) in known]
+    lookups = [(embedding, [tuple(lookup) for lookup in lookup_nodes]) for _, (embedding, lookup_nodes) in known]
     id_graph.output(fx.map_arg(lookups, copies.__getitem__))
     return fx.GraphModule(module, id_graph)
 
 
 def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Return nodes that train rows with ids known before the step runs, and each node's (embedding, lookups).
+    """Return (node, (embedding, lookups)) for each node that trains rows with ids that are known before the step runs.
 
-    Other ids depend on rows, random numbers, custom ops, or external tensors that the step changes.
+    Ids are not known if they depend on rows, random numbers, custom ops, or external tensors that the step changes.
     """
     pins = module.graph.find_nodes(op="call_method", target="pin")
     trained: list[tuple[fx.Node, Any]] = [(node, node.args[:2]) for node in pins]
@@ -104,107 +105,107 @@ def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     return [
         (node, lookups)
         for node, lookups in trained
-        if all(is_repeatable(source, external) for source in sources_of(node, lookups))
+        if all(is_repeatable(source, external) for source in find_sources(node, lookups))
     ]
 
 
-def sources_of(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """Return the nodes that make `arguments` for `user`, and earlier nodes that write to the same memory."""
+def find_sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
+    """Return the nodes that compute `arguments` of the node `user`, and earlier nodes that write to the same memory."""
     used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
-    return with_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
+    return alias.add_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
 def is_repeatable(node: fx.Node, external: set[int]) -> bool:
-    """True if a node that runs before the step gives the same result: it uses no rows, random numbers or custom ops."""
+    """True if a node gives the same result before the step begins: it uses no rows, random numbers or custom ops."""
     if call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
-    return is_torch and not (is_random(node.target, node.args) or writes(node) & external)
+    return is_torch and not (is_random(node.target, node.args) or written_storages(node) & external)
 
 
 class SharedLookup(NamedTuple):
-    """A lookup in a batch. Equal lookups in a step are looked up once; nodes compare by identity."""
+    """A lookup in a batch. A step makes equal lookups once. Lookups are equal if their arguments are the same nodes."""
 
     lookup: Lookup
     weights: Any
-    changed: fx.Node | None  # the last node that wrote to the weights
+    last_writer: fx.Node | None  # the last node that wrote to the weights
 
 
-def expand_reads(module: fx.GraphModule, path_of: Callable[[int], str]) -> None:
+def expand_reads(module: fx.GraphModule, find_path: Callable[[int], str]) -> None:
     """Replace all remaining lookups and weight gradients with reads, which change no rows."""
     graph = module.graph
     for node in graph.find_nodes(op="call_function", target=LOOKUP):
         with graph.inserting_before(node):
-            replace_node(node, _read(graph, _find_embedding_node(module, node.args[-1], path_of), node))
+            replace_node(node, _insert_read(graph, _find_embedding_node(module, node.args[-1], find_path), node))
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
-        embedding = _find_embedding_node(module, node.args[-1], path_of)
+        embedding = _find_embedding_node(module, node.args[-1], find_path)
         with graph.inserting_before(node):
             replace_node(node, graph.call_method("read_weights_grad", (embedding, _read_lookup(node), node.args[0])))
 
 
-def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, path_of: Callable[[int], str]) -> None:
-    """Make one pin before the first trained lookup, a gather for each lookup, and one update at the end of the step.
+def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
+    """Insert an embedding's pin before its first trained lookup, a gather per lookup, and an update at the step's end.
 
     grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients,
     or if computing ids earlier would change a lookup's ids or the order of random draws.
     """
     graph = module.graph
-    grads: dict[SharedLookup, list[Any]] = defaultdict(list)
-    weights: dict[SharedLookup, Any] = {}
-    for node in _find_summands(graph, op_id, grad, path_of(op_id)):
-        key = _shared_lookup(node)
-        grads[key].append(value_at(graph, node, node.args[0]))
-        if key not in weights:
-            weights[key] = value_at(graph, node, key.weights)
+    grads_by_lookup: dict[SharedLookup, list[Any]] = defaultdict(list)
+    weights_by_lookup: dict[SharedLookup, Any] = {}
+    for node in _find_summands(graph, op_id, grad, find_path(op_id)):
+        key = _make_shared_lookup(node)
+        grads_by_lookup[key].append(alias.preserve_value(graph, node, node.args[0]))
+        if key not in weights_by_lookup:
+            weights_by_lookup[key] = alias.preserve_value(graph, node, key.weights)
     lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == op_id]
-    trained = {node: key for node in lookups if (key := _shared_lookup(node)) in grads}
-    shared = list(dict.fromkeys(trained.values()))
-    if len(shared) != len(grads):
+    lookup_by_node = {node: key for node in lookups if (key := _make_shared_lookup(node)) in grads_by_lookup}
+    shared = list(dict.fromkeys(lookup_by_node.values()))
+    if len(shared) != len(grads_by_lookup):
         raise GraphError(
-            f"embedding {path_of(op_id)!r}: backward() saved other ids or weights than the lookup used; "
+            f"embedding {find_path(op_id)!r}: backward() saved other ids or weights than the lookup used; "
             "leave lookups out of saved_tensors_hooks"
         )
-    embedding = _find_embedding_node(module, op_id, path_of)
-    _move_ids_up(graph, [*trained], embedding, path_of(op_id))
-    with graph.inserting_before(next(iter(trained))):
+    embedding = _find_embedding_node(module, op_id, find_path)
+    _move_ids_up(graph, [*lookup_by_node], embedding, find_path(op_id))
+    with graph.inserting_before(next(iter(lookup_by_node))):
         batch = graph.call_method("pin", (embedding, [key.lookup for key in shared]))
     _expand_weights_grads(graph, op_id, batch, shared)
-    for node, key in trained.items():
+    for node, key in lookup_by_node.items():
         with graph.inserting_before(node):
             replace_node(node, graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))))
     with graph.inserting_before(graph.output_node()):
-        used = [weights[key] for key in shared]
-        totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads[key]) for key in shared]
-        graph.call_method("update", (batch, totals, *([used] if any(used) else [])))
+        used_weights = [weights_by_lookup[key] for key in shared]
+        totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads_by_lookup[key]) for key in shared]
+        graph.call_method("update", (batch, totals, *([used_weights] if any(used_weights) else [])))
 
 
 def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
-    """Compute weight gradients from the batch's rows, if the batch has these rows. Rows do not depend on weights."""
-    index_of = {key.lookup: index for index, key in enumerate(shared)}
+    """Compute gradients of pooling weights from pinned rows, if the batch contains the same lookup with any weights."""
+    index_by_lookup = {key.lookup: index for index, key in enumerate(shared)}
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _read_lookup(node)
-        if node.args[-1] == op_id and node > batch and lookup in index_of:
+        if node.args[-1] == op_id and node > batch and lookup in index_by_lookup:
             with graph.inserting_before(node):
-                replace_node(node, graph.call_method("weights_grad", (batch, index_of[lookup], node.args[0])))
+                replace_node(node, graph.call_method("weights_grad", (batch, index_by_lookup[lookup], node.args[0])))
 
 
 def _read_lookup(node: fx.Node) -> Lookup:
-    """Return the `Lookup` of a lookup node or of a gradient node of it. Only the nodes' first arguments differ."""
+    """Return the `Lookup` of a lookup node or a lookup gradient node. They differ only in the first argument."""
     arguments: Any = node.args[1:6]
     return lookup_op.make_lookup(*arguments)
 
 
-def _shared_lookup(node: fx.Node) -> SharedLookup:
+def _make_shared_lookup(node: fx.Node) -> SharedLookup:
     weights: Any = node.args[6]
     if weights is None:
         return SharedLookup(_read_lookup(node), None, None)
-    changed = node.prev
-    while changed.op != "root" and not writes(changed) & storages(weights):
-        changed = changed.prev
-    return SharedLookup(_read_lookup(node), weights, changed)
+    last_writer = node.prev
+    while last_writer.op != "root" and not written_storages(last_writer) & storages(weights):
+        last_writer = last_writer.prev
+    return SharedLookup(_read_lookup(node), weights, last_writer)
 
 
-def _read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
+def _insert_read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
     return graph.call_method("read", (embedding, _read_lookup(node), *_weights_argument(node.args[6])))
 
 
@@ -212,16 +213,16 @@ def _weights_argument(weights: Any) -> tuple[Any, ...]:
     return () if weights is None else (weights,)
 
 
-def refuse_uses(graph: fx.Graph, shadows: dict[fx.Node, str], path_of: Callable[[int], str]) -> None:
-    """Raise GraphError if a live node still uses an embedding's parameter (in `shadows`) or its gradient."""
+def check_shadows(graph: fx.Graph, shadows: dict[fx.Node, str], find_path: Callable[[int], str]) -> None:
+    """Raise GraphError if a node still uses an embedding's shadow parameter (in `shadows`) or its gradient."""
     for shadow, name in shadows.items():
         if shadow.users:
-            raise _shadow_error(name)
+            raise _make_shadow_error(name)
     for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD):
-        raise _shadow_error(path_of(node.args[-1]))
+        raise _make_shadow_error(find_path(node.args[-1]))
 
 
-def _shadow_error(name: str) -> GraphError:
+def _make_shadow_error(name: str) -> GraphError:
     return GraphError(
         f"build uses the parameter of embedding {name!r}, or its gradient, as a tensor, but no tensor holds the rows; "
         "call self.clip_grad_norm(max_norm) in __init__ instead of clip_grad_norm_, leave the embedding out of "
@@ -231,15 +232,15 @@ def _shadow_error(name: str) -> GraphError:
 
 
 def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
-    """Return the lookup gradients whose plain sum is `grad`, with repeats. GraphError if `grad` is no such sum."""
+    """Return the lookup gradients that sum up to `grad`, with repeats. Raises GraphError if `grad` is no plain sum."""
     counts: Counter[fx.Node] = Counter()
-    summed: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     pending: list[Any] = [grad]
     while pending:
         node = pending.pop()
         if not isinstance(node, fx.Node):
-            raise _shadow_error(name)
-        summed.add(node)
+            raise _make_shadow_error(name)
+        visited.add(node)
         if node.target is LOOKUP_GRAD and node.args[-1] == op_id:
             counts[node] += 1
         elif node.target in _SUMS and not node.kwargs:
@@ -247,14 +248,14 @@ def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> lis
         elif node.target in _COPIES:
             pending.append(node.args[_COPIES[node.target]])
         else:
-            raise _shadow_error(name)
-    changed = memory_of(summed)
-    if any(writes(node) & changed for node in graph.nodes if node not in summed):
-        raise _shadow_error(name)
+            raise _make_shadow_error(name)
+    summed_storages = find_storages(visited)
+    if any(written_storages(node) & summed_storages for node in graph.nodes if node not in visited):
+        raise _make_shadow_error(name)
     return [node for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD) for _ in range(counts[node])]
 
 
-def _find_embedding_node(module: fx.GraphModule, op_id: int, path_of: Callable[[int], str]) -> fx.Node:
+def _find_embedding_node(module: fx.GraphModule, op_id: int, find_path: Callable[[int], str]) -> fx.Node:
     """Return the embedding's node. Each step has one node per embedding, at the top of the step."""
     embedding = lookup_op.find_embedding(op_id)
     for node in module.graph.find_nodes(op="get_attr"):
@@ -262,40 +263,40 @@ def _find_embedding_node(module: fx.GraphModule, op_id: int, path_of: Callable[[
             return node
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        return add_attribute(module, path_of(op_id), embedding)
+        return add_attribute(module, find_path(op_id), embedding)
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
-    """Move the ops that make later lookups' ids before the first lookup, because a batch is pinned as a whole.
+    """Move the ops that compute ids of later lookups before the first lookup, because one pin needs all ids.
 
-    If ids are computed from an earlier lookup's rows, these rows are read first.
+    If ids are computed from an earlier lookup's rows, a separate read of these rows is inserted before the pin.
     """
     from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
-    between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
+    nodes_between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
     operands = [operand for lookup in lookups for operand in lookup.args[1:4]]  # without the weights
     id_sources = {operand for operand in operands if isinstance(operand, fx.Node)}
-    for node in reversed(between):
+    for node in reversed(nodes_between):
         if node in id_sources:
             id_sources.update(node.all_input_nodes)
-    changed = memory_of(id_sources)
-    if any(writes(node) & changed for node in between):
+    id_storages = find_storages(id_sources)
+    if any(written_storages(node) & id_storages for node in nodes_between):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are changed in place after the first lookup; "
             "compute the ids of all lookups first, or do not change them in place"
         )
-    draws_ids = [node in id_sources for node in between if is_random(node.target, node.args)]
+    draws_ids = [node in id_sources for node in nodes_between if is_random(node.target, node.args)]
     if draws_ids != sorted(draws_ids, reverse=True):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are drawn at random after another draw, such as dropout, "
             "that follows the first lookup; draw the ids of all lookups first"
         )
     reads: dict[fx.Node, fx.Node] = {}
-    for node in between:
+    for node in nodes_between:
         if node in id_sources and node in lookups:
             with graph.inserting_before(lookups[0]):
-                reads[node] = _read(graph, embedding, node)
+                reads[node] = _insert_read(graph, embedding, node)
             reads[node].meta["val"] = node.meta["val"]
         elif node in id_sources:
-            for lookup, early in reads.items():
-                node.replace_input_with(lookup, early)
+            for lookup, early_read in reads.items():
+                node.replace_input_with(lookup, early_read)
             lookups[0].prepend(node)

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import fx
 
-from ..trace.names import identifiers
+from ..trace.names import make_identifiers
 
 
 def add_attribute(module: fx.GraphModule, name: str, value: Any) -> fx.Node:
-    """Store `value` under `name`, or a similar unique name, and return a node for the value at the insertion point."""
-    (name,) = identifiers([name], dir(module))
+    """Store `value` as module attribute `name`, or a similar unique name. Returns an inserted node that reads it."""
+    (name,) = make_identifiers([name], dir(module))
     setattr(module, name, value)
     return module.graph.create_node("get_attr", name)
 

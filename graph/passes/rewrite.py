@@ -1,8 +1,8 @@
 """Passes that turn a trace, an FX graph whose nodes carry fake tensors in `meta`, into a compiled step.
 
-A dynamic-shape step computes all sizes and strides from its inputs' sizes when it begins (`sizes_from_inputs`). A trace
-instead reads each size when needed, from the first tensor with this size. That is unsafe: an op may have changed the
-tensor's shape in place, and a kernel may choose another stride than in the trace.
+A dynamic-shape step computes all sizes and strides from its inputs' sizes when it begins (`compute_sizes`). A trace
+instead reads each size when needed, from the first tensor with this size. Late reads are unsafe: an op may have changed
+the tensor's shape in place, and a kernel may choose another stride than in the trace.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ...engine.errors import GraphError
 from ...engine.options.lookup import Lookup
-from ..trace.alias import external_storages, is_reshape, live_nodes, reshaped_storages, storages, value_at
-from ..trace.names import identifiers
-from ..trace.trace import LIVE
+from ..trace.alias import external_storages, is_reshape, live_nodes, preserve_value, reshaped_storages, storages
+from ..trace.names import make_identifiers
+from ..trace.trace import MODULE_TENSOR
 from .collectives import sum_over_ranks
 from .nodes import add_attribute, replace_node
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
-# functions that nodes call to change rows or parameters, and `update`, a method of a pinned batch
+# what nodes call to change rows or parameters: functions, and `update`, a method of a pinned batch
 EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
-_OP = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
+_OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
     """Name placeholders for the printed step: arguments get their names in build, parameters their paths."""
-    for node, name in zip(nodes, identifiers(names), strict=True):
+    for node, name in zip(nodes, make_identifiers(names), strict=True):
         node._rename(name)
         node.target = node.name
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Remove detach, a no-op without autograd, unless only one of its input and its result is reshaped in place."""
+    """Remove detach nodes: no-ops without autograd. A detach stays if an op reshapes its input or result in place."""
     reshaped = reshaped_storages(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     # the trace added a detach for each argument, but build reshapes the caller's tensor itself
-    arguments = [n for n in detaches if n.args[0].op == "placeholder" and LIVE not in n.args[0].meta]
+    arguments = [n for n in detaches if n.args[0].op == "placeholder" and MODULE_TENSOR not in n.args[0].meta]
     for node in detaches:
         if node in arguments or not storages(node) & reshaped:
             node.replace_all_uses_with(node.args[0])
@@ -62,8 +62,8 @@ def drop_double_transpose(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
-    """Cut the output to its first `count` values, detached from live tensors. Returns the remaining values."""
+def cut_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
+    """Keep the step's first `count` outputs, detached from arguments and parameters. Returns the remaining outputs."""
     output, external = graph.output_node(), external_storages(graph)
     returned: Any = output.args[0]
     values = [*returned]
@@ -78,13 +78,13 @@ def keep_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
 def add_dense_steps(
     module: fx.GraphModule, optimizers: Iterable[Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
 ) -> None:
-    """Add a node per optimizer at the end of the step. grads: (optimizer, parameter node, gradient) triples."""
+    """Add a node that steps each optimizer, at the end. grads: (optimizer, parameter node, gradient) triples."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for optimizer in optimizers:
             node = add_attribute(module, type(optimizer).__name__.lower(), optimizer)
-            own = [(parameter, grad) for holder, parameter, grad in grads if holder is optimizer]
-            graph.call_function(dense_step, (node, [p for p, _ in own], [g for _, g in own]))
+            own_grads = [(parameter, grad) for owner, parameter, grad in grads if owner is optimizer]
+            graph.call_function(dense_step, (node, [p for p, _ in own_grads], [g for _, g in own_grads]))
 
 
 def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
@@ -98,14 +98,14 @@ def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
         weights = rest[0] if rest else [None] * len(grads)
         if accumulates:
             embedding, lookups = batch.args
-            lookups_ = [Lookup(*(value_at(graph, batch, part) for part in lookup)) for lookup in lookups]
+            lookups_ = [Lookup(*(preserve_value(graph, batch, part) for part in lookup)) for lookup in lookups]
             rows.append((embedding, lookups_, grads, weights))
         else:
             rows.append(RowGrads(batch, grads, weights))
         graph.erase_node(node)
-    dense_steps = graph.find_nodes(op="call_function", target=dense_step)
-    dense: list[Any] = [DenseGrads(*node.args) for node in dense_steps]
-    for node in dense_steps:
+    dense_step_nodes = graph.find_nodes(op="call_function", target=dense_step)
+    dense: list[Any] = [DenseGrads(*node.args) for node in dense_step_nodes]
+    for node in dense_step_nodes:
         graph.erase_node(node)
     with graph.inserting_before(graph.output_node()):
         epilogue_node = add_attribute(module, "step_end", epilogue)
@@ -128,16 +128,16 @@ def _replace_pin_by_reads(graph: fx.Graph, pin: fx.Node) -> None:
     graph.erase_node(pin)
 
 
-def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], stepped: fx.Node | None) -> None:
-    """Add a step for each learning rate scheduler at the end. stepped: a node that is true if optimizers stepped."""
+def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], update_node: fx.Node | None) -> None:
+    """Call each learning rate scheduler at the end. update_node: its value is True if the optimizers stepped."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for scheduler in schedulers:
             node = add_attribute(module, type(scheduler).__name__.lower(), scheduler)
-            graph.call_function(schedule, (node,) if stepped is None else (node, stepped))
+            graph.call_function(schedule, (node,) if update_node is None else (node, update_node))
 
 
-def drop_dead(graph: fx.Graph) -> None:
+def drop_dead_nodes(graph: fx.Graph) -> None:
     """Remove dead nodes. Unlike FX's own pass, also remove in-place ops on memory that no node reads."""
     live = live_nodes(graph, EFFECTS)
     for node in reversed(list(graph.nodes)):
@@ -145,44 +145,44 @@ def drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def sizes_from_inputs(module: fx.GraphModule) -> None:
+def compute_sizes(module: fx.GraphModule) -> None:
     """Replace nodes that read a tensor's size, stride or offset with numbers computed from the inputs' sizes.
 
-    Raises GraphError if the step reshapes an input or a live tensor in place, because other calls have other sizes.
+    Raises GraphError if build reshapes an argument, parameter or buffer in place, because other calls have other sizes.
     """
     graph = module.graph
     if any(is_reshape(node) and node.args[0].op != "call_function" for node in graph.nodes):
         raise GraphError("build changes the shape of an argument, a parameter or a buffer in place")
-    sizes = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.SymInt)]
-    read = [n for n in sizes if any(isinstance(source.meta.get("val"), Tensor) for source in n.all_input_nodes)]
-    before = set(graph.nodes)
+    size_nodes = [n for n in graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), torch.SymInt)]
+    size_reads = [n for n in size_nodes if any(isinstance(arg.meta.get("val"), Tensor) for arg in n.all_input_nodes)]
+    old_nodes = set(graph.nodes)
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
-        values = _dynamic_sizes(graph)
+        values = _read_dynamic_sizes(graph)
         symbols = dict(values)
-        for node in read:
+        for node in size_reads:
             expression = node.meta["val"].node.expr
             if expression not in values:
                 values[expression] = sympy_interp(PythonReferenceAnalysis, symbols, expression)
             replacement = values[expression]
             node.replace_all_uses_with(replacement.node if isinstance(replacement, fx.Proxy) else replacement)
-    for node in read:
+    for node in size_reads:
         graph.erase_node(node)
     for node in graph.nodes:
-        if node not in before and "val" not in node.meta:
+        if node not in old_nodes and "val" not in node.meta:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
             node.meta["val"] = node.target(*args, **kwargs)
 
 
-def _dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
+def _read_dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
     """Map the trace's sympy symbols to proxies of nodes that read the symbols' values from a placeholder."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies: dict[Any, Any] = {}
     for node in graph.find_nodes(op="placeholder"):
         for dim, size in enumerate(node.meta["val"].shape):
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in proxies:
-                read = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
-                read.meta["val"] = size
-                proxies[size.node.expr] = fx.Proxy(read, tracer)
+                size_node = graph.call_function(torch.ops.aten.sym_size.int, (node, dim))
+                size_node.meta["val"] = size
+                proxies[size.node.expr] = fx.Proxy(size_node, tracer)
     return proxies
 
 
@@ -190,15 +190,15 @@ def bind_ops(module: fx.GraphModule) -> None:
     """Make `module.forward` call torch ops through global names, to save attribute lookups. `recompile` undoes this."""
     code = module.graph.python_code("self")
     names: dict[str, Any] = dict(code.globals)
-    used = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
+    used_names = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
 
-    def bound(match: re.Match[str]) -> str:
+    def bind(match: re.Match[str]) -> str:
         space, op, overload = match.groups()
         name = f"{space}_{op}_{overload}_op"
-        while name in used:  # a parameter of build may already use this name
+        while name in used_names:  # a parameter of build may already use this name
             name += "_"
         names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # `_op` saves a Python frame
         return f"{name}("
 
-    _exec_with_source(_OP.sub(bound, code.src), names)
+    _exec_with_source(_OP_CALL.sub(bind, code.src), names)
     type(module).forward = names["forward"]  # every GraphModule has its own class

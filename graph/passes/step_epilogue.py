@@ -28,7 +28,7 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.swap import set_grads, trace_lock
 
-# (embedding, lookups, the lookups' gradients and pooling weights); FX cannot print a nested named tuple
+# (embedding, lookups, gradients, pooling weights); a plain tuple, because FX cannot print a nested named tuple
 LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
@@ -40,28 +40,28 @@ class _DenseSteps(threading.local):
     count = 0
 
 
-dense_steps = _DenseSteps()
+dense_step_counter = _DenseSteps()
 
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
     """Call `optimizer.step()` with these gradients. The call uses the present learning rates and step counts."""
-    with trace_lock, DisableTorchFunctionSubclass():  # otherwise, each attribute access would call a `Shadow`
+    with trace_lock, DisableTorchFunctionSubclass():  # else each access to a shadow parameter runs Python code
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None  # so that torch changes no parameter outside `params`
-        if not params and _does_nothing(optimizer):
+        if not params and _has_no_effect(optimizer):
             return
         try:
             for parameter, grad in zip(params, grads, strict=True):
                 parameter.grad = grad
-            dense_steps.count += 1
+            dense_step_counter.count += 1
             optimizer.step()
         finally:
             for parameter in params:
                 parameter.grad = None
 
 
-def _does_nothing(optimizer: Optimizer) -> bool:
+def _has_no_effect(optimizer: Optimizer) -> bool:
     """True if `step()` without gradients does nothing, as in torch's or tierbed's optimizers without hooks."""
     return (
         type(optimizer).__module__.startswith(_NO_EFFECT_WITHOUT_GRADIENTS)
@@ -71,22 +71,22 @@ def _does_nothing(optimizer: Optimizer) -> bool:
     )
 
 
-def settings_of(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
+def read_settings(optimizers: Sequence[Optimizer]) -> dict[str, dict[str, Any]]:
     """Return the optimizers' settings by name and param group. Ranks compare these settings."""
     return {
         f"{type(optimizer).__name__} {number}, group {index}": {
-            name: _plain(value) for name, value in group.items() if name != "params"
+            name: _simplify_setting(value) for name, value in group.items() if name != "params"
         }
         for number, optimizer in enumerate(optimizers)
         for index, group in enumerate(optimizer.param_groups)
     }
 
 
-def _plain(value: Any) -> Any:
+def _simplify_setting(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else str(tuple(value.shape))
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_simplify_setting(item) for item in value]
     return value if isinstance(value, int | float | str | None) else type(value).__name__
 
 
@@ -107,43 +107,43 @@ class RowGrads(NamedTuple):
 
 
 class StepEpilogue:
-    """A graph's settings for gradients, and gradients that wait for their update."""
+    """A graph's settings for gradients, and the gradients of accumulated calls until their update."""
 
     def __init__(self) -> None:
         self.max_norm: float | None = None
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
         self.accumulate_steps = 1  # the number of calls whose gradients are summed
-        self.mean = False  # divide the sums by `accumulate_steps`
-        self.waiting_calls = 0  # calls whose gradients wait for their update
-        self.present = False  # over ranks: True if this rank got a batch in one of these calls
-        self._dense: dict[Optimizer, dict[Tensor, Tensor]] = {}
-        self._rows: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # one (unique rows, gradients) per call
+        self.takes_mean = False  # True to divide the sums by `accumulate_steps`
+        self.num_waiting = 0  # the number of calls whose gradients wait for their update
+        self.has_batch = False  # over ranks: True if this rank got a batch in one of the waiting calls
+        self._dense_grads: dict[Optimizer, dict[Tensor, Tensor]] = {}
+        self._row_grads: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # per call: (unique rows, gradients)
 
     @property
-    def is_plain(self) -> bool:
+    def is_identity(self) -> bool:
         """True if optimizers get the gradients unchanged."""
         return self.max_norm is None and self.clip_value is None and self.scaler is None and self.accumulate_steps == 1
 
-    def key(self) -> Hashable:
+    def settings_key(self) -> Hashable:
         """Return a key for the settings that a compiled step depends on."""
-        return self.is_plain, self.accumulate_steps > 1, None if self.scaler is None else self.scaling()
+        return self.is_identity, self.accumulate_steps > 1, None if self.scaler is None else self.scale_key()
 
-    def accumulate(self, steps: int, mean: bool) -> None:
+    def set_accumulation(self, steps: int, mean: bool) -> None:
         """Sum, or average, the gradients of `steps` calls before each update. Raises OptimizerError."""
         count = as_int(steps, minimum=1)
         if count is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
         check_flags(OptimizerError, mean=mean)
-        if self.waiting_calls:
+        if self.num_waiting:
             raise OptimizerError(
-                f"steps={steps}: gradients of {self.waiting_calls} of {self.accumulate_steps} calls wait for their "
+                f"steps={steps}: gradients of {self.num_waiting} of {self.accumulate_steps} calls wait for their "
                 "update; change steps after the last of these calls, or call drop_grads() first"
             )
-        self.accumulate_steps, self.mean = count, mean
+        self.accumulate_steps, self.takes_mean = count, mean
 
-    def scaling(self) -> Hashable:
-        """Return a key for the scale tensor. A compiled step multiplies its loss by this tensor and keeps it alive."""
+    def scale_key(self) -> Hashable:
+        """Return a key for the scale tensor. A compiled step multiplies its loss by the scale, and keeps it alive."""
         return None if self._scale is None else id(self._scale)
 
     @property
@@ -160,25 +160,25 @@ class StepEpilogue:
                 "with that scaler"
             )
 
-    def add(self, looked_up: list[LookupGrads], dense: list[DenseGrads], present: bool) -> None:
-        """Add one more call's gradients, summed per row. present: over ranks, True if this rank got a batch."""
-        self.present = self.present or present
+    def add_gradients(self, lookup_grads: list[LookupGrads], dense: list[DenseGrads], has_batch: bool) -> None:
+        """Add one more call's gradients, summed per row. has_batch: over ranks, True if this rank got a batch."""
+        self.has_batch = self.has_batch or has_batch
         micro_batches = [
             (rows, rows.table_handle().open_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
-            for rows, lookups, grads, weights in looked_up
+            for rows, lookups, grads, weights in lookup_grads
         ]
         for embedding, micro_batch in micro_batches:
-            self._rows.setdefault(embedding, []).append(micro_batch)
+            self._row_grads.setdefault(embedding, []).append(micro_batch)
         for optimizer, params, grads in dense:
-            sums = self._dense.setdefault(optimizer, {})
+            sums = self._dense_grads.setdefault(optimizer, {})
             for param, grad in zip(params, grads, strict=True):
-                sums[param] = sums[param] + grad if param in sums else grad.clone()  # may be a view of an argument
-        self.waiting_calls += 1
+                sums[param] = sums[param] + grad if param in sums else grad.clone()  # grad may be a view of an input
+        self.num_waiting += 1
 
-    def pinned_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
+    def pin_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """Return all waiting gradients, and pin their rows."""
         rows = []
-        for embedding, micro_batches in self._rows.items():
+        for embedding, micro_batches in self._row_grads.items():
             lookups, grads = map(list, zip(*micro_batches, strict=True))
             for lookup in lookups:
                 if lookup.ids.device != embedding.device:
@@ -187,24 +187,24 @@ class StepEpilogue:
                         f"on {embedding.device}; call drop_grads() after moving a module"
                     )
             rows.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(lookups)))
-        dense = [DenseGrads(optimizer, list(sums), list(sums.values())) for optimizer, sums in self._dense.items()]
+        dense = [DenseGrads(optimizer, [*sums], [*sums.values()]) for optimizer, sums in self._dense_grads.items()]
         return rows, dense
 
     @property
     def embeddings(self) -> list[EmbeddingBase]:
-        """The embeddings with waiting gradients, in the order of `pinned_gradients`."""
-        return list(self._rows)
+        """The embeddings with waiting gradients, in the order of `pin_gradients`."""
+        return list(self._row_grads)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The dense parameters with waiting gradients, in the order of `pinned_gradients`."""
-        return [parameter for sums in self._dense.values() for parameter in sums]
+        """The dense parameters with waiting gradients, in the order of `pin_gradients`."""
+        return [parameter for sums in self._dense_grads.values() for parameter in sums]
 
     def clear(self) -> None:
-        self.waiting_calls = 0
-        self.present = False
-        self._dense.clear()
-        self._rows.clear()
+        self.num_waiting = 0
+        self.has_batch = False
+        self._dense_grads.clear()
+        self._row_grads.clear()
 
 
 def apply_gradients(
@@ -215,7 +215,7 @@ def apply_gradients(
     With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Over ranks, the
     update uses the mean of the ranks' gradients; row gradients have already been sent.
     """
-    scale, finite = 1.0 / epilogue.accumulate_steps if epilogue.mean else 1.0, True
+    scale, finite = 1.0 / epilogue.accumulate_steps if epilogue.takes_mean else 1.0, True
     if vote is not None:
         sums = iter(vote.sums)
         dense = [part._replace(grads=list(islice(sums, len(part.grads)))) for part in dense]
@@ -236,14 +236,14 @@ def apply_gradients(
         scale *= 1.0 if factor > 1.0 else factor
     for batch, row_grads, weights in rows:
         batch.update(row_grads, weights, scale, epilogue.clip_value)
-    return step_dense(epilogue, dense, scale)
+    return step_dense_optimizers(epilogue, dense, scale)
 
 
 def are_finite(grads: list[Tensor]) -> bool:
     return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
 
 
-def step_dense(epilogue: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
+def step_dense_optimizers(epilogue: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
     for optimizer, params, grads in dense:
         dense_step(optimizer, params, _scale_and_clip(grads, scale, epilogue.clip_value))
     return True
@@ -254,20 +254,20 @@ def accumulate(
     rows: list[LookupGrads],
     dense: list[DenseGrads],
     collectives: Any = None,
-    present: bool = True,
+    has_batch: bool = True,
 ) -> bool:
-    """Add a call's gradients, and after the last of `accumulate_steps` calls apply the sums.
+    """Add a call's gradients to the sums. The last of `accumulate_steps` calls also applies the sums.
 
-    If applying raises, for example at a full capacity, the gradients are dropped and accumulation starts again.
+    If applying raises, for example because a table is full, the sums are dropped and accumulation starts again.
     """
     if collectives is not None:
         collectives.vote([], finite=True)  # if one rank failed, no rank adds gradients
-    epilogue.add(rows, dense, present)
-    if epilogue.waiting_calls < epilogue.accumulate_steps:
+    epilogue.add_gradients(rows, dense, has_batch)
+    if epilogue.num_waiting < epilogue.accumulate_steps:
         return False
     try:
-        pinned = epilogue.pinned_gradients() if collectives is None else collectives.pin_accumulated(epilogue)
-        return apply_gradients(epilogue, *pinned)
+        pinned_grads = epilogue.pin_gradients() if collectives is None else collectives.pin_accumulated(epilogue)
+        return apply_gradients(epilogue, *pinned_grads)
     except BaseException:
         for embedding in epilogue.embeddings:
             embedding.release()
@@ -276,8 +276,8 @@ def accumulate(
         epilogue.clear()
 
 
-def schedule(scheduler: LRScheduler, stepped: bool = True) -> None:
-    if stepped:
+def schedule(scheduler: LRScheduler, was_updated: bool = True) -> None:
+    if was_updated:
         scheduler.step()
 
 
@@ -291,7 +291,7 @@ def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None)
 
 
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
-    """Make the scaler adapt its scale. The scaler reads gradients, so give it one finite or infinite number."""
+    """Make the scaler adapt its scale. The scaler looks at gradients, so it gets one finite or infinite gradient."""
     probe = torch.zeros(())
     set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))

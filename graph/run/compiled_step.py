@@ -1,11 +1,11 @@
 """Compile a trace into a step: run all passes, and run the result.
 
 A trace is a flat list of aten calls for forward and backward, with one `lookup` call per embedding lookup.
-`compile_step` rewrites it in this order: trained lookups become pin, gather and update calls; gradients of dense
-parameters become optimizer steps; updates are merged into one node if gradients are clipped, scaled, accumulated or
-summed over ranks; remaining lookups become reads; equal lookups share one deduplication; dead nodes are dropped. A
-copy of the ops that make ids lets `Graph.run` prefetch rows. Options compile the step by TorchInductor or capture it as
-a CUDA graph. Dynamic-shape steps are made undoable.
+`compile_step` rewrites the trace in this order: trained lookups become pin, gather and update calls; gradients of
+dense parameters become optimizer steps; updates are merged into one node if gradients are clipped, scaled, accumulated
+or summed over ranks; remaining lookups become reads; equal lookups share one deduplication; dead nodes are dropped. A
+copy of the ops that compute ids lets `Graph.run` prefetch rows. Users may choose TorchInductor for the dense part, or a
+CUDA graph for the step. A dynamic-shape step that fails can be undone (rollback.py).
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.row_step import row_step
 from ..passes import rewrite
-from ..passes.collectives import common_world, pin_early, schedule_collectives
+from ..passes.collectives import find_common_world, pin_early, schedule_collectives
 from ..passes.inductor import compile_dense
-from ..passes.lookups import KnownLookups, expand_reads, expand_trained, extract_id_graph, refuse_uses, share_rows
+from ..passes.lookups import KnownLookups, check_shadows, expand_reads, expand_trained, extract_id_graph, share_rows
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
-from ..show.listing import listing
-from ..state.optimizer_set import OptimizerSet, embeddings_of, map_shadows
-from ..trace.names import HasBuild, identifiers, tensor_names
+from ..show.listing import format_step
+from ..state.optimizer_set import OptimizerSet, find_embeddings, map_shadows
+from ..trace.names import HasBuild, make_identifiers, map_tensor_names
 from ..trace.trace import ResultSpec, ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
 
-# (module, tensors) -> the result of the module; if a Forward is optional, None means the module's own `forward`
+# a function that runs a module on tensors and returns the result; where None is allowed, it means `module.forward`
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
@@ -49,37 +49,37 @@ class CompiledStep:
 
     graph_name: str
     module: fx.GraphModule
-    id_graph: fx.GraphModule | None  # the result of `extract_id_graph`
-    trained: list[tuple[EmbeddingBase, RowOptimizer]]
-    result_spec: ResultSpec  # the result of build
+    id_graph: fx.GraphModule | None  # computes the ids of later batches; see `extract_id_graph`
+    trained_rows: list[tuple[EmbeddingBase, RowOptimizer]]
+    result_spec: ResultSpec  # describes the result of build
     cuda_graph_step: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
-    rollback: RollbackStep | None = None  # set in dynamic-shape steps
-    guard: ShapeGuard | None = None  # set in dynamic-shape steps: tests input sizes
+    rollback: RollbackStep | None = None  # only in dynamic-shape steps: runs the step and can undo it
+    guard: ShapeGuard | None = None  # only in dynamic-shape steps: tests the sizes of inputs
     key: Hashable = None  # calls share a step if both `key` and `program` are equal
     program: Hashable = None  # the trace's program
 
     def accepts(self, inputs: Sequence[Tensor]) -> bool:
-        """True if the step can run these inputs. A static-shape step accepts all inputs of its key."""
+        """True if the step can run these inputs. A static-shape step accepts all inputs with its signature."""
         return self.guard is None or self.guard(inputs)
 
     def find_known_lookups(self, tensors: list[Tensor]) -> KnownLookups | None:
-        """Return the lookups that a later run on these tensors trains, or None. Only that run raises their errors."""
+        """Return the lookups that a later run on these tensors will train, or None if computing the lookups fails."""
         if self.id_graph is None:
             return None
         try:
             with torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
-                known = self.id_graph.forward(*tensors)
-                return [(embedding, [Lookup(*fields) for fields in lookups]) for embedding, lookups in known]
+                known_lookups = self.id_graph.forward(*tensors)
+                return [(embedding, [Lookup(*fields) for fields in lookups]) for embedding, lookups in known_lookups]
         except Exception:
             return None
 
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
-        """Run the step and return the result of `build`. If an op raises, rows are unpinned first.
+        """Run the step and return the result of `build`. If an op raises, the step's rows are unpinned.
 
-        GraphError: another thread trains the same rows. DynamicStepFailed: a static-shape step should run instead.
+        Raises GraphError if another thread trains the same rows, and DynamicStepFailed to request a static-shape step.
         """
-        if self.trained:
-            outputs = row_step(self.trained, self.graph_name, self._forward, tensors, forward)
+        if self.trained_rows:
+            outputs = row_step(self.trained_rows, self.graph_name, self._forward, tensors, forward)
         else:
             outputs = self._forward(tensors, forward)
         spec, tensor_leaves = self.result_spec, iter(outputs)
@@ -101,7 +101,7 @@ class CompiledStep:
     def code(self) -> str:
         """Return the step as Python, one op per line, with shapes, dtypes and stores as comments."""
         is_captured = self.cuda_graph_step is not None and self.cuda_graph_step.captured_graph is not None
-        return ("# captured as a CUDA graph\n" if is_captured else "") + listing(self.module)
+        return ("# captured as a CUDA graph\n" if is_captured else "") + format_step(self.module)
 
 
 @dataclass(frozen=True)
@@ -109,23 +109,23 @@ class RankStep(CompiledStep):
     """A compiled step over ranks."""
 
     collectives: StepCollectives = field(kw_only=True)
-    synced_indices: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> its index in the tensors
-    in_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
+    synced_indices: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> index in the step's inputs
+    is_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        self.collectives.rank_state.note_run(self.in_training, self.collectives.trains, self.join)
+        self.collectives.rank_state.note_run(self.is_training, self.collectives.trains, self.join)
         synced_tensors = ((name, tensors[index]) for name, index in self.synced_indices.items())
         with uninterrupted(), self.collectives.step(synced_tensors):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
 
     def join(self) -> None:
-        """Take part in the step without a batch."""
-        row_step(self.trained, self.graph_name, self._forward, [], None)
+        """Take part in the step on a rank without a batch."""
+        row_step(self.trained_rows, self.graph_name, self._forward, [], None)
 
 
 def compile_step(
     root: HasBuild,
-    traced: Trace,
+    trace: Trace,
     optimizers: OptimizerSet,
     epilogue: StepEpilogue,
     tensors: list[Tensor],
@@ -138,28 +138,28 @@ def compile_step(
     inductor: TorchInductor options, or None to leave the dense part uncompiled. Raises OptimizerError if backward()
     reached a parameter that no optimizer of the graph holds.
     """
-    module, result_spec = traced.module, traced.result_spec
+    module, result_spec = trace.module, trace.result_spec
     graph = module.graph
-    embeddings = embeddings_of(root)
-    world = common_world(embeddings)
+    embeddings = find_embeddings(root)
+    world = find_common_world(embeddings)
     if world is not None and cuda_graph:
         raise OptionError(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
         )
-    path_by_op_id = dict(zip([m.op_id for m in embeddings.values()], identifiers(list(embeddings)), strict=True))
+    path_by_op_id = dict(zip([m.op_id for m in embeddings.values()], make_identifiers(list(embeddings)), strict=True))
 
     def find_path(op_id: int) -> str:
         return path_by_op_id.get(op_id) or find_embedding(op_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
-    parameter_nodes = placeholders[len(traced.inputs) :]
-    path_by_id = tensor_names(root)
-    rewrite.name_placeholders(placeholders, [*traced.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
+    parameter_nodes = placeholders[len(trace.inputs) :]
+    path_by_id = map_tensor_names(root)
+    rewrite.name_placeholders(placeholders, [*trace.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
     embedding_by_shadow = map_shadows(root)
     rewrite.drop_detach(graph)
-    if traced.guard is not None:
-        rewrite.sizes_from_inputs(module)
+    if trace.guard is not None:
+        rewrite.compute_sizes(module)
     rewrite.drop_double_transpose(graph)
     num_results = sum(result_spec.is_tensor)
     grad_indices = result_spec.grad_indices if root.training else []
@@ -182,8 +182,8 @@ def compile_step(
         if embedding is not None:
             expand_trained(module, embedding.op_id, grad, find_path)
             trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
-    # last: the code above replaces the gradients of bag weights, and these may be dense gradients
-    grads = rewrite.keep_outputs(graph, num_results)
+    # after the loop, because it replaces gradients of pooling weights; such a weight may be a dense parameter
+    grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
         (optimizer_by_parameter[id(tensors[index])], parameter_nodes[index], grad)
         for index, grad in zip(grad_indices, grads, strict=False)
@@ -192,19 +192,19 @@ def compile_step(
     if grad_indices:
         rewrite.add_dense_steps(module, optimizers, dense_grads)
         epilogue.check_scaled(module)
-        if world is not None or not epilogue.is_plain:
+        if world is not None or not epilogue.is_identity:
             end_node = rewrite.merge_updates(module, epilogue)
         rewrite.add_schedules(module, schedulers, end_node)
     expand_reads(module, find_path)
     share_rows(module)
-    rewrite.drop_dead(graph)
+    rewrite.drop_dead_nodes(graph)
     parameter_by_node = dict(zip(parameter_nodes, tensors, strict=True))
     shadows = {
         node: find_path(embedding_by_shadow[id(parameter)].op_id)
         for node, parameter in parameter_by_node.items()
         if id(parameter) in embedding_by_shadow
     }
-    refuse_uses(graph, shadows, find_path)
+    check_shadows(graph, shadows, find_path)
     collectives: StepCollectives | None = None
     if world is not None:
         dense_parts: list[DenseGrads] = []
@@ -212,26 +212,26 @@ def compile_step(
             parameters = [parameter_by_node[node] for holder, node, _ in dense_grads if holder is optimizer]
             dense_parts.append(DenseGrads(optimizer, parameters, parameters))
         pin_early(module)
-        trained_parts = [embedding for embedding, _ in trained], dense_parts, schedulers, end_node is not None
+        step_parts = [embedding for embedding, _ in trained], dense_parts, schedulers, end_node is not None
         collectives = schedule_collectives(
-            module, end_node, partial(StepCollectives, world, rank_state, type(root).__name__, epilogue, *trained_parts)
+            module, end_node, partial(StepCollectives, world, rank_state, type(root).__name__, epilogue, *step_parts)
         )
     graph.lint()
     module.recompile()
-    id_graph = None if cuda_graph and trained else extract_id_graph(module)  # a captured step makes its batches itself
+    id_graph = None if cuda_graph and trained else extract_id_graph(module)  # captured steps do not prefetch
     if inductor is not None:
         module = compile_dense(module, inductor)
     cuda_graph_step = (
-        CudaGraphStep(module, len(traced.inputs), [e for e, _ in trained], epilogue) if cuda_graph and trained else None
+        CudaGraphStep(module, len(trace.inputs), [e for e, _ in trained], epilogue) if cuda_graph and trained else None
     )
-    rollback = None if traced.guard is None else RollbackStep(module)
+    rollback = None if trace.guard is None else RollbackStep(module)
     rewrite.bind_ops(module)
-    name, guard = type(root).__name__, traced.guard
+    name, guard = type(root).__name__, trace.guard
     step = CompiledStep(name, module, id_graph, trained, result_spec, cuda_graph_step, rollback, guard)
     if collectives is None:
         return step
     synced_indices: dict[str, int] = {}
-    for index, tensor in enumerate(tensors, len(traced.inputs)):
+    for index, tensor in enumerate(tensors, len(trace.inputs)):
         if id(tensor) not in embedding_by_shadow:
             synced_indices.setdefault(path_by_id[id(tensor)], index)
-    return RankStep(**vars(step), collectives=collectives, synced_indices=synced_indices, in_training=root.training)
+    return RankStep(**vars(step), collectives=collectives, synced_indices=synced_indices, is_training=root.training)

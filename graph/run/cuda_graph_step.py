@@ -1,9 +1,9 @@
 """Capture a training step as a CUDA graph, and replay it at later calls.
 
 A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
-launch the kernels of `pin`, `update` and `read` without the host work. `_replayed` does that host work around each
-replay: checks, locks, step numbers, the optimizer's numbers, and the store's bookkeeping. Optimizers of dense
-parameters and schedules are not captured; they run after each replay.
+launch the kernels of `pin`, `update` and `read` without the host work. `_host_work` does that host work around each
+replay: checks, locks, step numbers, the optimizer's hyperparameters, and the store's bookkeeping. Optimizers of dense
+parameters and learning rate schedulers are not captured; they run after each replay.
 
 A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
 for a few calls and is captured again.
@@ -11,7 +11,7 @@ for a few calls and is captured again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from threading import get_ident
@@ -27,15 +27,15 @@ from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.table.table import OpenTable, PinnedBatch
 from ..passes.nodes import replace_node
-from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense
-from ..trace.alias import call_target, memory_of, writes
+from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense_optimizers
+from ..trace.alias import call_target, find_storages, written_storages
 from .rollback import split_updates
 
-WARM_UP = 3  # normal calls before a capture, in which kernels are compiled and libraries allocate memory
+WARM_UP_CALLS = 3  # uncaptured calls before a capture: they compile kernels and allocate the memory of libraries
 
-_INDEXED = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
-_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
-_LIVE: set[Callable[..., Any]] = {dense_step, step_dense, schedule}
+_INDEX_OPS = {torch.ops.aten.index, torch.ops.aten.index_put, torch.ops.aten.index_put_}
+_WAITING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+_UNCAPTURED_CALLS: set[Callable[..., Any]] = {dense_step, step_dense_optimizers, schedule}
 
 
 def capture_pin(
@@ -50,7 +50,7 @@ def capture_pin(
 
 
 def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """Launch the kernels of `batch.update` and end the pin."""
+    """Launch the kernels of `batch.update`, and unpin the batch."""
     table, gradients = batch.table, batch.gradients(grads, weights)
     table.check_pinned(batch)
     table.observers.before_update(batch.core)
@@ -85,89 +85,89 @@ _CAPTURE_OPS: dict[Any, Callable[..., Any]] = {
 
 
 class CapturedGraph(NamedTuple):
-    """A captured step. `replay` reads `inputs`, and writes `outputs` and the inputs of the step's uncaptured rest."""
+    """A captured step. `replay` reads `inputs`. It writes `outputs` and the inputs of the step's uncaptured part."""
 
     replay: Callable[[], None]
     inputs: list[Tensor]
     outputs: list[Tensor]
-    end_inputs: list[Any]
+    uncaptured_inputs: list[Any]
 
 
 class CudaGraphStep:
     """Runs a compiled training step. After the warm-up calls, the step runs as a CUDA graph."""
 
     def __init__(
-        self, module: fx.GraphModule, inputs: int, trained: list[EmbeddingBase], epilogue: StepEpilogue
+        self, module: fx.GraphModule, num_inputs: int, trained: list[EmbeddingBase], epilogue: StepEpilogue
     ) -> None:
-        """module: the step, whose first `inputs` placeholders are a call's tensors."""
-        self._captured, self._end_of_step = split_capture(module)
-        self._inputs, self._trained, self._epilogue = inputs, trained, epilogue
+        """module: the step, whose first `num_inputs` placeholders are a call's tensors."""
+        self._captured_module, self._uncaptured_module = split_capture(module)
+        self._num_inputs, self._trained_embeddings, self._epilogue = num_inputs, trained, epilogue
         nodes = module.graph.find_nodes(op="get_attr")
         attributes = dict.fromkeys(getattr(module, node.target) for node in nodes)
-        self._read_only = [m for m in attributes if isinstance(m, EmbeddingBase) and m not in trained]
+        self._read_only_embeddings = [m for m in attributes if isinstance(m, EmbeddingBase) and m not in trained]
         self._constants = [value for value in attributes if isinstance(value, Tensor)]
-        placeholders = self._captured.graph.find_nodes(op="placeholder")
-        self._used = [index for index in range(inputs, len(placeholders)) if placeholders[index].users]
-        self._capture_key: Any = None  # the state that the latest calls' captured graph depends on
-        self._warm_calls = 0  # number of calls with this key so far, up to WARM_UP
-        self._refused: GraphError | None = None  # the reason why calls with this key cannot be captured
+        placeholders = self._captured_module.graph.find_nodes(op="placeholder")
+        self._used_indices = [index for index in range(num_inputs, len(placeholders)) if placeholders[index].users]
+        self._capture_key: Any = None  # key of the latest call: the state that a captured graph depends on
+        self._num_warm_calls = 0  # number of calls with this key so far, up to WARM_UP_CALLS
+        self._capture_error: GraphError | None = None  # the reason why calls with this key cannot be captured
         self.captured_graph: CapturedGraph | None = None
 
-    def run(self, tensors: list[Tensor], plain: Callable[[], Any]) -> Any:
-        """Run the step and return its results in new tensors. `plain` runs the step uncaptured, with equal results."""
-        trained, read_only = _tables(self._trained), _tables(self._read_only)
+    def run(self, tensors: list[Tensor], run_uncaptured: Callable[[], Any]) -> Any:
+        """Run the step and return its results in new tensors. run_uncaptured: runs the step without a CUDA graph."""
+        trained, read_only = _find_open_tables(self._trained_embeddings), _find_open_tables(self._read_only_embeddings)
         for table in trained:
             table.yield_to_reader()
         with ExitStack() as locks:
             for table in sorted([*trained, *read_only], key=id):  # fixed order: another graph may lock the same tables
                 locks.enter_context(table.lock)
-            captured = self._captured_graph_for([*trained, *read_only], tensors)
+            captured = self._find_captured_graph([*trained, *read_only], tensors)
             if captured is not None:
                 for tensor, captured_input in zip(tensors, captured.inputs, strict=False):
                     captured_input.copy_(tensor)
-                with _replayed(trained, read_only, self._epilogue.clip_value):
+                with _host_work(trained, read_only, self._epilogue.clip_value):
                     captured.replay()
         if captured is None:
-            return plain()
-        self._end_of_step.forward(*captured.end_inputs)
+            return run_uncaptured()
+        self._uncaptured_module.forward(*captured.uncaptured_inputs)
         return [output.clone() for output in captured.outputs]
 
-    def _captured_graph_for(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
-        """Return a call's captured graph; the first call after the warm-up captures it. None to run uncaptured."""
-        state = [_replay_key(table) for table in tables]
+    def _find_captured_graph(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
+        """Return a call's captured graph, or None to run uncaptured. The first call after the warm-up captures."""
+        state = [_make_replay_key(table) for table in tables]
         if None in state:
             return None
-        live = [*(tensors[index] for index in self._used), *self._constants]
+        state_tensors = [*(tensors[index] for index in self._used_indices), *self._constants]
         # the key contains the thread, because libraries allocate memory per thread
-        key = get_ident(), tables, state, [tensor.data_ptr() for tensor in live]
+        key = get_ident(), tables, state, [tensor.data_ptr() for tensor in state_tensors]
         if key != self._capture_key:
-            self._check(tables)
-            self._capture_key, self._warm_calls, self.captured_graph, self._refused = key, 0, None, None
-        if self.captured_graph is None and self._warm_calls == WARM_UP:
+            self._check_tables(tables)
+            self._capture_key, self._num_warm_calls, self.captured_graph, self._capture_error = key, 0, None, None
+        if self.captured_graph is None and self._num_warm_calls == WARM_UP_CALLS:
             self.captured_graph = self._capture(tensors, tables[0].processor.capturer)
-        self._warm_calls = min(self._warm_calls + 1, WARM_UP)
+        self._num_warm_calls = min(self._num_warm_calls + 1, WARM_UP_CALLS)
         return self.captured_graph
 
     def _capture(self, tensors: list[Tensor], capturer: Any) -> CapturedGraph:
-        if self._refused is not None:  # every new attempt would leak memory in torch
-            raise self._refused
-        inputs = [torch.empty_like(tensor) for tensor in tensors[: self._inputs]]
+        if self._capture_error is not None:  # every new attempt would leak memory in torch
+            raise self._capture_error
+        inputs = [torch.empty_like(tensor) for tensor in tensors[: self._num_inputs]]
         try:
-            step = partial(self._captured.forward, *inputs, *tensors[self._inputs :])
-            replay, (outputs, end_inputs) = capturer.capture(step)
+            step = partial(self._captured_module.forward, *inputs, *tensors[self._num_inputs :])
+            replay, (outputs, uncaptured_inputs) = capturer.capture(step)
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            cause = str(error.__context__ or error).partition("\n")[0]  # ending the capture raises another error
-            self._refused = GraphError(
+            cause = str(error.__context__ or error).partition("\n")[0]  # not the error of ending the capture
+            self._capture_error = GraphError(
                 f"cuda_graph: the step could not be captured: {cause}; leave out of build what waits for the device, "
                 "such as a custom op that reads a value, or call cuda_graph(False)"
             )
-            raise self._refused from error
-        return CapturedGraph(replay, inputs, outputs, end_inputs)
+            raise self._capture_error from error
+        return CapturedGraph(replay, inputs, outputs, uncaptured_inputs)
 
-    def _check(self, tables: list[OpenTable]) -> None:
-        for embedding, table in zip([*self._trained, *self._read_only], tables, strict=True):
+    def _check_tables(self, tables: list[OpenTable]) -> None:
+        for embedding, table in zip([*self._trained_embeddings, *self._read_only_embeddings], tables, strict=True):
             name, options = embedding.name, embedding.store_options
             if table.processor.capturer is None:
                 raise GraphError(
@@ -188,66 +188,66 @@ class CudaGraphStep:
         self._check_tensors(devices.pop())
 
     def _check_tensors(self, device: torch.device) -> None:
-        graph = self._captured.graph
+        graph = self._captured_module.graph
         placeholders = graph.find_nodes(op="placeholder")
         for node in graph.nodes:
             values = [value for value in pytree.tree_leaves(node.meta.get("val")) if isinstance(value, Tensor)]
             other_devices = [str(value.device) for value in values if value.device != device]
             if other_devices and node.users:
-                kind = "argument" if node in placeholders[: self._inputs] else "tensor"
+                kind = "argument" if node in placeholders[: self._num_inputs] else "tensor"
                 raise GraphError(
                     f"cuda_graph: {kind} {node.name} is on {other_devices[0]}, and a captured step would read it only "
                     f"once; make it on {device}, use a number instead, or call cuda_graph(False)"
                 )
-            if _waits(node):
+            if _waits_for_device(node):
                 raise GraphError(
                     f"cuda_graph: {node.target} waits for the device, and such a step cannot be captured; leave it out "
                     "of build (use torch.where instead of a mask as an index), or call cuda_graph(False)"
                 )
-        changed: set[int] = set().union(*map(writes, graph.nodes))
-        for node in placeholders[: self._inputs]:
+        changed_storages: set[int] = set().union(*map(written_storages, graph.nodes))
+        for node in placeholders[: self._num_inputs]:
             value = node.meta["val"]
             if value.stride() != torch.empty_like(value).stride():
                 raise GraphError(
                     f"cuda_graph: argument {node.name} is a slice or expanded tensor, and a captured step reads a "
                     f"contiguous copy; pass {node.name}.contiguous(), or call cuda_graph(False)"
                 )
-            if memory_of([node]) & changed:
+            if find_storages([node]) & changed_storages:
                 raise GraphError(
                     f"cuda_graph: build changes its argument {node.name} in place, and a captured step reads a copy; "
                     "change a clone() instead, or call cuda_graph(False)"
                 )
 
 
-def _waits(node: fx.Node) -> bool:
+def _waits_for_device(node: fx.Node) -> bool:
     """True if a torch op is known to read values from the device, such as indexing with a mask."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target.overloadpacket in _INDEXED:
+    if node.target.overloadpacket in _INDEX_OPS:
         indices = [value.meta["val"] for value in node.all_input_nodes]
         return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
-    return any(tag in node.target.tags for tag in _TAGS)
+    return any(tag in node.target.tags for tag in _WAITING_TAGS)
 
 
 def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a step into a captured module and the rest. The captured module returns (results, the rest's arguments)."""
+    """Split a step into a captured and an uncaptured part. The first returns (results, arguments of the second)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # clips by value, as updates also do
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # only clips by value here, as updates do
         rows: Any
         epilogue, rows, dense = node.args
         with graph.inserting_before(node):
             for batch, grads, weights in rows:
                 graph.call_method("update", (batch, grads, weights))
-            replace_node(node, graph.call_function(step_dense, (epilogue, dense)))
+            replace_node(node, graph.call_function(step_dense_optimizers, (epilogue, dense)))
     for node in graph.nodes:
         if call_target(node) in _CAPTURE_OPS:
             with graph.inserting_before(node):
                 replace_node(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
-    return split_updates(module, graph, _LIVE)
+    return split_updates(module, graph, _UNCAPTURED_CALLS)
 
 
-def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
+def _find_open_tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
     """Return the embeddings' open tables. Raises GraphError if an embedding has no table in this process."""
     for embedding in embeddings:
         if not isinstance(embedding, SnapshotEmbedding):
@@ -259,24 +259,24 @@ def _tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
 
 
 @contextmanager
-def _replayed(trained: Sequence[OpenTable], read_only: Sequence[OpenTable], clip_value: float | None) -> Iterator[None]:
+def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value: float | None) -> Iterator[None]:
     """Do the host work of a step around one replay. The caller has locked the tables."""
     for table in read_only:
         _begin_replay(table, False, None)
-    started = [(table, _begin_replay(table, True, clip_value)) for table in trained]
+    updates = [(table, _begin_replay(table, True, clip_value)) for table in trained]
     try:
         yield
     except BaseException as error:
         for table in trained:
             table.note_failure(error)  # some rows may be written already
         raise
-    for table, (step, hyper) in started:
+    for table, (step, hyper) in updates:
         table.note_update(step, hyper)
 
 
-def _replay_key(table: OpenTable) -> Hashable | None:
+def _make_replay_key(table: OpenTable) -> Hashable | None:
     """Return a key for the table state that a captured graph depends on; None if the graph must not be replayed."""
-    if table.observers.has_image:  # a save in the background needs before-images, but a replay saves none
+    if table.observers.has_image:  # a background save needs copies of rows before they change, but a replay makes none
         return None
     return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.tracker
 
@@ -289,7 +289,7 @@ def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> t
     if trains:
         table.release()
         with table.use_announced(()):
-            pass  # the captured ops make the batch
+            pass  # drops announcements: the captured ops make the batch
     table.finish_erasures()
     table.check(wait=False)
     if not trains:

@@ -33,7 +33,7 @@ from ..passes.step_epilogue import (
     StepEpilogue,
     accumulate,
     apply_gradients,
-    settings_of,
+    read_settings,
 )
 from .rollback import DynamicStepFailed
 
@@ -42,17 +42,17 @@ class RankStepState:
     """State that a graph keeps between its steps over ranks."""
 
     def __init__(self) -> None:
-        # the kinds of steps (True: training) that have started from rank 0's tensors
+        # the kinds of steps (True: training) for which all ranks have copied rank 0's parameters and buffers
         self.synced_at_start: set[bool] = set()
-        # (train() mode, step trains) -> how to join the last such step; weak, because steps hold this object
+        # (train() mode, step trains) -> joins the last such step; a weak reference, because steps hold this object
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.partial_update = ""  # this rank's error during a step's updates; set until a load, and forbids training
 
-    def note_run(self, in_training: bool, trains: bool, join: Callable[[], None]) -> None:
-        self._joins[in_training, trains] = weakref.WeakMethod(join)
+    def note_run(self, is_training: bool, trains: bool, join: Callable[[], None]) -> None:
+        self._joins[is_training, trains] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
-        """Take part in a step without a batch, through this rank's last step in `root`'s mode. GraphError if none."""
+        """Join a step without a batch, by this rank's last step in `root`'s mode. Raises GraphError if none ran."""
         for trains in (True, False):  # prefer a step that trains
             join_last = self._joins.get((root.training, trains), lambda: None)()
             if join_last is not None:
@@ -68,39 +68,39 @@ class RankStepState:
 
 @dataclass(eq=False)
 class StepCollectives:
-    """One compiled step's collectives, in order."""
+    """The collectives of one compiled step. All ranks make these collectives in the same order."""
 
     _world: World
     rank_state: RankStepState
     _owner: str
     _epilogue: StepEpilogue
-    _trained: list[EmbeddingBase]  # this field and the next two: what a rank without a batch trains
+    _trained: list[EmbeddingBase]  # this field and the next two describe what a rank without a batch trains
     _dense: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
     trains: bool
     _calls: list[CollectiveCall]
     parameters: InitVar[list[tuple[str, Tensor]]]  # (name, dense parameter), in the order of summation
-    _first: int = 0  # the world's collective count when the step began
+    _first_call: int = 0  # the world's collective count when the step began
     _first_batch: int = 0  # number of pinned batches when the step began
-    _number: str = ""  # the step's number, for error texts
+    _step_label: str = ""  # the step's number, for error texts
 
     def __post_init__(self, parameters: list[tuple[str, Tensor]]) -> None:
         self._sequence = CollectiveSequence([*map(str, self._calls)], describe_tensors(parameters))
         embeddings = (call.embedding for call in self._calls if call.embedding is not None)
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
-    def vote(self, dense: list[DenseGrads], *, finite: bool, present: bool = True) -> AllReduceResult:
+    def vote(self, dense: list[DenseGrads], *, finite: bool, has_batch: bool = True) -> AllReduceResult:
         """Sum dense gradients over ranks. If the step failed on one rank, raise that rank's error on all ranks."""
         grads = [grad for part in dense for grad in part.grads]
-        settings = settings_of([part.optimizer for part in dense])
+        settings = read_settings([part.optimizer for part in dense])
         trained: list[Any] = self._trained
         _, error = try_call(lambda: [embedding.table_handle().open_table for embedding in trained])
         return all_reduce_in_order(
-            self._world, self._op("vote"), grads, error, contributes=present, is_finite=finite, shared_values=settings
+            self._world, self._op("vote"), grads, error, contributes=has_batch, is_finite=finite, shared_values=settings
         )
 
     def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], AllReduceResult]:
-        """Pin the rows of all ranks' accumulated gradients. Returns these gradients and the vote of this update."""
+        """Pin the rows of all ranks' accumulated gradients, and vote. Returns the gradients and the vote's result."""
         embeddings = epilogue.embeddings
         operations = [*(("pin", e) for e in embeddings), *((kind, e) for e in embeddings for kind in ("rows", "send"))]
         calls = [CollectiveCall(kind, e) for kind, e in [*operations, ("vote", None)]]
@@ -108,11 +108,11 @@ class StepCollectives:
         context = self._world, self.rank_state, self._owner, epilogue
         update = StepCollectives(*context, embeddings, [], [], True, calls, parameters)
         with update.step((), nested=True):
-            rows, dense = epilogue.pinned_gradients()
+            rows, dense = epilogue.pin_gradients()
             for batch, grads, weights in rows:
                 sharded: Any = batch
                 sharded.send(grads, weights)
-            return rows, dense, sum_over_ranks(update, epilogue, rows, dense, epilogue.present)
+            return rows, dense, sum_over_ranks(update, epilogue, rows, dense, epilogue.has_batch)
 
     def join(self) -> None:
         """Run the step without a batch: there are no lookups, and this rank's gradients are ignored."""
@@ -138,28 +138,28 @@ class StepCollectives:
         if epilogue.accumulate_steps == 1:
             rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # in the order of the step
             return apply_gradients(
-                epilogue, rows, self._dense, sum_over_ranks(self, epilogue, rows, self._dense, present=False)
+                epilogue, rows, self._dense, sum_over_ranks(self, epilogue, rows, self._dense, has_batch=False)
             )
         zeros = [part._replace(grads=[torch.zeros_like(p) for p in part.params]) for part in self._dense]
         no_rows: list[LookupGrads] = [(embedding, [], [], []) for embedding in self._trained]
-        return accumulate(epilogue, no_rows, zeros, self, present=False)
+        return accumulate(epilogue, no_rows, zeros, self, has_batch=False)
 
     @contextmanager
     def step(self, synced_tensors: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
-        """Context manager that runs the step. An error on this rank is raised on all ranks if a collective remains.
+        """Context manager around a step. If the step raises and a collective remains, all ranks raise the error.
 
         synced_tensors: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
         """
         world = self._world
         world.check_thread()
-        self._first = world.num_step_collectives
+        self._first_call = world.num_step_collectives
         world.begin_step(self._sequence, nested)
         self._first_batch = len(world.pinned_batches or ())
-        self._number = ""
+        self._step_label = ""
         try:
             if all(embedding.is_open for embedding in self._embeddings):  # ranks open and close embeddings at any time
                 steps = [embedding.table_handle().open_table.step for embedding in self._embeddings]
-                self._number = f", step {max(steps, default=0) + 1}"
+                self._step_label = f", step {max(steps, default=0) + 1}"
             if self.trains and self.rank_state.partial_update:
                 raise GraphError(
                     f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, and other "
@@ -187,13 +187,13 @@ class StepCollectives:
             return
         try:
             self._finish_collectives(error.cause)
-        except BaseException as shared:
-            raise DynamicStepFailed(error.cause, shared) from error.cause
-        if self._world.num_step_collectives > self._first:  # other ranks finished the step and will not retry it
+        except BaseException as shared_error:
+            raise DynamicStepFailed(error.cause, shared_error) from error.cause
+        if self._world.num_step_collectives > self._first_call:  # other ranks finished the step and will not retry it
             raise DynamicStepFailed(error.cause, error.cause) from error.cause
 
     def _finish_collectives(self, error: BaseException) -> None:
-        """Make the remaining collectives. If one fails, abort the process group, so that no rank waits for this one."""
+        """Make the remaining collectives. If one fails, abort the process group, so no rank waits for this rank."""
         try:
             self._run_remaining(error)
         except BaseException as second_error:
@@ -202,7 +202,7 @@ class StepCollectives:
             raise self._world.abort(self._op("rest"), f"failed with {second_error!r} after {error!r}") from second_error
 
     def _run_remaining(self, error: BaseException) -> None:
-        num_made = self._world.num_step_collectives - self._first
+        num_made = self._world.num_step_collectives - self._first_call
         pinned = iter((self._world.pinned_batches or [])[self._first_batch :])
         batches: dict[EmbeddingBase | None, Any] = {}
         for kind, embedding, _ in self._calls:
@@ -221,18 +221,18 @@ class StepCollectives:
                 self._world.handshake(self._op(kind), error)
 
     def _op(self, kind: str) -> str:
-        return f"{kind} of {self._owner}{self._number}"
+        return f"{kind} of {self._owner}{self._step_label}"
 
 
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
-    """Raise this rank's error, which prevents a step, on all ranks. They wait in the step's first collective."""
-    world = world_of(root)
+    """Raise an error that prevents this rank's step on all ranks. The others wait in the step's first collective."""
+    world = find_world(root)
     is_traced = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
     if world is not None and world.failure is None and not is_traced:
         world.handshake(f"a step of {type(root).__name__}", error)
 
 
-def world_of(root: nn.Module) -> World | None:
+def find_world(root: nn.Module) -> World | None:
     """Return the world that embeddings under `root` use, or None."""
     worlds = (module.world for module in root.modules() if isinstance(module, EmbeddingBase))
     return next((world for world in worlds if world is not None), None)

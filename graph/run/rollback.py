@@ -1,7 +1,7 @@
 """Run a dynamic-shape step so that it can be undone.
 
-Torch may fail to run a dynamic-shape step. So such a step is split into two halves: the first half computes, the second
-half updates parameters and rows. If the first half fails, its changes are undone and a static-shape step runs instead.
+Torch may fail to run a dynamic-shape step. The step therefore has two halves: the first half computes, the second half
+updates parameters and rows. If the first half fails, its changes are undone and a static-shape step runs instead.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
 from ..passes.rewrite import EFFECTS, bind_ops
-from ..trace.alias import call_target, is_random, storages, writes
+from ..trace.alias import call_target, is_random, storages, written_storages
 
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
-def split_updates(module: fx.GraphModule, graph: fx.Graph, last: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split `module`: the second returned module makes the calls of `last`, in order, and the first everything else.
+def split_updates(module: fx.GraphModule, graph: fx.Graph, effects: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split `module` in two. The second half makes all calls in `effects`, in order. The first half makes the others.
 
-    graph: a copy of the module's graph. The first module returns (results, arguments of the second module).
+    graph: a copy of the module's graph. The first half returns (results, arguments of the second half).
     """
     output, tail = graph.output_node(), fx.Graph()
-    moved = [node for node in graph.nodes if call_target(node) in last]
+    moved = [node for node in graph.nodes if call_target(node) in effects]
     sources = dict.fromkeys(source for node in moved for source in node.all_input_nodes if source not in moved)
     inputs = [source for source in sources if source.op != "get_attr"]
     copies: dict[fx.Node, fx.Node] = {}
@@ -62,43 +62,43 @@ class RollbackStep:
     def __init__(self, module: fx.GraphModule) -> None:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
-        self._first, self._last = split_updates(module, graph, EFFECTS)
-        first_graph = self._first.graph
-        changed: set[int] = set().union(*map(writes, first_graph.nodes))
+        self._first_half, self._second_half = split_updates(module, graph, EFFECTS)
+        first_graph = self._first_half.graph
+        changed_storages: set[int] = set().union(*map(written_storages, first_graph.nodes))
         placeholders = first_graph.find_nodes(op="placeholder")
-        self._changed = [i for i, node in enumerate(placeholders) if storages(node) & changed]
-        attributes = {node: getattr(self._first, str(node.target)) for node in first_graph.find_nodes(op="get_attr")}
-        self._constants: list[Tensor] = [value for node, value in attributes.items() if storages(node) & changed]
-        self._generators = [value for value in attributes.values() if isinstance(value, torch.Generator)]
-        self._generators += _generators(first_graph)
-        bind_ops(self._first)
-        bind_ops(self._last)
+        self._changed_inputs = [i for i, node in enumerate(placeholders) if storages(node) & changed_storages]
+        attributes = {n: getattr(self._first_half, str(n.target)) for n in first_graph.find_nodes(op="get_attr")}
+        self._constants: list[Tensor] = [value for n, value in attributes.items() if storages(n) & changed_storages]
+        self._random_generators = [value for value in attributes.values() if isinstance(value, torch.Generator)]
+        self._random_generators += _find_generators(first_graph)
+        bind_ops(self._first_half)
+        bind_ops(self._second_half)
 
     def run(self, tensors: list[Tensor], forward: Forward) -> Any:
         """Run both halves with `forward(module, tensors)` and return the step's result.
 
-        If torch raises before parameters or rows change, restores buffers, arguments and random generators and raises
-        DynamicStepFailed. A TierbedError, or any error in the second half, is raised unchanged and restores nothing.
+        If torch raises before parameters or rows change, this method restores buffers, arguments and random generators,
+        and raises DynamicStepFailed. After a TierbedError or an error in the second half, nothing is restored.
         """
-        changed = [*(tensors[i] for i in self._changed), *self._constants]
+        changed = [*(tensors[i] for i in self._changed_inputs), *self._constants]
         old_values = [tensor.clone() for tensor in changed]
-        random_states = [generator.get_state() for generator in self._generators]
+        random_states = [generator.get_state() for generator in self._random_generators]
         try:
-            outputs, arguments = forward(self._first, tensors)
+            outputs, arguments = forward(self._first_half, tensors)
         except TierbedError:
             raise  # a static-shape step would raise this error too
         except Exception as error:
             for tensor, value in zip(changed, old_values, strict=True):
                 tensor.copy_(value)
-            for generator, state in zip(self._generators, random_states, strict=True):
+            for generator, state in zip(self._random_generators, random_states, strict=True):
                 generator.set_state(state)
             raise DynamicStepFailed(error) from error
-        forward(self._last, arguments)
+        forward(self._second_half, arguments)
         return outputs
 
 
-def _generators(graph: fx.Graph) -> list[torch.Generator]:
-    """Return the random generators from which the step's random ops draw. The ops' devices tell the generators."""
+def _find_generators(graph: fx.Graph) -> list[torch.Generator]:
+    """Return the random generators that the step's random ops use: the default generators of the ops' devices."""
     results = [node.meta.get("val") for node in graph.nodes if is_random(node.target, node.args)]
     devices = {value.device for value in pytree.tree_leaves(results) if isinstance(value, Tensor)}
     on_gpu = [torch.cuda.default_generators[device.index] for device in devices if device.type == "cuda"]

@@ -17,18 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..trace.signature import Call, Dims, key_without_sizes
+from ..trace.signature import Call, Dims, drop_sizes
 from .compiled_step import CompiledStep
 
-MAX_DYNAMIC_TRIES = 2  # limit on dynamic-shape steps of a family that accept no other sizes
-MAX_STATIC_SHAPES = 8  # per family; also the limit on a family's dynamic-shape steps
+MAX_DYNAMIC_TRIES = 2  # a family stops after this many dynamic-shape steps that accept no other sizes
+MAX_STATIC_SHAPES = 8  # the limit on a family's static shapes, and on its dynamic-shape steps
 MAX_FAMILIES = 64
 
 log = logging.getLogger("tierbed")
 
 Shapes = tuple[tuple[int, ...], ...]
-# dynamic dimensions (None for a static-shape step) -> the step
-Compile = Callable[[Dims | None], CompiledStep]
+# compiles a step with these dynamic dimensions, or with static shapes if None
+CompileCall = Callable[[Dims | None], CompiledStep]
 
 
 @dataclass
@@ -37,9 +37,9 @@ class _ShapeFamily:
 
     static_shapes: list[Shapes] = field(default_factory=list)  # sizes that have a static-shape step
     dynamic_steps: list[CompiledStep] = field(default_factory=list)
-    num_failed_tries: int = 0  # dynamic-shape steps that accept no other sizes
+    num_failed_tries: int = 0  # number of dynamic-shape steps that accepted no other sizes
     has_failed: bool = False  # True if torch could not run a dynamic-shape step
-    has_warned: bool = False  # True once a log says that each further size is compiled
+    has_warned: bool = False  # True once a warning says that each further size is compiled
 
     def dynamic_dims(self, call: Call) -> Dims | None:
         """Return the dynamic dimensions for a new step; None if the step should have static shapes."""
@@ -59,11 +59,11 @@ class _ShapeFamily:
         return dims | call.dynamic_dims
 
     def note_compiled(self, name: str, call: Call) -> None:
-        """Record a static-shape step for a call's sizes. Dimensions from containers may still be dynamic."""
+        """Record that a call's sizes got a step. Only dimensions of containers may be dynamic in such a step."""
         if self.num_failed_tries == MAX_DYNAMIC_TRIES and not self.dynamic_steps and not self.has_warned:
             self.has_warned = True
             log.warning(
-                "%s was compiled for more than %d sizes of its arguments and is compiled again for each further one, "
+                "%s was compiled for more than %d sizes of its arguments and is compiled again for each further size, "
                 "because no dynamic-shape step accepts them (build uses a size as a number, or torch cannot trace it "
                 "as dynamic): pad inputs to few sizes, such as powers of two",
                 name,
@@ -75,7 +75,7 @@ class _ShapeFamily:
             self.static_shapes.append(shapes)
 
     def add(self, name: str, step: CompiledStep, inputs: Sequence[Tensor]) -> bool:
-        """Add a dynamic-shape step. Returns False if it accepts none of the earlier sizes."""
+        """Add a dynamic-shape step. Returns False if the step accepts none of the earlier sizes."""
         other_calls = (
             [torch.empty(shape, dtype=t.dtype, device="meta") for shape, t in zip(shapes, inputs, strict=True)]
             for shapes in self.static_shapes
@@ -84,8 +84,8 @@ class _ShapeFamily:
             return False
         if not self.dynamic_steps:
             log.warning(
-                "%s was compiled for %d sizes of its arguments; further ones share a dynamic-shape step, which is "
-                "slower: pad inputs to few sizes, such as powers of two",
+                "%s was compiled for %d sizes of its arguments; further sizes share a slower dynamic-shape step: "
+                "pad inputs to few sizes, such as powers of two",
                 name,
                 len(self.static_shapes),
             )
@@ -107,7 +107,7 @@ class StepCache:
     """An LRU cache with one step per signature, plus the dynamic-shape steps.
 
     A signature leaves out the sizes that containers make dynamic: one step accepts all of these sizes from the first
-    call on. If `build` reads such a size, each size gets its own step.
+    call on. If `build` reads a dynamic size as a number, each size gets its own step.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -115,7 +115,7 @@ class StepCache:
         self._name, self._limit = name, limit
         self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._families: dict[Hashable, _ShapeFamily] = {}
-        self._not_dynamic: dict[Hashable, None] = {}  # recent signatures whose dynamic sizes must be static
+        self._static_signatures: dict[Hashable, None] = {}  # recent signatures that need static-shape steps
 
     def all(self) -> list[CompiledStep]:
         """Return the steps that serve one signature each, followed by the dynamic-shape steps."""
@@ -123,35 +123,35 @@ class StepCache:
 
     def find(self, signature: Any, call: Call, static_only: bool) -> CompiledStep | None:
         """Return a step that accepts a call, or None. static_only: ignore dynamic-shape steps."""
-        static_key = _static_key(signature, call)
+        static_key = _make_static_key(signature, call)
         for key in (static_key,) if static_only or static_key is signature else (static_key, signature):
             step = self._steps.get(key)
             if step is not None and step.accepts(call.inputs):
                 self._steps.move_to_end(key)
                 return step
-        family = None if static_only else self._families.get(_family_key(signature, call))
+        family = None if static_only else self._families.get(_make_family_key(signature, call))
         return next((step for step in family.dynamic_steps if step.accepts(call.inputs)), None) if family else None
 
-    def make(self, signature: Any, call: Call, static_only: bool, compiled: Compile) -> CompiledStep:
+    def make(self, signature: Any, call: Call, static_only: bool, compile_call: CompileCall) -> CompiledStep:
         """Compile a step for a call that no step accepts."""
-        key, inputs = _family_key(signature, call), call.inputs
+        key, inputs = _make_family_key(signature, call), call.inputs
         family = self._families.get(key)
         if family is not None and not static_only and (dynamic := family.dynamic_dims(call)) is not None:
-            step = _try_to_compile(compiled, dynamic)
+            step = _try_to_compile(compile_call, dynamic)
             if step is not None and family.add(self._name, step, inputs):
                 return step
-        is_static = static_only or signature in self._not_dynamic or signature in self._steps
+        is_static = static_only or signature in self._static_signatures or signature in self._steps
         may_be_dynamic = bool(call.dynamic_dims) and not is_static
-        shared = _try_to_compile(compiled, call.dynamic_dims) if may_be_dynamic else None
-        if shared is not None and any(map(shared.accepts, _calls_of_other_sizes(call))):
-            self._steps[signature] = shared
+        shared_step = _try_to_compile(compile_call, call.dynamic_dims) if may_be_dynamic else None
+        if shared_step is not None and any(map(shared_step.accepts, _make_other_calls(call))):
+            self._steps[signature] = shared_step
         else:
-            shared = None
-        step = shared if shared is not None and shared.accepts(inputs) else compiled(None)
-        if step is not shared:
-            self._steps[_static_key(signature, call)] = step
-        if may_be_dynamic and shared is None:
-            self._not_dynamic[signature] = None  # only after success: an error says nothing about the sizes
+            shared_step = None
+        step = shared_step if shared_step is not None and shared_step.accepts(inputs) else compile_call(None)
+        if step is not shared_step:
+            self._steps[_make_static_key(signature, call)] = step
+        if may_be_dynamic and shared_step is None:
+            self._static_signatures[signature] = None  # only after a success, because an error says nothing about sizes
         if not static_only:
             self._families.setdefault(key, _ShapeFamily()).note_compiled(self._name, call)
             if len(self._families) > MAX_FAMILIES:
@@ -162,7 +162,7 @@ class StepCache:
         """Drop a dynamic-shape step that failed although a static-shape step worked. New sizes get separate steps."""
         for key in [key for key, cached in self._steps.items() if cached is step]:
             del self._steps[key]
-            self._not_dynamic[key] = None
+            self._static_signatures[key] = None
         for family in self._families.values():
             family.drop(step)
         log.warning(
@@ -175,40 +175,40 @@ class StepCache:
 
     def evict_oldest(self) -> None:
         """Drop the least recently used steps if there are too many."""
-        too_many = len(self._steps) > self._limit
+        has_too_many = len(self._steps) > self._limit
         while len(self._steps) > self._limit:  # one call may compile two steps
             self._steps.popitem(last=False)
-        while len(self._not_dynamic) > self._limit:
-            self._not_dynamic.pop(next(iter(self._not_dynamic)))
-        if too_many:
+        while len(self._static_signatures) > self._limit:
+            self._static_signatures.pop(next(iter(self._static_signatures)))
+        if has_too_many:
             warnings.warn(
-                f"{self._name} was compiled for more than {self._limit} signatures and drops the oldest; pass numbers "
-                "that change at each call as tensors, and pad inputs to few shapes",
+                f"{self._name} was compiled for more than {self._limit} signatures and drops the oldest step; pass "
+                "numbers that change at each call as tensors, and pad inputs to few shapes",
                 stacklevel=7,
             )
 
 
-def _static_key(signature: Any, call: Call) -> Hashable:
+def _make_static_key(signature: Any, call: Call) -> Hashable:
     return (signature, tuple(tensor.shape for tensor in call.inputs)) if call.dynamic_dims else signature
 
 
-def _family_key(signature: Any, call: Call) -> Hashable:
+def _make_family_key(signature: Any, call: Call) -> Hashable:
     """Return the key shared by calls that differ only in sizes."""
     spec, arguments, *state = signature
-    return spec, key_without_sizes(arguments, call.leaves), *state
+    return spec, drop_sizes(arguments, call.leaves), *state
 
 
-def _try_to_compile(compiled: Compile, dynamic: Dims) -> CompiledStep | None:
+def _try_to_compile(compile_call: CompileCall, dynamic_dims: Dims) -> CompiledStep | None:
     try:
-        return compiled(dynamic)
-    except Exception:  # probably, build reads a size; a static-shape step raises other errors again
+        return compile_call(dynamic_dims)
+    except Exception:  # probably build reads a size; compiling a static-shape step raises other errors again
         return None
 
 
-def _calls_of_other_sizes(call: Call) -> Iterator[list[Tensor]]:
-    """Yield inputs (without values) of calls with other dynamic sizes: all sizes changed, then only equal sizes."""
+def _make_other_calls(call: Call) -> Iterator[list[Tensor]]:
+    """Yield inputs without values for calls with other dynamic sizes: change all sizes, then one size at a time."""
     inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
-    # some sizes may have to stay equal, for example of two features with one id per sample
+    # some tensors may have to keep equal sizes, for example two features with one id per sample
     equal = [{i for i in dynamic if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in dynamic})]
     for growth, changed in ((2, dynamic), (3, dynamic), (4, dynamic), *((2, indices) for indices in equal)):
         yield [

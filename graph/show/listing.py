@@ -21,7 +21,7 @@ from ..passes.collectives import sum_over_ranks
 from ..passes.lookups import prefetchable_lookups
 from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule
 from ..trace.alias import call_target
-from ..trace.trace import BACKWARD, LIVE
+from ..trace.trace import BACKWARD, MODULE_TENSOR
 
 # the stage "compiled" is forward and backward together, after `compile_dense`
 STAGES = ("inputs", "pin", "gather", "forward", "compiled", "backward", "exchange", "update", "dense step", "outputs")
@@ -43,8 +43,8 @@ _STAGE_OF_CALL: dict[Any, str] = {
 _MAX_NAMED = 3  # the most parameters that a box names
 
 
-def stages(graph: fx.Graph) -> dict[fx.Node, str]:
-    """Return each node's stage, one of `STAGES`. Nodes computed from gradients, such as clipping, are backward."""
+def find_stages(graph: fx.Graph) -> dict[fx.Node, str]:
+    """Return each node's stage, one of `STAGES`. Nodes computed from gradients, such as clipping, count as backward."""
     stage_of: dict[fx.Node, str] = {}
     for node in graph.nodes:
         stage = _STAGE_OF_OP.get(node.op) or _STAGE_OF_CALL.get(call_target(node))
@@ -56,23 +56,23 @@ def stages(graph: fx.Graph) -> dict[fx.Node, str]:
     return stage_of
 
 
-def row_source(module: fx.GraphModule, node: fx.Node) -> str | None:
-    """Name the embedding with the rows that a node uses, and its store: `users in cached_ssd`. None without rows."""
+def describe_rows(module: fx.GraphModule, node: fx.Node) -> str | None:
+    """Name the embedding whose rows a node uses, and its store: `users in cached_ssd`. None for nodes without rows."""
     if node.op == "get_attr":
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
     if call_target(node) not in _STAGE_OF_CALL:
         return None
-    follows_pins = call_target(node) != "pin"  # a pin's batch argument is another embedding's
+    follows_pins = call_target(node) != "pin"  # the batch argument of a pin belongs to another embedding
     sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (follows_pins and call_target(n) == "pin")]
-    row_sources = [text for source in sources if (text := row_source(module, source)) is not None]
+    row_sources = [text for source in sources if (text := describe_rows(module, source)) is not None]
     return ", ".join(dict.fromkeys(row_sources)) or None
 
 
 def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
-    """Return the step as a Mermaid flowchart. ahead: `Graph.run` fetches rows before the step begins."""
-    stage_of, unboxed = stages(module.graph), _unboxed_names(module)
+    """Return the step as a Mermaid flowchart. ahead: True if `Graph.run` fetches rows before the step."""
+    stage_of, unboxed = find_stages(module.graph), _name_unboxed(module)
     box_of = _boxes(module.graph, stage_of, unboxed)
     boxes = [box for node, box in box_of.items() if node is box[-1]]
     prefetched = {node: source.target for node, (source, _) in prefetchable_lookups(module)} if ahead else {}
@@ -82,11 +82,11 @@ def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
         if stage_boxes := [box for box in boxes if stage_of[box[-1]] == stage]:
             lines.append(f'subgraph s{number}["{stage}"]')
             for box in stage_boxes:
-                texts = [*_lines(module, box, unboxed)]
+                texts = [*_format_lines(module, box, unboxed)]
                 if box[-1] in prefetched:  # all other ops run in order, on one stream
                     on_gpu = getattr(module, prefetched[box[-1]]).shadow.is_cuda
                     texts.append(f"ahead, on a separate {'stream' if on_gpu else 'thread'}")
-                lines.append(f"    {box_names[box[-1]]}{_shape(texts, row_source(module, box[-1]) is not None)}")
+                lines.append(f"    {box_names[box[-1]]}{_draw_box(texts, describe_rows(module, box[-1]) is not None)}")
             lines.append("end")
     for box in boxes:
         sources = dict.fromkeys(box_of[s][-1] for node in box for s in node.all_input_nodes if s in box_of)
@@ -94,7 +94,7 @@ def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _shape(lines: list[str], uses_store: bool) -> str:
+def _draw_box(lines: list[str], uses_store: bool) -> str:
     """Return a box's text in Mermaid brackets. A box that uses a store is drawn as a cylinder."""
     escaped = (html.escape(line.replace("#", "#35;"), quote=False).replace("&", "#") for line in lines)
     text = "<br>".join(escaped).replace('"', "#quot;")
@@ -108,24 +108,24 @@ def _boxes(graph: fx.Graph, stage_of: dict[fx.Node, str], unboxed: dict[fx.Node,
         if node in unboxed or (node.op == "placeholder" and not node.users):
             continue
         candidates = (s for s in node.all_input_nodes if s in box_of and stage_of[s] == stage_of[node])
-        previous = next((source for source in candidates if _continues(source, node)), None)
+        previous = next((source for source in candidates if _continues_chain(source, node)), None)
         box_of[node] = box = [] if previous is None else box_of[previous]
         box.append(node)
     return box_of
 
 
-def _unboxed_names(module: fx.GraphModule) -> dict[fx.Node, str]:
-    """Return names for nodes without boxes: parameters and other kept tensors, their views, and optimizers."""
+def _name_unboxed(module: fx.GraphModule) -> dict[fx.Node, str]:
+    """Return names for nodes without boxes: parameters and other tensors of the graph, their views, and optimizers."""
     named: dict[fx.Node, str] = {}
     for node in module.graph.nodes:
-        if LIVE in node.meta or (node.op == "get_attr" and row_source(module, node) is None):
+        if MODULE_TENSOR in node.meta or (node.op == "get_attr" and describe_rows(module, node) is None):
             named[node] = node.name
         elif _is_view(node) and all(source in named for source in node.all_input_nodes):
             named[node] = named[node.all_input_nodes[0]]
     return named
 
 
-def _continues(source: fx.Node, node: fx.Node) -> bool:
+def _continues_chain(source: fx.Node, node: fx.Node) -> bool:
     """True if both nodes belong to one chain of ops, drawn as one box."""
     are_simple = all(_is_view(op) or torch.Tag.pointwise in getattr(op.target, "tags", ()) for op in (source, node))
     return len(source.users) == 1 and are_simple
@@ -135,11 +135,11 @@ def _is_view(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
 
 
-def _lines(module: fx.GraphModule, nodes: list[fx.Node], unboxed: dict[fx.Node, str]) -> Iterator[str]:
+def _format_lines(module: fx.GraphModule, nodes: list[fx.Node], unboxed: dict[fx.Node, str]) -> Iterator[str]:
     """Yield a box's lines: its ops, the last op's result, and the parameters that it reads."""
     last = nodes[-1]
     if last.op.startswith("call"):
-        names = [_op_name(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
+        names = [_format_op(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
         yield " \N{RIGHTWARDS ARROW} ".join(
             names if len(names) <= 4 else [*names[:3], f"({len(names) - 4})", names[-1]]
         )
@@ -153,9 +153,9 @@ def _lines(module: fx.GraphModule, nodes: list[fx.Node], unboxed: dict[fx.Node, 
         yield f"and {len(parameters) - _MAX_NAMED} more"
 
 
-def listing(module: fx.GraphModule) -> str:
+def format_step(module: fx.GraphModule) -> str:
     """Return the step as text: a heading per stage, and each op with its result's dtype and shape or its store."""
-    stage_of = stages(module.graph)
+    stage_of = find_stages(module.graph)
     arguments = ["self", *(node.name for node in module.graph.find_nodes(op="placeholder"))]
     lines = [f"def forward({', '.join(arguments)}):"]
     stage = "inputs"
@@ -167,11 +167,11 @@ def listing(module: fx.GraphModule) -> str:
             stage = stage_of[node]
             lines.append(f"    # {stage}")
         comment = describe(module, node)
-        lines.append(f"    {statement(node)}" + (f"  # {comment}" if comment else ""))
+        lines.append(f"    {format_statement(node)}" + (f"  # {comment}" if comment else ""))
     return "\n".join(lines)
 
 
-def statement(node: fx.Node) -> str:
+def format_statement(node: fx.Node) -> str:
     """Return a node as a line of Python."""
     if node.op == "output":
         return f"return {node.args[0]}"
@@ -179,12 +179,12 @@ def statement(node: fx.Node) -> str:
         return f"{node.name} = self.{node.target}"
     if node.target is operator.getitem:
         return f"{node.name} = {node.args[0]}[{node.args[1]}]"
-    arguments = [*map(_text, node.args), *(f"{name}={_text(value)}" for name, value in node.kwargs.items())]
+    arguments = [*map(_show, node.args), *(f"{name}={_show(value)}" for name, value in node.kwargs.items())]
     owner = f"{arguments.pop(0)}." if node.op == "call_method" else "self." * (node.op == "call_module")
-    return f"{node.name} = {owner}{_op_name(node.target)}({', '.join(arguments)})"
+    return f"{node.name} = {owner}{_format_op(node.target)}({', '.join(arguments)})"
 
 
-def _op_name(target: Callable[..., Any] | str) -> str:
+def _format_op(target: Callable[..., Any] | str) -> str:
     """Return an op's name, such as `aten.addmm.default`, `gather` or `dense_0`."""
     return str(target) if isinstance(target, torch._ops.OpOverload | str) else target.__name__
 
@@ -192,22 +192,22 @@ def _op_name(target: Callable[..., Any] | str) -> str:
 def describe(module: fx.GraphModule, node: fx.Node) -> str:
     """Describe a node's result and rows: `float32 [8, 12]`, `float32 [8, 3, 4], users in cached_ssd`."""
     values = pytree.tree_leaves(node.meta.get("val"))
-    parts = [tensor_text(value) for value in values if isinstance(value, Tensor)]
-    rows = row_source(module, node)
+    parts = [describe_tensor(value) for value in values if isinstance(value, Tensor)]
+    rows = describe_rows(module, node)
     return ", ".join(parts if rows is None else [*parts, rows])
 
 
-def tensor_text(value: Tensor) -> str:
+def describe_tensor(value: Tensor) -> str:
     """Return a tensor's dtype and shape, such as `float32 [8, 12]`, and its device if it is not the CPU."""
     dtype = str(value.dtype).removeprefix("torch.")
     return f"{dtype} {list(value.shape)}" + ("" if value.device.type == "cpu" else f" {value.device}")
 
 
-def _text(value: Any) -> str:
+def _show(value: Any) -> str:
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup: omit the unused fields at the end
         used = max((count for count, part in enumerate(value, 1) if part is not None), default=0)
-        return f"{type(value).__name__}({', '.join(map(_text, value[:used]))})"
+        return f"{type(value).__name__}({', '.join(map(_show, value[:used]))})"
     if isinstance(value, list | tuple):
-        inner = ", ".join(map(_text, value))
+        inner = ", ".join(map(_show, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"
     return repr(value)

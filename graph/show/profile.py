@@ -22,29 +22,29 @@ from torch._ops import OpOverload
 from ...engine.checks import as_int
 from ...engine.errors import InputError
 from ..trace.names import as_path
-from .listing import STAGES, describe, stages
-from .why import RecompileLog
+from .listing import STAGES, describe, find_stages
+from .recompile_log import RecompileLog
 
 _WAITING_SHARE = 0.1  # fraction of the elapsed time; above this, the profile gives advice
 _CLOCK = "_clock"
 _PYTHON = "Python around"
-_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
+_PRODUCT_OPS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
 _FUSED_SHARE = 0.25  # fraction of step time in fusible ops; above this, the profile gives advice
 
 
-def _waiting_advice(waited: float, elapsed: float) -> str:
+def _waiting_advice(waited_s: float, elapsed_s: float) -> str:
     """Return advice if threads waited for cores that torch's idle threads may occupy, otherwise an empty string."""
-    spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
-    if not spin or waited <= _WAITING_SHARE * elapsed:
+    may_spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
+    if not may_spin or waited_s <= _WAITING_SHARE * elapsed_s:
         return ""
     return (
-        f"threads waited {waited:.2f} s for a core, and threads of torch occupy cores while idle: "
+        f"threads waited {waited_s:.2f} s for a core, and threads of torch occupy cores while idle: "
         "start the process with OMP_WAIT_POLICY=PASSIVE"
     )
 
 
 def _core_wait_times() -> dict[str, int]:
-    """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts them."""
+    """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts these waits."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
         with suppress(OSError, IndexError):  # the thread has ended
@@ -53,12 +53,12 @@ def _core_wait_times() -> dict[str, int]:
 
 
 class Op(NamedTuple):
-    """A compiled step's node."""
+    """An op in a compiled step."""
 
     name: str  # the op's name in `print(graph)`
     stage: str
-    makes: str
-    fuses: bool  # True if TorchInductor would fuse this op with its neighbours
+    result: str
+    is_fusible: bool  # True if TorchInductor would fuse this op with its neighbours
 
 
 class Span(NamedTuple):
@@ -68,12 +68,12 @@ class Span(NamedTuple):
     end: int
 
 
-class Step(NamedTuple):
+class ProfiledStep(NamedTuple):
     """One profiled step: the time of the whole step, of compiling and of each op."""
 
     span: Span
     loader: list[Span]
-    compiling: int  # nanoseconds
+    compile_ns: int  # nanoseconds
     ops: list[tuple[Op, Span]]
 
 
@@ -82,29 +82,29 @@ class Timer:
 
     def __init__(self, compiles: RecompileLog) -> None:
         self._compiles = compiles
-        self._timed: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
-        self._ran: list[tuple[Op, Span]] = []
-        self._preparing = 0  # nanoseconds spent on adding clocks
+        self._timed_modules: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
+        self._timed_ops: list[tuple[Op, Span]] = []
+        self._clock_ns = 0  # nanoseconds spent on adding clocks
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
         """Return `module.forward(*tensors)`, timing each op."""
-        if module not in self._timed:
+        if module not in self._timed_modules:
             begin = perf_counter_ns()
-            self._timed[module] = _with_clock(module)
-            self._preparing += perf_counter_ns() - begin
-        timed, clock, ops = self._timed[module]
+            self._timed_modules[module] = _add_clock(module)
+            self._clock_ns += perf_counter_ns() - begin
+        timed, clock, ops = self._timed_modules[module]
         clock.clear()
         outputs = timed.forward(*tensors)
-        self._ran += zip(ops, map(Span, clock, clock[1:]), strict=True)
+        self._timed_ops += zip(ops, map(Span, clock, clock[1:]), strict=True)
         return outputs
 
-    def compiling(self) -> int:
+    def compile_ns(self) -> int:
         """Return the nanoseconds spent on compiling steps of the graph and adding clocks."""
-        return int(self._compiles.seconds * 1e9) + self._preparing
+        return int(self._compiles.seconds * 1e9) + self._clock_ns
 
-    def take(self) -> list[tuple[Op, Span]]:
-        """Return the ops that ran since the last `take`, with their times."""
-        ran, self._ran = self._ran, []
+    def take_ops(self) -> list[tuple[Op, Span]]:
+        """Return the ops that ran since the last `take_ops`, with their times."""
+        ran, self._timed_ops = self._timed_ops, []
         return ran
 
 
@@ -118,16 +118,16 @@ class Profile:
         compile_seconds: seconds spent on compiling and on adding clocks, not included in `stages`.
     """
 
-    def __init__(self, name: str, steps: list[Step], advice: str, may_compile: bool) -> None:
+    def __init__(self, name: str, steps: list[ProfiledStep], advice: str, may_compile: bool) -> None:
         self._name, self._steps, self._advice, self._may_compile = name, steps, advice, may_compile
         self.steps = len(steps)
-        self.compile_seconds = sum(step.compiling for step in steps) / 1e9
+        self.compile_seconds = sum(step.compile_ns for step in steps) / 1e9
         spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _PYTHON], 0)
         for step in steps:
             spans = [("loader", span) for span in step.loader] + [(op.stage, span) for op, span in step.ops]
             for stage, (begin, end) in spans:
                 spent[stage] += end - begin
-            spent[_PYTHON] += step.span.end - step.span.begin - step.compiling - sum(e - b for _, (b, e) in spans)
+            spent[_PYTHON] += step.span.end - step.span.begin - step.compile_ns - sum(e - b for _, (b, e) in spans)
         self.stages = {stage: ns / 1e9 for stage, ns in spent.items() if ns}
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ class Profile:
         seconds = sum(self.stages.values())
         rows = [*self.stages.items(), ("step", seconds)]
         lines = [f"{self._name}: {self.steps} steps", f"{'':14}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
-        lines += [f"{name:14}{self._figures(spent, seconds)}" for name, spent in rows]
+        lines += [f"{name:14}{self._format_times(spent, seconds)}" for name, spent in rows]
         if self.compile_seconds:
             lines.append(f"and {self.compile_seconds:.2f} s to compile and to add the clock, not counted above")
         return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._advice])])
@@ -155,7 +155,7 @@ class Profile:
         width = max((len(op.name) for op in spent), default=0) + 2
         lines = [f"{'':{width}}{'stage':12}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
         for op, ns in spent.most_common(most):
-            lines.append(f"{op.name:{width}}{op.stage:12}{self._figures(ns / 1e9, seconds)}  {op.makes}".rstrip())
+            lines.append(f"{op.name:{width}}{op.stage:12}{self._format_times(ns / 1e9, seconds)}  {op.result}".rstrip())
         return "\n".join(lines)
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
@@ -173,11 +173,11 @@ class Profile:
             for span in step.loader:
                 add("loader", "loader", span, step=number)
             for op, span in step.ops:
-                add(op.name, op.stage, span, step=number, makes=op.makes)
+                add(op.name, op.stage, span, step=number, makes=op.result)
         as_path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _compile_advice(self, seconds: float) -> str:
-        fused = sum(span.end - span.begin for step in self._steps for op, span in step.ops if op.fuses) / 1e9
+        fused = sum(span.end - span.begin for step in self._steps for op, span in step.ops if op.is_fusible) / 1e9
         if not self._may_compile or fused <= _FUSED_SHARE * seconds:
             return ""
         return (
@@ -185,7 +185,7 @@ class Profile:
             "the first call of each shape then takes seconds longer"
         )
 
-    def _figures(self, spent: float, seconds: float) -> str:
+    def _format_times(self, spent: float, seconds: float) -> str:
         mean = spent / self.steps if self.steps else 0.0
         share = spent / seconds if seconds else 0.0
         return f"{spent * 1e3:11.3f}{mean * 1e3:11.3f}{share:8.1%}"
@@ -194,22 +194,22 @@ class Profile:
 def profile(
     name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, may_compile: bool
 ) -> Profile:
-    """Profile `run` on all batches. may_compile: `compile_dense` is off and could be turned on."""
+    """Profile `run` on all batches. may_compile: True if `compile_dense` is off but could be turned on."""
     loader_spans: list[Span] = []
-    steps: list[Step] = []
+    steps: list[ProfiledStep] = []
     waits_before, start = _core_wait_times(), perf_counter_ns()
-    results = run(_timed(batches, loader_spans))
-    begin, compiled = perf_counter_ns(), timer.compiling()
+    results = run(_time_loader(batches, loader_spans))
+    begin, compiled = perf_counter_ns(), timer.compile_ns()
     for _ in results:
-        span, compiling = Span(begin, perf_counter_ns()), timer.compiling() - compiled
-        steps.append(Step(span, list(loader_spans), compiling, timer.take()))
+        span, compile_ns = Span(begin, perf_counter_ns()), timer.compile_ns() - compiled
+        steps.append(ProfiledStep(span, list(loader_spans), compile_ns, timer.take_ops()))
         loader_spans.clear()
-        begin, compiled = perf_counter_ns(), timer.compiling()
+        begin, compiled = perf_counter_ns(), timer.compile_ns()
     waited = sum(ns - waits_before.get(thread, 0) for thread, ns in _core_wait_times().items())
     return Profile(name, steps, _waiting_advice(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
 
 
-def _timed(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[Any]:
+def _time_loader(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[Any]:
     begin = perf_counter_ns()
     for batch in batches:
         loader_spans.append(Span(begin, perf_counter_ns()))
@@ -217,12 +217,12 @@ def _timed(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[Any]:
         begin = perf_counter_ns()
 
 
-def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
+def _add_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
     """Return a module with the same results that appends the time to a list at its start and after each op."""
-    stage_of = stages(module.graph)
+    stage_of = find_stages(module.graph)
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
-    stamp = _stamp_gpu if on_gpu else _stamp
+    stamp = _append_gpu_time if on_gpu else _append_time
     clock: list[int] = []
     ops: list[Op] = []
     graph = fx.Graph()
@@ -237,17 +237,17 @@ def _with_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list
             graph.call_function(stamp, (clock_node,))
             stage = stage_of[node]
             is_torch_op = stage in ("forward", "backward") and isinstance(node.target, OpOverload)
-            fuses = is_torch_op and node.target.overloadpacket.__name__ not in _PRODUCTS
-            ops.append(Op(node.name, stage, describe(module, node), fuses))
+            is_fusible = is_torch_op and node.target.overloadpacket.__name__ not in _PRODUCT_OPS
+            ops.append(Op(node.name, stage, describe(module, node), is_fusible))
     names = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
     attributes = {name: getattr(module, name) for name in names}
     return fx.GraphModule({_CLOCK: clock, **attributes}, graph), clock, ops
 
 
-def _stamp(clock: list[int]) -> None:
+def _append_time(clock: list[int]) -> None:
     clock.append(perf_counter_ns())
 
 
-def _stamp_gpu(clock: list[int]) -> None:
+def _append_gpu_time(clock: list[int]) -> None:
     torch.cuda.synchronize()
     clock.append(perf_counter_ns())

@@ -1,6 +1,6 @@
 """Checkpoints: parameters, buffers, optimizers, schedulers, random states and rows in one folder.
 
-`graph.save` writes a graph's checkpoint, `save_checkpoint` a plain loop's:
+`graph.save` writes a graph's state and `save_checkpoint` a plain loop's state into this folder:
 
     checkpoint/
         graph.msgpack          plain values, sealed with a checksum; refers to tensors by name
@@ -56,32 +56,32 @@ from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotErr
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
-from ..passes.collectives import common_world
-from ..trace.names import as_path, unwrapped_names
-from .kept import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, read_checkpoint, read_format
-from .optimizer_set import embeddings_of
+from ..passes.collectives import find_common_world
+from ..trace.names import as_path, map_unwrapped_names
+from .folders import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, read_checkpoint, read_format
+from .optimizer_set import find_embeddings
 
-_KINDS: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
-_TAGS: dict[Any, str] = {kind: tag for tag, kind in _KINDS.items()}
+_TYPES: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
+_TAGS: dict[Any, str] = {kind: tag for tag, kind in _TYPES.items()}
 _PLAIN_TYPES = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that safetensors does not allow for tensors
 _MAX_ITEMS = 1 << 16  # largest number of items in a container; `unseal` accepts no more
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
-_SUBJECTS = {"graph": "graph", "loop": "model"}  # the saved thing's name in error texts
-Random = list[Tensor]  # states of a process's random generators
+_SUBJECTS = {"graph": "graph", "loop": "model"}  # what error texts call the saved object
+RandomStates = list[Tensor]  # states of a process's random generators
 log = logging.getLogger("tierbed")
 
 
-def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -> Any:
+def encode(value: Any, tensors: dict[str, Tensor], label: str, name: str = "") -> Any:
     """Encode containers as [tag, items] and tensors as ["tensor", name], adding the tensors to `tensors`.
 
-    A tensor's name consists of the keys that lead to it, joined by dots. Other values raise GraphError about `where`.
+    A tensor's name joins the keys that lead to it by dots. Values of other types raise a GraphError about `label`.
     """
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
-        if not is_dense or not _fits_dtype(value.dtype):
+        if not is_dense or not _is_supported_dtype(value.dtype):
             raise GraphError(
-                f"{where} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which a checkpoint cannot "
+                f"{label} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which a checkpoint cannot "
                 f"hold; use a dense tensor of another dtype, register a buffer with persistent=False, or {_REMEDY}"
             )
         while name in tensors or name in _RESERVED:
@@ -93,23 +93,23 @@ def encode(value: Any, tensors: dict[str, Tensor], where: str, name: str = "") -
     if type(value) in _TAGS:
         if len(value) > _MAX_ITEMS:
             raise GraphError(
-                f"{where} has {len(value)} items, but a container in a checkpoint holds at most {_MAX_ITEMS}; use a "
+                f"{label} has {len(value)} items, but a container in a checkpoint holds at most {_MAX_ITEMS}; use a "
                 "tensor, or several containers"
             )
         items = []
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
             if type(key) is not str and not (type(key) is int and _fits_64_bits(key)):
                 raise GraphError(
-                    f"{where} has the key {key!r}, but keys in a checkpoint are strings or 64-bit integers; {_REMEDY}"
+                    f"{label} has the key {key!r}, but keys in a checkpoint are strings or 64-bit integers; {_REMEDY}"
                 )
-            encoded = encode(item, tensors, f"{where}[{key!r}]", f"{name}.{key}" if name else str(key))
+            encoded = encode(item, tensors, f"{label}[{key!r}]", f"{name}.{key}" if name else str(key))
             items.append([key, encoded] if isinstance(value, dict) else encoded)
         return [_TAGS[type(value)], items]
     for plain_type in get_args(_PLAIN_TYPES):  # a subclass such as NumPy's float64 becomes the plain type
         if isinstance(value, plain_type) and (plain_type is not int or _fits_64_bits(value)):
             return plain_type(value)
     raise GraphError(
-        f"{where} is a {type(value).__name__}{' of over 64 bits' * isinstance(value, int)}, which a checkpoint cannot "
+        f"{label} is a {type(value).__name__}{' of over 64 bits' * isinstance(value, int)}, which a checkpoint cannot "
         f"hold; {_REMEDY}"
     )
 
@@ -118,19 +118,19 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
     """Decode the result of `encode`. Raises ValueError or KeyError for anything else."""
     if not isinstance(value, list):
         if not isinstance(value, _PLAIN_TYPES | NoneType):
-            raise ValueError(f"a {type(value).__name__} among the values")
+            raise ValueError(f"a value is a {type(value).__name__}")
         return value
     tag, content = value
     if tag == "tensor":
         return tensors[content]
-    if tag not in _KINDS:
+    if tag not in _TYPES:
         raise ValueError(f"unknown kind {tag!r}")
     if tag in ("list", "tuple"):
-        return _KINDS[tag](decode(item, tensors) for item in content)
+        return _TYPES[tag](decode(item, tensors) for item in content)
     for key, _ in content:
         if type(key) not in (str, int):
-            raise ValueError(f"the key {key!r}, and keys are strings or integers")
-    return _KINDS[tag]({key: decode(item, tensors) for key, item in content})
+            raise ValueError(f"{key!r} is a key, but keys are strings or integers")
+    return _TYPES[tag]({key: decode(item, tensors) for key, item in content})
 
 
 def _fits_64_bits(number: int) -> bool:
@@ -138,7 +138,7 @@ def _fits_64_bits(number: int) -> bool:
 
 
 @cache
-def _fits_dtype(dtype: torch.dtype) -> bool:
+def _is_supported_dtype(dtype: torch.dtype) -> bool:
     try:
         as_safetensors({"": torch.empty(0, dtype=dtype)})
     except (KeyError, RuntimeError, TypeError, ValueError):  # safetensors versions differ in their dtypes
@@ -147,8 +147,8 @@ def _fits_dtype(dtype: torch.dtype) -> bool:
 
 
 def shared_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
-    """Return the world whose ranks save and load together. The methods of a one-rank world are plain calls."""
-    return common_world(dict(embeddings)) or World.single()
+    """Return the world whose ranks save and load together. A single process is a world of one rank."""
+    return find_common_world(dict(embeddings)) or World.single()
 
 
 @contextmanager
@@ -156,7 +156,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
     """Run `durable.atomic_folder` on rank 0, and raise its OS errors as SnapshotError."""
     block = ExitStack()
 
-    @_snapshot_errors(folder)
+    @_raise_snapshot_errors(folder)
     def begin() -> None:
         block.enter_context(atomic_folder(folder, overwrite))
 
@@ -166,7 +166,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
     except BaseException:
         block.__exit__(*sys.exc_info())
         raise
-    world.call_on_rank_0(f"{op}: in place", _snapshot_errors(folder)(block.close))
+    world.call_on_rank_0(f"{op}: in place", _raise_snapshot_errors(folder)(block.close))
 
 
 def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -188,30 +188,30 @@ def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str
         )
 
 
-def gather_random_states(world: World, op: str, own: Random) -> list[Random]:
+def gather_random_states(world: World, op: str, own_states: RandomStates) -> list[RandomStates]:
     """Return the random states of every rank except rank 0."""
-    sent = [state.cpu().numpy().tobytes() for state in own]
-    ranks: list[list[bytes]] = world.all_gather_object(f"{op}: random numbers", lambda: sent)
-    return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in ranks[1:]]
+    own_bytes = [state.cpu().numpy().tobytes() for state in own_states]
+    bytes_by_rank: list[list[bytes]] = world.all_gather_object(f"{op}: random numbers", lambda: own_bytes)
+    return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in bytes_by_rank[1:]]
 
 
-def select_random_state(world: World, first: Random, others: list[Random]) -> Random:
-    """Return this rank's random state from a checkpoint. A rank without a state in it keeps its current state."""
+def select_random_state(world: World, rank_0_states: RandomStates, other_states: list[RandomStates]) -> RandomStates:
+    """Return this rank's random state from a checkpoint. A rank without a saved state keeps its current state."""
     if world.rank == 0:
-        return first
-    return others[world.rank - 1] if world.rank <= len(others) else [torch.get_rng_state()]
+        return rank_0_states
+    return other_states[world.rank - 1] if world.rank <= len(other_states) else [torch.get_rng_state()]
 
 
 def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """Check a new checkpoint's path and return it. Raises SnapshotError, InputError or GraphError."""
-    world, op = shared_world(_saved_embeddings(root)), "checking a checkpoint"
-    folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _folder_of(path, overwrite))
+    world, op = shared_world(_find_saved_embeddings(root)), "checking a checkpoint"
+    folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _parse_folder(path, overwrite))
     world.call_on_all_ranks(f"{op}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
-    world.call_on_rank_0(f"{op}: its folder", lambda: _check_free(folder, overwrite))
+    world.call_on_rank_0(f"{op}: its folder", lambda: _check_can_write(folder, overwrite))
     return folder
 
 
-def _folder_of(path: Any, overwrite: Any) -> Path:
+def _parse_folder(path: Any, overwrite: Any) -> Path:
     check_flags(InputError, overwrite=overwrite)
     folder = as_path(path).absolute()
     if not is_folder_name(folder.name) or len(folder.name.encode()) > 200 - 9:
@@ -222,7 +222,7 @@ def _folder_of(path: Any, overwrite: Any) -> Path:
     return folder
 
 
-def _check_free(folder: Path, overwrite: bool) -> None:
+def _check_can_write(folder: Path, overwrite: bool) -> None:
     if not os.path.lexists(folder):
         return
     if not os.path.lexists(folder / STATE):
@@ -248,37 +248,37 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     snapshots in store folders are replaced too. Raises SnapshotError if the checkpoint cannot be written, and
     GraphError for a state that a checkpoint cannot hold or that differs between ranks.
     """
-    embeddings = _saved_embeddings(root)
+    embeddings = _find_saved_embeddings(root)
     world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
-    # a unique name, because snapshot names in a store folder must differ
+    # a unique name, because all snapshots in a store folder need different names
     name = world.call_on_rank_0(f"{op}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     model_state = state if kind == "graph" else state["model"]
-    names = unwrapped_names(root, [*model_state, *(versions := versions_of(state) or {})])
-    state = _with_names(state, names, {names[path]: version for path, version in versions.items()}, kind)
-    record = world.call_on_all_ranks(f"{op}: state", lambda: _record(state, tensors, kind))
+    names = map_unwrapped_names(root, [*model_state, *(versions := read_versions(state) or {})])
+    state = _rename_entries(state, names, {names[path]: version for path, version in versions.items()}, kind)
+    record = world.call_on_all_ranks(f"{op}: state", lambda: _make_record(state, tensors, kind))
     training, model = (EXTRA, "") if kind == "graph" else ("training", "model.")
     random = state[training]["random"] if training in state else []
-    buffers = {model + name for name in unwrapped_names(root, dict(root.named_buffers())).values()}
+    buffers = {model + name for name in map_unwrapped_names(root, dict(root.named_buffers())).values()}
     rank_0_keys = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
-    common = {key: tensor for key, tensor in tensors.items() if key not in rank_0_keys}
-    _check_same_on_ranks(world, op, [record["state"], record["metadata"]], common)
+    shared_tensors = {key: tensor for key, tensor in tensors.items() if key not in rank_0_keys}
+    _check_same_on_ranks(world, op, [record["state"], record["metadata"]], shared_tensors)
     record |= {"embeddings": list(embeddings), "snapshot": name}
-    if others := gather_random_states(world, op, random):
-        record["ranks"] = encode(others, tensors, "random numbers of ranks", "ranks")
-    replaced, is_complete = _row_snapshots(folder), False
+    if other_states := gather_random_states(world, op, random):
+        record["ranks"] = encode(other_states, tensors, "random numbers of ranks", "ranks")
+    replaced_snapshots, is_complete = _read_row_snapshots(folder), False
     try:
         with _atomic_folder(world, op, folder, overwrite) as temporary:
-            world.call_on_rank_0(f"{op}: parameters", lambda: _write(temporary, record, tensors, folder))
-            save_rows([*embeddings.values()], _row_folders(temporary, name, embeddings))
+            world.call_on_rank_0(f"{op}: parameters", lambda: _write_files(temporary, record, tensors, folder))
+            save_rows([*embeddings.values()], _list_row_folders(temporary, name, embeddings))
         is_complete = True
     finally:
         # Ctrl-C may arrive after the checkpoint is renamed; its snapshots must then stay
-        if not is_complete and all(snapshot.name != name for snapshot in _row_snapshots(folder).values()):
+        if not is_complete and all(snapshot.name != name for snapshot in _read_row_snapshots(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # raise the first error only
                     embedding.table_handle().snapshots.discard_rows(name)
-    for path, snapshot in replaced.items():  # snapshots of the replaced checkpoint in store folders
+    for path, snapshot in replaced_snapshots.items():  # snapshots of the replaced checkpoint in store folders
         try:
             if path in embeddings:
                 embeddings[path].table_handle().snapshots.drop_rows(snapshot)
@@ -286,29 +286,29 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
 
-def _row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
+def _list_row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
     return [checkpoint / ROWS / str(number) / snapshot for number in range(len(embeddings))]
 
 
-def _record(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
+def _make_record(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
     """Return the contents of the file STATE: the state without its tensors."""
     plain = encode(dict(state), tensors, "state")
-    metadata = encode(versions_of(state), tensors, "metadata")
+    metadata = encode(read_versions(state), tensors, "metadata")
     marker = {} if kind == "graph" else {"of": kind}
     return {"format": FORMATS[kind], **marker, "state": plain, "metadata": metadata}
 
 
-def _write(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    with _snapshot_errors(folder):
+def _write_files(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    with _raise_snapshot_errors(folder):
         # clone: safetensors refuses tensors that share memory
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSORS)
         fsync_file(temporary / TENSORS)
-        written = {"checksum": checksum(temporary / TENSORS), "created": time.time_ns()}
+        file_fields = {"checksum": checksum(temporary / TENSORS), "created": time.time_ns()}
         try:
-            sealed = seal({**record, **written})
+            sealed = seal({**record, **file_fields})
         except ValueError as error:
             raise GraphError(
-                f"the plain values in the state cannot be written together: {error}; keep large ones, such as a "
+                f"the plain values in the state cannot be written together: {error}; keep large values, such as a "
                 "module's get_extra_state, in tensors"
             ) from error
         (temporary / STATE).write_bytes(sealed)
@@ -316,7 +316,7 @@ def _write(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], 
 
 
 @contextlib.contextmanager
-def _snapshot_errors(folder: Path) -> Iterator[None]:
+def _raise_snapshot_errors(folder: Path) -> Iterator[None]:
     """Raise the block's errors as SnapshotError about the checkpoint `folder`."""
     try:
         yield
@@ -329,45 +329,45 @@ def _snapshot_errors(folder: Path) -> Iterator[None]:
 def load(
     root: nn.Module,
     folder: Path,
-    check: Callable[[dict[str, Any]], None],
-    put: Callable[[dict[str, Any]], None],
+    check_state: Callable[[dict[str, Any]], None],
+    apply_state: Callable[[dict[str, Any]], None],
     current_state: Callable[[], dict[str, Any]],
     selection: Selection = ALL,
     kind: str = "graph",
 ) -> None:
-    """Load the state with `put`, then the rows of all embeddings under `root`: all or nothing.
+    """Load the state with `apply_state`, then the rows of all embeddings under `root`. A failed load changes nothing.
 
-    check: raises GraphError if a state does not fit. current_state: returns the present state, which `put` restores if
-    the load fails. If restoring fails too, no embedding can be used until a load succeeds. Raises SnapshotError if the
-    checkpoint is missing, damaged, malformed or belongs to another graph.
+    check_state: raises GraphError if a state does not fit. current_state: returns the present state. If the load fails,
+    `apply_state` restores the present state. If restoring fails too, no embedding can be used until a load succeeds.
+    Raises SnapshotError if the checkpoint is missing, damaged, malformed or belongs to another graph.
     """
     folder = folder.absolute()
-    embeddings = _saved_embeddings(root)
+    embeddings = _find_saved_embeddings(root)
     world, op = shared_world(embeddings), f"loading checkpoint {folder.name!r}"
-    record, state = world.call_on_all_ranks(f"{op}: reading", lambda: _read(folder, list(embeddings), kind))
-    state = _with_own_names(root, state, kind)
+    record, state = world.call_on_all_ranks(f"{op}: reading", lambda: _read_files(folder, list(embeddings), kind))
+    state = _rename_for_module(root, state, kind)
     shared_values = {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert}
     world.call_on_all_ranks(f"{op}: its id", lambda: None, shared_values)
-    rows = _row_folders(folder, record["snapshot"], embeddings)
+    rows = _list_row_folders(folder, record["snapshot"], embeddings)
 
-    def put_state() -> None:
+    def apply_rank_state() -> None:
         training = state.get(EXTRA if kind == "graph" else "training")
         if training is not None:
             training["random"] = select_random_state(world, training["random"], record["ranks"])
-        put(state)
+        apply_state(state)
 
     try:
-        world.call_on_all_ranks(f"{op}: state", lambda: check(state))
+        world.call_on_all_ranks(f"{op}: state", lambda: check_state(state))
         for embedding, path in zip(embeddings.values(), rows, strict=True):
             embedding.table_handle(for_load=True).snapshots.check_rows(path, selection)
-        backup = copied(current_state())
+        backup = copy_state(current_state())
         try:
-            world.call_on_all_ranks(f"{op}: loading its state", put_state)
+            world.call_on_all_ranks(f"{op}: loading its state", apply_rank_state)
             load_rows([*embeddings.values()], rows, selection)
             note_run(root.parameters(), embeddings.values())
         except BaseException:
             try:
-                put(backup)
+                apply_state(backup)
             except BaseException:
                 for embedding in embeddings.values():
                     embedding.mark_load_failed(f"checkpoint {folder.name!r}")
@@ -377,14 +377,14 @@ def load(
             raise
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and kind == "graph" else ""
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} does not fit this {_SUBJECTS[kind]}: {error_text(error)}{remedy}"
+            f"checkpoint {str(folder)!r} does not fit this {_SUBJECTS[kind]}: {format_error(error)}{remedy}"
         ) from error
 
 
-def copied(state: Mapping[str, Any]) -> Any:
+def copy_state(state: Mapping[str, Any]) -> Any:
     """Copy a state to host memory. Lazy parameters without values are not copied."""
     copy = tree_map_only(Tensor, lambda t: t if is_lazy(t) else t.detach().to("cpu", copy=True), dict(state))
-    return StateDict(copy, versions_of(state))
+    return StateDict(copy, read_versions(state))
 
 
 class StateDict(OrderedDict[str, Any]):
@@ -395,17 +395,17 @@ class StateDict(OrderedDict[str, Any]):
         self._metadata = versions
 
 
-def versions_of(state: Mapping[str, Any]) -> Any:
-    """Return the versions of the modules in a state_dict by module path, or None."""
+def read_versions(state: Mapping[str, Any]) -> Any:
+    """Return the module versions that a state_dict stores, by module path, or None."""
     return getattr(state, "_metadata", None)
 
 
-def error_text(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return the text of an error about a malformed value. A LookupError's own text is only the key."""
     return f"{type(error).__name__} {error}" if isinstance(error, LookupError) else str(error)
 
 
-def _read(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a checkpoint's record and state, and check that it has the rows of `embeddings`. Raises SnapshotError."""
     saves, loads = CALLS[kind]
     if not os.path.isdir(folder):
@@ -429,7 +429,7 @@ def _read(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any
         record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
         _check_types(state, record["ranks"], kind)
     except (OSError, SafetensorError, *MALFORMED) as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error_text(error)}") from error
+        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {format_error(error)}") from error
     if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, record["embeddings"])]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, but this {_SUBJECTS[kind]} "
@@ -438,28 +438,28 @@ def _read(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any
     return record, state
 
 
-def _with_own_names(root: nn.Module, state: Any, kind: str) -> Any:
+def _rename_for_module(root: nn.Module, state: Any, kind: str) -> Any:
     """Rename the state's entries to the names that `root.load_state_dict` accepts, regardless of module wrappers."""
-    model_state, versions = state if kind == "graph" else state["model"], versions_of(state) or {}
+    model_state, versions = state if kind == "graph" else state["model"], read_versions(state) or {}
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
-    own = {EXTRA, *(name for name, _ in tensors)}
-    own.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
-    name_by_bare = {strip_wrappers(name): name for name in own}
-    names = {name: name if name in own else name_by_bare.get(strip_wrappers(name), name) for name in model_state}
+    own_names = {EXTRA, *(name for name, _ in tensors)}
+    own_names.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
+    name_by_bare = {strip_wrappers(name): name for name in own_names}
+    names = {name: name if name in own_names else name_by_bare.get(strip_wrappers(name), name) for name in model_state}
     bare_versions = {strip_wrappers(path): version for path, version in versions.items()}
     paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
     current = {path: versions.get(path, bare_versions.get(strip_wrappers(path))) for path in paths}
-    return _with_names(state, names, {path: version for path, version in current.items() if version is not None}, kind)
+    return _rename_entries(state, names, {path: entry for path, entry in current.items() if entry is not None}, kind)
 
 
-def _with_names(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], kind: str) -> Any:
+def _rename_entries(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], kind: str) -> Any:
     model_state = {names[name]: value for name, value in (state if kind == "graph" else state["model"]).items()}
     return StateDict(model_state if kind == "graph" else {**state, "model": model_state}, versions)
 
 
 def _check_types(state: OrderedDict[str, Any], ranks: Any, kind: str) -> None:
     """Raise ValueError if names, module versions or ranks' random states have the wrong type."""
-    versions = versions_of(state)
+    versions = read_versions(state)
     model_state = state if kind == "graph" else state["model"]
     if not isinstance(model_state, dict) or not all(type(name) is str for name in [*state, *model_state]):
         raise ValueError("a name in the state is not a string")
@@ -473,22 +473,22 @@ def _check_types(state: OrderedDict[str, Any], ranks: Any, kind: str) -> None:
         raise ValueError("the random states of ranks are malformed")
 
 
-def _saved_embeddings(root: nn.Module) -> dict[str, SnapshotEmbedding]:
+def _find_saved_embeddings(root: nn.Module) -> dict[str, SnapshotEmbedding]:
     """Return the embeddings under `root`, by path. Raises GraphError for rows that a checkpoint cannot hold."""
-    saved: dict[str, SnapshotEmbedding] = {}
-    embeddings = embeddings_of(root)
-    for path, embedding in zip(unwrapped_names(root, embeddings).values(), embeddings.values(), strict=True):
+    embedding_by_path: dict[str, SnapshotEmbedding] = {}
+    embeddings = find_embeddings(root)
+    for path, embedding in zip(map_unwrapped_names(root, embeddings).values(), embeddings.values(), strict=True):
         if not isinstance(embedding, SnapshotEmbedding):
             raise GraphError(
                 f"{path} is a {type(embedding).__name__}, and a checkpoint cannot hold its rows; leave it out of the "
                 "saved graph, or save its rows and the graph's state_dict() separately"
             )
-        saved[path] = embedding
-    return saved
+        embedding_by_path[path] = embedding
+    return embedding_by_path
 
 
-def _row_snapshots(folder: Path) -> dict[str, Snapshot]:
-    """Return a checkpoint's snapshots by embedding path. Empty if the snapshots cannot be read."""
+def _read_row_snapshots(folder: Path) -> dict[str, Snapshot]:
+    """Return a checkpoint's snapshots by embedding path, or an empty dict if the snapshots cannot be read."""
     with contextlib.suppress(SnapshotError):
         return read_checkpoint(folder).snapshots
     return {}

@@ -21,21 +21,21 @@ from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.rows_contract import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
-from ..trace.names import HasBuild, name_of
+from ..trace.names import HasBuild, tensor_name
 
 log = logging.getLogger("tierbed")
 
 
-def embeddings_of(root: nn.Module) -> dict[str, EmbeddingBase]:
-    """Return the embeddings under `root`, by path, and name unnamed ones. GraphError if two share a name."""
+def find_embeddings(root: nn.Module) -> dict[str, EmbeddingBase]:
+    """Return the embeddings under `root` by path, and name unnamed ones. Raises GraphError for two equal names."""
     parts = [name for name, part in root.named_children() if any(isinstance(m, EmbeddingBase) for m in part.modules())]
     name_embeddings(root, GraphError, parts[0] if len(parts) == 1 else "")  # the same names as in a plain loop
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
 
 
 def map_shadows(root: nn.Module) -> dict[int, EmbeddingBase]:
-    """Return the embeddings under `root` by `id(embedding.shadow)`. Otherwise the same as `embeddings_of`."""
-    return {id(embedding.shadow): embedding for embedding in embeddings_of(root).values()}
+    """Return the embeddings under `root` by `id(embedding.shadow)`. Otherwise the same as `find_embeddings`."""
+    return {id(embedding.shadow): embedding for embedding in find_embeddings(root).values()}
 
 
 class OptimizerSet:
@@ -44,7 +44,7 @@ class OptimizerSet:
     def __init__(self) -> None:
         self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # optimizer -> its scheduler
         self.row_optimizers: dict[int, RowOptimizer] = {}  # id(shadow) -> row optimizer, for attached embeddings
-        self._checked = False  # True once a step trained, or a log warned that no step trains
+        self._has_checked_training = False  # True once a step trained, or a log warned that no step trains
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
@@ -61,7 +61,7 @@ class OptimizerSet:
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
             )
         check_is_optimizer(optimizer)
-        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # such as TorchRec's WarmupOptimizer
+        if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # true for TorchRec's WarmupOptimizer, for example
             raise OptimizerError(
                 f"{type(optimizer).__name__} is not a complete torch optimizer; pass the optimizer that it "
                 "wraps, and pass a scheduler as lr_sch; or train in a loop with an EagerOptimizer"
@@ -76,19 +76,17 @@ class OptimizerSet:
             raise OptimizerError(f"this {type(optimizer).__name__} was already added; add each optimizer once")
         kind = type(scheduler).__name__
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
-            raise OptimizerError(
-                f"lr_sch={kind}: give a scheduler of torch.optim.lr_scheduler, created with the optimizer"
-            )
+            raise OptimizerError(f"lr_sch={kind}: give a scheduler of torch.optim.lr_scheduler that uses the optimizer")
         if isinstance(scheduler, ReduceLROnPlateau):
             raise OptimizerError(f"lr_sch={kind}: its step() needs a metric; call it yourself after the graph")
         if scheduler is not None and scheduler.optimizer is not optimizer:
-            raise OptimizerError(f"lr_sch={kind} is of another optimizer; create it with the one for add_optimizer")
+            raise OptimizerError(f"lr_sch={kind} is of another optimizer; create it with the optimizer to be added")
         self.optimizers[optimizer] = scheduler
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def add_from_backward(self, root: nn.Module) -> None:
         """Add the optimizers that `apply_optimizer_in_backward` gave embeddings in `root`. Raises OptimizerError."""
-        for embedding in embeddings_of(root).values():
+        for embedding in find_embeddings(root).values():
             for entry in getattr(embedding.shadow, IN_BACKWARD, ()):
                 optimizer = entry.optimizer if isinstance(entry, EagerOptimizer) else entry
                 if optimizer not in self.optimizers:
@@ -98,26 +96,26 @@ class OptimizerSet:
         return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
-        """Attach each embedding to its shadow's param group. OptimizerError if two optimizers hold one parameter."""
+        """Attach each embedding to its param group. Raises OptimizerError if two optimizers hold one parameter."""
         embedding_by_shadow = map_shadows(root)
         if self.optimizers:
-            train_together(embeddings_of(root).values())
+            train_together(find_embeddings(root).values())
         optimizer_by_parameter: dict[int, Optimizer] = {}
-        added: dict[int, RowOptimizer] = {}
-        for optimizer, group, parameter in self._members():
+        new_row_optimizers: dict[int, RowOptimizer] = {}
+        for optimizer, group, parameter in self._entries():
             if optimizer_by_parameter.setdefault(id(parameter), optimizer) is not optimizer:
-                both = f"{type(optimizer_by_parameter[id(parameter)]).__name__} and {type(optimizer).__name__}"
+                names = f"{type(optimizer_by_parameter[id(parameter)]).__name__} and {type(optimizer).__name__}"
                 raise OptimizerError(
-                    f"parameter {name_of(root, parameter)} is in two optimizers, {both}; leave it in one"
+                    f"parameter {tensor_name(root, parameter)} is in two optimizers, {names}; leave it in one"
                 )
             if id(parameter) in embedding_by_shadow and id(parameter) not in self.row_optimizers:
-                added[id(parameter)] = embedding_by_shadow[id(parameter)].attach(optimizer, group)
-        self.row_optimizers.update(added)  # last, so that a rejected optimizer changes nothing
-        warn_if_lazy(added.values())
+                new_row_optimizers[id(parameter)] = embedding_by_shadow[id(parameter)].attach(optimizer, group)
+        self.row_optimizers.update(new_row_optimizers)  # last, so that a rejected optimizer changes nothing
+        warn_if_lazy(new_row_optimizers.values())
 
     def move_state(self) -> None:
         """Move optimizer state to the devices of the parameters, because torch does not move it."""
-        for optimizer, group, parameter in self._members():
+        for optimizer, group, parameter in self._entries():
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as in load_state_dict
@@ -127,37 +125,37 @@ class OptimizerSet:
     def check_resumed_rows(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
         """Warn, once the embeddings are open, if rows come from another run than the dense part."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
-        states = {p: optimizer.state.get(p) for optimizer, _, p in self._members() if id(p) not in shadows}
+        states = {p: optimizer.state.get(p) for optimizer, _, p in self._entries() if id(p) not in shadows}
         part = DensePart(owner, states, states)
         for embedding in embeddings:
             if isinstance(embedding, SnapshotEmbedding):
                 embedding.call_when_open(partial(part.check, embedding))
 
     def map_parameters(self) -> dict[int, Optimizer]:
-        return {id(parameter): optimizer for optimizer, _, parameter in self._members()}
+        return {id(parameter): optimizer for optimizer, _, parameter in self._entries()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:
         """Raise OptimizerError for a parameter that is in no module under `root`, because a trace cannot see it."""
         parameter_ids = {id(parameter) for parameter in root.parameters()}
-        for optimizer, _, parameter in self._members():
+        for optimizer, _, parameter in self._entries():
             if id(parameter) not in parameter_ids:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} holds parameter {name_of(root, parameter)}, which is in no module of "
-                    "the graph; assign its module to self in __init__, and create the optimizer after replacing modules"
+                    f"{type(optimizer).__name__} holds parameter {tensor_name(root, parameter)}, which the graph "
+                    "lacks; assign its module to self in __init__, and create the optimizer after replacing modules"
                 )
 
     def warn_untrained(self, root: HasBuild, trains: bool) -> None:
         """Warn once if `root` is in training mode but no step has trained anything yet."""
-        should_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._members())
-        if should_train and not trains and not self._checked:
+        should_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._entries())
+        if should_train and not trains and not self._has_checked_training:
             log.warning(
                 "%s has optimizers and is in training mode, but build leaves no gradient, so nothing is trained: call "
                 "loss.backward() in build, or graph.eval() if it only evaluates",
                 type(root).__name__,
             )
-        self._checked = self._checked or should_train
+        self._has_checked_training = self._has_checked_training or should_train
 
-    def _members(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+    def _entries(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

@@ -27,7 +27,7 @@ def storages(node: fx.Node) -> set[int]:
     }
 
 
-def memory_of(nodes: Iterable[fx.Node]) -> set[int]:
+def find_storages(nodes: Iterable[fx.Node]) -> set[int]:
     return set().union(*map(storages, nodes))
 
 
@@ -44,7 +44,7 @@ def is_random(target: Any, args: Sequence[Any]) -> bool:
     return "dropout_p" not in names or any(args[names.index("dropout_p") :][:1])
 
 
-def writes(node: fx.Node) -> set[int]:
+def written_storages(node: fx.Node) -> set[int]:
     """Return the storages that a node changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return set()
@@ -57,11 +57,11 @@ def writes(node: fx.Node) -> set[int]:
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    return memory_of(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
+    return find_storages(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
 
 
 def reshaped_storages(graph: fx.Graph) -> set[int]:
-    return set().union(*(writes(node) for node in graph.nodes if is_reshape(node)))
+    return set().union(*(written_storages(node) for node in graph.nodes if is_reshape(node)))
 
 
 def is_reshape(node: fx.Node) -> bool:
@@ -69,11 +69,11 @@ def is_reshape(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.inplace_view in node.target.tags
 
 
-def value_at(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
-    """Return an argument's value at `node`. This is a copy if a later op writes to the argument's memory."""
+def preserve_value(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
+    """Return the argument `value` as it is at `node`: a copy, if a later op writes to the argument's memory."""
     later = node.next
     while isinstance(value, fx.Node) and later.op != "output":
-        if writes(later) & storages(value):
+        if written_storages(later) & storages(value):
             with graph.inserting_before(node):
                 return graph.call_function(torch.ops.aten.clone.default, (value,))
         later = later.next
@@ -82,20 +82,20 @@ def value_at(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
 
 def external_storages(graph: fx.Graph) -> set[int]:
     """Return the storages that exist after a call: of arguments, parameters, buffers and closure tensors."""
-    return memory_of(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    return find_storages(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
 def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
     """Return all nodes that affect outputs, calls of `effects`, external tensors or the random generator."""
     external = external_storages(graph)
-    return with_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
+    return add_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
 
 
-def with_sources(nodes: Iterable[fx.Node], before: Iterable[fx.Node]) -> set[fx.Node]:
+def add_sources(nodes: Iterable[fx.Node], before: Iterable[fx.Node]) -> set[fx.Node]:
     """Return `nodes` and all nodes that they depend on, including nodes in `before` that write to memory they read."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in before:
-        for storage in writes(node):
+        for storage in written_storages(node):
             writers[storage].append(node)
     closure: set[fx.Node] = set()
     pending = [*nodes]
@@ -113,7 +113,7 @@ def _has_effect(node: fx.Node, external: set[int]) -> bool:
         return node.op not in ("call_method", "get_attr")
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
-    changed = writes(node)
+    changed = written_storages(node)
     if changed & external or is_random(node.target, node.args):
         return True
     return not changed and (node.is_impure() or not node.target._schema.returns)

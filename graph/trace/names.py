@@ -23,18 +23,18 @@ class HasBuild(NoTorchScript, nn.Module):
         raise NotImplementedError(f"{type(self).__name__} defines no build(self, ...)")
 
 
-def tensor_names(root: nn.Module) -> dict[int, str]:
+def map_tensor_names(root: nn.Module) -> dict[int, str]:
     """Map the id of each parameter and buffer under `root` to its path; a tied tensor gets its first path."""
     return {id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]}
 
 
-def name_of(root: HasBuild, tensor: Tensor) -> str:
+def tensor_name(root: HasBuild, tensor: Tensor) -> str:
     """Return a tensor's path under `root`. Without a path, return its name in `build`'s scope, or its shape."""
-    path = tensor_names(root).get(id(tensor)) or _closure_name(root.build, tensor)
+    path = map_tensor_names(root).get(id(tensor)) or _find_closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"
 
 
-def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
+def _find_closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
     variables = inspect.getclosurevars(function)
     for name, value in {**variables.globals, **variables.nonlocals}.items():
         if value is tensor:
@@ -46,7 +46,7 @@ def _closure_name(function: Callable[..., Any], tensor: Tensor) -> str | None:
     return None
 
 
-def identifiers(names: list[str], reserved: list[str] | None = None) -> list[str]:
+def make_identifiers(names: list[str], reserved: list[str] | None = None) -> list[str]:
     """Turn each name into a unique identifier: `model.emb` becomes model_emb, a second `adam` becomes adam_1."""
     used, unique = {"self", *(reserved or [])}, []
     for name in names:
@@ -57,7 +57,7 @@ def identifiers(names: list[str], reserved: list[str] | None = None) -> list[str
     return unique
 
 
-def _wrapped_attribute(module: nn.Module) -> str | None:
+def _find_wrapped_attribute(module: nn.Module) -> str | None:
     """Return the name of the attribute that holds a wrapper's inner module; None if `module` is not a wrapper."""
     names = (WRAPPERS.get(cls.__name__) for cls in type(module).__mro__)
     return next((name for name in names if isinstance(getattr(module, name or "", None), nn.Module)), None)
@@ -65,16 +65,16 @@ def _wrapped_attribute(module: nn.Module) -> str | None:
 
 def unwrap(module: nn.Module) -> nn.Module:
     """Return the module inside wrappers such as DistributedModelParallel, DistributedDataParallel, OptimizedModule."""
-    while (name := _wrapped_attribute(module)) is not None:
+    while (name := _find_wrapped_attribute(module)) is not None:
         module = module.get_submodule(name)
     return module
 
 
-def unwrapped_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
+def map_unwrapped_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map paths of modules and tensors under `root` to their paths without wrappers."""
     plain = {name: f"{name}." for name in names}
     for path, module in reversed([*root.named_modules(remove_duplicate=False)]):  # inner wrappers first
-        if (child := _wrapped_attribute(module)) is not None:
+        if (child := _find_wrapped_attribute(module)) is not None:
             inner = f"{path}.{child}."
             changed = (name for name, plain_name in plain.items() if plain_name.startswith(inner))
             plain |= {name: f"{path}.{plain[name].removeprefix(inner)}" for name in changed}
@@ -82,7 +82,7 @@ def unwrapped_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def as_path(path: Any) -> Path:
-    """Convert a user's argument to a path. Raises InputError if this is impossible."""
+    """Convert a user's argument to a path. Raises InputError for an argument that is no path."""
     try:
         return Path(path)
     except TypeError:

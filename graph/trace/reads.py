@@ -1,8 +1,8 @@
 """Find the Python values that `build` reads while it is traced.
 
-These values become constants of the step, so later calls must check them. To observe attribute reads, the classes of
-the graph's modules, and of the objects in these modules, get a `__getattribute__` while `build` runs. Reads of globals,
-closures and default arguments cannot be observed; they are found in the code of the functions that `build` may call.
+Values that `build` reads become constants of the step, so later calls must check them. To observe attribute reads, the
+classes of the graph's modules, and of objects in these modules, get a `__getattribute__` while `build` runs. Reads of
+globals, closures and default arguments are not observed, but found in the code of the functions that `build` may call.
 
 The result maps Python expressions such as `o3['cfg'].temp` to values. Evaluating an expression reads the current value.
 """
@@ -37,7 +37,7 @@ from .names import HasBuild
 from .signature import MODULE_HOOKS, is_plain
 
 MAX_ITEMS = 64  # for a container with more items, only the length is guarded
-MAX_NESTED = 1024  # the same limit for the total with the items of nested containers
+MAX_NESTED = 1024  # the same limit for all items of a container and of the containers in it
 
 Names = frozenset[str]
 
@@ -45,19 +45,19 @@ _PACKAGE = __name__.partition(".")[0]
 _LIBRARIES = {"torch", "numpy", _PACKAGE, *sys.stdlib_module_names}
 _OBSERVED_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler)  # torch classes whose attributes users change
 _MODULE_NAMES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these attributes
-_FUNCTIONS = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
-_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator)
+_FUNCTION_ATTRIBUTES = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
+_GENERATOR_CLASSES = (random.Random, np.random.RandomState, np.random.Generator)
 _SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
-_ALL: Names = frozenset()  # scan all functions of a class
-_SPECIAL = frozenset({"__call__"})  # scan only the methods of a class that operators call
-_READ = object.__getattribute__
+_ALL_FUNCTIONS: Names = frozenset()  # scan all functions of a class
+_OPERATOR_METHODS = frozenset({"__call__"})  # scan only the methods of a class that operators call
+_GET_ATTRIBUTE = object.__getattribute__
 
 
 class MISSING:
     """Represents a value that cannot be read, such as a deleted attribute."""
 
 
-class Reads:
+class ReadRecorder:
     """Context manager around `build` that finds the Python values that this thread reads.
 
     The exit raises GraphError if `build` drew numbers from Python's or NumPy's random generators.
@@ -65,24 +65,24 @@ class Reads:
 
     def __init__(self, root: HasBuild, arguments: list[Any]) -> None:
         self.values: dict[str, tuple[str, Any]] = {}  # expression -> (the user's name for the value, the value)
-        self.names: dict[str, Any] = {}  # the objects that expressions refer to
+        self.names: dict[str, Any] = {}  # name in expressions -> object
         self._root, self._arguments, self._thread = root, arguments, get_ident()
-        self._observed: dict[int, tuple[str, str, Any]] = {}  # id of an object -> (expression, label, the object)
-        self._modules: set[int] = set()  # ids of the graph's modules
-        self._seen: set[Any] = set()
-        self._generators: list[tuple[Any, bytes, str]] = []  # generators with their states and labels
-        self._classes: dict[type, bool] = {}  # observed class -> True if it got a `__getattribute__`
+        self._objects: dict[int, tuple[str, str, Any]] = {}  # id of an object -> (expression, label, the object)
+        self._module_ids: set[int] = set()  # ids of the graph's modules
+        self._seen_keys: set[Any] = set()
+        self._used_generators: list[tuple[Any, bytes, str]] = []  # generators with their states and labels
+        self._observed_classes: dict[type, bool] = {}  # observed class -> True if it got a `__getattribute__`
         self._known_names: Names = frozenset()  # names in all scanned code
-        self._assigned: Names = frozenset()  # names that the scanned code assigns to
+        self._assigned_names: Names = frozenset()  # names that the scanned code assigns to
 
-    def __enter__(self) -> Reads:
+    def __enter__(self) -> ReadRecorder:
         try:
             for path, module in self._root.named_modules():
-                self._modules.add(id(module))
+                self._module_ids.add(id(module))
                 self._observe(self._name(module), path, module)
                 for hooks in MODULE_HOOKS(module):
                     for key, hook in hooks.items():
-                        self._note(f"{self._name(hooks)}[{key}]", f"a hook of {path or 'the graph'}", hook)
+                        self._record(f"{self._name(hooks)}[{key}]", f"a hook of {path or 'the graph'}", hook)
             self._scan(type(self._root).build, type(self._root))
             for function in self._arguments:
                 self._scan(function)
@@ -92,64 +92,64 @@ class Reads:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        for cls in [cls for cls, is_hooked in self._classes.items() if is_hooked]:
+        for cls in [cls for cls, is_hooked in self._observed_classes.items() if is_hooked]:
             del cls.__getattribute__
-        used = [label for generator, before, label in self._generators if _state(generator) != before]
-        if used and error is None:
+        labels = [label for generator, before, label in self._used_generators if _pickle_state(generator) != before]
+        if labels and error is None:
             raise GraphError(
-                f"build draws random numbers from {used[0]}, and the step would repeat them forever; use torch.rand or "
-                "torch.randint, or draw outside and pass the numbers to the graph as a tensor"
+                f"build draws random numbers from {labels[0]}, and the step would repeat them forever; use torch.rand "
+                "or torch.randint, or draw outside and pass the numbers to the graph as a tensor"
             )
 
     def may_be_written(self, expr: str) -> bool:
-        """True if `build` itself may have written this value. If False, only another thread can have changed it."""
+        """True if `build` itself may have written the value of `expr`. If not, only another thread can have done so."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")
         is_special = callable(value) or "setattr" in self._known_names  # FX itself replaces functions during a trace
-        return is_special or is_item or re.findall(r"\w+", label)[-1] in self._assigned
+        return is_special or is_item or re.findall(r"\w+", label)[-1] in self._assigned_names
 
     def _name(self, value: Any) -> str:
         name = f"o{id(value)}"
         self.names[name] = value
         return name
 
-    def _mark_new(self, *key: Any) -> bool:
-        return not (key in self._seen or self._seen.add(key))  # type: ignore[func-returns-value]
+    def _is_new(self, *key: Any) -> bool:
+        return not (key in self._seen_keys or self._seen_keys.add(key))  # type: ignore[func-returns-value]
 
     def _observe(self, expr: str, label: str, value: Any) -> None:
         cls = type(value)
-        self._observed[id(value)] = expr, label, value
-        if cls not in self._classes:
+        self._objects[id(value)] = expr, label, value
+        if cls not in self._observed_classes:
             is_internal = cls.__module__.partition(".")[0] == _PACKAGE or isinstance(value, EmbeddingBase)
-            self._classes[cls] = False
-            if cls.__getattribute__ is _READ and not is_internal:
+            self._observed_classes[cls] = False
+            if cls.__getattribute__ is _GET_ATTRIBUTE and not is_internal:
                 with suppress(Exception):  # the class does not allow new attributes
-                    cls.__getattribute__ = self._observer()
-                    self._classes[cls] = True
-            self._scan_class(cls, _SPECIAL)
+                    cls.__getattribute__ = self._make_observer()
+                    self._observed_classes[cls] = True
+            self._scan_class(cls, _OPERATOR_METHODS)
 
-    def _observer(self) -> Any:
+    def _make_observer(self) -> Any:
         def read(owner: Any, name: str) -> Any:
-            is_noted = get_ident() == self._thread and (name[:2] != "__" or name == "__dict__")
+            is_recorded = get_ident() == self._thread and (name[:2] != "__" or name == "__dict__")
             try:
-                value = _READ(owner, name)
+                value = _GET_ATTRIBUTE(owner, name)
             except AttributeError:
-                if not is_noted or isinstance(owner, nn.Module):
+                if not is_recorded or isinstance(owner, nn.Module):
                     raise
                 try:
                     value = type(owner).__getattr__(owner, name)
                 except AttributeError:
-                    self._note_attribute(owner, name, MISSING)
+                    self._record_attribute(owner, name, MISSING)
                     raise
-            if is_noted:
-                self._note_attribute(owner, name, value)
+            if is_recorded:
+                self._record_attribute(owner, name, value)
             return value
 
         return read
 
-    def _note_attribute(self, owner: Any, name: str, value: Any) -> None:
-        observed, is_module = self._observed.get(id(owner)), id(owner) in self._modules
-        if observed is None or not name.isidentifier() or not self._mark_new(id(owner), name):
+    def _record_attribute(self, owner: Any, name: str, value: Any) -> None:
+        observed, is_module = self._objects.get(id(owner)), id(owner) in self._module_ids
+        if observed is None or not name.isidentifier() or not self._is_new(id(owner), name):
             return
         owner_expr, label, _ = observed
         attributes = vars(owner) if is_module else {}  # reading the dict is faster than reading the module
@@ -159,96 +159,96 @@ class Reads:
             return  # the signature covers this attribute
         elif not isinstance(getattr(type(owner), name, None), property):  # a property's own reads are observed
             expr = f"{self._name(attributes)}[{name!r}]" if name in attributes else f"{owner_expr}.{name}"
-            self._note(expr, f"{label}.{name}".lstrip("."), value)
+            self._record(expr, f"{label}.{name}".lstrip("."), value)
 
-    def _note(self, expr: str, label: str, value: Any, names: Names = _ALL) -> None:
+    def _record(self, expr: str, label: str, value: Any, names: Names = _ALL_FUNCTIONS) -> None:
         """Record a value that build may read. names: all names in the code that reads the value."""
         if isinstance(value, ModuleType):
-            self._note_python_module(value, names or self._known_names)
+            self._record_module_globals(value, names or self._known_names)
             return
         if isinstance(value, type) and _is_user_code(value):
-            self._scan_class(value, _ALL)
+            self._scan_class(value, _ALL_FUNCTIONS)
             self._scan_class(value, names)
-        if not self._mark_new(expr):
+        if not self._is_new(expr):
             return
         source = value.__self__ if isinstance(value, BuiltinFunctionType) else value
-        if isinstance(source, _GENERATORS):
-            self._generators.append((source, _state(source), _SHARED.get(id(source), label)))
+        if isinstance(source, _GENERATOR_CLASSES):
+            self._used_generators.append((source, _pickle_state(source), _SHARED.get(id(source), label)))
         elif is_constant(value) or (isinstance(value, Tensor | np.ndarray) and not isinstance(value, FakeTensor)):
             self.values[expr] = label, value
             self._scan(value)
-        elif id(value) in self._observed:
-            self.values[expr] = label, value  # guarded by identity; attributes get their own expressions
+        elif id(value) in self._objects:
+            self.values[expr] = label, value  # compared by identity; its attributes get their own expressions
         elif isinstance(value, dict | list | tuple | deque | set):
             self.values[f"len({expr})"] = f"the length of {label}", len(value)
             if len(value) <= MAX_ITEMS and _count_nested(value) <= MAX_NESTED:
-                for key, item in _items(value):
+                for key, item in _list_items(value):
                     if is_constant(key):
                         name = repr(key) if type(key) in (int, str) else self._name(key)
-                        self._note(f"{expr}[{name}]", f"{label}[{key!r}]", item)
+                        self._record(f"{expr}[{name}]", f"{label}[{key!r}]", item)
         elif isinstance(value, MethodType):
-            self._note(f"{expr}.__self__", label, value.__self__)
+            self._record(f"{expr}.__self__", label, value.__self__)
             self._scan(value.__func__, type(value.__self__))
         elif isinstance(value, partial):
             for part in ("func", "args", "keywords"):
-                self._note(f"{expr}.{part}", f"{label}.{part}", getattr(value, part))
+                self._record(f"{expr}.{part}", f"{label}.{part}", getattr(value, part))
         elif isinstance(value, Namespace | SimpleNamespace):
-            self._note(f"{expr}.__dict__", label, vars(value))
+            self._record(f"{expr}.__dict__", label, vars(value))
         elif isinstance(value, _OBSERVED_CLASSES) or (_is_user_code(type(value)) and type(value).__flags__ & 1 << 9):
             self.values[f"type({expr})"] = f"the class of {label}", type(value)
             self._observe(expr, label, value)
-            if not self._classes[type(value)]:
-                self._note(f"{expr}.__dict__", label, getattr(value, "__dict__", None))
+            if not self._observed_classes[type(value)]:
+                self._record(f"{expr}.__dict__", label, getattr(value, "__dict__", None))
 
-    def _note_python_module(self, module: ModuleType, names: Names) -> None:
+    def _record_module_globals(self, module: ModuleType, names: Names) -> None:
         if module is np:
             names &= {"random"}
         elif not _is_user_code(module) and module not in (random, np.random):
             return
         values = vars(module)
         for name in names & values.keys():
-            if self._mark_new(id(module), name, names):  # modules may refer to each other
-                self._note(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
+            if self._is_new(id(module), name, names):  # visit once: modules may refer to each other
+                self._record(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
-        """Record the values that a function, and the functions it calls, read by name. cls: its object's class."""
+        """Record the values that a function, and the functions it calls, read by name. cls: a method's class."""
         while isinstance(function, FunctionType) and function.__globals__.get("__name__", "").startswith("torch."):
-            function = getattr(function, "__wrapped__", None)  # torch decorates some functions, FX in each trace
-        if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._mark_new(function, cls):
+            function = getattr(function, "__wrapped__", None)  # torch and FX decorate some functions
+        if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._is_new(function, cls):
             return
         code, values = function.__code__, function.__globals__
-        names, variables, assigned = _names_in(code)
+        names, global_names, assigned_names = _collect_names(code)
         self._known_names |= names
-        self._assigned |= assigned
-        for name in variables & values.keys():
-            self._note(f"{self._name(values)}[{name!r}]", name, values[name], names)
+        self._assigned_names |= assigned_names
+        for name in global_names & values.keys():
+            self._record(f"{self._name(values)}[{name!r}]", name, values[name], names)
         for name in names & sys.modules.keys():  # modules imported inside the function
-            self._note(name, name, sys.modules[name], names)
+            self._record(name, name, sys.modules[name], names)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # an empty cell
-                self._note(f"{self._name(cell)}.cell_contents", name, cell.cell_contents, names)
+                self._record(f"{self._name(cell)}.cell_contents", name, cell.cell_contents, names)
         for part in ("__defaults__", "__kwdefaults__"):
             if getattr(function, part):
                 label = f"{part} of {function.__qualname__}"
-                self._note(f"{self._name(function)}.{part}", label, getattr(function, part), names)
-        for scanned_class in [*self._classes] if names & {"type", "__class__"} else [cls]:
+                self._record(f"{self._name(function)}.{part}", label, getattr(function, part), names)
+        for scanned_class in [*self._observed_classes] if names & {"type", "__class__"} else [cls]:
             if scanned_class is not None:
                 self._scan_class(scanned_class, names)
 
     def _scan_class(self, cls: type, names: Names) -> None:
-        if issubclass(cls, Enum) or not self._mark_new(cls, names):
+        if issubclass(cls, Enum) or not self._is_new(cls, names):
             return
         for base in filter(_is_user_code, cls.__mro__):
             for name, member in [*vars(base).items()]:
-                function = getattr(member, _FUNCTIONS.get(type(member), ""), member)
+                function = getattr(member, _FUNCTION_ATTRIBUTES.get(type(member), ""), member)
                 if isinstance(function, FunctionType):
-                    if names is _ALL or name in names or (name[:2] == "__" and name != "__init__"):
+                    if names is _ALL_FUNCTIONS or name in names or (name[:2] == "__" and name != "__init__"):
                         self._scan(function, cls)
                 elif name in names and name[:2] != "__" and not hasattr(member, "__get__"):
-                    self._note(f"{self._name(base)}.{name}", f"{base.__name__}.{name}", member, names)
+                    self._record(f"{self._name(base)}.{name}", f"{base.__name__}.{name}", member, names)
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
+def _list_items(value: Any) -> list[tuple[Any, Any]]:
     """Return the (key, item) pairs of a container. Empty for sets and other values."""
     if isinstance(value, dict):
         return [*value.items()]
@@ -256,11 +256,11 @@ def _items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _count_nested(value: Any) -> int:
-    """Count the items of a container and its nested containers. A container in itself counts above MAX_NESTED."""
+    """Count the items of a container and its nested containers. A container in itself counts over MAX_NESTED."""
     count, containers = 0, [value]
     while containers and count <= MAX_NESTED:
         container = containers.pop()
-        items = _items(vars(container) if isinstance(container, Namespace | SimpleNamespace) else container)
+        items = _list_items(vars(container) if isinstance(container, Namespace | SimpleNamespace) else container)
         count += len(items)
         containers += [item for _, item in items]
     return count
@@ -279,24 +279,24 @@ def _is_user_code(value: Any) -> bool:
     return str(name).partition(".")[0] not in _LIBRARIES
 
 
-def _state(generator: Any) -> bytes:
+def _pickle_state(generator: Any) -> bytes:
     try:
         return pickle.dumps(generator)
-    except Exception:  # the system's generator is stateless
+    except Exception:  # random.SystemRandom has no state
         return b""
 
 
 @lru_cache(4096)
-def _names_in(code: CodeType) -> tuple[Names, Names, Names]:
+def _collect_names(code: CodeType) -> tuple[Names, Names, Names]:
     """Return, for a code object and its nested functions: all names, global names, and assigned names."""
-    names, variables, assigned = {*code.co_names}, set[str](), set[str]()
+    names, global_names, assigned_names = {*code.co_names}, set[str](), set[str]()
     for instruction in dis.get_instructions(code):
         kind, _, scope = instruction.opname.partition("_")
         if scope in ("GLOBAL", "NAME") and kind == "LOAD":
-            variables.add(instruction.argval)
+            global_names.add(instruction.argval)
         elif scope in ("GLOBAL", "NAME", "ATTR", "DEREF") and kind != "LOAD":
-            assigned.add(instruction.argval)
-    for nested in [_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType)]:
-        for own, inner in zip((names, variables, assigned), nested, strict=True):
+            assigned_names.add(instruction.argval)
+    for nested in [_collect_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]:
+        for own, inner in zip((names, global_names, assigned_names), nested, strict=True):
             own.update(inner)
-    return frozenset(names), frozenset(variables), frozenset(assigned)
+    return frozenset(names), frozenset(global_names), frozenset(assigned_names)

@@ -29,19 +29,19 @@ from ...engine.errors import GraphError
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments, as passed by the user
 Dims = frozenset[tuple[int, int]]  # (input tensor, dimension) pairs
 
-NO_DYNAMIC: frozenset[int] = frozenset()
+NO_DYNAMIC_LEAVES: frozenset[int] = frozenset()
 
 # for each TorchRec container: the leaves that contain one element per id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _TORCHREC_FIELDS = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
 _TRAINING = attrgetter("training")
 MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_DESCRIBE = attrgetter("shape", "dtype", "device", "requires_grad")
+_TENSOR_FIELDS = attrgetter("shape", "dtype", "device", "requires_grad")
 _HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
 _STRIDE = methodcaller("stride")
-_BUILTIN = (NoneType, bool, int, float, complex, str, bytes, range, type, FunctionType, BuiltinFunctionType)
-_PLAIN = (*_BUILTIN, Enum, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
-_INEXACT = (float, complex, np.generic)
+_BUILTIN_TYPES = (NoneType, bool, int, float, complex, str, bytes, range, type, FunctionType, BuiltinFunctionType)
+_PLAIN_TYPES = (*_BUILTIN_TYPES, Enum, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
+_INEXACT_TYPES = (float, complex, np.generic)
 
 
 class Call(NamedTuple):
@@ -66,13 +66,13 @@ class Call(NamedTuple):
 
 
 @cache
-def tensors_spec(count: int) -> pytree.TreeSpec:
-    """Return the tree of a call with `count` tensors and nothing else. Cached, because flattening is slow."""
+def make_tensors_spec(count: int) -> pytree.TreeSpec:
+    """Return the tree of a call with `count` tensors and nothing else. The tree is cached, as flattening is slow."""
     return pytree.tree_structure((tuple(range(count)), {}))
 
 
-def dynamic_leaves_of(spec: pytree.TreeSpec) -> frozenset[int]:
-    """Return the leaves with a dynamic first dimension. A container's class lists their positions in `open_leaves`."""
+def find_dynamic_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
+    """Return the leaves with a dynamic first dimension. Container classes list dynamic leaves in `open_leaves`."""
     dynamic_leaves: set[int] = set()
     first, pending = 0, [spec]
     while pending:
@@ -108,16 +108,16 @@ def can_be_dynamic(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dim() > 0 and tensor.is_contiguous()
 
 
-def argument_names(build: Callable[..., Any], arguments: Arguments) -> list[str]:
+def name_arguments(build: Callable[..., Any], arguments: Arguments) -> list[str]:
     """Return each leaf's name in the user's code: `ids`, `batch['user']`, `features.values`."""
     args, kwargs = arguments
     names = list(inspect.signature(build).parameters)
     names += [f"number {i}" for i in range(len(names), len(args))]
     named = [*zip(names, args, strict=False), *kwargs.items()]
-    return [name + path for name, value in named for path in _paths(value)]
+    return [name + path for name, value in named for path in _leaf_paths(value)]
 
 
-def _paths(value: Any) -> list[str]:
+def _leaf_paths(value: Any) -> list[str]:
     try:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
     except ValueError:  # `value` contains a class that was registered without field names
@@ -142,32 +142,32 @@ class Structure:
         self._attributes = list(map(vars, modules))
         self._hooks = [hooks for module in modules for hooks in MODULE_HOOKS(module)]
         tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
-        self._with_tensors, self._tensor_names = [d for d, _ in tensors], [name for _, name in tensors]
-        self._shape = self._read_shape()
+        self._attribute_dicts, self._attribute_names = [d for d, _ in tensors], [name for _, name in tensors]
+        self._layout = self._read_layout()
 
     def __reduce__(self) -> Any:
         return type(None), ()  # a copied graph builds a new Structure
 
-    def live(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
+    def read_state(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
         """Return the current parameters and buffers (tied tensors repeat), and a key of the whole state.
 
         Returns None if modules, their hooks or the number of their attributes have changed. The key identifies
         parameters, and tensors in plain attributes, by object, because optimizers and steps hold these objects.
         """
-        if self._read_shape() != self._shape:
+        if self._read_layout() != self._layout:
             return None
-        parameters, buffers = _values(self._parameters), _values(self._buffers)
+        parameters, buffers = _list_values(self._parameters), _list_values(self._buffers)
         identities = list(map(id, buffers))
         distinct = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
-        attributes = map(dict.get, self._with_tensors, self._tensor_names)
+        attributes = map(dict.get, self._attribute_dicts, self._attribute_names)
         autocast = torch._C._is_any_autocast_enabled() and tuple(
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         )
         with DisableTorchFunctionSubclass():
-            # ids of tensors are not reused, because a step keeps its tensors alive; other values are frozen
+            # a step keeps its tensors alive, so their ids are not reused; other values count as constants
             attribute_key = [
-                (id(v), _DESCRIBE(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
+                (id(v), _TENSOR_FIELDS(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
                 for v in attributes
             ]
             return tensors, (
@@ -180,16 +180,16 @@ class Structure:
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
                 tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
-                *map(_DESCRIBE, tensors),
+                *map(_TENSOR_FIELDS, tensors),
                 *map(_STRIDE, tensors),
             )
 
-    def _read_shape(self) -> tuple[list[Any], list[int], list[int]]:
+    def _read_layout(self) -> tuple[list[Any], list[int], list[int]]:
         # torch gives every hook a different number
-        return _values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
+        return _list_values(self._children), list(map(len, self._attributes)), list(chain.from_iterable(self._hooks))
 
 
-def _values(dicts: list[Any]) -> list[Any]:
+def _list_values(dicts: list[Any]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
@@ -201,41 +201,41 @@ def call_key(
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor):
             if leaf.is_nested:
-                raise _argument_error(leaf, argument_names(build, arguments)[i])
+                raise _make_argument_error(leaf, name_arguments(build, arguments)[i])
             if i in dynamic_leaves and can_be_dynamic(leaf):
-                key.append((leaf.shape[1:], *_DESCRIBE(leaf)[1:]))
+                key.append((leaf.shape[1:], *_TENSOR_FIELDS(leaf)[1:]))
             else:
-                key.append((_DESCRIBE(leaf), leaf.layout, leaf.stride()))
+                key.append((_TENSOR_FIELDS(leaf), leaf.layout, leaf.stride()))
         elif is_plain(leaf):
-            # by repr: 0.0 equals -0.0, and nan does not equal itself
-            key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT) else leaf))
+            # compare by repr, because 0.0 equals -0.0 and nan does not equal itself
+            key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT_TYPES) else leaf))
         else:
-            raise _argument_error(leaf, argument_names(build, arguments)[i])
+            raise _make_argument_error(leaf, name_arguments(build, arguments)[i])
     return tuple(key)
 
 
-def _argument_error(leaf: Any, name: str) -> GraphError:
+def _make_argument_error(leaf: Any, name: str) -> GraphError:
     if isinstance(leaf, Tensor):
         return GraphError(
-            f"argument {name} is a nested tensor, which a static graph does not hold; create it with "
+            f"argument {name} is a nested tensor, which a static graph cannot use; create it with "
             f"layout=torch.jagged and pass tierbed.jagged.JaggedTensor.from_nested({name}), or "
             "tierbed.jagged.KeyedJaggedTensor.from_nested for several features"
         )
     if isinstance(leaf, np.ndarray):
-        return GraphError(f"argument {name} is a NumPy array, which a step would freeze; pass torch.from_numpy({name})")
+        return GraphError(f"argument {name} is a NumPy array, which steps would freeze; pass torch.from_numpy({name})")
     return GraphError(
         f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value; pass tensors, numbers, "
-        f"strings, or lists, tuples and dicts of them, assign modules to self, and {registration_hint(leaf)}"
+        f"strings, or lists, tuples and dicts of them, assign modules to self, and {suggest_registration(leaf)}"
     )
 
 
-def registration_hint(value: Any) -> str:
+def suggest_registration(value: Any) -> str:
     """Return the part of an error text that says how to make a user's class usable as an argument."""
     return f"make the class a dataclass and call torch.export.register_dataclass({type(value).__name__}) once"
 
 
-def key_without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """Return a `call_key` that contains only the number of each tensor's dimensions instead of sizes."""
+def drop_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
+    """Return a `call_key` with the number of each tensor's dimensions in place of their sizes."""
     return tuple(
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)
@@ -244,4 +244,4 @@ def key_without_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Has
 
 def is_plain(value: Any) -> bool:
     """True if a value's type is immutable, so that it can be part of a key or a result."""
-    return isinstance(value, _PLAIN)
+    return isinstance(value, _PLAIN_TYPES)

@@ -1,7 +1,7 @@
-"""Swap live tensors for traced tensors while `build` is traced, and put the live tensors back afterwards.
+"""Swap real tensors for fake tensors while `build` is traced, and put the real tensors back afterwards.
 
 `build` reaches parameters and buffers through modules and optimizers, so the swap replaces tensors in these objects.
-The live tensors are put back even after an error. Tensors that `build` left in these objects raise GraphError.
+The real tensors are put back even after an error. Fake tensors that `build` leaves in modules raise GraphError.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...engine.ops.rows_contract import EmbeddingBase
 
 trace_lock = RLock()  # another thread's graph may share modules and optimizers that a trace changes
 
-_MUTABLE = dict | list | set | deque
-_TRACED = FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool
-_WALKED = nn.Module | _MUTABLE | tuple | _TRACED
-_TABLES = ("_parameters", "_buffers", "_modules")
+_MUTABLE_TYPES = dict | list | set | deque
+_TRACED_TYPES = FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool
+_WALKED_TYPES = nn.Module | _MUTABLE_TYPES | tuple | _TRACED_TYPES
+_MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 
 
 def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
@@ -36,17 +36,17 @@ def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None
 
 @contextmanager
 def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
-    """Give each trainable parameter a `grad` whose use a trace detects. GraphError if `build` replaced a `grad`."""
-    live = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
-    old_grads = [parameter.grad for parameter in live]
-    sentinels = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in live}
-    set_grads(live, sentinels.values())
+    """Give each trainable parameter a `grad` whose use a trace detects. Raises GraphError if build replaces a grad."""
+    real = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
+    old_grads = [parameter.grad for parameter in real]
+    sentinels = {id(p): torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape).requires_grad_() for p in real}
+    set_grads(real, sentinels.values())
     was_replaced = False
     try:
         yield sentinels
-        was_replaced = any(parameter.grad is not sentinels[id(parameter)] for parameter in live)
+        was_replaced = any(parameter.grad is not sentinels[id(parameter)] for parameter in real)
     finally:
-        set_grads(live, old_grads)
+        set_grads(real, old_grads)
     if was_replaced:
         raise GraphError(
             "build sets the gradient of a parameter that it does not reach through self, but through an older list of "
@@ -54,7 +54,7 @@ def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
         )
 
 
-class _Settings(dict[str, Any]):
+class _ReadOnlyParamGroup(dict[str, Any]):
     """A read-only param group for use during a trace."""
 
     def __init__(self, group: dict[str, Any], optimizer: Optimizer) -> None:
@@ -62,13 +62,13 @@ class _Settings(dict[str, Any]):
         self._optimizer = optimizer
 
     def __setitem__(self, name: str, value: Any) -> None:
-        raise changed_setting(self._optimizer, name)
+        raise make_setting_error(self._optimizer, name)
 
     def update(self, *others: Any, **settings: Any) -> None:
-        raise changed_setting(self._optimizer, next(iter(dict(*others, **settings)), ""))
+        raise make_setting_error(self._optimizer, next(iter(dict(*others, **settings)), ""))
 
 
-def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
+def make_setting_error(optimizer: Optimizer, name: str) -> GraphError:
     """Return the error for a `build` that changes a param group: only the trace would make this change."""
     return GraphError(
         f"build sets {name!r} of a param group of {type(optimizer).__name__}, as step() of a scheduler does, and a "
@@ -78,32 +78,32 @@ def changed_setting(optimizer: Optimizer, name: str) -> GraphError:
 
 
 @contextmanager
-def swapped(
+def swap_tensors(
     root: nn.Module, optimizers: Iterable[Optimizer], swaps: dict[int, Tensor], names: dict[int, str]
 ) -> Iterator[None]:
-    """Replace the tensors in modules and optimizers until the block ends. swaps: replacements by a live tensor's id.
+    """Replace the tensors in modules and optimizers until the block ends. swaps: a real tensor's id -> its replacement.
 
     Raises GraphError if build left another tensor on a module, called an optimizer's step(), or set a learning rate.
     """
-    containers = [(value, value.copy()) for _, value in _reachable(root) if isinstance(value, _MUTABLE)]
-    slots = [
-        (module, "shadow" if isinstance(module, EmbeddingBase) else name, live)  # an Embedding's `weight` returns rows
+    containers = [(value, value.copy()) for _, value in _walk_objects(root) if isinstance(value, _MUTABLE_TYPES)]
+    attributes = [
+        (module, "shadow" if isinstance(module, EmbeddingBase) else name, real)  # an Embedding's `weight` returns rows
         for module in root.modules()
-        for name, live in [*module._parameters.items(), *module._buffers.items()]
-        if live is not None
+        for name, real in [*module._parameters.items(), *module._buffers.items()]
+        if real is not None
     ]
     optimizer_groups = [(optimizer, list(optimizer.param_groups)) for optimizer in optimizers]
     params = [(group, group["params"]) for _, param_groups in optimizer_groups for group in param_groups]
     hooks = [optimizer.register_step_pre_hook(_refuse_step) for optimizer in optimizers]
-    _put((module, name, swaps[id(live)]) for module, name, live in slots)
+    _set_attributes((module, name, swaps[id(real)]) for module, name, real in attributes)
     for group, parameters in params:  # build may hold an older reference to the group
-        group["params"] = [swaps[id(live)] for live in parameters]
+        group["params"] = [swaps[id(real)] for real in parameters]
     for optimizer, param_groups in optimizer_groups:
-        optimizer.param_groups[:] = map(_Settings, param_groups, repeat(optimizer))
+        optimizer.param_groups[:] = map(_ReadOnlyParamGroup, param_groups, repeat(optimizer))
     rebound = leaked = None
     try:
         yield
-        rebound = next((live for m, name, live in slots if getattr(m, name, None) is not swaps[id(live)]), None)
+        rebound = next((real for m, name, real in attributes if getattr(m, name, None) is not swaps[id(real)]), None)
     finally:
         for hook in hooks:
             hook.remove()
@@ -111,8 +111,8 @@ def swapped(
             optimizer.param_groups[:] = param_groups
         for group, parameters in params:
             group["params"] = parameters
-        _put(slots)
-        leaked = next((attribute for attribute, value in _reachable(root) if isinstance(value, _TRACED)), None)
+        _set_attributes(attributes)
+        leaked = next((attribute for attribute, value in _walk_objects(root) if isinstance(value, _TRACED_TYPES)), None)
         if leaked is not None or rebound is not None:
             for container, old_items in containers:
                 container.clear()
@@ -127,8 +127,8 @@ def swapped(
         )
 
 
-def _put(slots: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
-    for module, name, tensor in slots:
+def _set_attributes(attributes: Iterable[tuple[nn.Module, str, Tensor]]) -> None:
+    for module, name, tensor in attributes:
         setattr(module, name, tensor)  # setattr, because an LSTM also keeps a list of its tensors
 
 
@@ -138,7 +138,7 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     )
 
 
-def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
+def _walk_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (attribute name, object) for all objects in attributes of modules under `root`, also in containers."""
     seen: set[int] = set()
     pending: list[tuple[str, Any]] = [("", root)]
@@ -147,11 +147,11 @@ def _reachable(root: nn.Module) -> Iterator[tuple[str, Any]]:
         if isinstance(value, nn.Module):
             attribute, value = type(value).__name__, vars(value)
         yield attribute, value
-        if isinstance(value, _MUTABLE | tuple) and id(value) not in seen:
+        if isinstance(value, _MUTABLE_TYPES | tuple) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
             pending += (
-                (attribute if key is None or key in _TABLES else f"{attribute}.{key}", item)
+                (attribute if key is None or key in _MODULE_DICTS else f"{attribute}.{key}", item)
                 for key, item in items
-                if isinstance(item, _WALKED)  # skip the rest: a vocabulary may have millions of words
+                if isinstance(item, _WALKED_TYPES)  # skip other objects: a vocabulary may have millions of words
             )

@@ -1,9 +1,9 @@
 """Trace `build`: run it once on fake tensors and record its forward and backward as aten calls.
 
 `make_fx` records every aten call while `build` runs, also inside autograd. Fake tensors have shapes but no values, so a
-`build` that needs a value raises. During the trace, swap.py replaces the live parameters in modules and optimizers by
-fake ones. A dispatch mode refuses ops that the trace would record wrongly. `Reads` collects the Python values that
-`build` reads, because these values become constants of the step.
+`build` that needs a value raises. During the trace, swap.py replaces the real parameters in modules and optimizers by
+fake ones. A dispatch mode refuses ops that the trace would record wrongly. `ReadRecorder` collects the Python values
+that `build` reads, because these values become constants of the step.
 """
 
 from __future__ import annotations
@@ -42,48 +42,48 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...engine.errors import GraphError, InputError
 from ...engine.ops.rows_contract import REMEDY, TRACED
 from .alias import is_random
-from .names import HasBuild, name_of, tensor_names
-from .reads import Reads
-from .signature import Call, Dims, argument_names, is_plain, registration_hint
-from .swap import changed_setting, sentinel_grads, swapped
+from .names import HasBuild, map_tensor_names, tensor_name
+from .reads import ReadRecorder
+from .signature import Call, Dims, is_plain, name_arguments, suggest_registration
+from .swap import make_setting_error, sentinel_grads, swap_tensors
 
 _OWN_FOLDERS = [Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")]
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN_FOLDERS))
-_INPUT = re.compile(r"L\['t(\d+)'\]")  # input tensor number \1 in one of torch's guards
-_OFFSET = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # a step works for any offset
+_INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # how torch's guards call input tensor number \1
+_OFFSET_CHECK = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # dropped from guards: a step works for any offset
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
 BACKWARD = "backward"  # a key in the meta of nodes that autograd added
-LIVE = "live"  # a key in the meta of placeholders for parameters and buffers
+MODULE_TENSOR = "module_tensor"  # a key in the meta of placeholders for parameters and buffers
 
 ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs of these sizes
 
 
 @dataclass(frozen=True)
 class ResultSpec:
-    """The result of build, and the live tensors that got a gradient."""
+    """Describes the result of build, and the parameters that got a gradient."""
 
     tree_spec: pytree.TreeSpec
-    constants: list[Any]  # the result's leaves; None for tensors, which the trace returns
+    constants: list[Any]  # the result's leaves, with None in place of tensors
     is_tensor: list[bool]
-    grad_indices: list[int]  # live tensors whose gradients follow the results in the trace's output
+    grad_indices: list[int]  # indices of parameters whose gradients the trace returns after the result
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A traced step. Its placeholders are the inputs, followed by the parameters and buffers (the live tensors)."""
+    """A traced step. Its placeholders are the inputs, followed by the graph's parameters and buffers."""
 
     module: fx.GraphModule
     result_spec: ResultSpec
     inputs: list[str]  # names of the input tensors
     guard: ShapeGuard | None  # None for a static-shape step
-    reads: Reads  # the Python values that became constants
+    reads: ReadRecorder  # the Python values that became constants
 
     def program(self) -> Hashable:
-        """Return a key. Traces with one signature and equal keys are equal steps. Call this before any pass runs."""
+        """Return a key. Two traces with equal signatures and keys are equal steps. Call `program` before passes run."""
         graph, result = self.module.graph, self.result_spec
         grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
-        orders = sorted(node.args[-2] for node in grads)  # renumbered, because the process counts orders over all calls
+        orders = sorted(node.args[-2] for node in grads)  # renumbered, as the process counts lookups over all calls
         nodes = []
         for node in graph.nodes:
             args: Any = node.args
@@ -107,8 +107,8 @@ def trace(
 
     tensors: parameters and buffers under `root`; tied tensors may repeat. dynamic: None for a static-shape step.
     """
-    leaves, inputs, arguments_of = call.leaves, call.inputs, argument_names(root.build, call.arguments)
-    names = tensor_names(root)
+    leaves, inputs, leaf_names = call.leaves, call.inputs, name_arguments(root.build, call.arguments)
+    names = map_tensor_names(root)
     _refuse_hooks(tensors, names, optimizers)
     tensor_leaves = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     group_tensors = {
@@ -119,26 +119,26 @@ def trace(
         if isinstance(value, Tensor)
     }
     result_spec: ResultSpec | None = None
-    reads = Reads(root, leaves)
+    reads = ReadRecorder(root, leaves)
 
-    def step(*flat: Tensor) -> list[Tensor]:
+    def step(*fakes: Tensor) -> list[Tensor]:
         nonlocal result_spec
         arguments = list(leaves)
-        for i, fake in zip(tensor_leaves, flat, strict=False):
+        for i, fake in zip(tensor_leaves, fakes, strict=False):
             arguments[i] = fake.detach().requires_grad_(leaves[i].requires_grad)
         swaps: dict[int, Tensor] = {}
-        for fake, live in zip(flat[len(inputs) :], tensors, strict=True):
-            swaps.setdefault(id(live), _make_leaf(fake, live))
+        for fake, real in zip(fakes[len(inputs) :], tensors, strict=True):
+            swaps.setdefault(id(real), _make_leaf(fake, real))
         args, kwargs = pytree.tree_unflatten(arguments, call.spec)
-        grad_names = {id(grad): f"{names[live]}.grad" for live, grad in sentinels.items()}
+        grad_names = {id(grad): f"{names[real]}.grad" for real, grad in sentinels.items()}
         op_guard = _OpGuard(root, names | grad_names, group_tensors)
-        with swapped(root, optimizers, swaps, names), op_guard, _NoDataAssignment(), reads:
+        with swap_tensors(root, optimizers, swaps, names), op_guard, _NoDataAssignment(), reads:
             result = root.build(*args, **kwargs)
         op_guard.check_seed()
         for i in tensor_leaves:
             if arguments[i].grad is not None:
                 raise GraphError(
-                    f"argument {arguments_of[i]} requires grad, but a graph keeps no "
+                    f"argument {leaf_names[i]} requires grad, but a graph keeps no "
                     "gradient of its arguments; pass it detached, or use torch.autograd.grad in build"
                 )
         values, out_spec = pytree.tree_flatten(result)
@@ -148,35 +148,35 @@ def trace(
             if not is_plain(value):
                 raise GraphError(
                     f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and "
-                    f"dicts of them, or {registration_hint(value)}"
+                    f"dicts of them, or {suggest_registration(value)}"
                 )
         outputs = [value.detach() if value.requires_grad else value for value in compress(values, is_tensor)]
-        grads = {live: swap.grad for live, swap in swaps.items() if swap.grad is not None}
-        index_by_id = {id(live): i for i, live in enumerate(tensors) if id(live) in grads}
+        grads = {real: swap.grad for real, swap in swaps.items() if swap.grad is not None}
+        index_by_id = {id(real): i for i, real in enumerate(tensors) if id(real) in grads}
         result_spec = ResultSpec(out_spec, constants, is_tensor, [*index_by_id.values()])
-        return outputs + [grads[live] for live in index_by_id]
+        return outputs + [grads[real] for real in index_by_id]
 
     shapes: ShapeEnv | None = None
     if dynamic is not None:  # value-dependent ops raise, as in a static-shape trace
         shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
-    open_dims = call.dynamic_dims if dynamic else Dims()
+    free_dims = call.dynamic_dims if dynamic else Dims()
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
     # torch must neither assume nor test that containers' dynamic sizes differ from 0 and 1
-    any_size = symbolic.patch(backed_size_oblivious=bool(open_dims))  # type: ignore[attr-defined]
+    any_size = symbolic.patch(backed_size_oblivious=bool(free_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
-        # detach gives a tensor passed twice two fakes, because another call may pass two different tensors
-        fakes = [_make_fake(mode, t.detach(), i, dynamic, open_dims) for i, t in enumerate([*inputs, *tensors])]
+        # detach, so that a tensor passed twice gets two fakes: another call may pass two different tensors
+        fakes = [_make_fake(mode, t.detach(), i, dynamic, free_dims) for i, t in enumerate([*inputs, *tensors])]
         # trace the results of torch.compile as the modules that they wrap
-        inlined = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-        with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlined, _mute_log(), mode:
+        inlining = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
+        with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlining, _mute_log(), mode:
             try:  # without an empty table, torch 2.14 records detach as alias
                 module = make_fx(step, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
                     raise GraphError(
                         f"{_user_line(error)} needs a tensor's value, but a static graph is traced without values; "
-                        f"{_remedy(error)}"
+                        f"{_suggest_remedy(error)}"
                     ) from error
                 raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
                 if isinstance(error, ZeroDivisionError) and raised_in.startswith(_LIBRARY_FOLDERS):
@@ -187,16 +187,16 @@ def trace(
                 raise
             _merge_attributes(module, mode)
     for node in module.graph.find_nodes(op="placeholder")[len(inputs) :]:
-        node.meta[LIVE] = True
+        node.meta[MODULE_TENSOR] = True
     assert result_spec is not None
-    guard = None if shapes is None else _shape_guard(shapes, fakes[: len(inputs)])
-    return Trace(module, result_spec, [arguments_of[i] for i in tensor_leaves], guard, reads)
+    guard = None if shapes is None else _make_shape_guard(shapes, fakes[: len(inputs)])
+    return Trace(module, result_spec, [leaf_names[i] for i in tensor_leaves], guard, reads)
 
 
-def _make_fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, open_dims: Dims) -> FakeTensor:
+def _make_fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, free_dims: Dims) -> FakeTensor:
     if dynamic is None:
         return mode.from_tensor(tensor)
-    if (index, 0) in open_dims:  # not a view, because torch would use the size of the view's base
+    if (index, 0) in free_dims:  # not a view, because torch would use the size of the view's base
         size = len(tensor) + _ORDINARY_SIZE * (len(tensor) < 2)  # a size that torch does not treat as special
         tensor = tensor.new_empty((size, *tensor.shape[1:]))
     sizes = [DimDynamic.DYNAMIC if (index, d) in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
@@ -204,12 +204,12 @@ def _make_fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims |
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
 
 
-def _shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
+def _make_shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
     """Return a function that tests whether inputs have sizes that the trace assumed."""
     code = shapes.produce_guards_expression(fakes, ignore_static=False)
     if code is None:
         return lambda inputs: True
-    code = _OFFSET.sub("True", _INPUT.sub(r"L[\1]", code))
+    code = _OFFSET_CHECK.sub("True", _INPUT_NAME.sub(r"L[\1]", code))
     return eval(f"lambda L: {code}", dict(SYMPY_INTERP))  # torch's function would parse the code at each call
 
 
@@ -225,12 +225,12 @@ def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
             node.meta["val"] = mode.from_tensor(value)
 
 
-def _make_leaf(fake: Tensor, live: Tensor) -> Tensor:
-    """Return a substitute for a parameter or buffer. It is a leaf, so gradients never reach the live tensor."""
-    if not isinstance(live, nn.Parameter):
+def _make_leaf(fake: Tensor, real: Tensor) -> Tensor:
+    """Return a substitute for a parameter or buffer. It is a leaf, so gradients never reach the real tensor."""
+    if not isinstance(real, nn.Parameter):
         return fake
-    leaf = nn.Parameter(fake, live.requires_grad)
-    setattr(leaf, TRACED, (get_ident(), live))
+    leaf = nn.Parameter(fake, real.requires_grad)
+    setattr(leaf, TRACED, (get_ident(), real))
     return leaf
 
 
@@ -252,7 +252,7 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iter
 class _OpGuard(TorchDispatchMode):
     """Raises GraphError for ops that a trace would record wrongly, and sets `BACKWARD` on nodes that autograd adds.
 
-    names: the names of live tensors and of their gradients, by id. settings: tensors in param groups.
+    names: the names of real tensors and their gradients, by id. settings: tensors in param groups.
     """
 
     supports_higher_order_operators = True
@@ -268,19 +268,19 @@ class _OpGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if isinstance(func, HigherOrderOperator):
-            raise GraphError(f"build uses torch's {func.name()}, which a static graph does not hold; use torch.where")
+            raise GraphError(f"build uses torch's {func.name()}, which a static graph cannot use; use torch.where")
         for value in pytree.tree_leaves((args, kwargs)):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor) and value.requires_grad:
-                self._refuse(value)
+                self._refuse_tensor(value)
         if func._schema.is_mutable and id(args[0]) in self._settings:
-            raise changed_setting(*self._settings[id(args[0])])
+            raise make_setting_error(*self._settings[id(args[0])])
         for value in pytree.tree_leaves((kwargs or {}).get("out", args[:1])) if func._schema.is_mutable else ():
             is_strided = isinstance(value, Tensor) and value.layout == torch.strided
             if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY, None)):  # an Embedding's `weight`
                 raise InputError(remedy)
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(
-                f"build reads the value of the tensor {name_of(self._root, args[0])}, and the step would keep that "
+                f"build reads the value of the tensor {tensor_name(self._root, args[0])}, and the step would keep that "
                 "value forever; compute with the tensor itself, or pass the number to the graph"
             )
         if is_random(func, args):
@@ -296,14 +296,14 @@ class _OpGuard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """Raise GraphError if the seed shows that build reset the random generator. Fake tensors do not change it."""
+        """Raise GraphError if the seed shows that build reset the random generator. Fake draws keep the seed."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build sets the state of the random generator, which a compiled step does not repeat; leave out "
                 "torch.manual_seed and fork_rng, and dropout inside torch.utils.checkpoint"
             )
 
-    def _refuse(self, value: Tensor) -> None:
+    def _refuse_tensor(self, value: Tensor) -> None:
         frames = (frame for frame, _ in traceback.walk_stack(None))
         build_frames = takewhile(lambda frame: frame.f_code is not type(self._root).build.__code__, frames)
         owners = (frame.f_locals.get("self") for frame in build_frames)
@@ -319,7 +319,7 @@ class _OpGuard(TorchDispatchMode):
                 "parameters; reach it through self.<module>"
             )
         raise GraphError(
-            f"build uses the tensor {name_of(self._root, value)}, which requires grad but is in no module "
+            f"build uses the tensor {tensor_name(self._root, value)}, which requires grad but is in no module "
             "of the graph; assign its module to self in __init__, or detach it"
         )
 
@@ -340,7 +340,7 @@ def _is_data_dependent(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(text in str(error) for text in messages)
 
 
-def _remedy(error: Exception) -> str:
+def _suggest_remedy(error: Exception) -> str:
     owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
     if any(isinstance(owner, _BatchNorm) and owner.momentum is None for owner in owners):
         return "give the batch norm a momentum, such as 0.1: with momentum=None it divides by its batch count"

@@ -1,8 +1,8 @@
 """Guard the Python values that became constants of a graph's steps.
 
-`Reads` finds expressions that read these values. At every call, one generated function compares the values. Each
-combination of values gets a number, which is part of every call's signature. After a value changes, the call finds
-another step or is traced again. If the old values return, the old number returns too.
+`ReadRecorder` finds expressions that read these values. At every call, one generated function compares the values. Each
+combination of values is a numbered version. The version is part of every call's signature. After a value changes, the
+call finds another step or is traced again. If the old values return, the old version returns too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from ...engine.errors import GraphError
-from .reads import MISSING, Reads, is_constant
+from .reads import MISSING, ReadRecorder, is_constant
 from .swap import trace_lock
 
 MAX_CHANGES = 8  # the most changes of one value that each led to another step
@@ -35,64 +35,64 @@ class ValueGuards:
     """The present and earlier values of all expressions that traces saw `build` read."""
 
     def __init__(self) -> None:
-        self.number = 0  # numbers each combination of values; part of each signature
-        self.holds: Callable[[], bool] = True.__bool__  # returns False once a value has changed; then call `renew`
+        self.version = 0  # the number of the present combination of values; part of each signature
+        self.is_current: Callable[[], bool] = True.__bool__  # False once a value has changed; then call `find_version`
         self._max_expressions = MAX_EXPRESSIONS
         self._labels: dict[str, str] = {}  # expression -> the user's name for the value
-        self._names: dict[str, Any] = {"read": _read}  # globals of the generated code
-        self._reads: list[Callable[[], Any]] = []
+        self._globals: dict[str, Any] = {"read": _read}  # globals of the generated code
+        self._readers: list[Callable[[], Any]] = []
         self._is_missing: list[bool] = []
         self._values: list[Any] = []
         self._keys: Keys = ()
-        self._numbers: dict[Keys, int] = {(): 0}
-        self._next_number = count(1)
-        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps the objects alive whose ids are in keys
-        self._changed: dict[str, Any] = {}  # expression -> value, for the last change
-        self._changes: Counter[str] = Counter()  # expression -> number of changes that led to another step
-        self._written: set[str] = set()  # expressions that build itself may write
-        self._dropped: set[str] = set()
+        self._versions: dict[Keys, int] = {(): 0}
+        self._next_version = count(1)
+        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive whose ids are in keys
+        self._last_changes: dict[str, Any] = {}  # expression -> value, for the last change
+        self._change_counts: Counter[str] = Counter()  # expression -> number of changes that led to another step
+        self._written_expressions: set[str] = set()  # expressions that build itself may write
+        self._dropped_expressions: set[str] = set()
 
     def __reduce__(self) -> Any:
         return ValueGuards, ()  # a copied graph starts with new guards
 
-    def renew(self) -> int:
-        """Return the index of the current combination of values. Raises GraphError if a value changes too often."""
+    def find_version(self) -> int:
+        """Return the version of the current combination of values. Raises GraphError if a value changes too often."""
         with trace_lock:
-            values = [*map(_read, self._reads)]
-            keys = tuple(map(_key, values))
+            values = [*map(_read, self._readers)]
+            keys = tuple(map(_make_key, values))
             if keys != self._keys:
                 pairs = zip(self._labels, self._keys, keys, self._values, values, strict=True)
                 changed = {expr: (before, value) for expr, old, new, before, value in pairs if old != new}
-                if keys not in self._numbers:
+                if keys not in self._versions:
                     for expr, (before, value) in changed.items():
                         self._check_change_count(expr, before, value)
-                    self._numbers[keys] = next(self._next_number)
-                self._changed = {expr: value for expr, (_, value) in changed.items()}
-                self.number = self._numbers[keys]
+                    self._versions[keys] = next(self._next_version)
+                self._last_changes = {expr: value for expr, (_, value) in changed.items()}
+                self.version = self._versions[keys]
             self._set_values(values, keys)
-            return self.number
+            return self.version
 
-    def add(self, reads: Reads) -> None:
-        """Add the values that a trace read. The current number then also stands for the values after the trace."""
-        seen = {expr: entry for expr, entry in reads.values.items() if expr not in self._dropped}
-        self._written |= set(filter(reads.may_be_written, seen))
-        self._max_expressions = max(MAX_EXPRESSIONS, 2 * len(seen))  # always leave room for this trace
-        added = {expr: entry for expr, entry in seen.items() if expr not in self._labels}
-        if added:
-            self._names.update(reads.names)
-            self._labels.update((expr, label) for expr, (label, _) in added.items())
-            self._values += [value for _, value in added.values()]
-            keys = tuple(_key(value) for _, value in added.values())
-            self._numbers = {(*before, *keys): number for before, number in self._numbers.items()}
+    def add(self, reads: ReadRecorder) -> None:
+        """Add the values that a trace read. The current version then also stands for the values after the trace."""
+        new_values = {expr: entry for expr, entry in reads.values.items() if expr not in self._dropped_expressions}
+        self._written_expressions |= set(filter(reads.may_be_written, new_values))
+        self._max_expressions = max(MAX_EXPRESSIONS, 2 * len(new_values))  # always leave room for this trace
+        new_entries = {expr: entry for expr, entry in new_values.items() if expr not in self._labels}
+        if new_entries:
+            self._globals.update(reads.names)
+            self._labels.update((expr, label) for expr, (label, _) in new_entries.items())
+            self._values += [value for _, value in new_entries.values()]
+            keys = tuple(_make_key(value) for _, value in new_entries.values())
+            self._versions = {(*before, *keys): version for before, version in self._versions.items()}
             self._keys += keys
             self._compile_checks()
         values = [
-            seen[expr][1] if expr in seen and expr not in self._written else value
+            new_values[expr][1] if expr in new_values and expr not in self._written_expressions else value
             for expr, value in zip(self._labels, self._values, strict=True)
         ]
-        if (keys := tuple(map(_key, values))) != self._keys:  # another thread wrote a value before the trace read it
-            self._numbers = {key: number for key, number in self._numbers.items() if number != self.number}
-            self._values, self._keys, self.number = values, keys, next(self._next_number)
+        if (keys := tuple(map(_make_key, values))) != self._keys:  # another thread wrote before the trace read
+            self._versions = {key: version for key, version in self._versions.items() if version != self.version}
+            self._values, self._keys, self.version = values, keys, next(self._next_version)
         self._renumber()
 
     @property
@@ -100,82 +100,82 @@ class ValueGuards:
         """True if there are too many expressions (from a new function per call, say). The graph then starts over."""
         return len(self._labels) > self._max_expressions
 
-    def equal_step(self, alike: list[Any], program: Hashable, again: Callable[[], Hashable]) -> Any:
-        """Return the step in `alike` with an equal program, or None. alike: steps that differ only in guarded values.
+    def find_equal_step(self, candidates: list[Any], program: Hashable, trace_again: Callable[[], Hashable]) -> Any:
+        """Return a step with an equal program, or None. candidates: steps that differ only in guarded values.
 
-        If tracing `again` shows that `build` uses only a changed value's text, the value is no longer guarded.
+        If `trace_again` shows that `build` uses only a changed value's text, the value is no longer guarded.
         """
-        step = next((candidate for candidate in alike if candidate.program == program), None)
+        step = next((candidate for candidate in candidates if candidate.program == program), None)
         if step is not None:
-            self._drop_unused(program, again)
-        elif alike:
-            self._changes.update([*self._changed])
+            self._drop_unused(program, trace_again)
+        elif candidates:
+            self._change_counts.update([*self._last_changes])
         return step
 
-    def texts(self) -> Mapping[str, tuple[str, Hashable]]:
+    def describe_values(self) -> Mapping[str, tuple[str, Hashable]]:
         """Map the user's name of each value to the value's text and key."""
-        shown = zip(map(_text, self._values), self._keys, strict=True)
+        shown = zip(map(_show, self._values), self._keys, strict=True)
         return dict(zip(self._labels.values(), shown, strict=True))
 
     def _check_change_count(self, expr: str, before: Any, value: Any) -> None:
         past = self._past[expr]
-        if _key(value) not in past and (self._changes[expr] >= MAX_CHANGES or len(past) >= MAX_VALUES):
+        if _make_key(value) not in past and (self._change_counts[expr] >= MAX_CHANGES or len(past) >= MAX_VALUES):
             raise GraphError(
-                f"{self._labels[expr]} changed to {_text(value)} from {_text(before)}, and has had {len(past)} values; "
-                "build reads it and is traced again for each; pass it to the graph as a tensor, or make it a buffer "
-                "and change it in place (fill_, copy_), and move code that computes no tensor out of build"
+                f"{self._labels[expr]} changed to {_show(value)} from {_show(before)}, and has had {len(past)} values; "
+                "build reads it and is traced again for each one; pass it to the graph as a tensor, or make it a "
+                "buffer and change it in place (fill_, copy_), and move code that computes no tensor out of build"
             )
 
-    def _drop_unused(self, program: Hashable, again: Callable[[], Hashable]) -> None:
+    def _drop_unused(self, program: Hashable, trace_again: Callable[[], Hashable]) -> None:
         """Stop guarding changed numbers and strings if `build` uses only their text, as `print` does."""
         probes: dict[str, tuple[Any, list[str]]] = {}
-        for expr, value in self._changed.items():
+        for expr, value in self._last_changes.items():
             if isinstance(value, int | float | str) and not isinstance(value, bool):
-                used: list[str] = []
+                uses: list[str] = []
                 with suppress(Exception):  # the expression is not assignable
-                    exec(f"{expr} = probe", {**self._names, "probe": (probe := _probe(value, used))})
-                    probes[expr] = probe, used
+                    exec(f"{expr} = probe", {**self._globals, "probe": (probe := _make_probe(value, uses))})
+                    probes[expr] = probe, uses
         is_equal = False
         try:
             with suppress(Exception):
-                is_equal = bool(probes) and again() == program
+                is_equal = bool(probes) and trace_again() == program
         finally:
-            for expr, (probe, used) in probes.items():
-                if eval(expr, self._names) is probe:
-                    exec(f"{expr} = value", {**self._names, "value": self._changed[expr]})
+            for expr, (probe, uses) in probes.items():
+                if eval(expr, self._globals) is probe:
+                    exec(f"{expr} = value", {**self._globals, "value": self._last_changes[expr]})
                 else:
-                    used.append("written")
-        unused = {expr for expr, (_, used) in probes.items() if is_equal and not used}
+                    uses.append("written")
+        unused = {expr for expr, (_, uses) in probes.items() if is_equal and not uses}
         retained = [expr not in unused for expr in self._labels]
-        self._dropped |= unused
+        self._dropped_expressions |= unused
         self._labels = {expr: label for expr, label in self._labels.items() if expr not in unused}
         self._values, self._keys = [*compress(self._values, retained)], tuple(compress(self._keys, retained))
-        merged = [(tuple(compress(keys, retained)), number) for keys, number in self._numbers.items()]
-        self._numbers = dict(reversed(merged))  # of equal keys, keep the oldest number
+        merged = [(tuple(compress(keys, retained)), version) for keys, version in self._versions.items()]
+        self._versions = dict(reversed(merged))  # of equal keys, keep the oldest version
         self._compile_checks()
         self._renumber()
 
     def _compile_checks(self) -> None:
         """Generate the functions that read and compare values. Identity checks are fast and tell 1 from True."""
-        names = self._names
+        names = self._globals
         exec(f"reads = [{', '.join(f'lambda: {expr}' for expr in self._labels)}]", names)
-        self._reads = names["reads"]
-        self._is_missing = missing = [_read(read) is MISSING for read in self._reads]
+        self._readers = names["reads"]
+        self._is_missing = missing = [_read(read) is MISSING for read in self._readers]
         tests = [
             f"{f'read(reads[{i}])' if missing[i] else expr} {'==' if expr[:4] == 'len(' else 'is'} v{i}"
             for i, expr in enumerate(self._labels)
         ]
         exec(f"def holds():\n try: return {' and '.join(tests) or True}\n except Exception: return False", names)
-        self.holds = names["holds"]
+        self.is_current = names["holds"]
 
     def _renumber(self) -> None:
-        """Let the number also stand for values that build wrote. `holds` detects writes of other threads."""
+        """Use the current version for values that build wrote too. `is_current` detects writes of other threads."""
         values = [
-            _read(read) if expr in self._written else value
-            for expr, read, value in zip(self._labels, self._reads, self._values, strict=True)
+            _read(read) if expr in self._written_expressions else value
+            for expr, read, value in zip(self._labels, self._readers, self._values, strict=True)
         ]
-        keys = tuple(map(_key, values))
-        self.number = self._numbers.setdefault(keys, self.number)
+        keys = tuple(map(_make_key, values))
+        self.version = self._versions.setdefault(keys, self.version)
         self._set_values(values, keys)
 
     def _set_values(self, values: list[Any], keys: Keys) -> None:
@@ -183,11 +183,11 @@ class ValueGuards:
         if [value is MISSING for value in values] != self._is_missing:
             self._compile_checks()
         for i, (expr, key, value) in enumerate(zip(self._labels, keys, values, strict=True)):
-            self._names[f"v{i}"] = value
+            self._globals[f"v{i}"] = value
             self._past[expr].setdefault(key, value)
 
 
-def _text(value: Any) -> str:
+def _show(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return "missing" if value is MISSING else str(getattr(value, "__qualname__", None) or repr(value))[:80]
@@ -200,22 +200,22 @@ def _read(read: Callable[[], Any]) -> Any:
         return MISSING
 
 
-def _key(value: Any) -> Hashable:
+def _make_key(value: Any) -> Hashable:
     """Return a key for a value. Values with equal keys lead to equal steps."""
     if isinstance(value, tuple):
-        return (type(value), *map(_key, value))
+        return (type(value), *map(_make_key, value))
     if not is_constant(value):
         return type(value), id(value)
     # by repr: 0.0 equals -0.0, and nan differs from itself
     return type(value), repr(value) if isinstance(value, Number | np.generic) else value
 
 
-def _probe(value: Any, used: list[str]) -> Any:
-    """Return an object that acts as `value` and records in `used` every use except showing its text."""
+def _make_probe(value: Any, uses: list[str]) -> Any:
+    """Return an object that acts as `value` and records in `uses` every use except showing its text."""
 
     def method(name: str) -> Callable[..., Any]:
         def use(_: Any, *args: Any, **kwargs: Any) -> Any:
-            used.extend([name][: name not in _SHOWN])
+            uses.extend([name][: name not in _SHOWN])
             return getattr(value, name)(*args, **kwargs)
 
         return use

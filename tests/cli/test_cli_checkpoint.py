@@ -108,7 +108,7 @@ def test_ages_names_and_links(saved: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_listing_loads_no_torch(saved: Path) -> None:
     script = """
-import sys; from pathlib import Path; from tierbed.graph.state.kept import list_checkpoints
+import sys; from pathlib import Path; from tierbed.graph.state.folders import list_checkpoints
 print(len(list_checkpoints(Path(sys.argv[1]))[0]), 'torch' in sys.modules)
 """
     assert run_python(script, saved / "kept") == "3 False\n"

@@ -98,8 +98,8 @@ class _Sparse(nn.Linear):
 
 
 REFUSED: list[tuple[Callable[[Ranked], Any], str]] = [
-    (lambda graph: setattr(graph.items, "world", World()), "GraphError: .*and 'items': one is over a world of 2"),
-    (lambda graph: setattr(graph.items, "world", None), "GraphError: .*and one is in this process alone"),
+    (lambda graph: setattr(graph.items, "world", World()), "GraphError: .* embedding 'items' is over a world of 2"),
+    (lambda graph: setattr(graph.items, "world", None), "GraphError: .*, but embedding .* is in this process alone"),
     (lambda graph: graph.cuda_graph(), "OptionError: .*cuda_graph: ranks exchange rows through host memory"),
     (lambda graph: setattr(graph, "after", DistributedDataParallel(graph.after)), "GraphError: .*without it"),
     (lambda graph: setattr(graph.before, "__class__", _Sparse), "GraphError: .*'before_weight' is sparse"),

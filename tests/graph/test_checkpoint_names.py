@@ -20,7 +20,7 @@ from tierbed import (
     save_checkpoint,
 )
 from tierbed.engine.durable import seal, unseal
-from tierbed.graph.state.kept import STATE, read_checkpoint
+from tierbed.graph.state.folders import STATE, read_checkpoint
 from tierbed.jagged import DistributedModelParallel
 
 IDS = torch.arange(24).reshape(4, 6)

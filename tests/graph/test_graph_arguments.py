@@ -148,9 +148,9 @@ def test_accumulated_gradients_are_taken_while_another_thread_traces_the_embeddi
         tracing.in_kernel_invocation = True  # as at the instant at which its ops compute shapes
         keep(*arguments)
 
-    keep = graph._Graph__epilogue.add
+    keep = graph._Graph__epilogue.add_gradients
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rows, "pin", pinned)
-        patch.setattr(graph._Graph__epilogue, "add", gradients)
+        patch.setattr(graph._Graph__epilogue, "add_gradients", gradients)
         graph(torch.arange(3))
     assert rows.metrics()["table"]["step"] == 1

@@ -133,7 +133,7 @@ def test_arguments_of_another_device_or_changed_in_place_are_refused(place: torc
 def test_what_asks_the_device_for_numbers_is_refused(method: str, given: Any, undo: Any) -> None:
     graph = Small(options("device", capacity=50))
     ask = getattr(graph, method)
-    check_refusal((lambda: ask(*given), OptionError, f"cuda_graph and {method}", "leave out one of them"))
+    check_refusal((lambda: ask(*given), OptionError, f"cuda_graph and {method}", "or leave out"))
     graph.cuda_graph(False)
     ask(*given)
     check_refusal((graph.cuda_graph, OptionError, f"cuda_graph and {method}"))

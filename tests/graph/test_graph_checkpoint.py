@@ -23,7 +23,7 @@ from support.places import GOLDEN
 from support.refusals import check_refusal
 from support.stores import STORES, options
 from tierbed import Graph, SnapshotError
-from tierbed.graph.state.kept import FORMATS as WRITTEN
+from tierbed.graph.state.folders import FORMATS as WRITTEN
 
 FORMATS = range(2, WRITTEN["graph"] + 1)
 

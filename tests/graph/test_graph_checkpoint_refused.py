@@ -26,7 +26,7 @@ from support.two_towers import TwoTowers
 from tierbed import Graph, GraphError, MultiTableEmbedding, SnapshotError, load_checkpoint, save_checkpoint
 from tierbed.embedding.state_dict.saved_rows import exclude_rows
 from tierbed.engine.durable import seal, unseal
-from tierbed.graph.state.kept import STATE
+from tierbed.graph.state.folders import STATE
 
 
 @pytest.fixture(scope="module")

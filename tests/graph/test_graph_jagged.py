@@ -152,7 +152,7 @@ def test_a_build_that_takes_an_open_size_for_a_number_keeps_a_step_for_each(capl
         expected = rows.get(jagged(total).values).sum() / (1 + total)
         torch.testing.assert_close(graph(jagged(total)), expected)
     assert compiled_steps(graph) == len(set(totals))
-    assert "is compiled again for each further one" in caplog.text
+    assert "is compiled again for each further size" in caplog.text
 
 
 @pytest.mark.slow

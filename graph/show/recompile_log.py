@@ -1,6 +1,6 @@
 """Explain why a graph compiled another step: how the call differs from the most similar signature compiled before.
 
-Signatures are quick to compare but contain no names. So each compilation also collects the same properties with names.
+Signatures are quick to compare but contain no names. So each compilation also collects the properties by name.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..passes.step_epilogue import StepEpilogue
-from ..trace.names import HasBuild, tensor_names
-from ..trace.signature import MODULE_HOOKS, Call, argument_names
+from ..trace.names import HasBuild, map_tensor_names
+from ..trace.signature import MODULE_HOOKS, Call, name_arguments
 
-_MAX_SHOWN = 6  # differences shown per step
-_VALUE = "value"  # two traces that read different values also differ in another kind of fact
+_MAX_SHOWN = 6  # the most differences shown per step
+_VALUE = "value"  # the kind of a fact that is compared only if both traces read the value
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _MODULE_REASONS = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 
@@ -41,29 +41,29 @@ Facts = dict[tuple[str, str], Fact]  # (kind, name or path) -> fact
 
 
 class RecompileLog:
-    """The steps that a graph has compiled: facts and reasons of the last `most` steps, and the time of all steps."""
+    """A log of compiled steps: facts and reasons of the last `limit` steps, and the number and time of all steps."""
 
-    def __init__(self, most: int) -> None:
-        self._facts: deque[Facts] = deque(maxlen=most)
-        self.reasons: deque[str] = deque(maxlen=most)
-        self.count = 0
+    def __init__(self, limit: int) -> None:
+        self._facts: deque[Facts] = deque(maxlen=limit)
+        self.reasons: deque[str] = deque(maxlen=limit)
+        self.num_steps = 0
         self.seconds = 0.0
 
     def add(self, name: str, new: Facts, seconds: float) -> None:
         """Add a step of the graph `name`. Log the reason for every step except the first."""
         if self._facts:
-            nearest = min((_differences(new, old) for old in reversed(self._facts)), key=len)
-            rest = [f"and {len(nearest) - _MAX_SHOWN} more"] * (len(nearest) > _MAX_SHOWN)
-            shown = "; ".join([*nearest[:_MAX_SHOWN], *rest])
+            nearest = min((_find_differences(new, old) for old in reversed(self._facts)), key=len)
+            omitted = [f"and {len(nearest) - _MAX_SHOWN} more"] * (len(nearest) > _MAX_SHOWN)
+            shown = "; ".join([*nearest[:_MAX_SHOWN], *omitted])
             fallback = "an equal step was evicted, or tensors are tied differently"
-            self.reasons.append(f"step {self.count}: {shown or fallback}")
+            self.reasons.append(f"step {self.num_steps}: {shown or fallback}")
             log.info("%s compiled %s", name, self.reasons[-1])
         self._facts.append(new)
-        self.count += 1
+        self.num_steps += 1
         self.seconds += seconds
 
 
-def guard_facts(
+def collect_facts(
     root: HasBuild,
     call: Call,
     is_dynamic: bool,
@@ -72,13 +72,13 @@ def guard_facts(
     settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """Return the facts that a call's step of `root` depends on, by the user's names. values: name -> (text, key)."""
+    """Return the facts that a call's step depends on, by names from the user's code. values: name -> (text, key)."""
     dynamic_dims = call.dynamic_dims if is_dynamic else ()
     facts: Facts = {}
     number = 0
-    for name, leaf in zip(argument_names(root.build, call.arguments), call.leaves, strict=True):
+    for name, leaf in zip(name_arguments(root.build, call.arguments), call.leaves, strict=True):
         if isinstance(leaf, Tensor):
-            facts["argument", name] = _describe(leaf, dynamic=[d for i, d in dynamic_dims if i == number])
+            facts["argument", name] = _describe_tensor(leaf, dynamic=[d for i, d in dynamic_dims if i == number])
             number += 1
         else:
             facts["argument", name] = Fact(repr(leaf))
@@ -96,10 +96,10 @@ def guard_facts(
         "accumulated"
         if epilogue.accumulate_steps > 1
         else "as they are"
-        if epilogue.is_plain
+        if epilogue.is_identity
         else "clipped or unscaled"
     )
-    facts["gradient scaler", ""] = Fact("none" if epilogue.scaler is None else "GradScaler", epilogue.scaling())
+    facts["gradient scaler", ""] = Fact("none" if epilogue.scaler is None else "GradScaler", epilogue.scale_key())
     facts.update({(name, ""): Fact(setting) for name, setting in settings.items()})
     facts.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():
@@ -109,18 +109,18 @@ def guard_facts(
         facts["hooks of", path] = Fact(str(len(hooks)), tuple(hooks))
         for name, value in vars(module).items():
             if name not in _ATTRIBUTES:
-                fact = _describe(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
+                fact = _describe_tensor(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
                 facts["attribute", f"{path}.{name}" if path else name] = fact
-    names = tensor_names(root)
+    names = map_tensor_names(root)
     for parameter in root.parameters():
-        facts["parameter", names[id(parameter)]] = _describe(parameter, id(parameter))
+        facts["parameter", names[id(parameter)]] = _describe_tensor(parameter, id(parameter))
     for buffer in root.buffers():
-        facts["buffer", names[id(buffer)]] = _describe(buffer)
+        facts["buffer", names[id(buffer)]] = _describe_tensor(buffer)
     return facts
 
 
-def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
-    """Describe a tensor as in a signature. identity: its id, if steps keep the object. dynamic: dynamic dimensions."""
+def _describe_tensor(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
+    """Describe a tensor as in a signature. identity: its id, if steps hold the object. dynamic: dynamic dimensions."""
     sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
     shape = f"({sizes}{',' * (tensor.dim() == 1)})"
     fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}
@@ -129,21 +129,21 @@ def _describe(tensor: Tensor, identity: int | None = None, dynamic: Collection[i
     return Fact(text, identity, {"shape": shape, **fields, "strides": strides})
 
 
-def _differences(new: Facts, old: Facts) -> list[str]:
-    shared = new.keys() & old
-    both = [name for name in [*new, *(old.keys() - new)] if name[0] != _VALUE or name in shared]
-    names = [name for name in both if new.get(name, _ABSENT) != old.get(name, _ABSENT)]
-    changed = {name: _difference(new.get(name, _ABSENT), old.get(name, _ABSENT)) for name in names}
-    if any(kind == "argument" for kind, _ in changed):
-        changed.pop(("arguments", ""), None)
+def _find_differences(new: Facts, old: Facts) -> list[str]:
+    shared_names = new.keys() & old
+    names_to_compare = [name for name in [*new, *(old.keys() - new)] if name[0] != _VALUE or name in shared_names]
+    changed_names = [name for name in names_to_compare if new.get(name, _ABSENT) != old.get(name, _ABSENT)]
+    texts = {name: _describe_difference(new.get(name, _ABSENT), old.get(name, _ABSENT)) for name in changed_names}
+    if any(kind == "argument" for kind, _ in texts):
+        texts.pop(("arguments", ""), None)
     return [
         f"{kind} {path or 'the graph' if kind in _MODULE_REASONS else path}".rstrip() + f": {text}"
-        for (kind, path), text in changed.items()
-        if not _is_explained(kind, path, changed)
+        for (kind, path), text in texts.items()
+        if not _is_explained(kind, path, texts)
     ]
 
 
-def _difference(new: Fact, old: Fact) -> str:
+def _describe_difference(new: Fact, old: Fact) -> str:
     if new.fields and old.fields:
         fields = [field for field, value in new.fields.items() if value != old.fields[field]]
         if "shape" in fields and "strides" in fields:

@@ -19,7 +19,7 @@ from ...snapshots.store.status import CHECKPOINT, stores_in
 STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"
 FORMATS = {"graph": 2, "loop": 3}
 CALLS = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
-_CHUNK = 1 << 24
+_CHUNK_BYTES = 1 << 24
 # errors that reading or loading a value of a wrong type may raise
 MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
 
@@ -29,9 +29,9 @@ class StoredCheckpoint:
     """A checkpoint on disk."""
 
     path: Path
-    of: str  # "graph" or "loop"
-    created: int  # nanoseconds since 1970
-    bytes: int  # size of all files, including files shared with a store folder
+    kind: str  # "graph" or "loop"
+    created_ns: int  # nanoseconds since 1970
+    total_bytes: int  # size of all files, including files shared with a store folder
     checksum: int
     snapshots: dict[str, Snapshot]  # an embedding's path in the model -> its snapshot
 
@@ -80,7 +80,7 @@ def read_format(folder: Path) -> dict[str, Any]:
     if record["format"] not in FORMATS.values():
         raise ValueError(f"format {record['format']}, but this tierbed reads {FORMATS['graph']} to {FORMATS['loop']}")
     names = record.get("embeddings")
-    valid = {
+    is_valid = {
         "of": record.get("of", "graph") in (*CALLS,),
         "embeddings": isinstance(names, list) and all(type(name) is str for name in names),
         "snapshot": is_folder_name(record.get("snapshot")),
@@ -89,8 +89,8 @@ def read_format(folder: Path) -> dict[str, Any]:
         "state": "state" in record,
         "metadata": "metadata" in record,
     }
-    if not all(valid.values()):
-        raise ValueError(f"{STATE} has no valid {', '.join(field for field in valid if not valid[field])}")
+    if not all(is_valid.values()):
+        raise ValueError(f"{STATE} has no valid {', '.join(field for field in is_valid if not is_valid[field])}")
     return record
 
 
@@ -98,13 +98,13 @@ def checksum(path: Path) -> int:
     """Return a file's CRC-32. Raises OSError."""
     crc = 0
     with open_regular(path) as file:
-        while chunk := file.read(_CHUNK):
+        while chunk := file.read(_CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
     return crc
 
 
 def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, SnapshotError]]:
-    """Return the checkpoints at or in a path, oldest first, and errors of damaged ones. SnapshotError without any."""
+    """Return checkpoints at or in a path, oldest first, and damaged ones' errors. Raises SnapshotError without any."""
     checkpoints, damaged, folders = [], {}, []
     if os.path.lexists(path / STATE):
         folders = [path.resolve()]
@@ -123,13 +123,13 @@ def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, Snap
             f"{str(path)!r} is not a checkpoint and contains none: give a checkpoint of graph.save or save_checkpoint, "
             "or a folder of checkpoints"
         )
-    return sorted(checkpoints, key=lambda entry: (entry.created, entry.path.name)), damaged
+    return sorted(checkpoints, key=lambda entry: (entry.created_ns, entry.path.name)), damaged
 
 
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[StoredCheckpoint], list[StoredCheckpoint]]:
     """Remove all checkpoints in a folder except the latest `keep_last`, oldest first. Returns (retained, removed).
 
-    A kill leaves each checkpoint complete or absent. Snapshots in store folders stay. An unreadable checkpoint raises.
+    A kill leaves checkpoints complete or absent. Store snapshots stay. Raises SnapshotError if a checkpoint is damaged.
     """
     checkpoints, damaged = list_checkpoints(path)
     for error in damaged.values():
