@@ -51,5 +51,5 @@ class RowCounts:
     def _change(self) -> Counts:
         """How many rows each table has gained since the table was opened."""
         pending = self.pending  # read once: `status` holds no lock, so another thread may change `self.pending`
-        change = self._processor.written - self._lifecycle.removed_counts
+        change = self._processor.written_counts - self._lifecycle.removed_counts
         return change if pending is None else change - pending

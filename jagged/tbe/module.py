@@ -346,7 +346,7 @@ class TableBatchedEmbeddingBags(TableModule):
         tables = [table.name for table in self.tables]
         self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
         if self._row_optimizer is not None and (step is not None or any("step" in state for state in by_name)):
-            self._row_optimizer.count_from(0)
+            self._row_optimizer.set_step_shift(0)
 
     @property
     def iter(self) -> Tensor:
@@ -402,7 +402,8 @@ class TableBatchedEmbeddingBags(TableModule):
         """
         optimizer = self._require_optimizer("set_optimizer_step")
         num_updates = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
-        optimizer.count_from(num_updates - max(embedding.table_handle().open_table.step for embedding in self.each()))
+        steps = [embedding.table_handle().open_table.step for embedding in self.each()]
+        optimizer.set_step_shift(num_updates - max(steps))
 
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...engine.checks import as_number
 from ...engine.errors import OptimizerError, OptionError
-from ...engine.optim.base import LARGEST, SMALLEST
+from ...engine.optim.base import MAX_VALUE, MIN_VALUE
 from ...engine.optim.lamb import LAMB, PartialRowWiseLAMB
 from ...engine.optim.lars_sgd import LarsSGD
 from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
@@ -66,7 +66,7 @@ class OptimizerSettings:
             if as_number(value) is None:
                 raise OptionError(f"{number}={value!r}: give a number")
         norm = as_number(self.max_norm)
-        if norm is None or (norm and not SMALLEST <= norm <= LARGEST):
+        if norm is None or (norm and not MIN_VALUE <= norm <= MAX_VALUE):
             raise OptionError(f"max_norm={self.max_norm!r}: give a positive number of float32, or 0 for none")
         mode, modes = self.weight_decay_mode, _DECAY_MODES.get(self.optimizer, (WeightDecayMode.NONE,))
         if mode not in modes:

@@ -60,7 +60,7 @@ class BoundsCheck:
         for embedding in embeddings:
             if embedding.device.type != "cpu" and self._calls & (self._calls - 1):
                 continue
-            dropped = embedding.table_handle().open_table.processor.dropped
+            dropped = embedding.table_handle().open_table.processor.dropped_counts
             if tables := [name for name, count in zip(embedding.spec.labels, dropped, strict=True) if count]:
                 self._should_warn = False
                 log.warning(
