@@ -27,7 +27,7 @@ from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch, Faults, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
-from tierbed.engine.optim.kernel import kernels
+from tierbed.engine.optim.kernel import load_kernels
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.initializers import as_arrays, make_table_options, make_uniform_initializer
 from tierbed.engine.store.cuda.full import CudaFullStore
@@ -52,7 +52,7 @@ class Tables:
         parameter = torch.nn.Parameter(torch.zeros(1))
         attached = OPTIMIZERS[optimizer]([parameter], lr=0.01)
         self.optimizer = row_optimizer(attached, attached.param_groups[0])
-        states, widths = self.optimizer.initial, kernels()[optimizer].state_widths(dim)
+        states, widths = self.optimizer.initial, load_kernels()[optimizer].state_widths(dim)
         kinds, parameters, quantiles = as_arrays(
             [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables, [dim]
         )
@@ -90,7 +90,7 @@ class Tables:
         store.pin(batch, None)
         out = torch.empty_like(grads)
         cuda.gather(batch, self.layout, 0, out)
-        cuda.write_hyper(*self.rule, self.optimizer.hyper(self.steps), self.steps, 1.0, self.numbers)
+        cuda.write_hyper(*self.rule, self.optimizer.compute_hyper(self.steps), self.steps, 1.0, self.numbers)
         cuda.update(*self.rule, batch, ([grads], [False], [None]), self.numbers, self.written, self.faults.word)
         store.unpin(batch, dirty=True)
         return out
@@ -103,7 +103,7 @@ class Tables:
             self.host.insert_missing(batch, self.host_layout)
         out = np.empty(grads.shape, np.float32)
         _core.gather(batch, self.host_layout, 0, out)
-        rule, hyper = self.optimizer.rule, self.optimizer.hyper(self.steps)
+        rule, hyper = self.optimizer.rule, self.optimizer.compute_hyper(self.steps)
         _core.update(batch, self.host_layout, [grads.cpu().numpy()], [False], [None], rule, hyper, self.steps)
         return torch.from_numpy(out)
 

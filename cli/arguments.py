@@ -78,12 +78,12 @@ def parse_table(text: str) -> int | str:
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
     """Convert the --table options to table ids, or to None if none is given. Raises BadParameter for unknown tables."""
-    from ..engine.options.table_names import choices, names_in, table_number
+    from ..engine.options.table_names import choices, find_table, read_table_names
 
-    names = names_in(snapshot.description)
+    names = read_table_names(snapshot.description)
     ids = []
     for table in tables or ():
-        if (number := table_number(parse_table(table), names)) is None:
+        if (number := find_table(parse_table(table), names)) is None:
             raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {choices(names)}")
         ids.append(number)
     return ids or None

@@ -42,7 +42,7 @@ def diff(
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:
-    from ..engine.options.table_names import with_table_name
+    from ..engine.options.table_names import describe_table
 
     counts = {sort: dict(sorted(tables.items())) for sort, tables in comparison.counts.items()}
     return {
@@ -54,14 +54,14 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
         "largest": comparison.largest,
         "fields": {name: list(pair) for name, pair in comparison.fields.items()},
         "rows": [
-            {"sort": row.sort, **with_table_name(row.table, comparison.names), "key": row.key, "largest": row.largest}
+            {"sort": row.sort, **describe_table(row.table, comparison.names), "key": row.key, "largest": row.largest}
             for row in comparison.first_diffs
         ],
     }
 
 
 def _print(comparison: Comparison) -> None:
-    from ..engine.options.table_names import label_of
+    from ..engine.options.table_names import table_label
 
     if not comparison.differs:
         print(f"the same: {comparison.num_equal:,} rows")
@@ -69,7 +69,8 @@ def _print(comparison: Comparison) -> None:
     counters = comparison.counts.values()
     tables = sorted(set().union(*counters))
     lines = [["table", *comparison.counts]]
-    lines += [[label_of(table, comparison.names), *(f"{counter[table]:,}" for counter in counters)] for table in tables]
+    for table in tables:
+        lines.append([table_label(table, comparison.names), *(f"{counter[table]:,}" for counter in counters)])
     sums = [counter.total() for counter in counters]
     print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
     print(f"{comparison.num_equal:,} rows are the same")
@@ -83,7 +84,7 @@ def _print(comparison: Comparison) -> None:
         lines = [["row", "table", "key", "difference"]]
         for row in comparison.first_diffs:
             difference = "" if row.largest is None else f"{row.largest:.6g}"
-            lines.append([row.sort, label_of(row.table, comparison.names), str(row.key), difference])
+            lines.append([row.sort, table_label(row.table, comparison.names), str(row.key), difference])
         print_table(lines, right={1, 2, 3})
         if sum(sums) > len(comparison.first_diffs):
             print(f"and {sum(sums) - len(comparison.first_diffs):,} more")

@@ -97,7 +97,7 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
         for cache, mb in caches.items():
             if mb:
                 parts[cache.removesuffix("_") or "cache"] = mb if isinstance(mb, str) else int(mb * MB)
-                parts[f"{cache}overflow"] = mb if isinstance(mb, str) else int(options.overflow_for(mb) * MB)
+                parts[f"{cache}overflow"] = mb if isinstance(mb, str) else int(options.compute_overflow_mb(mb) * MB)
     if isinstance(options, CachedSsdOptions):
         blocks = int((options.rocksdb_cache_mb or 0) * MB)
         return parts | {"rocksdb": WRITE_BUFFER_BYTES + blocks + INDEX_BYTES * (options.capacity or 0)}

@@ -255,7 +255,7 @@ def inspect(
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
-    from ..engine.options.table_names import label_of, names_in
+    from ..engine.options.table_names import read_table_names, table_label
     from ..snapshots.files.format import with_named_hyper
     from ..snapshots.inspection.row import to_plain_row
     from ..snapshots.inspection.summary import check_plot, draw, summarise
@@ -265,7 +265,7 @@ def inspect(
     snapshot = open_snapshot(store, name)
     with output.progress("reading", snapshot.manifest.rows) as advance:
         summary = summarise(snapshot, advance, first=rows)
-    names = names_in(snapshot.description)
+    names = read_table_names(snapshot.description)
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
     figures = {**output.entry(name, snapshot.manifest), **summary.figures}
@@ -275,7 +275,7 @@ def inspect(
         output.print_json({**figures, "description": description, "first_rows": first})
         return
     fields = {"embedding" if field == "name" else field: value for field, value in description.items()}
-    figures["rows_by_table"] = {label_of(table, names): count for table, count in figures["rows_by_table"].items()}
+    figures["rows_by_table"] = {table_label(table, names): count for table, count in figures["rows_by_table"].items()}
     output.print_fields({**figures, **fields})
     for row in first:
         print()

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..engine.ops.batch import empty
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import TableSpec
-from ..engine.processors.processor import Processor, by_owner
+from ..engine.processors.processor import Processor, sort_by_owner
 from .rank_group import PendingAllToAll
 from .world import World
 
@@ -69,13 +69,13 @@ class LocalBatch:
     ) -> None:
         """dedup_from: another embedding's batch of the same lookups, to share its deduplication. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
-        self.batch: Any = processor.batch(lookups, None if dedup_from is None else dedup_from.batch)
+        self.batch: Any = processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
         if dedup_from is None:
-            self.by_owner = by_owner(processor.unique_rows(self.batch), world.size, world.rank)
+            self.by_owner = sort_by_owner(processor.unique_rows(self.batch), world.size, world.rank)
         else:
             self.by_owner = dedup_from.by_owner
         self.rows: Tensor | None = None  # kept alive, because the batch points into this memory
-        if processor.defers_errors and (deferred := processor.deferred_error(True)) is not None:
+        if processor.defers_errors and (deferred := processor.take_deferred_error(True)) is not None:
             raise deferred.error
 
     @property

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptimizerError, StoreError, TierbedError
 from ...engine.options.lookup import check_values
-from ...engine.options.table_names import choices, table_number
+from ...engine.options.table_names import choices, find_table
 from ...engine.options.table_spec import TableSpec
 from ...engine.row_format import EMBEDDING, LAST_STEP, RowArray
 from ...engine.table.table import OpenTable
@@ -107,7 +107,7 @@ def convert_dense(
             table.step,
         )
     with table.lock:
-        hyper = table.optimizer.hyper(new_step) if new_step and table.optimizer is not None else []
+        hyper = table.optimizer.compute_hyper(new_step) if new_step and table.optimizer is not None else []
         retained = [] if len(weights) == spec.num_tables else _copy_other_tables(table, weights)
         if retained and new_step != table.step:
             raise InputError(
@@ -150,7 +150,7 @@ def _to_step(value: Any) -> int:
 
 def _check_step_known(table: OpenTable) -> None:
     """Warn that states without a step get the table's own step. Raises InputError if the table's own step is 0."""
-    if table.optimizer is None or not table.optimizer.counts_steps():
+    if table.optimizer is None or not table.optimizer.depends_on_step():
         return
     step, rule = table.step + table.optimizer.shift, table.optimizer.rule
     problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
@@ -166,7 +166,7 @@ def _key_by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any
         raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")
     by_number: dict[int, Any] = {}
     for name, value in values.items():
-        number = table_number(name, spec.table_names)
+        number = find_table(name, spec.table_names)
         if number is None:
             raise InputError(
                 f"{argument}: table {name!r} of embedding {spec.name!r}; give one of {choices(spec.table_names)}"

@@ -16,8 +16,8 @@ from torch import Tensor
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, StoreError
 from ...engine.ops.batch import check_legal
-from ...engine.options.lookup import Lookup, as_rows, check_lookup, check_row, check_values, keys_from
-from ...engine.options.table_names import with_table_name
+from ...engine.options.lookup import Lookup, check_lookup, check_row, check_values, convert_keys, convert_rows
+from ...engine.options.table_names import describe_table
 from ...engine.row_format import EMBEDDING
 from ...engine.signals import uninterrupted
 from ...engine.table.table import RowsReplacedError
@@ -81,7 +81,7 @@ class KeyedRows(SnapshotEmbedding):
         """
         with self.raise_on_all_ranks():
             lookup = self._make_lookup(keys, table_ids)
-            values = as_rows(self.spec, rows, lookup.ids.shape)
+            values = convert_rows(self.spec, rows, lookup.ids.shape)
             if self.spec.padding_idx is not None and (lookup.ids == self.spec.padding_idx).any():
                 raise InputError(
                     f"keys of embedding {self.name!r} contain padding_idx={self.spec.padding_idx}, which has no row; "
@@ -185,7 +185,7 @@ class KeyedRows(SnapshotEmbedding):
         """
         key, number = check_row(self.spec, key, table)
         tiers, why = locate(self.table_handle().open_table, self._make_lookup([key], number))
-        row = {**with_table_name(number, self.spec.table_names), "key": key, "stored": why is None, "why": why}
+        row = {**describe_table(number, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
@@ -195,7 +195,7 @@ class KeyedRows(SnapshotEmbedding):
             return self._make_lookup(keys, table_ids)
 
     def _make_lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        ids = keys if isinstance(keys, Tensor) else keys_from(self.spec, keys)
+        ids = keys if isinstance(keys, Tensor) else convert_keys(self.spec, keys)
         lookup = check_lookup(self.spec, ids, table_ids)
         device = self.device
         return Lookup(lookup.ids.to(device), None if lookup.table_ids is None else lookup.table_ids.to(device))

@@ -26,7 +26,7 @@ from ...engine.checks import as_number, checked_arguments
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.exact_sum import sum_of_squares
 from ...engine.ops.rows_contract import EmbeddingBase
-from ...engine.optim.base import LARGEST, SMALLEST
+from ...engine.optim.base import MAX_VALUE, MIN_VALUE
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
 from ...engine.signals import uninterrupted
 from ...engine.table.row_step import row_step
@@ -273,9 +273,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             InputError: a gradient was changed in place.
         """
         limit = as_number(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
-        if limit is None or not (SMALLEST <= limit < LARGEST or limit == math.inf):
+        if limit is None or not (MIN_VALUE <= limit < MAX_VALUE or limit == math.inf):
             raise OptimizerError(
-                f"max_norm={max_norm!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or inf to only measure"
+                f"max_norm={max_norm!r}: give a number from {MIN_VALUE:.3g} to {MAX_VALUE:.3g}, or inf to only measure"
             )
         distinct = dict.fromkeys([parameters] if isinstance(parameters, Tensor) else parameters)
         grads = [parameter.grad for parameter in distinct if parameter.grad is not None]

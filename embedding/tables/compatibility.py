@@ -11,7 +11,7 @@ import numpy as np
 
 from ...engine.checks import has_type
 from ...engine.errors import InputError, OptimizerError, SnapshotError, StoreError
-from ...engine.optim.kernel import kernels
+from ...engine.optim.kernel import load_kernels
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options import table_names
@@ -71,14 +71,14 @@ def check_stored_rows(
             f"{optimizer.rule}; train with that optimizer, reset its state by loading a snapshot with "
             "weights_only=True, or take another name or persistent_path"
         )
-    if RowState.from_description(stored).types != spec.state_of(optimizer).types:
+    if RowState.from_description(stored).types != spec.make_row_state(optimizer).types:
         state_type, _ = RowState.from_description(stored).narrow
         raise _make_dtype_error(error, label, "state_dtype", state_type, spec.state_dtype, can_load)
 
 
 def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
     """Warn if the stored rows' `state_dtype` differs from the embedding's, so that no optimizer can train them."""
-    kernel, (stored_dtype, _) = kernels().get(stored["optimizer"]), RowState.from_description(stored).narrow
+    kernel, (stored_dtype, _) = load_kernels().get(stored["optimizer"]), RowState.from_description(stored).narrow
     if kernel is not None and kernel.element_states and stored_dtype != spec.state_dtype:
         log.warning(
             "%s holds state of %s, but state_dtype=torch.%s: its rows can be read, and a step will raise; give "
@@ -116,14 +116,14 @@ def _find_mismatched_tables(spec: TableSpec, stored: dict[str, Any]) -> Collecti
     """
     if stored.get(table_names.TENSOR_NAMED) and not any(spec.table_names):
         return ()
-    return table_names.mismatched_tables(table_names.names_in(stored), spec.table_names)
+    return table_names.find_mismatched_tables(table_names.read_table_names(stored), spec.table_names)
 
 
 def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Collection[int] | None) -> None:
     """Raise StoreError if rows of a stored table would become rows of another table."""
     others = [table for table in _find_mismatched_tables(spec, stored) if tables is None or table in tables]
     if others and stored.get("rows") != 0:
-        labels = table_names.labels_of(table_names.names_in(stored))
+        labels = table_names.table_labels(table_names.read_table_names(stored))
         raise StoreError(
             f"{label} holds tables {list(labels)}, and the embedding has {list(spec.labels)}: rows are matched by the "
             "table's position, and would become rows of another table; list the tables in the stored order by the "
@@ -145,7 +145,7 @@ def fit_selection(
     InputError.
     """
     remarks: list[str] = []
-    names, selected = table_names.names_in(stored), selection.tables
+    names, selected = table_names.read_table_names(stored), selection.tables
     if selected is not None and (not has_type(selected, Collection) or not len(selected)):
         raise InputError(f"tables={selected!r}: give a list of table ids or names, or None for all")
     if selection.where is not None and not callable(selection.where):
@@ -178,7 +178,7 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
     """Return the remark on tables of a snapshot that the embedding lacks."""
     if not any(names):
         return f"{label} has {len(names)} tables, and the embedding {spec.num_tables}: the others are left out"
-    labels = table_names.labels_of(names)
+    labels = table_names.table_labels(names)
     skipped = [labels[table] for table in sorted(others)]
     return f"{label} has tables {list(labels)}, and the embedding {list(spec.labels)}: {skipped} are left out"
 
@@ -186,7 +186,7 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
 def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: str) -> int:
     """Return the index of a snapshot's table. `table`: its index, its stored name, or its name in the embedding."""
     for known_names in (names, spec.table_names[: len(names)]):
-        number = table_names.table_number(table, known_names)
+        number = table_names.find_table(table, known_names)
         if number is not None:
             return number
     raise InputError(f"{where} has tables {table_names.choices(names)}; {table!r} is none of them")

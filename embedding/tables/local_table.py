@@ -149,7 +149,7 @@ class LocalTable:
     def check_optimizer(self, optimizer: RowOptimizer) -> None:
         """Raise OptimizerError if rows have another optimizer's state, OptionError if rows lack room for new state."""
         table = self.table
-        stored, needed = table.state, table.spec.state_of(optimizer)
+        stored, needed = table.state, table.spec.make_row_state(optimizer)
         is_same_initial = table.optimizer is None or table.optimizer.initial == optimizer.initial
         is_stateless = stored.rule is None and not stored.names  # the rows were written by `put`
         if table.counts.num_rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
@@ -181,7 +181,7 @@ class LocalTable:
             )
         self.check_optimizer(optimizer)
         table = self.table
-        stored, needed = table.state, table.spec.state_of(optimizer)
+        stored, needed = table.state, table.spec.make_row_state(optimizer)
         if _is_compatible(stored, needed) and replace(stored, rule=needed.rule) == needed:
             table.use_optimizer(optimizer, needed)
             return
@@ -295,7 +295,7 @@ class LocalTable:
             with _disable_current_modes():  # a trace may be running and would record the operations
                 save_error = self._table.observers.finish_saving()
                 self._service.stop()
-                deferred_error = self._table.deferred_error(wait=True) or save_error  # raised once rows are written
+                deferred_error = self._table.take_deferred_error(wait=True) or save_error  # raised once rows are written
                 try:
                     with self._table.observers.between_saves():
                         if self.group is not None:

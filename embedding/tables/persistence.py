@@ -288,7 +288,7 @@ class TablePersistence:
 
     def check_row(self, optimizer: RowOptimizer) -> None:
         """Raise OptionError if the row size in the options differs from the size that the optimizer needs."""
-        self.options.check_row(self.spec.dim, self.spec.dim + self.spec.state_of(optimizer).width)
+        self.options.check_row(self.spec.dim, self.spec.dim + self.spec.make_row_state(optimizer).width)
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
         """Open a table with the same rows, with room for the optimizer's state, on the present device."""
@@ -357,7 +357,7 @@ class TablePersistence:
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
         """Open a table with the live rows that a clean marker describes."""
-        fields = None if optimizer is None else self.spec.form(self.spec.state_of(optimizer)).fields
+        fields = None if optimizer is None else self.spec.form(self.spec.make_row_state(optimizer)).fields
         has_same_form = fields in (None, RowForm.from_description(marker).fields)
         try:
             if self._on_disk and marker["live"] == "rocksdb" and has_same_form:
@@ -508,7 +508,7 @@ class TablePersistence:
         """Load scanned rows, adding initial optimizer state to rows without state. Returns the number of rows."""
         assert table.stack is not None
         if table.state.names and not stored["states"]:
-            chunks = table.state.added_to(chunks, self.spec.dim, self.spec.dtype)
+            chunks = table.state.add_initial_state(chunks, self.spec.dim, self.spec.dtype)
         checked = check_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.note_loaded(checked)
         counts = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
@@ -520,7 +520,7 @@ class TablePersistence:
         state = RowState() if stored is None else RowState.from_description(stored)
         if optimizer is not None:
             self.check_row(optimizer)
-            state = self.spec.state_of(optimizer)
+            state = self.spec.make_row_state(optimizer)
         rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor(self.spec, state, lifecycle.capacity)

@@ -38,7 +38,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
                 layout,
                 below.native,
                 budget_bytes=int(budget_mb * MB),
-                overflow_bytes=int(options.overflow_for(budget_mb) * MB),
+                overflow_bytes=int(options.compute_overflow_mb(budget_mb) * MB),
                 follows_batch=options.overflow_mb is None,
                 policy=options.cache_policy,
                 io_threads=options.background_threads,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 ADAGRAD = Kernel(
     name="adagrad",
@@ -26,8 +26,12 @@ ADAGRAD = Kernel(
 )
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
+def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
     return {"lr": float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))}
 
 
-RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _hyper, lambda group: {"sum": float(group["initial_accumulator_value"])}),)
+def _compute_initial(group: ParamGroup) -> dict[str, float]:
+    return {"sum": float(group["initial_accumulator_value"])}
+
+
+RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _compute_hyper, _compute_initial),)

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 ADAM = Kernel(
     name="adam",
@@ -40,7 +40,7 @@ ADAMW = replace(
 )
 
 
-def hyper(group: Group, step: int) -> dict[str, float]:
+def compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
     """Returns the hyper-parameters that both rules compute from settings, in double. The kernel rounds once."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
@@ -55,7 +55,7 @@ def hyper(group: Group, step: int) -> dict[str, float]:
     }
 
 
-def is_decoupled(group: Group) -> bool:
+def is_decoupled(group: ParamGroup) -> bool:
     """True if weight decay is decoupled from the gradient, as in AdamW."""
     return bool(group["decoupled_weight_decay"])
 
@@ -63,5 +63,5 @@ def is_decoupled(group: Group) -> bool:
 RULES = tuple(
     rule
     for optimizer in (torch.optim.Adam, torch.optim.AdamW)
-    for rule in (Rule(ADAMW, optimizer, hyper, when=is_decoupled), Rule(ADAM, optimizer, hyper))
+    for rule in (Rule(ADAMW, optimizer, compute_hyper, applies_to=is_decoupled), Rule(ADAM, optimizer, compute_hyper))
 )

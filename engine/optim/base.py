@@ -13,12 +13,12 @@ from torch.optim.optimizer import ParamsT as ParamsT  # which other optimizers i
 from ..checks import as_number
 from ..errors import OptimizerError
 from . import adam
-from .rule import Group, all_rules
+from .rule import ParamGroup, all_rules
 
-SMALLEST, LARGEST = 2.0**-126, 2.0**127  # range of positive numbers that float32 holds with full precision
+MIN_VALUE, MAX_VALUE = 2.0**-126, 2.0**127  # range of positive numbers that float32 holds with full precision
 
 
-def checked_number(group: Group, name: str, low: float = 0.0, high: float = LARGEST) -> float:
+def read_number(group: ParamGroup, name: str, low: float = 0.0, high: float = MAX_VALUE) -> float:
     """Returns a param group's setting. Raises OptimizerError unless the setting is at least `low` and below `high`."""
     value: Any = group[name]
     try:
@@ -35,12 +35,12 @@ def positive(name: str, value: float | None) -> float | None:
     if value is None:
         return None
     number = as_number(value)
-    if number is None or not SMALLEST <= number < LARGEST:
-        raise OptimizerError(f"{name}={value!r}: give a number from {SMALLEST:.3g} to {LARGEST:.3g}, or None")
+    if number is None or not MIN_VALUE <= number < MAX_VALUE:
+        raise OptimizerError(f"{name}={value!r}: give a number from {MIN_VALUE:.3g} to {MAX_VALUE:.3g}, or None")
     return float(number)
 
 
-def checked_betas(group: Group) -> tuple[float, float]:
+def read_betas(group: ParamGroup) -> tuple[float, float]:
     """Returns the setting `betas`. Raises OptimizerError unless both numbers are at least 0 and below 1."""
     value: Any = group["betas"]
     try:
@@ -52,7 +52,7 @@ def checked_betas(group: Group) -> tuple[float, float]:
     return first, second
 
 
-def checked_choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
+def read_choice(group: ParamGroup, name: str, choices: tuple[str, ...]) -> str:
     """Returns a param group's setting. Raises OptimizerError unless the setting is one of `choices`."""
     value: Any = group[name]
     if value not in choices:
@@ -63,7 +63,7 @@ def checked_choice(group: Group, name: str, choices: tuple[str, ...]) -> str:
 class CheckedOptimizer(torch.optim.Optimizer):
     """An optimizer that checks each param group's settings and raises OptimizerError if its rules cannot use them."""
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a param group after checking its settings."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -72,7 +72,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
             for rule in all_rules():
                 if isinstance(self, rule.optimizer):
-                    rule.hyper(group, 1)
+                    rule.compute_hyper(group, 1)
                     rule.initial(group)
         except BaseException:
             self.param_groups.pop()
@@ -82,7 +82,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
 class DenseOptimizer(CheckedOptimizer):
     """Implements `step()` for dense parameters. A subclass updates one parameter in `update_parameter`."""
 
-    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
         """Update the parameter `w` in place from its gradient `g`. `state` is empty in the first step."""
         raise NotImplementedError
 
@@ -103,14 +103,14 @@ class DenseOptimizer(CheckedOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with_gradient = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        for parameter, _ in with_gradient:
+        trained = [(p, group) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        for parameter, _ in trained:
             if parameter.grad.layout is not torch.strided:
                 raise OptimizerError(
                     f"{type(self).__name__}: a parameter of shape {tuple(parameter.shape)} has a gradient of layout "
                     f"{parameter.grad.layout}; use dense gradients, such as those of nn.Embedding(sparse=False)"
                 )
-        for parameter, group in with_gradient:
+        for parameter, group in trained:
             self.update_parameter(parameter, parameter.grad, self.state[parameter], group)
         return loss
 
@@ -136,19 +136,19 @@ class DenseAdam(DenseOptimizer):
         """Returns the values that the second moment averages, computed from the squared gradients."""
         return squares
 
-    def moments(
-        self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group
+    def update_moments(
+        self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup
     ) -> tuple[dict[str, float], Tensor, Tensor]:
         """Update a parameter's step count and moments. Returns (hyper-parameters, first moment, its divisor)."""
         if not state:
             state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
         count = state.setdefault("step", torch.tensor(0.0))  # a tensor, like torch's optimizers
         count += 1
-        x, m, v = hyper(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
+        hyper, m, v = compute_hyper(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if group["maximize"] else g
-        m.lerp_(g, x["one_minus_beta1"])
-        v.mul_(x["beta2"]).add_(x["one_minus_beta2"] * self.second_moment_input(g.square()))
-        return x, m, v.sqrt() / x["sqrt_correction2"] + x["eps"]
+        m.lerp_(g, hyper["one_minus_beta1"])
+        v.mul_(hyper["beta2"]).add_(hyper["one_minus_beta2"] * self.second_moment_input(g.square()))
+        return hyper, m, v.sqrt() / hyper["sqrt_correction2"] + hyper["eps"]
 
 
 def row_mean(squares: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ def row_mean(squares: Tensor) -> Tensor:
     return squares.mean(-1, keepdim=True)
 
 
-def hyper(group: Group, step: int) -> dict[str, float]:
-    """Returns `adam.hyper` and the group's checked settings. Raises OptimizerError."""
-    checked_betas(group)
-    settings = {name: checked_number(group, name) for name in ("lr", "eps", "weight_decay")}
-    return {**settings, **adam.hyper(group, step)}
+def compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+    """Returns `adam.compute_hyper` and the group's checked settings. Raises OptimizerError."""
+    read_betas(group)
+    settings = {name: read_number(group, name) for name in ("lr", "eps", "weight_decay")}
+    return {**settings, **adam.compute_hyper(group, step)}

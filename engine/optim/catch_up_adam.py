@@ -27,11 +27,11 @@ from functools import cache
 
 import torch
 
-from .adam import hyper as adam_hyper
+from .adam import compute_hyper as compute_adam_hyper
 from .adam import is_decoupled
-from .base import SMALLEST, CheckedOptimizer, checked_number
+from .base import MIN_VALUE, CheckedOptimizer, read_number
 from .kernel import CatchUp, Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 ALL = 2**32 - 2**8  # the largest count of missed steps that float32 holds
 
@@ -155,13 +155,13 @@ def terms(beta1: float, beta2: float) -> int:
     return bisect_left(range(ALL), True, key=is_negligible)
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
+def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
     beta1, beta2 = map(float, group["betas"])
-    settings = {name: checked_number(group, name) for name in ("lr", "weight_decay")}
-    settings["eps"] = checked_number(group, "eps", low=SMALLEST)
+    settings = {name: read_number(group, name) for name in ("lr", "weight_decay")}
+    settings["eps"] = read_number(group, "eps", low=MIN_VALUE)
     return {
         **settings,
-        **adam_hyper(group, step),
+        **compute_adam_hyper(group, step),
         "decay1": beta1,
         "decay2": beta2,
         "terms": float(terms(beta1, beta2)),
@@ -172,8 +172,8 @@ RULES = tuple(
     rule
     for optimizer in (CatchUpAdam, CatchUpAdamW)
     for rule in (
-        Rule(CATCH_UP_ADAMW, optimizer, _hyper, when=is_decoupled),
-        Rule(CATCH_UP_ADAM_L2, optimizer, _hyper, when=lambda group: bool(group["weight_decay"])),
-        Rule(CATCH_UP_ADAM, optimizer, _hyper),
+        Rule(CATCH_UP_ADAMW, optimizer, _compute_hyper, applies_to=is_decoupled),
+        Rule(CATCH_UP_ADAM_L2, optimizer, _compute_hyper, applies_to=lambda group: bool(group["weight_decay"])),
+        Rule(CATCH_UP_ADAM, optimizer, _compute_hyper),
     )
 )

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import SMALLEST, DenseOptimizer, ParamsT, checked_choice, checked_number
+from .base import MIN_VALUE, DenseOptimizer, ParamsT, read_choice, read_number
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 FTRL = Kernel(
     name="ftrl",
@@ -89,31 +89,31 @@ class Ftrl(DenseOptimizer):
         """False, because sparse gradients are not supported. OneFlow's optimizers have this property."""
         return False
 
-    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        x = _hyper(group, 1)
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
+        hyper = _compute_hyper(group, 1)
         if not state:
             state["sum"] = torch.full_like(w, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(w)
-        g = g + x["weight_decay"] * w
-        before = state["sum"] ** x["power_of_sum"]
+        g = g + hyper["weight_decay"] * w
+        before = state["sum"] ** hyper["power_of_sum"]
         state["sum"] += g * g
-        after = state["sum"] ** x["power_of_sum"]
-        z = state["z"].add_(g - (after - before) / x["lr"] * w)
-        scale = (x["beta"] + after) / x["lr"] + x["lambda2"]
-        updated = torch.where(scale == 0, w, -(z - z.sign() * x["lambda1"]) / scale)
-        w.copy_(torch.where(z.abs() <= x["lambda1"], 0, updated))
+        after = state["sum"] ** hyper["power_of_sum"]
+        z = state["z"].add_(g - (after - before) / hyper["lr"] * w)
+        scale = (hyper["beta"] + after) / hyper["lr"] + hyper["lambda2"]
+        updated = torch.where(scale == 0, w, -(z - z.sign() * hyper["lambda1"]) / scale)
+        w.copy_(torch.where(z.abs() <= hyper["lambda1"], 0, updated))
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
-    power = checked_number(group, "lr_power", low=-8.0, high=8.0)
-    is_negated = checked_choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
-    others = {name: checked_number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
-    return {**others, "lr": checked_number(group, "lr", low=SMALLEST), "power_of_sum": -power if is_negated else power}
+def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+    power = read_number(group, "lr_power", low=-8.0, high=8.0)
+    is_negated = read_choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
+    settings = {name: read_number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
+    return {**settings, "lr": read_number(group, "lr", low=MIN_VALUE), "power_of_sum": -power if is_negated else power}
 
 
-def _initial(group: Group) -> dict[str, float]:
-    low = SMALLEST if _hyper(group, 1)["power_of_sum"] < 0 else 0.0
-    return {"sum": checked_number(group, "initial_accumulator_value", low=low)}
+def _compute_initial(group: ParamGroup) -> dict[str, float]:
+    low = MIN_VALUE if _compute_hyper(group, 1)["power_of_sum"] < 0 else 0.0
+    return {"sum": read_number(group, "initial_accumulator_value", low=low)}
 
 
-RULES = (Rule(FTRL, Ftrl, _hyper, _initial),)
+RULES = (Rule(FTRL, Ftrl, _compute_hyper, _compute_initial),)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DenseAdam, hyper, row_mean
+from .base import DenseAdam, compute_hyper, row_mean
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 LAMB_KERNEL = Kernel(
     name="lamb",
@@ -80,12 +80,12 @@ class LAMB(DenseAdam):
         OptimizerError: An argument is negative, or a beta is not below 1.
     """
 
-    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        x, m, root = self.moments(w, g, state, group)
-        r = torch.where(root == 0, 0, m / x["correction1"] / root) + x["weight_decay"] * w
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
+        hyper, m, root = self.update_moments(w, g, state, group)
+        r = torch.where(root == 0, 0, m / hyper["correction1"] / root) + hyper["weight_decay"] * w
         weights, steps = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, r))
         ratio = torch.where((weights == 0) | (steps == 0), 1, weights / steps)
-        w.sub_(x["lr"] * ratio * r)
+        w.sub_(hyper["lr"] * ratio * r)
 
 
 class PartialRowWiseLAMB(LAMB):
@@ -94,4 +94,4 @@ class PartialRowWiseLAMB(LAMB):
     second_moment_input = staticmethod(row_mean)
 
 
-RULES = (Rule(LAMB_KERNEL, LAMB, hyper), Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, hyper))
+RULES = (Rule(LAMB_KERNEL, LAMB, compute_hyper), Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, compute_hyper))

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DenseOptimizer, ParamsT, checked_number
+from .base import DenseOptimizer, ParamsT, read_number
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 LARS_SGD = Kernel(
     name="lars_sgd",
@@ -70,22 +70,22 @@ class LarsSGD(DenseOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "eta": eta, "maximize": maximize}
         super().__init__(params, defaults)
 
-    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        x = _hyper(group, 1)
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
+        hyper = _compute_hyper(group, 1)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(w)
         b = state["momentum_buffer"]
         g = -g if group["maximize"] else g
         norm, gradients = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, g))
-        divisor = gradients + x["weight_decay"] * norm
+        divisor = gradients + hyper["weight_decay"] * norm
         still = (norm == 0) | (divisor == 0)
-        a = torch.where(still, x["lr"], x["lr"] * x["eta"] * norm / divisor)
-        b.mul_(x["momentum"]).add_(a * (g + x["weight_decay"] * w))
+        a = torch.where(still, hyper["lr"], hyper["lr"] * hyper["eta"] * norm / divisor)
+        b.mul_(hyper["momentum"]).add_(a * (g + hyper["weight_decay"] * w))
         w.sub_(b)
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
-    return {name: checked_number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
+def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+    return {name: read_number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
 
 
-RULES = (Rule(LARS_SGD, LarsSGD, _hyper),)
+RULES = (Rule(LARS_SGD, LarsSGD, _compute_hyper),)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DenseAdam, hyper, row_mean
+from .base import DenseAdam, compute_hyper, row_mean
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 PARTIAL_ROWWISE_ADAM = Kernel(
     name="partial_rowwise_adam",
@@ -58,10 +58,10 @@ class PartialRowWiseAdam(DenseAdam):
 
     second_moment_input = staticmethod(row_mean)
 
-    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        x, m, root = self.moments(w, g, state, group)
-        size = torch.where(root == 0, 0, x["step_size"] / root)
-        w.mul_(x["decay"]).sub_(size * m)
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
+        hyper, m, root = self.update_moments(w, g, state, group)
+        size = torch.where(root == 0, 0, hyper["step_size"] / root)
+        w.mul_(hyper["decay"]).sub_(size * m)
 
 
-RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, hyper),)
+RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, compute_hyper),)

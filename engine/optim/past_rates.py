@@ -16,24 +16,25 @@ from itertools import chain, pairwise
 from .kernel import LIMITS, Kernel
 
 MAX_KNOTS = 240  # the largest number that the GPU kernels support
-DROPPED = 24  # knots dropped at a time
+NUM_DROPPED = 24  # knots dropped at a time
 Knot = tuple[float, float]
 
 
-def knots_of(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
+def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
     """Returns the knots in a rule's numbers, and the current rate."""
-    past = numbers[_end(kernel) + 1 :]
+    past = numbers[_limits_end(kernel) + 1 :]
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hypers.index("lr")]
 
 
-def with_past(
-    kernel: Kernel, numbers: list[float], before: Sequence[float], step: int, note: Callable[[float], object] = abs
+def append_past_rates(
+    kernel: Kernel, numbers: list[float], previous: Sequence[float], step: int, warn: Callable[[float], object] = abs
 ) -> list[float]:
-    """Returns the numbers of `step`, extended by the rates of earlier steps; `before`: see `RowOptimizer.hyper`.
+    """Returns the numbers of `step`, extended by the rates of earlier steps.
 
-    When knots are dropped, `note` gets the largest change of a past rate, relative to the largest rate.
+    `previous` is as in `RowOptimizer.compute_hyper`. When knots are dropped, `warn` gets the largest change of a past
+    rate, relative to the largest rate.
     """
-    knots, rate = knots_of(kernel, before) if before else ([], 0.0)  # before its first step, a rule's rate is 0
+    knots, rate = read_knots(kernel, previous) if previous else ([], 0.0)  # before its first step, a rule's rate is 0
     while knots and knots[-1][0] >= step:  # knots of steps that a GPU has undone
         rate = knots.pop()[1]
     first = knots[-1][0] + 1 if knots else 1.0
@@ -42,19 +43,19 @@ def with_past(
     if not knots:
         return numbers
     if len(knots) > MAX_KNOTS:
-        note(_drop(knots) / (max(rate for _, rate in knots) or 1.0))
-    limits = [*numbers, *[0.0] * (_end(kernel) - len(numbers))]
+        warn(_drop_knots(knots) / (max(rate for _, rate in knots) or 1.0))
+    limits = [*numbers, *[0.0] * (_limits_end(kernel) - len(numbers))]
     return [*limits, float(len(knots)), *chain.from_iterable(knots)]
 
 
 def is_past_rates(past: Sequence[float], step: int) -> bool:
-    """True if `past`, the numbers stored after the limits at `step`, has the form of `with_past`."""
+    """True if `past`, the numbers stored after the limits at `step`, has the form of `append_past_rates`."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))
 
 
-def _end(kernel: Kernel) -> int:
+def _limits_end(kernel: Kernel) -> int:
     return len(kernel.all_hypers) + len(LIMITS)
 
 
@@ -63,16 +64,16 @@ def interpolate(a: Knot, b: Knot, step: float) -> float:
     return a[1] + (b[1] - a[1]) * ((step - a[0]) / (b[0] - a[0]))
 
 
-def _drop(knots: list[Knot]) -> float:
-    """Drop `DROPPED` knots of the older half. Returns the largest change of a knot's rate."""
+def _drop_knots(knots: list[Knot]) -> float:
+    """Drop `NUM_DROPPED` knots of the older half. Returns the largest change of a knot's rate."""
 
-    def change(index: int) -> float:  # changes the rates' sum if the knot is dropped
+    def find_change(index: int) -> float:  # changes the rates' sum if the knot is dropped
         a, knot, b = knots[index - 1 : index + 2]
         return abs(knot[1] - interpolate(a, b, knot[0])) * (b[0] - a[0])
 
     largest = 0.0
-    for last in range(MAX_KNOTS // 2, MAX_KNOTS // 2 - DROPPED, -1):
-        index = min(range(1, last), key=change)
-        largest = max(largest, change(index) / (knots[index + 1][0] - knots[index - 1][0]))
+    for last in range(MAX_KNOTS // 2, MAX_KNOTS // 2 - NUM_DROPPED, -1):
+        index = min(range(1, last), key=find_change)
+        largest = max(largest, find_change(index) / (knots[index + 1][0] - knots[index - 1][0]))
         del knots[index]
     return largest

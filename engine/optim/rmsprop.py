@@ -13,9 +13,9 @@ from __future__ import annotations
 import torch
 
 from ..errors import OptimizerError
-from .base import checked_number
+from .base import read_number
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 RMSPROP = Kernel(
     name="rmsprop",
@@ -29,12 +29,12 @@ RMSPROP = Kernel(
 )
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
+def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
     if float(group["momentum"]):
         raise OptimizerError(
             f"param group: momentum={group['momentum']!r}; RMSprop trains rows without momentum: use momentum=0"
         )
-    return {"one_minus_alpha": 1.0 - checked_number(group, "alpha", high=1.0)}
+    return {"one_minus_alpha": 1.0 - read_number(group, "alpha", high=1.0)}
 
 
-RULES = (Rule(RMSPROP, torch.optim.RMSprop, _hyper),)
+RULES = (Rule(RMSPROP, torch.optim.RMSprop, _compute_hyper),)

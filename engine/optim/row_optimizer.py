@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from ..errors import OptimizerError
-from .base import checked_betas, checked_number, positive
+from .base import positive, read_betas, read_number
 from .kernel import LIMITS
-from .past_rates import MAX_KNOTS, with_past
+from .past_rates import MAX_KNOTS, append_past_rates
 from .row_state import RowState
-from .rule import Group, Rule, all_rules
+from .rule import ParamGroup, Rule, all_rules
 
 log = logging.getLogger("tierbed")
 _UNSUPPORTED = ("amsgrad", "centered", "differentiable")
 # Param group keys from torch, its schedulers and users that do not affect a step.
-_LABELS = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-_LAZY = ("adam", "adamw", "sgd_momentum", "rmsprop")  # torch.optim's rules that give other results if lazy
+_INERT = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
+_LAZY_RULES = ("adam", "adamw", "sgd_momentum", "rmsprop")  # torch.optim's rules that give other results if lazy
 _EQUIVALENT = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}
 _PARTLY_EQUIVALENT = "Adagrad, or SGD without momentum, and a penalty in place of weight_decay, give"
-_CLOSE = 1e-3  # a past lr may be off by this fraction of the largest lr without a warning
-_NUMBERS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # settings that must not be negative
+_RATE_TOLERANCE = 1e-3  # a past lr may be off by this fraction of the largest lr without a warning
+_NONNEGATIVE_SETTINGS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # settings that must not be negative
 
 
 class RowOptimizer:
@@ -35,52 +35,54 @@ class RowOptimizer:
 
     shift = 0  # added to the embedding's step number
 
-    def __init__(self, optimizer: torch.optim.Optimizer, group: Group) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, group: ParamGroup) -> None:
         self._optimizer = optimizer
         # store the group's index, because load_state_dict replaces the dict
         self._index = next(index for index, other in enumerate(optimizer.param_groups) if other is group)
-        self._rule = _rule_of(optimizer, group)
+        self._rule = _find_rule(optimizer, group)
         self.rule = self._rule.kernel.name  # for `_core.update`
         self.states = self._rule.kernel.states
-        self._names = self._rule.kernel.all_hypers
+        self._hyper_names = self._rule.kernel.all_hypers
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
-        self._checked: dict[str, Any] | None = None  # the last settings that passed the checks
-        self._warns_of_changes = self._rule.kernel.catch_up is not None
-        self._warns_beyond = _CLOSE
+        self._checked_settings: dict[str, Any] | None = None  # the last settings that passed the checks
+        self._should_warn_of_changes = self._rule.kernel.catch_up is not None
+        self._warning_threshold = _RATE_TOLERANCE
         self._limits = [0.0] * len(LIMITS)  # from the last checked settings
-        self.hyper(1)  # raises now if a setting is wrong
+        self.compute_hyper(1)  # raises now if a setting is wrong
 
-    def hyper(self, step: int, clip_value: float | None = None, before: Sequence[float] | None = None) -> list[float]:
+    def compute_hyper(
+        self, step: int, clip_value: float | None = None, previous: Sequence[float] | None = None
+    ) -> list[float]:
         """Returns the rule's numbers for the embedding's step, from 1: hyper-parameters, limits, past learning rates.
 
         `clip_value` clips each gradient element in this step, in addition to the group's `clip_grad_value`. For a rule
-        that catches up, `before` holds the previous step's numbers, or is empty if another rule ran that step; None
+        that catches up, `previous` holds the previous step's numbers, or is empty if another rule ran that step; None
         omits past rates. Raises OptimizerError if a setting is wrong, or the settings now belong to another rule.
         """
         group = self._optimizer.param_groups[self._index]
         settings = {name: value for name, value in group.items() if name != "params"}
-        if settings != self._checked:
-            self._check(group, settings)
+        if settings != self._checked_settings:
+            self._check_settings(group, settings)
         if self.shift:
             step = max(step + self.shift, 1)
-        values = {**group, "maximize": bool(group.get("maximize")), **self._rule.hyper(group, step)}
+        values = {**group, "maximize": bool(group.get("maximize")), **self._rule.compute_hyper(group, step)}
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        numbers = [float(values[name]) for name in self._names]
+        numbers = [float(values[name]) for name in self._hyper_names]
         numbers += (value, norm, row_norm) if row_norm else (value, norm)
-        if before is None or self._rule.kernel.catch_up is None:
+        if previous is None or self._rule.kernel.catch_up is None:
             return numbers
-        return with_past(self._rule.kernel, numbers, before, step, self._note_rates)
+        return append_past_rates(self._rule.kernel, numbers, previous, step, self._warn_of_rate_error)
 
-    def count_from(self, shift: int) -> None:
+    def set_step_shift(self, shift: int) -> None:
         """Set the `shift` that is added to the embedding's step number."""
         self.shift = shift
 
-    def _note_rates(self, change: float) -> None:
-        if change > self._warns_beyond:
-            self._warns_beyond = 10 * change  # warn again if the change grows much larger
+    def _warn_of_rate_error(self, change: float) -> None:
+        if change > self._warning_threshold:
+            self._warning_threshold = 10 * change  # warn again if the change grows much larger
             log.warning(
                 "lr of %s changes too often to keep all past rates: one rate is off by %.2g of the largest. Rows that "
                 "wait for more than %d changes may be off by ten times that fraction of a step. Change lr once per "
@@ -89,21 +91,21 @@ class RowOptimizer:
             )  # fmt: skip
 
     def numbers(self, step: int) -> dict[str, float]:
-        """Returns the numbers of `hyper(step)` by name, such as `lr`."""
-        return dict(zip((*self._names, *LIMITS), self.hyper(step), strict=False))
+        """Returns the numbers of `compute_hyper(step)` by name, such as `lr`."""
+        return dict(zip((*self._hyper_names, *LIMITS), self.compute_hyper(step), strict=False))
 
-    def counts_steps(self) -> bool:
+    def depends_on_step(self) -> bool:
         """True if an update depends on the step number, as Adam's bias correction does."""
-        return self.hyper(1) != self.hyper(2)
+        return self.compute_hyper(1) != self.compute_hyper(2)
 
     @property
     def is_lazy(self) -> bool:
         """True if the optimizer would also change a dense table's rows that a step does not look up."""
         decays = self.rule in ("sgd", "adagrad") and self._optimizer.param_groups[self._index].get("weight_decay")
-        return self.rule in _LAZY or bool(decays)
+        return self.rule in _LAZY_RULES or bool(decays)
 
-    def _check(self, group: Group, settings: dict[str, Any]) -> None:
-        rule = _rule_of(self._optimizer, group)
+    def _check_settings(self, group: ParamGroup, settings: dict[str, Any]) -> None:
+        rule = _find_rule(self._optimizer, group)
         if rule.kernel.name != self.rule:
             raise OptimizerError(
                 f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now has the settings of "
@@ -111,20 +113,20 @@ class RowOptimizer:
                 "change momentum or CatchUpAdam's weight_decay from or to zero. OneCycleLR and CyclicLR set momentum: "
                 "give them cycle_momentum=False, or make the optimizer with a momentum"
             )
-        old = self._checked if self._warns_of_changes else None
+        old = self._checked_settings if self._should_warn_of_changes else None
         if old and (changed := [name for name in ("betas", "eps", "weight_decay") if settings[name] != old[name]]):
-            self._warns_of_changes = False
+            self._should_warn_of_changes = False
             log.warning(
                 "%s of %s changed: steps that a row has missed use the new value, unlike in a dense table. Keep it "
                 "constant, and give OneCycleLR and CyclicLR cycle_momentum=False",
                 " and ".join(changed), type(self._optimizer).__name__,
             )  # fmt: skip
-        for name in _NUMBERS:
+        for name in _NONNEGATIVE_SETTINGS:
             if name in group:
-                checked_number(group, name)
+                read_number(group, name)
         if "betas" in group:
-            checked_betas(group)
-        known = (*self._optimizer.defaults, *LIMITS, *_LABELS)
+            read_betas(group)
+        known = (*self._optimizer.defaults, *LIMITS, *_INERT)
         unknown = next((name for name in group if name not in known), None)
         if unknown is not None:  # torch does not check this
             raise OptimizerError(
@@ -133,7 +135,7 @@ class RowOptimizer:
             )
         self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
-        self._checked = None if changes_inside else settings
+        self._checked_settings = None if changes_inside else settings
 
     def row_state(self, dim: int, state_type: str = "float32") -> RowState:
         """Returns the state of a row with `dim` elements. `state_type` is the dtype of element states."""
@@ -143,7 +145,7 @@ class RowOptimizer:
         return RowState(self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ())
 
 
-def row_optimizer(optimizer: torch.optim.Optimizer, group: Group) -> RowOptimizer:
+def row_optimizer(optimizer: torch.optim.Optimizer, group: ParamGroup) -> RowOptimizer:
     """Make the row optimizer for `group`, one of the optimizer's param groups.
 
     The optimizer must be an instance of a class in `all_rules`, not of a subclass. TorchRec's KeyedOptimizer and
@@ -164,7 +166,7 @@ def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
         )  # fmt: skip
 
 
-def _inner_optimizer(optimizer: Any, group: Group) -> torch.optim.Optimizer:
+def _inner_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer:
     """Returns a group's optimizer: if `optimizer` is a wrapper like TorchRec's KeyedOptimizer, the wrapped one."""
     kind = type(optimizer)
     clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
@@ -190,17 +192,17 @@ def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _unsupported_error(kind: type) -> OptimizerError:
-    names = list(dict.fromkeys(_name(rule.optimizer) for rule in all_rules()))
+    name = f"optimizer {_public_name(kind)}"
+    names = list(dict.fromkeys(_public_name(rule.optimizer) for rule in all_rules()))
     same_name = [name for name in names if name.rpartition(".")[2] == kind.__name__]
     if same_name and kind.__module__.partition(".")[0] == "torchrec":
-        return OptimizerError(f"optimizer {_name(kind)} cannot update rows; use {same_name[0]}, which has its formula")
+        return OptimizerError(f"{name} cannot update rows; use {same_name[0]}, which has its formula")
     return OptimizerError(
-        f"optimizer {_name(kind)} cannot update rows; use one of {', '.join(names)}, not a subclass, which may change "
-        "the formula"
+        f"{name} cannot update rows; use one of {', '.join(names)}, not a subclass, which may change the formula"
     )
 
 
-def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
+def _find_rule(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     rules = [rule for rule in all_rules() if rule.optimizer is kind or rule.torchrec_name == name]
@@ -209,10 +211,10 @@ def _rule_of(optimizer: torch.optim.Optimizer, group: Group) -> Rule:
     for option in _UNSUPPORTED:
         if group.get(option):
             raise OptimizerError(f"{kind.__name__}: {option}=True is not supported; use {option}=False")
-    return next(rule for rule in rules if rule.when(group))
+    return next(rule for rule in rules if rule.applies_to(group))
 
 
-def _name(kind: type) -> str:
+def _public_name(kind: type) -> str:
     """Returns a class's name as users import it, from the outermost package that exports it."""
     parts = kind.__module__.split(".")
     if parts[:-1] == __name__.split(".")[:-1]:

@@ -52,7 +52,7 @@ class RowState:
         types = tuple(stored.get(STATE_TYPES, ()))
         return RowState(stored["optimizer"], names, widths, initial, types if {*types} - {"float32"} else ())
 
-    def added_to(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
+    def add_initial_state(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
         """Add the initial optimizer state to scanned rows without state (`dim` numbers in `dtype`)."""
         bare, form = RowForm(dim, dtype), self.form(dim, dtype)
         for bucket, rows in chunks:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..errors import OptimizerError
-from .base import DenseOptimizer, ParamsT, checked_choice, checked_number
+from .base import DenseOptimizer, ParamsT, read_choice, read_number
 from .kernel import Kernel
-from .rule import Group, Rule
+from .rule import ParamGroup, Rule
 
 ROWWISE_ADAGRAD = Kernel(
     name="rowwise_adagrad",
@@ -74,36 +74,36 @@ class RowWiseAdagrad(DenseOptimizer):
         }
         super().__init__(params, defaults)
 
-    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: Group) -> None:
-        x = _hyper(group, 1)
+    def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
+        hyper = _compute_hyper(group, 1)
         if not state:
             state["sum"] = torch.full_like(w.sum(-1, keepdim=True), group["initial_accumulator_value"])
-        g = g + x["weight_decay"] * w
+        g = g + hyper["weight_decay"] * w
         state["sum"] += g.square().mean(-1, keepdim=True)
-        root = state["sum"].sqrt() + x["eps"]
-        multiplier = torch.where(root == 0, 0, x["lr"] / root)
-        w.mul_(x["decay"]).sub_(multiplier * g)
+        root = state["sum"].sqrt() + hyper["eps"]
+        multiplier = torch.where(root == 0, 0, hyper["lr"] / root)
+        w.mul_(hyper["decay"]).sub_(multiplier * g)
 
 
-def _hyper(group: Group, step: int) -> dict[str, float]:
-    lr, weight_decay = checked_number(group, "lr"), checked_number(group, "weight_decay")
+def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+    lr, weight_decay = read_number(group, "lr"), read_number(group, "weight_decay")
     if "weight_decay_mode" in group:
-        decoupled = checked_choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
+        decoupled = read_choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
     else:  # TorchRec's class
-        decoupled, lr = False, lr / (1.0 + (step - 1) * checked_number(group, "lr_decay"))
+        decoupled, lr = False, lr / (1.0 + (step - 1) * read_number(group, "lr_decay"))
         if group["maximize"]:
             raise OptimizerError("optimizer RowWiseAdagrad: maximize=True is not supported; minimize the negated loss")
     return {
         "lr": lr,
         "weight_decay": 0.0 if decoupled else weight_decay,
         "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
-        "eps": checked_number(group, "eps"),
+        "eps": read_number(group, "eps"),
     }
 
 
-def _initial(group: Group) -> dict[str, float]:
-    return {"sum": checked_number(group, "initial_accumulator_value")}
+def _compute_initial(group: ParamGroup) -> dict[str, float]:
+    return {"sum": read_number(group, "initial_accumulator_value")}
 
 
 TORCHREC_NAME = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
-RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _hyper, _initial, torchrec_name=TORCHREC_NAME),)
+RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _compute_hyper, _compute_initial, torchrec_name=TORCHREC_NAME),)

@@ -13,7 +13,7 @@ import torch
 
 from .kernel import Kernel
 
-Group = dict[str, Any]  # a param group of an optimizer
+ParamGroup = dict[str, Any]  # a param group of an optimizer
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,9 @@ class Rule:
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]  # the exact type
     # (group, embedding's step from 1) -> hyper-parameters by name. Settings supply missing ones; others are ignored.
-    hyper: Callable[[Group, int], Mapping[str, float]] = lambda group, step: {}
-    initial: Callable[[Group], Mapping[str, float]] = lambda group: {}  # initial values of states, by default 0
-    when: Callable[[Group], bool] = lambda group: True  # true if the rule applies to a param group
+    compute_hyper: Callable[[ParamGroup, int], Mapping[str, float]] = lambda group, step: {}
+    initial: Callable[[ParamGroup], Mapping[str, float]] = lambda group: {}  # initial values of states; 0 if missing
+    applies_to: Callable[[ParamGroup], bool] = lambda group: True  # true if the rule applies to a param group
     torchrec_name: str = ""  # "module.name" of the TorchRec class that this rule also supports
 
 
@@ -38,12 +38,12 @@ def all_rules() -> tuple[Rule, ...]:
 
 
 @cache
-def catches_up(name: str | None) -> bool:
+def needs_catch_up(name: str | None) -> bool:
     """True if this rule's rows must catch up on missed steps before the rows are used."""
     return any(rule.kernel.name == name and rule.kernel.catch_up is not None for rule in all_rules())
 
 
 @cache
-def counts_steps(name: str | None) -> bool:
+def depends_on_step(name: str | None) -> bool:
     """True if this rule's updates depend on the step number, whatever the settings."""
     return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.all_hypers for rule in all_rules())

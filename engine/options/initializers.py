@@ -22,10 +22,10 @@ CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 MIN_PROBABILITY = 1e-6  # the least probability of a truncated normal's interval
 MAX_DEVIATIONS = 7.0  # a normal draw is at most this many standard deviations from the mean
-Entry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
+InitializerEntry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
 ID_OPTIONS = ("name", "ids", "bad_ids")  # table options that do not affect initial values
 BAD_IDS = ("raise", "drop")
-_DEFAULT = {"name": None, "ids": None, "bad_ids": "raise"}
+_DEFAULTS = {"name": None, "ids": None, "bad_ids": "raise"}
 
 
 @options_class
@@ -45,7 +45,7 @@ class Initializer(PlainDict):
                 raise OptionError(f"{self.type} initializer: {item.name}={value!r}; give a finite float32 number")
             self._set(item.name, number)
 
-    def entry(self) -> Entry:
+    def entry(self) -> InitializerEntry:
         """Returns the initializer as (kind, parameters, quantiles) for `_core.Layout`."""
         raise NotImplementedError
 
@@ -75,7 +75,7 @@ class UniformInitializer(Initializer):
             bounds = f"low={self.low}, high={self.high}"
             raise OptionError(f"uniform initializer: {bounds}: high - low overflows float32; narrow the range")
 
-    def entry(self) -> Entry:
+    def entry(self) -> InitializerEntry:
         return UNIFORM, (self.low, self.high), (0.0, 1.0)
 
 
@@ -86,7 +86,7 @@ class ConstantInitializer(Initializer):
     type: str = field(default="constant", init=False)
     value: float
 
-    def entry(self) -> Entry:
+    def entry(self) -> InitializerEntry:
         return CONSTANT, (self.value, 0.0), (0.0, 1.0)
 
 
@@ -114,7 +114,7 @@ class NormalInitializer(Initializer):
             settings = f"mean={self.mean}, std={self.std}"
             raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller numbers")
 
-    def entry(self) -> Entry:
+    def entry(self) -> InitializerEntry:
         return NORMAL, (self.mean, self.std), (0.0, 1.0)
 
     @property
@@ -148,15 +148,15 @@ class TruncNormalInitializer(NormalInitializer):
         super().__post_init__()
         if self.a >= self.b:
             raise OptionError(f"trunc_normal initializer: a={self.a} >= b={self.b}; give a < b")
-        q0, q1 = _truncation(self.mean, self.std, self.a, self.b)
+        q0, q1 = _truncation_quantiles(self.mean, self.std, self.a, self.b)
         if q1 - q0 < MIN_PROBABILITY:
             raise OptionError(
                 f"trunc_normal initializer: [a={self.a}, b={self.b}] holds less than {MIN_PROBABILITY} of the normal"
                 f" distribution with mean={self.mean}, std={self.std} (all in float32); widen or move the interval"
             )
 
-    def entry(self) -> Entry:
-        return NORMAL, (self.mean, self.std), _truncation(self.mean, self.std, self.a, self.b)
+    def entry(self) -> InitializerEntry:
+        return NORMAL, (self.mean, self.std), _truncation_quantiles(self.mean, self.std, self.a, self.b)
 
     @property
     def max_magnitude(self) -> float:
@@ -164,7 +164,7 @@ class TruncNormalInitializer(NormalInitializer):
 
 
 @lru_cache(maxsize=1024)
-def _truncation(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
+def _truncation_quantiles(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
     """Returns (q0, q1), the smallest and the largest quantile whose unrounded value lies in [a, b]."""
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
@@ -236,7 +236,7 @@ class NamedOptions(PlainDict):
             raise OptionError(f"bad_ids={self.bad_ids!r}: without `ids`, every id is legal; give `ids` as well")
 
     def __iter__(self) -> Iterator[str]:
-        return (item for item in super().__iter__() if item not in ID_OPTIONS or getattr(self, item) != _DEFAULT[item])
+        return (key for key in super().__iter__() if key not in ID_OPTIONS or getattr(self, key) != _DEFAULTS[key])
 
 
 @options_class
@@ -328,7 +328,7 @@ def as_arrays(
 
     `columns` holds the widths of the column groups. Raises OptionError if a table lists a different number of groups.
     """
-    entries: list[Entry] = []
+    entries: list[InitializerEntry] = []
     for index, table in enumerate(tables):
         if isinstance(table, TableOptions):
             entries += [table.initializer.entry()] * len(columns)

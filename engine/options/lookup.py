@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..checks import as_int
 from ..errors import InputError, OptionError
 from ..row_format import find_overflows
-from .table_names import choices, table_number
+from .table_names import choices, find_table
 from .table_spec import DTYPES, KEY_TYPES, TableSpec
 
 DEVICES = ("cpu", "cuda")  # device types that tables can be on
-_NARROW = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
+_NARROW_DTYPES = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
 OUTPUT_DTYPES = DTYPES
 
 
@@ -75,17 +75,17 @@ def check_lookup(
         raise _error(spec, "ids", f"got {type(ids).__name__}; {remedy}")
     _check_tensor(spec, "ids", ids, ids)
     if ids.dtype != spec.key_type:
-        keys, dtype = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _NARROW else None
+        keys, dtype = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _NARROW_DTYPES else None
         if dtype is None or dtype.min < keys.min or dtype.max > keys.max:
-            remedy = _conversion(ids, spec)
+            remedy = _suggest_conversion(ids, spec)
             raise _error(spec, "ids", f"dtype {ids.dtype}, but key_type is {spec.key_type}; {remedy}")
         ids = ids.to(spec.key_type)
     _check_bags(spec, ids, offsets, pooling)
     lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
-    has_all = features is not None and isinstance(table_ids, list) and lookup.shape[-1] == spec.num_tables
-    if has_all and set(map(type, table_ids)) == {int} and table_ids == [*range(spec.num_tables)]:
+    has_all_tables = features is not None and isinstance(table_ids, list) and lookup.shape[-1] == spec.num_tables
+    if has_all_tables and set(map(type, table_ids)) == {int} and table_ids == [*range(spec.num_tables)]:
         return lookup  # features in table order need no table ids
-    table_ids = _table_ids_from(spec, table_ids, ids.device)
+    table_ids = _convert_table_ids(spec, table_ids, ids.device)
     if table_ids is None:
         _check_tables_in_order(spec, lookup)
         return lookup
@@ -151,7 +151,7 @@ def _check_bags(spec: TableSpec, ids: Tensor, offsets: Any, pooling: Any) -> Non
         raise _error(spec, "offsets", "offsets define bags to pool, but pooling=None; give pooling='sum' or 'mean'")
     _check_tensor(spec, "offsets", offsets, ids)
     if not isinstance(offsets, Tensor) or offsets.dtype not in (torch.int32, torch.int64) or offsets.dim() != 1:
-        raise _error(spec, "offsets", f"got {_kind(offsets)}; give a 1-D torch.Tensor of int64 or int32")
+        raise _error(spec, "offsets", f"got {_describe(offsets)}; give a 1-D torch.Tensor of int64 or int32")
     if offsets.shape[0] == 0:
         raise _error(spec, "offsets", "shape (0,); give bags + 1 offsets, so [0] for no bags")
     if ids.dim() != 1:
@@ -180,7 +180,7 @@ def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
         raise _error(spec, "key", f"got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
         table = 0
-    number = table_number(table, spec.table_names)
+    number = find_table(table, spec.table_names)
     if number is None:
         raise _error(spec, "table", f"got {table!r}; give the key's table, from {choices(spec.table_names)}")
     return int(key), number
@@ -195,7 +195,7 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
     _check_tensor(spec, "weights", weights, lookup.ids)
     expected = tuple(lookup.ids.shape)
     if not isinstance(weights, Tensor) or weights.dtype != torch.float32 or tuple(weights.shape) != expected:
-        raise _error(spec, "weights", f"got {_kind(weights)}; give torch.float32 in the shape of ids, {expected}")
+        raise _error(spec, "weights", f"got {_describe(weights)}; give torch.float32 in the shape of ids, {expected}")
 
 
 def check_output_dtype(dtype: Any) -> torch.dtype:
@@ -209,7 +209,7 @@ def _error(spec: TableSpec, argument: str, problem: str) -> InputError:
     return InputError(f"{argument} of embedding {spec.name!r}: {problem}")
 
 
-def _kind(value: Any) -> str:
+def _describe(value: Any) -> str:
     return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
@@ -232,7 +232,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
     raise InputError(f"{name} of embedding {spec.name!r} are {problem}; {remedy}")
 
 
-def _conversion(ids: Tensor, spec: TableSpec) -> str:
+def _suggest_conversion(ids: Tensor, spec: TableSpec) -> str:
     """Returns advice for ids in another dtype: how to convert them, or what to do if conversion would change them."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
         return f"give the same 64 bits as ids.view({spec.key_type})"  # from 2**63 on, .to() depends on the CPU
@@ -241,25 +241,25 @@ def _conversion(ids: Tensor, spec: TableSpec) -> str:
     return f"convert them with ids.to({spec.key_type})"
 
 
-def keys_from(spec: TableSpec, keys: Any) -> Tensor:
+def convert_keys(spec: TableSpec, keys: Any) -> Tensor:
     """Convert an array or nested lists of whole numbers to a tensor of the key type. Raises InputError."""
     error = f"keys of embedding {spec.name!r}: give whole numbers that {spec.key_type} can hold"
-    array = _array(keys, error)
+    array = _to_array(keys, error)
     converted = array.astype(KEY_TYPES[spec.key_type]) if array.dtype.kind in "iu" or array.size == 0 else None
     if converted is None or (converted.astype(object) != array.astype(object)).any():
         raise InputError(error)
     return torch.from_numpy(converted)
 
 
-def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
+def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) -> Tensor | None:
     """Convert table ids, an array or nested lists of numbers or names, to an int64 tensor. Raises InputError."""
     if table_ids is None or isinstance(table_ids, Tensor):
         return table_ids
     error = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
-    array = _array(table_ids, error, "iuU")
+    array = _to_array(table_ids, error, "iuU")
     if array.dtype.kind == "U":
         names = np.asarray(table_ids, object)
-        numbers = [table_number(name, spec.table_names) for name in names.flat]
+        numbers = [find_table(name, spec.table_names) for name in names.flat]
         if None in numbers:
             unknown = names.flat[numbers.index(None)]
             raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not one")
@@ -268,19 +268,19 @@ def _table_ids_from(spec: TableSpec, table_ids: Any, device: torch.device) -> Te
         raise InputError(error)
     values = array.astype(np.int64)
     if values.ndim == 0:
-        return _scalar(int(values), device)
+        return _cached_scalar(int(values), device)
     with _disable_current_modes():  # the tensor becomes a constant of a traced step, so steps do not copy it
         return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 @cache
-def _scalar(value: int, device: torch.device) -> Tensor:
+def _cached_scalar(value: int, device: torch.device) -> Tensor:
     """Returns the same tensor for the same value. So a tensor's identity shows, even in a trace, that ids are equal."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.full((), value, dtype=torch.int64, device=device)
 
 
-def as_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
+def convert_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
     """Convert float32 rows for keys of `shape` to an array [n, dim]. Raises InputError."""
     where, expected = f"rows of embedding {spec.name!r}", (*shape, spec.dim)
     if isinstance(rows, Tensor):
@@ -288,7 +288,7 @@ def as_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32
             raise InputError(f"{where} are on {rows.device} and have no values; give them on the CPU")
         tensor = rows.detach().cpu()
     else:
-        array = _array(rows, f"{where}: give float32 {expected}")
+        array = _to_array(rows, f"{where}: give float32 {expected}")
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
         # nested lists lack a dtype, so they are converted
         tensor = torch.from_numpy(array if isinstance(rows, np.ndarray) else array.astype(np.float32))
@@ -299,18 +299,18 @@ def as_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32
 
 def check_values(spec: TableSpec, keys: Tensor, values: NDArray[np.float32], allow_nonfinite: bool) -> None:
     """Raise InputError if `values` [n, dim], the rows of n keys, are not finite or overflow the stored dtype."""
-    flags, problem = np.zeros(0, np.bool_), ""
+    is_wrong, problem = np.zeros(0, np.bool_), ""
     if not allow_nonfinite:
-        flags, problem = ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
-    if spec.dtype != "float32" and not flags.any():
+        is_wrong, problem = ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
+    if spec.dtype != "float32" and not is_wrong.any():
         remedy = "give smaller numbers, or make the embedding with torch.float32"
-        flags, problem = find_overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
-    if flags.any():
-        row, column = np.argwhere(flags)[0].tolist()
+        is_wrong, problem = find_overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
+    if is_wrong.any():
+        row, column = np.argwhere(is_wrong)[0].tolist()
         raise _error(spec, "rows", f"{values[row, column]} for key {keys.flatten()[row].item()} {problem}")
 
 
-def _array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:
+def _to_array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError:

@@ -16,17 +16,17 @@ from ..errors import OptionError
 
 TABLE = "block_based_table_factory"
 UNIVERSAL = "compaction_options_universal"
-Allowed = list[str | tuple[float, float]]  # strings, and closed ranges of numbers
+AllowedValues = list[str | tuple[float, float]]  # strings, and closed ranges of numbers
 KB, MB, GB, TB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
-_SUFFIXES = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
-_BOOL: Allowed = ["false", "true"]
+_UNITS = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
+_BOOL: AllowedValues = ["false", "true"]
 # Not kBZip2Compression: decompressing a block takes milliseconds, and every row read may decompress a block.
 _COMPRESSIONS = ("NoCompression", "SnappyCompression", "ZlibCompression", "LZ4Compression", "LZ4HCCompression", "ZSTD")
-_COMPRESSION: Allowed = [f"k{name}" for name in _COMPRESSIONS]
+_COMPRESSION: AllowedValues = [f"k{name}" for name in _COMPRESSIONS]
 _BITS = (4, 8, 10, 12, 16, 20)  # filter bits per row
 
 # Grouped by purpose. "option.field" is a field of a struct option.
-ALLOWED: dict[str, dict[str, Allowed]] = {
+ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
     "memory": {
         "write_buffer_size": [(64 * KB, 512 * MB)],
         "max_write_buffer_number": [(2, 64)],
@@ -88,10 +88,10 @@ ALLOWED: dict[str, dict[str, Allowed]] = {
         "advise_random_on_open": _BOOL,
     },
 }  # fmt: skip
-_ALLOWED = {name: allowed for options in ALLOWED.values() for name, allowed in options.items()}
-_STRUCTS = {name.split(".")[0] for name in _ALLOWED if "." in name}
+_ALLOWED_VALUES = {name: allowed for options in ALLOWED_OPTIONS.values() for name, allowed in options.items()}
+_STRUCTS = {name.split(".")[0] for name in _ALLOWED_VALUES if "." in name}
 _READ_MODE = "give read_mode='buffered', 'mmap' or 'direct' instead"
-_INSTEAD = {
+_REMEDIES = {
     "allow_mmap_reads": _READ_MODE,
     "use_direct_reads": _READ_MODE,
     "use_direct_io_for_flush_and_compaction": _READ_MODE,
@@ -103,12 +103,12 @@ _INSTEAD = {
 }
 
 
-def options_text(options: Mapping[str, Any] | str | None) -> str:
+def format_options(options: Mapping[str, Any] | str | None) -> str:
     """Returns RocksDB's options string, `name=value;name={name=value}`, from a dict or a string. Raises OptionError."""
     if options is None:
         return ""
     if isinstance(options, Mapping):
-        text = ";".join(f"{name}={_value(name, value)}" for name, value in options.items())
+        text = ";".join(f"{name}={_format_value(name, value)}" for name, value in options.items())
     elif isinstance(options, str):
         text = options.strip()
     else:
@@ -121,10 +121,10 @@ def options_text(options: Mapping[str, Any] | str | None) -> str:
     return text
 
 
-def allowed_text(allowed: Allowed) -> str:
+def format_allowed(allowed: AllowedValues) -> str:
     """Returns the values that an option may have, as text for messages and docs."""
     ranges = [
-        _number_text(low) if low == high else f"{_number_text(low)} to {_number_text(high)}"
+        _format_number(low) if low == high else f"{_format_number(low)} to {_format_number(high)}"
         for low, high in (values for values in allowed if not isinstance(values, str))
     ]
     return ", ".join([value for value in allowed if isinstance(value, str)] + ranges)
@@ -136,57 +136,57 @@ def _check_all(text: str, prefix: str = "") -> None:
         path = prefix + name
         if path in _STRUCTS and "=" in value:
             _check_all(value, f"{path}.")
-        elif path not in _ALLOWED:
-            raise ValueError(f"{path}={value!r}: {_remedy(path)}")
-        elif not _is_allowed(value, _ALLOWED[path]):
-            one_of = "one of " if len(_ALLOWED[path]) > 1 else ""
-            raise ValueError(f"{path}={value!r}: give {one_of}{allowed_text(_ALLOWED[path])}")
+        elif path not in _ALLOWED_VALUES:
+            raise ValueError(f"{path}={value!r}: {_find_remedy(path)}")
+        elif not _is_allowed(value, _ALLOWED_VALUES[path]):
+            one_of = "one of " if len(_ALLOWED_VALUES[path]) > 1 else ""
+            raise ValueError(f"{path}={value!r}: give {one_of}{format_allowed(_ALLOWED_VALUES[path])}")
 
 
-def _is_allowed(value: str, allowed: Allowed) -> bool:
+def _is_allowed(value: str, allowed: AllowedValues) -> bool:
     if value in allowed:
         return True
     for low, high in (values for values in allowed if not isinstance(values, str)):
-        form = r"(-?[0-9]+)([kmgt]?)" if isinstance(low, int) else r"([0-9]+(?:\.[0-9]+)?)()"
-        number = re.fullmatch(form, value.lower())
-        if number is not None and low <= float(number[1]) * _SUFFIXES[number[2]] <= high:
+        pattern = r"(-?[0-9]+)([kmgt]?)" if isinstance(low, int) else r"([0-9]+(?:\.[0-9]+)?)()"
+        number = re.fullmatch(pattern, value.lower())
+        if number is not None and low <= float(number[1]) * _UNITS[number[2]] <= high:
             return True
     return False
 
 
-def _remedy(path: str) -> str:
+def _find_remedy(path: str) -> str:
     name = path.rpartition(".")[2]
     if path in _STRUCTS:
-        fields = [allowed.rpartition(".")[2] for allowed in _ALLOWED if allowed.startswith(f"{path}.")]
+        fields = [allowed.rpartition(".")[2] for allowed in _ALLOWED_VALUES if allowed.startswith(f"{path}.")]
         return f"it is a struct; give its fields as {{'{path}': {{...}}}}, from {', '.join(fields)}"
-    if name in _INSTEAD:
-        return _INSTEAD[name]
-    paths = {allowed.rpartition(".")[2]: allowed for allowed in _ALLOWED}
-    near = difflib.get_close_matches(name, paths, 1, 0.9)
+    if name in _REMEDIES:
+        return _REMEDIES[name]
+    paths = {allowed.rpartition(".")[2]: allowed for allowed in _ALLOWED_VALUES}
+    matches = difflib.get_close_matches(name, paths, 1, 0.9)
     problem = "it is not among the options tried with tierbed (docs/tiers.md lists them); "
-    if not near:
+    if not matches:
         return f"{problem}leave it out"
-    struct, _, field = paths[near[0]].rpartition(".")
+    struct, _, field = paths[matches[0]].rpartition(".")
     return f"{problem}did you mean {field}{f' in {struct}' if struct and not path.startswith(struct) else ''}?"
 
 
-def _number_text(number: float) -> str:
-    for suffix, unit in reversed(_SUFFIXES.items()):
+def _format_number(number: float) -> str:
+    for suffix, unit in reversed(_UNITS.items()):
         if suffix and number and isinstance(number, int) and number % unit == 0:
             return f"{number // unit}{suffix.upper()}"
     return str(number)
 
 
-def _value(name: object, value: Any) -> str:
+def _format_value(name: object, value: Any) -> str:
     if isinstance(value, Mapping):
-        return "{" + ";".join(f"{field}={_value(field, inner)}" for field, inner in value.items()) + "}"
+        return "{" + ";".join(f"{field}={_format_value(field, inner)}" for field, inner in value.items()) + "}"
     if isinstance(value, bool):
         return "true" if value else "false"
-    plain = value if isinstance(value, str) else as_number(value)
-    if not isinstance(name, str) or plain is None:
+    text = value if isinstance(value, str) else as_number(value)
+    if not isinstance(name, str) or text is None:
         raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
     if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):
         raise OptionError(
             f"rocksdb_options: {name}={value!r}: give the name of one option, and a dict for an option that has fields"
         )
-    return str(plain)
+    return str(text)

@@ -27,7 +27,7 @@ from ..checks import (
 )
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
-from .rocksdb_options import options_text
+from .rocksdb_options import format_options
 
 CACHE_POLICIES = ("lru", "lfu")
 MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # limits of the default overflow_mb
@@ -45,15 +45,15 @@ _Class = TypeVar("_Class", bound=type)
 @dataclass_transform(frozen_default=True, eq_default=False, field_specifiers=(field,))
 def options_class(cls: _Class) -> _Class:
     """Turn a subclass of `PlainDict` into a frozen dataclass whose constructor is a public `make_*` function."""
-    made: Any = dataclass(frozen=True, repr=False, eq=False)(cls)
-    initialise, signature = made.__init__, inspect.signature(made.__init__)
+    decorated: Any = dataclass(frozen=True, repr=False, eq=False)(cls)
+    original_init, signature = decorated.__init__, inspect.signature(decorated.__init__)
 
-    @wraps(initialise)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
+    @wraps(original_init)
+    def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
         check_arguments(self.maker, signature, (self, *args), kwargs)  # errors suggest the closest argument
-        initialise(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
 
-    made.__init__ = checked
+    decorated.__init__ = checked_init
     return cls
 
 
@@ -89,19 +89,19 @@ class PlainDict(Mapping[str, Any]):
         if value is not None:
             self._set(name, int_option(name, value, f"{expected}, or None", minimum, maximum))
 
-    def _wrong(self, name: str, problem: str) -> OptionError:
+    def _make_error(self, name: str, problem: str) -> OptionError:
         return OptionError(f"{name}={getattr(self, name)!r}: {problem}")
 
     def as_dict(self) -> dict[str, Any]:
         """Returns nested plain dicts and lists, ready for msgpack or JSON."""
-        return {name: _plain(value) for name, value in self.items()}
+        return {name: _to_plain(value) for name, value in self.items()}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, PlainDict):
         return value.as_dict()
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return value
 
 
@@ -109,17 +109,17 @@ def _plain(value: Any) -> Any:
 
 
 @options_class
-class _Store(PlainDict):
+class _StoreField(PlainDict):
     store: str = field(init=False)
 
 
 @options_class
-class _Cached(_Store):
+class _CacheFields(_StoreField):
     cache_budget_mb: Budget
 
 
 @options_class
-class _Stored(_Store):
+class _CommonFields(_StoreField):
     persistent_path: Path_ | None = None
     capacity: int | None = None
     size_factor: int | None = None
@@ -128,12 +128,12 @@ class _Stored(_Store):
 
 
 @options_class
-class _HostCached(_Stored):
+class _HostCacheFields(_CommonFields):
     host_cache_budget_mb: Budget = 0
 
 
 @options_class
-class StoreOptions(_Stored):
+class StoreOptions(_CommonFields):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
@@ -183,7 +183,7 @@ class StoreOptions(_Stored):
                     raise OptionError(f"{name}={path!r}: give one folder as a str or Path, or None")
                 self._set(name, expanded(name, os.fspath(path)))
         if self.snapshot_path is not None and self.persistent_path is None:
-            raise self._wrong("snapshot_path", "only a store on disk has snapshots; give persistent_path too")
+            raise self._make_error("snapshot_path", "only a store on disk has snapshots; give persistent_path too")
         if as_int(self.storage_dim) == -1:  # OneFlow's value for "not given"
             self._set("storage_dim", None)
         for name in ("capacity", "size_factor", "storage_dim", "ttl_steps"):
@@ -191,7 +191,7 @@ class StoreOptions(_Stored):
         size = as_int(self.physical_block_size, 512, 1 << 20)
         if size is None or size & (size - 1):
             remedy = "give a power of two from 512 to 1048576 bytes, as the disk's block"
-            raise self._wrong("physical_block_size", remedy)
+            raise self._make_error("physical_block_size", remedy)
         self._set("physical_block_size", size)
         choice_option("open", self.open, OPEN_MODES)
         number = self.state_dict_snapshots
@@ -200,7 +200,7 @@ class StoreOptions(_Stored):
             self._set("state_dict_snapshots", int_option("state_dict_snapshots", number, expected, 1))
         if number and self.persistent_path is None:
             problem = "without a persistent_path, state_dict() holds the rows themselves"
-            raise self._wrong("state_dict_snapshots", f"{problem}; leave it out, or give persistent_path")
+            raise self._make_error("state_dict_snapshots", f"{problem}; leave it out, or give persistent_path")
         self._check_lifecycle()
 
     def _check_lifecycle(self) -> None:
@@ -210,21 +210,22 @@ class StoreOptions(_Stored):
         if self.eviction == "ttl" and self.ttl_steps is None:
             raise OptionError("eviction='ttl' evicts rows older than ttl_steps, but ttl_steps=None; give ttl_steps")
         if self.ttl_steps is not None and self.ttl_steps >= 1 << 32:
-            raise self._wrong("ttl_steps", "steps are counted in 32 bits; give less than 2**32, or None")
-        rule = as_number(self.admission)
-        if rule is not None:
-            self._set("admission", rule)
-        if self.admission is not None and (rule is None or not (0 < rule < 1 or as_int(rule, 2, MAX_ADMISSION_COUNT))):
+            raise self._make_error("ttl_steps", "steps are counted in 32 bits; give less than 2**32, or None")
+        number = as_number(self.admission)
+        if number is not None:
+            self._set("admission", number)
+        is_valid = number is not None and (0 < number < 1 or as_int(number, 2, MAX_ADMISSION_COUNT))
+        if self.admission is not None and not is_valid:
             remedy = f"give the number of steps that must look a row up, from 2 to {MAX_ADMISSION_COUNT}"
-            raise self._wrong("admission", f"{remedy}, a probability > 0 and < 1, or None to keep every row")
+            raise self._make_error("admission", f"{remedy}, a probability > 0 and < 1, or None to keep every row")
 
     def check_row(self, dim: int, width: int) -> None:
         """Raise OptionError if size_factor or storage_dim differs from the optimizer's `width` floats for `dim`."""
         problem = f"with this optimizer a row takes {width} floats"
         if self.storage_dim is not None and self.storage_dim != width:
-            raise self._wrong("storage_dim", f"{problem}; leave storage_dim out")
+            raise self._make_error("storage_dim", f"{problem}; leave storage_dim out")
         if self.storage_dim is None and self.size_factor is not None and self.size_factor * dim != width:
-            raise self._wrong("size_factor", f"{problem} for {dim} columns; leave size_factor out")
+            raise self._make_error("size_factor", f"{problem} for {dim} columns; leave size_factor out")
 
 
 @options_class
@@ -242,7 +243,7 @@ class HostMemOptions(StoreOptions):
 
 
 @options_class
-class CachedHostMemOptions(StoreOptions, _Cached):
+class CachedHostMemOptions(StoreOptions, _CacheFields):
     """Stores all rows in host memory, caches hot rows in device memory. `StoreOptions` describes the other arguments.
 
     Args:
@@ -273,15 +274,15 @@ class CachedHostMemOptions(StoreOptions, _Cached):
     def memory_mb(self) -> float | None:
         """MiB of all caches and overflow areas, before growth with the batches; None if a budget is "auto"."""
         caches = [mb for mb in (self.cache_budget_mb, getattr(self, "host_cache_budget_mb", 0)) if mb]
-        return None if "auto" in caches else sum(mib(mb) + self.overflow_for(mib(mb)) for mb in caches)
+        return None if "auto" in caches else sum(to_mb(mb) + self.compute_overflow_mb(to_mb(mb)) for mb in caches)
 
-    def overflow_for(self, cache_mb: float) -> float:
+    def compute_overflow_mb(self, cache_mb: float) -> float:
         """Returns the overflow area's MiB for a cache of `cache_mb`, before the area grows with the batches."""
         return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
 @options_class
-class CachedSsdOptions(CachedHostMemOptions, _HostCached):
+class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
     """Stores all rows in RocksDB under `persistent_path`, and caches hot rows in device memory and host memory.
 
     `StoreOptions` and `CachedHostMemOptions` describe the other arguments.
@@ -327,11 +328,11 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCached):
             self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, allows_zero=True))
         elif self.rocksdb_cache_mb is not None:
             problem = f"read_mode={self.read_mode!r} uses the page cache instead"
-            raise self._wrong("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
+            raise self._make_error("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
         self._set_int("io_threads", "1 to 64", 1, 64)
         check_flags(OptionError, async_io=self.async_io)
         if self.rocksdb_options is not None:
-            self._set("rocksdb_options", options_text(self.rocksdb_options))
+            self._set("rocksdb_options", format_options(self.rocksdb_options))
         if self.persistent_path is None:
             raise OptionError("persistent_path=None: cached_ssd keeps rows on disk; give a folder on the SSD")
 
@@ -344,7 +345,7 @@ def default_overflow_mb(store: str, cache_mb: float) -> float:
     return min(cache_mb, MAX_OVERFLOW_MB[store])
 
 
-def mib(budget: Budget) -> float:
+def to_mb(budget: Budget) -> float:
     """Returns a budget that is known to be a number, because "auto" was already replaced."""
     assert budget != "auto"
     return budget

@@ -44,21 +44,21 @@ def check_distinct(names: Names) -> None:
             )
 
 
-def labels_of(names: Names) -> tuple[str, ...]:
+def table_labels(names: Names) -> tuple[str, ...]:
     """Returns a unique label for each table, for messages and metrics: its name, or its number if it is unnamed."""
-    return tuple(label_of(index, names) for index in range(len(names)))
+    return tuple(table_label(index, names) for index in range(len(names)))
 
 
-def label_of(table: int, names: Names) -> str:
+def table_label(table: int, names: Names) -> str:
     """Returns one table's label. The table may be missing in `names`, because imported files may hold more tables."""
-    return with_table_name(table, names).get("table_name", str(table))
+    return describe_table(table, names).get("table_name", str(table))
 
 
-def names_in(description: Mapping[str, Any]) -> tuple[str | None, ...]:
+def read_table_names(description: Mapping[str, Any]) -> tuple[str | None, ...]:
     return tuple(description.get(TABLE_NAMES) or [None] * len(description["tables"]))
 
 
-def table_number(table: Any, names: Names) -> int | None:
+def find_table(table: Any, names: Names) -> int | None:
     """Returns the number of a table given by number or name; None if there is no such table."""
     if isinstance(table, str):
         return names.index(table) if table in names else None
@@ -66,33 +66,33 @@ def table_number(table: Any, names: Names) -> int | None:
 
 
 def choices(names: Names) -> str:
-    """Returns the values that `table_number` accepts, as text for messages."""
+    """Returns the values that `find_table` accepts, as text for messages."""
     quoted = [repr(name) for name in names if name is not None]
     return ", ".join([f"0 to {len(names) - 1}", *([f"or by name {quoted[0]}", *quoted[1:]] if quoted else [])])
 
 
-def with_table_name(table: int, names: Names) -> dict[str, Any]:
+def describe_table(table: int, names: Names) -> dict[str, Any]:
     """Returns {"table": number}, with "table_name" if the table is named."""
     name = names[table] if table < len(names) else None
     return {"table": table} if name is None else {"table": table, "table_name": name}
 
 
-def mismatched_tables(stored: Names, names: Names) -> list[int]:
+def find_mismatched_tables(stored: Names, names: Names) -> list[int]:
     """Returns the numbers of tables whose stored name differs. A table stored without a name matches any name."""
     padded = [*names, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
-def merged_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
+def merge_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
     """Returns each table's name from `left` or `right`. None if names conflict or two tables have the same name."""
     names = tuple(a or b for a, b in zip_longest(left, right))
-    present = [name for name in names if name is not None]
-    return None if mismatched_tables(right, names) or len(set(present)) < len(present) else names
+    named = [name for name in names if name is not None]
+    return None if find_mismatched_tables(right, names) or len(set(named)) < len(named) else names
 
 
-def are_names(value: Any, tables: int) -> bool:
+def are_table_names(value: Any, tables: int) -> bool:
     """True if `value` is a legal list of table names for this number of tables."""
     if type(value) is not list or len(value) != tables:
         return False
-    present = [name for name in value if name is not None]
-    return all(map(is_table_name, present)) and len(set(present)) == len(present)
+    named = [name for name in value if name is not None]
+    return all(map(is_table_name, named)) and len(set(named)) == len(named)

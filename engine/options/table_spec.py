@@ -18,7 +18,7 @@ from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..row_format import STATE_TYPES, RowForm, find_overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
-from .table_names import TABLE_NAMES, check_distinct, labels_of
+from .table_names import TABLE_NAMES, check_distinct, table_labels
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # dtypes of stored rows
 # Fields of a stored description. RUN is a random id, drawn whenever the rows start empty.
@@ -54,9 +54,9 @@ class TableSpec:
         object.__setattr__(self, "dim", sum(self.columns))
         object.__setattr__(self, "num_tables", len(self.tables))
         object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
-        last = [(table.ids or 2**64) - 1 for table in self.tables]
-        limited = any(table.ids is not None for table in self.tables)
-        object.__setattr__(self, "last_ids", np.array(last, np.uint64) if limited else None)
+        last_ids = [(table.ids or 2**64) - 1 for table in self.tables]
+        has_limit = any(table.ids is not None for table in self.tables)
+        object.__setattr__(self, "last_ids", np.array(last_ids, np.uint64) if has_limit else None)
         drops = tuple(table.bad_ids == "drop" for table in self.tables)
         object.__setattr__(self, "drops", drops if any(drops) else ())
 
@@ -72,7 +72,7 @@ class TableSpec:
     @property
     def labels(self) -> tuple[str, ...]:
         """Each table's name, or its number if it is unnamed, for messages and metrics."""
-        return labels_of(self.table_names)
+        return table_labels(self.table_names)
 
     def id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
         """Returns for each table a number above its legal and its stored ids, or None if such a number is unknown."""
@@ -96,7 +96,7 @@ class TableSpec:
         """Returns the row format for this optimizer state."""
         return state.form(self.dim, self.dtype)
 
-    def state_of(self, optimizer: RowOptimizer) -> RowState:
+    def make_row_state(self, optimizer: RowOptimizer) -> RowState:
         """Returns the row state that an optimizer needs."""
         return optimizer.row_state(self.dim, self.state_dtype)
 

@@ -15,7 +15,7 @@ from ..cache.cached import CpuCachedStore
 from ..ops.batch import Gradients, arrays_of, as_array, batch_of, empty, flat, keys_of
 from ..optim.row_state import RowState
 from ..options.lookup import OUTPUT_DTYPES, Lookup
-from ..options.store_options import CachedHostMemOptions, mib
+from ..options.store_options import CachedHostMemOptions, to_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier, TopTier
 from ..store.full import CpuFullStore
@@ -38,25 +38,25 @@ class CpuProcessor(Processor[Batch]):
         self._step, self._scale = 0, 1.0
 
     @property
-    def written(self) -> Counts:
+    def written_counts(self) -> Counts:
         return self._written.astype(np.int64)
 
     @property
-    def dropped(self) -> Counts:
+    def dropped_counts(self) -> Counts:
         return self._dropped.copy()
 
-    def full_table(self, tier: str) -> CpuFullStore:
+    def make_full_table(self, tier: str) -> CpuFullStore:
         return CpuFullStore(self.layout, tier)
 
-    def cache(self, below: Tier, options: CachedHostMemOptions) -> CpuCachedStore:
+    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CpuCachedStore:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
-        return CpuCachedStore(self.layout, below, options, mib(options.cache_budget_mb), "device", option)
+        return CpuCachedStore(self.layout, below, options, to_mb(options.cache_budget_mb), "device", option)
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedStore, CpuFullStore]:
+    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedStore, CpuFullStore]:
         host = CpuFullStore(self.layout, "host")
-        return self.cache(host, options), host
+        return self.make_cache(host, options), host
 
-    def batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
         _core.set_threads(torch.get_num_threads())
         return batch_of(self._spec, lookups) if dedup_from is None else dedup_from.sibling()
 
@@ -92,8 +92,8 @@ class CpuProcessor(Processor[Batch]):
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         # zeros for features that are not looked up: their ids have weights as well
-        new = torch.empty if lookup.feature_columns is None else torch.zeros
-        out = new(lookup.ids.shape, dtype=torch.float32)
+        make = torch.empty if lookup.feature_columns is None else torch.zeros
+        out = make(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
         _core.weights_grad(batch, self.layout, index, as_array(grad), flat(out), mean, dtype)
         return out

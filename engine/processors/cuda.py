@@ -23,15 +23,15 @@ from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
 from ..options.lookup import Lookup
-from ..options.store_options import CachedHostMemOptions, StoreOptions, mib
+from ..options.store_options import CachedHostMemOptions, StoreOptions, to_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullStore
 from ..store.table_counts import Counts
-from .processor import DeferredError, Factory
+from .processor import DeferredError, ProcessorFactory
 
 
-def on_device(device: Device, options: StoreOptions) -> Factory:
+def make_cuda_factory(device: Device, options: StoreOptions) -> ProcessorFactory:
     """Returns the factory that makes processors for a GPU. Raises OptionError for options that GPUs do not support."""
     for name, off in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
         value = getattr(options, name)
@@ -51,77 +51,77 @@ class CudaProcessor:
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
         self.layout = spec.layout(state)
-        self._spec, self._capacity, self._on = spec, capacity, device
+        self._spec, self._capacity, self._device = spec, capacity, device
         self.capturer = device
         self.side_stream, self.wait = device.side_stream, device.wait
         self.record_event, self.wait_event = device.record_event, device.wait_event
-        self._layout = Layout(device, spec.initial_values(state))
+        self._device_layout = Layout(device, spec.initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
         self._dropped = torch.zeros_like(self._written)
-        self._ids = _ids(spec, self.device)
+        self._ids = _make_ids(spec, self.device)
         self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of updates applied
-        self._numbers = kernels.new_hyper(self.device)
+        self._hyper = kernels.new_hyper(self.device)
 
     @property
-    def written(self) -> Counts:
+    def written_counts(self) -> Counts:
         return np.asarray(self._written.cpu())
 
     @property
-    def dropped(self) -> Counts:
+    def dropped_counts(self) -> Counts:
         return np.asarray(self._dropped.cpu())
 
-    def deferred_error(self, wait: bool) -> DeferredError | None:
+    def take_deferred_error(self, wait: bool) -> DeferredError | None:
         error = self._faults.take(self._faults.seen(wait))
         return None if error is None else DeferredError(error, int(self._updates))
 
     def free_memory(self) -> FreeMemory:
-        return FreeMemory(self._on.free_memory(), f"on {self.device}")
+        return FreeMemory(self._device.free_memory(), f"on {self.device}")
 
-    def full_table(self, tier: str) -> CudaFullStore:
+    def make_full_table(self, tier: str) -> CudaFullStore:
         try:
-            return CudaFullStore(self._layout, self.layout, self._capacity, self._faults, tier)
+            return CudaFullStore(self._device_layout, self.layout, self._capacity, self._faults, tier)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
-                f"capacity={self._capacity}, with {self._layout.line_bytes} bytes per row, needs more memory than "
-                f"{self.device if tier == 'device' else 'the host'} has: {error}; give a smaller capacity, or None for "
-                "a table that grows"
+                f"capacity={self._capacity}, with {self._device_layout.line_bytes} bytes per row, needs more memory "
+                f"than {self.device if tier == 'device' else 'the host'} has: {error}; give a smaller capacity, or "
+                "None for a table that grows"
             ) from None
 
-    def cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedStore:
-        return CudaCachedStore(self._layout, below, self._cache(options), self._faults)
+    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedStore:
+        return CudaCachedStore(self._device_layout, below, self._allocate_cache(options), self._faults)
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullStore]:
-        host = self.full_table("host")
-        return CachedTable(self._layout, host, self._cache(options), self._faults), host
+    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullStore]:
+        host = self.make_full_table("host")
+        return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
-    def batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
-        """See `Processor.batch`. In a batch made ahead, occurrences are already grouped by row."""
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
+        """See `Processor.make_batch`. In a batch made ahead, occurrences are already grouped by row."""
         _core.set_threads(torch.get_num_threads())  # for host tiers below a cache
         if dedup_from is not None:
             return dedup_from.sibling(self._faults.word)
-        segments = [_segment(lookup) for lookup in lookups]
+        segments = [_make_segment(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
-        batch = Batch(self._on, segments, self._ids, faults)
+        batch = Batch(self._device, segments, self._ids, faults)
         if ahead:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
-                    self._on.record_stream(part)
+                    self._device.record_stream(part)
             _ = batch.groups  # computed here rather than in the step
         return batch
 
     def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         batch.record_stream()  # a fetch of the batch's rows may still use the batch's faults
-        differ = [
+        is_different = [
             (old != new).any()
             for pair in zip(announced, lookups, strict=True)
             for old, new in zip(pair[0].tensors, pair[1].tensors, strict=True)
             if old is not None and new is not None
         ]
-        batch.wrong |= torch.stack(differ).any().to(torch.int32) * CHANGED
+        batch.wrong |= torch.stack(is_different).any().to(torch.int32) * CHANGED
 
     def count_written(self, batch: Batch) -> Counts:
-        return np.asarray(kernels.count_written(self._layout, batch, batch.lines).cpu())
+        return np.asarray(kernels.count_written(self._device_layout, batch, batch.lines).cpu())
 
     def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
         return None
@@ -138,35 +138,35 @@ class CudaProcessor:
         if batch.dropped is not None and index == 0:  # once per batch
             self._dropped += batch.dropped
         if out is None:
-            out = torch.empty((*lookup.shape, self._layout.dim), dtype=dtype, device=self.device)
-        kernels.gather(batch, self._layout, index, out, lookup.pooling == "mean", _contiguous(weights))
+            out = torch.empty((*lookup.shape, self._device_layout.dim), dtype=dtype, device=self.device)
+        kernels.gather(batch, self._device_layout, index, out, lookup.pooling == "mean", _contiguous(weights))
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         # zeros for features that are not looked up: their ids have weights as well
-        new = torch.empty if lookup.feature_columns is None else torch.zeros
-        out = new(lookup.ids.shape, dtype=torch.float32, device=self.device)
-        kernels.weights_grad(batch, self._layout, index, grad.contiguous(), out, lookup.pooling == "mean")
+        make = torch.empty if lookup.feature_columns is None else torch.zeros
+        out = make(lookup.ids.shape, dtype=torch.float32, device=self.device)
+        kernels.weights_grad(batch, self._device_layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
     def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        kernels.write_hyper(self._layout, rule, hyper, step, scale, self._numbers)
+        kernels.write_hyper(self._device_layout, rule, hyper, step, scale, self._hyper)
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
-        tensors, layout = self._tensors(gradients), self._layout
-        kernels.update(layout, rule, batch, tensors, self._numbers, self._written, self._faults.word)
+        tensors, layout = self._tensors(gradients), self._device_layout
+        kernels.update(layout, rule, batch, tensors, self._hyper, self._written, self._faults.word)
         self._updates += self._faults.word == 0
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
-        return kernels.square_rows(self._layout, batch, self._tensors(gradients))
+        return kernels.square_rows(self._device_layout, batch, self._tensors(gradients))
 
     def sum_gradients(
         self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
-            out = torch.empty((batch.unique, self._layout.dim), dtype=torch.float32, device=self.device)
-        on_device = None if positions is None else torch.from_numpy(positions).to(self.device)
-        kernels.sum_rows(self._layout, batch, self._tensors(gradients), on_device, out)
+            out = torch.empty((batch.unique, self._device_layout.dim), dtype=torch.float32, device=self.device)
+        device_positions = None if positions is None else torch.from_numpy(positions).to(self.device)
+        kernels.sum_rows(self._device_layout, batch, self._tensors(gradients), device_positions, out)
         return out
 
     def unique_rows(self, batch: Batch) -> Lookup:
@@ -177,41 +177,41 @@ class CudaProcessor:
     def set_lines(
         self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
     ) -> None:
-        on_device = torch.from_numpy(positions).to(self.device)
-        lines = batch.keep_alive(rows.contiguous()) + 4 * self._layout.dim * on_device
+        device_positions = torch.from_numpy(positions).to(self.device)
+        lines = batch.keep_alive(rows.contiguous()) + 4 * self._device_layout.dim * device_positions
         if rest is not None:
-            other, position = rest
-            is_in_rest = on_device >= len(rows)
-            rest_positions = position + on_device[is_in_rest] - len(rows)
-            lines[is_in_rest] = kernels.wide_lines(other, self._layout, rest_positions, batch)
-        batch.has_wide_lines = self._layout.is_narrow
+            rest_batch, rest_start = rest
+            is_in_rest = device_positions >= len(rows)
+            rest_positions = rest_start + device_positions[is_in_rest] - len(rows)
+            lines[is_in_rest] = kernels.wide_lines(rest_batch, self._device_layout, rest_positions, batch)
+        batch.has_wide_lines = self._device_layout.is_narrow
         batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
         """Returns (gradients, True for mean pooling, weights) for each lookup, as kernels expect them."""
-        rows = [grad.detach().reshape(-1, self._layout.dim).contiguous() for grad in gradients.grads]
+        rows = [grad.detach().reshape(-1, self._device_layout.dim).contiguous() for grad in gradients.grads]
         means = [lookup.pooling == "mean" for lookup in gradients.lookups]
         return rows, means, [_contiguous(weights) for weights in gradients.weights]
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
-        on_device = torch.from_numpy(values).to(self.device)
-        kernels.assign(batch, self._layout, on_device, step, self._written, self._faults.word)
+        device_values = torch.from_numpy(values).to(self.device)
+        kernels.assign(batch, self._device_layout, device_values, step, self._written, self._faults.word)
 
     def preview_catch_up(self, batch: Batch, rule: str) -> None:
-        kernels.preview_catch_up(self._layout, rule, batch, self._numbers)
+        kernels.preview_catch_up(self._device_layout, rule, batch, self._hyper)
 
     def catch_up(self, batch: Batch, rule: str) -> None:
-        kernels.catch_up(self._layout, rule, batch, self._numbers)
+        kernels.catch_up(self._device_layout, rule, batch, self._hyper)
 
-    def _cache(self, options: CachedHostMemOptions) -> Cache:
-        budget_mb = mib(options.cache_budget_mb)
+    def _allocate_cache(self, options: CachedHostMemOptions) -> Cache:
+        budget_mb = to_mb(options.cache_budget_mb)
         try:
-            return Cache(self._layout, int(budget_mb * MB), options.cache_policy)
+            return Cache(self._device_layout, int(budget_mb * MB), options.cache_policy)
         except (ValueError, torch.OutOfMemoryError) as error:
-            raise wrong_budget("cache_budget_mb", budget_mb, self._layout.line_bytes, error) from None
+            raise wrong_budget("cache_budget_mb", budget_mb, self._device_layout.line_bytes, error) from None
 
 
-def _segment(lookup: Lookup) -> Segment:
+def _make_segment(lookup: Lookup) -> Segment:
     """Make a lookup's segment of a batch on the device, without reading values on the host."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
@@ -225,7 +225,7 @@ def _segment(lookup: Lookup) -> Segment:
     return Segment(keys, tables, bags, lookup.feature_columns)
 
 
-def _ids(spec: TableSpec, device: torch.device) -> Ids:
+def _make_ids(spec: TableSpec, device: torch.device) -> Ids:
     if spec.last_ids is None:
         return Ids(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)

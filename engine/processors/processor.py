@@ -32,7 +32,7 @@ class DeferredError(NamedTuple):
     updates: int  # how many launched updates were applied
 
 
-class ByOwner(NamedTuple):
+class RowsByOwner(NamedTuple):
     """A batch's unique rows in host memory, sorted by the rank that owns them, then in batch order."""
 
     keys: Tensor  # [unique] int64
@@ -41,18 +41,18 @@ class ByOwner(NamedTuple):
     counts: list[int]  # [ranks], rows of each owner
 
 
-def by_owner(unique: Lookup, ranks: int, last: int) -> ByOwner:
+def sort_by_owner(unique: Lookup, ranks: int, last: int) -> RowsByOwner:
     """Sort a batch's unique rows by the rank that owns them, except that rank `last` comes after all others."""
     keys = unique.ids.cpu()
     tables = torch.zeros_like(keys) if unique.table_ids is None else unique.table_ids.cpu()
     owners = _core.owners(tables.numpy().astype(np.uint32), keys.numpy().view(np.uint64), ranks)
-    turns = np.where(owners == last, ranks - 1, owners - (owners > last))
-    order = np.argsort(turns.astype(np.uint16), kind="stable")  # NumPy sorts 16-bit numbers with a fast radix sort
+    owner_order = np.where(owners == last, ranks - 1, owners - (owners > last))
+    order = np.argsort(owner_order.astype(np.uint16), kind="stable")  # NumPy sorts 16-bit numbers with a radix sort
     positions = np.empty_like(order)
     positions[order] = np.arange(len(order))
     counts = np.bincount(owners, minlength=ranks).tolist()
-    in_order = torch.from_numpy(order)
-    return ByOwner(keys[in_order], tables[in_order], positions, counts)
+    index = torch.from_numpy(order)
+    return RowsByOwner(keys[index], tables[index], positions, counts)
 
 
 class Processor(Protocol[B]):
@@ -68,14 +68,14 @@ class Processor(Protocol[B]):
     capturer: Any = None  # the Device that captures launches and replays them
 
     @property
-    def written(self) -> Counts:
+    def written_counts(self) -> Counts:
         """For each table, how many rows were written for the first time. May wait for the device."""
 
     @property
-    def dropped(self) -> Counts:
+    def dropped_counts(self) -> Counts:
         """For each table, how many ids its option `bad_ids` dropped. May wait for the device."""
 
-    def deferred_error(self, wait: bool) -> DeferredError | None:
+    def take_deferred_error(self, wait: bool) -> DeferredError | None:
         """Returns a deferred error once. With `wait`, waits for all launched work first."""
         return None
 
@@ -83,16 +83,16 @@ class Processor(Protocol[B]):
         """Returns the device's free memory, or None if the processor uses rows in host memory."""
         return None
 
-    def full_table(self, tier: str) -> FullStore[B]:
+    def make_full_table(self, tier: str) -> FullStore[B]:
         """Make a full table in "device" or "host" memory. Raises OptionError if that memory is too small."""
 
-    def cache(self, below: Tier, options: CachedHostMemOptions) -> TopTier[B]:
+    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> TopTier[B]:
         """Make a cache above a tier. Raises OptionError for a wrong budget."""
 
-    def cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
+    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
         """Make a full table in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
 
-    def batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
         `dedup_from` is a batch of the same lookups for an embedding with the same number of tables and the same
@@ -140,7 +140,7 @@ class Processor(Protocol[B]):
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
     def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """Set the rule's numbers (`RowOptimizer.hyper`), the step and a gradient factor for updates and catch-ups."""
+        """Set the rule's numbers (`RowOptimizer.compute_hyper`), the step, and the factor that scales gradients."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
         """Sum rows' gradients and apply the rule. Wrong gradients raise TypeError or ValueError before any write."""
@@ -180,4 +180,4 @@ class Processor(Protocol[B]):
 
 
 # (spec, state, maximum number of rows or None) -> a table's processor
-Factory = Callable[[TableSpec, RowState, int | None], Processor[Any]]
+ProcessorFactory = Callable[[TableSpec, RowState, int | None], Processor[Any]]

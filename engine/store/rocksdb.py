@@ -45,7 +45,7 @@ class RocksDB(NativeTier):
     `shards` is the number of shards in an existing folder; None creates a folder with `new_shards`. If `read_only`,
     nothing is written to the folder, and writing rows raises StoreError. A folder on a full disk also opens read-only,
     until `make_writable` is called. `read_threads` limits how many threads wait for the disk at the same time.
-    `options`, a string from `options_text`, overrides tierbed's defaults.
+    `options`, a string from `format_options`, overrides tierbed's defaults.
     """
 
     def __init__(

@@ -14,7 +14,7 @@ from weakref import WeakSet
 from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySplit, SharedWith, split_memory
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, free_host_memory
-from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, mib
+from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, to_mb
 from ..processors.processor import Processor
 
 TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
@@ -56,7 +56,7 @@ class AutoBudgets:
         """Returns the options with MiB for "auto" caches in host memory: also the top cache if `has_top_cache`."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
         budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
-        fixed_mb = sum(mib(mb) + options.overflow_for(mib(mb)) for mb in budgets if mb and mb != "auto")
+        fixed_mb = sum(to_mb(mb) + options.compute_overflow_mb(to_mb(mb)) for mb in budgets if mb and mb != "auto")
         fixed_mb += options.get("rocksdb_cache_mb") or 0
         shared_with: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = free_host_memory(self._root)

@@ -51,5 +51,5 @@ class RowCounts:
     def _growth(self) -> Counts:
         """How many rows each table has gained since the table was opened."""
         erasing_counts = self.erasing_counts  # read once: without the lock, another thread may change the attribute
-        changes = self._processor.written - self._lifecycle.removed_counts
+        changes = self._processor.written_counts - self._lifecycle.removed_counts
         return changes if erasing_counts is None else changes - erasing_counts

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from .. import _core
 from ..errors import SnapshotError, StoreError
 from ..optim.row_state import RowState
-from ..optim.rule import catches_up
+from ..optim.rule import needs_catch_up
 from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
 from ..row_format import KEY, Chunks, RowForm
@@ -55,7 +55,7 @@ def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
 def catch_up_rows(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
     """Yield stored rows after applying the steps that they missed. `stored` describes the rows."""
     rule, hyper = stored["optimizer"], stored["hyper"]
-    if not (hyper and catches_up(rule)):
+    if not (hyper and needs_catch_up(rule)):
         yield from chunks
         return
     constant = make_table_options(make_constant_initializer(0.0))  # unused, because no row is new

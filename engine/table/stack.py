@@ -12,10 +12,10 @@ import torch
 
 from ..cache.cached import CpuCachedStore
 from ..errors import InputError
-from ..options.rocksdb_options import options_text
-from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, mib
+from ..options.rocksdb_options import format_options
+from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, to_mb
 from ..processors.cpu import CpuProcessor
-from ..processors.processor import Factory, Processor
+from ..processors.processor import Processor, ProcessorFactory
 from ..store.contract import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 
@@ -24,20 +24,20 @@ FIRST_CHECK_STEP = 64  # cache counters are first checked at this step, then whe
 _BUDGET_OPTIONS = {"device": "cache_budget_mb", "host": "host_cache_budget_mb"}
 
 
-def _make_cuda_factory(device: torch.device, options: StoreOptions) -> Factory:
+def _make_cuda_factory(device: torch.device, options: StoreOptions) -> ProcessorFactory:
     from ..ops.cuda.device import cuda_device
-    from ..processors.cuda import on_device
+    from ..processors.cuda import make_cuda_factory
 
-    return on_device(cuda_device(device.index), options)
+    return make_cuda_factory(cuda_device(device.index), options)
 
 
-PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], Factory]] = {
+PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], ProcessorFactory]] = {
     "cpu": lambda device, options: CpuProcessor,
     "cuda": _make_cuda_factory,
 }
 
 
-def processor_factory(device: torch.device, options: StoreOptions) -> Factory:
+def processor_factory(device: torch.device, options: StoreOptions) -> ProcessorFactory:
     """Returns the factory that makes processors for a torch device. Raises InputError, OptionError, StoreError."""
     if device.type not in PROCESSORS:
         raise InputError(
@@ -112,18 +112,18 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             read_mode=options.read_mode,
             async_io=options.async_io,
             read_threads=options.io_threads or READ_THREADS,
-            options=options_text(options.rocksdb_options),
+            options=format_options(options.rocksdb_options),
         )
         try:
             below: Tier = rocksdb
             if options.host_cache_budget_mb:
-                budget_mb = mib(options.host_cache_budget_mb)
+                budget_mb = to_mb(options.host_cache_budget_mb)
                 below = CpuCachedStore(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
-            return Stack(processor.cache(below, options), rocksdb)
+            return Stack(processor.make_cache(below, options), rocksdb)
         except BaseException:
             rocksdb.close()
             raise
     if isinstance(options, CachedHostMemOptions):
-        return Stack(*processor.cached_table(options))
-    table = processor.full_table("device" if isinstance(options, DeviceMemOptions) else "host")
+        return Stack(*processor.make_cached_table(options))
+    table = processor.make_full_table("device" if isinstance(options, DeviceMemOptions) else "host")
     return Stack(table, table)

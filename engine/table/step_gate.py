@@ -57,7 +57,7 @@ class StepGate:
             entered = self._enter(stack, give_up)
             for table in self._tables if entered else ():
                 table.processor.wait()  # steps may use a different stream than this thread
-                if error := table.deferred_error(wait=True):
+                if error := table.take_deferred_error(wait=True):
                     table.raise_later(error)
                     raise error
             yield entered

@@ -28,7 +28,7 @@ from ..ops.batch import Gradients, checked_gradients, rows_of
 from ..ops.exact_sum import partial_sum, sum_partials
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
-from ..optim.rule import catches_up
+from ..optim.rule import needs_catch_up
 from ..options.lookup import Lookup
 from ..options.table_spec import ID_LIMITS, RUN, TableSpec
 from ..processors.processor import Processor
@@ -243,7 +243,7 @@ class OpenTable:
 
     def check(self, wait: bool = True) -> None:
         """Raise the deferred error of an earlier call, an InputError or CapacityError, if there is one."""
-        if (error := self.deferred_error(wait)) is not None:
+        if (error := self.take_deferred_error(wait)) is not None:
             raise error
 
     def size(self) -> int:
@@ -251,17 +251,17 @@ class OpenTable:
             self.check()
             return self.counts.num_rows
 
-    def deferred_error(self, wait: bool) -> TierbedError | None:
+    def take_deferred_error(self, wait: bool) -> TierbedError | None:
         """Returns an earlier call's deferred error once. Steps after it no longer count. `wait`: wait for all work."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
-        if (deferred := self.processor.deferred_error(wait)) is None:
+        if (deferred := self.processor.take_deferred_error(wait)) is None:
             return None
         undone, self.num_updates = self.num_updates - deferred.updates, deferred.updates  # these steps changed nothing
         self.step -= undone
         if undone and self.optimizer is not None:
-            self.hyper = self.optimizer.hyper(self.step, None, self.hyper) if self.step else []
+            self.hyper = self.optimizer.compute_hyper(self.step, None, self.hyper) if self.step else []
         return deferred.error
 
     def raise_later(self, error: TierbedError) -> None:
@@ -316,10 +316,10 @@ class OpenTable:
     @property
     def catch_up_rule(self) -> str | None:
         """The optimizer's rule if rows apply the steps that they missed when they are next used; otherwise None."""
-        return self.state.rule if self.hyper and catches_up(self.state.rule) else None
+        return self.state.rule if self.hyper and needs_catch_up(self.state.rule) else None
 
     def current_hyper(self) -> list[float]:
-        return self.hyper if self.optimizer is None else self.optimizer.hyper(self.step + 1, None, self.hyper)
+        return self.hyper if self.optimizer is None else self.optimizer.compute_hyper(self.step + 1, None, self.hyper)
 
     def read(
         self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
@@ -350,7 +350,7 @@ class OpenTable:
     ) -> PinnedBatch:
         """Deduplicate the ids, fetch their rows and pin them. Gathered rows and gradients have `dtype`.
 
-        Uses a prefetched batch if there is one; otherwise `dedup_from` is as in `Processor.batch`. If `pin` raises
+        Uses a prefetched batch if there is one; otherwise `dedup_from` is as in `Processor.make_batch`. If `pin` raises
         CapacityError, nothing is pinned. A `row_step` around pin and update defers signals.
         """
         self.yield_to_reader()
@@ -379,7 +379,7 @@ class OpenTable:
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
         optimizer, step = self.require_optimizer(), self.next_step()
-        rule, hyper = optimizer.rule, optimizer.hyper(step, clip_value, self.hyper)
+        rule, hyper = optimizer.rule, optimizer.compute_hyper(step, clip_value, self.hyper)
 
         def write() -> None:
             self.processor.set_hyper(rule, hyper, step, scale)
@@ -434,7 +434,7 @@ class OpenTable:
         """Returns the unique rows of a micro-batch's lookups. On a CPU, raises InputError for illegal ids."""
         with self.lock:
             self.require_open()
-            return self.processor.unique_rows(self.processor.batch(lookups, ahead=True))
+            return self.processor.unique_rows(self.processor.make_batch(lookups, ahead=True))
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
@@ -446,7 +446,7 @@ class OpenTable:
         gradients = checked_gradients(self.spec, lookups, grads, weights, dtype)
         with self.lock:
             self.require_open()
-            batch = self.processor.batch(lookups)
+            batch = self.processor.make_batch(lookups)
             return self.processor.unique_rows(batch), self.processor.sum_gradients(batch, gradients)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
@@ -454,7 +454,7 @@ class OpenTable:
         gradients = checked_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
         with self.lock:
             self.require_open()
-            squares = self.processor.square_gradients(self.processor.batch(lookups), gradients)
+            squares = self.processor.square_gradients(self.processor.make_batch(lookups), gradients)
             return sum_partials([partial_sum(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
@@ -482,7 +482,7 @@ class OpenTable:
         with self.use_announced(lookups if is_step else None) as batch:
             if batch is None:
                 self.check(wait=False)
-                batch = self.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
+                batch = self.processor.make_batch(lookups, None if dedup_from is None else dedup_from.core)
             step = self.step + is_step
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
@@ -513,7 +513,7 @@ class OpenTable:
 
     def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
         self.check(wait=False)
-        batch = self.processor.batch([lookup])
+        batch = self.processor.make_batch([lookup])
         self.finish_erasures().peek(batch, trains)
         if self.catch_up_rule:
             self.set_hyper()

@@ -67,7 +67,7 @@ def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
         table.small_caches.check(tiers)
-        by_table, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped
+        by_table, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped_counts
         return {
             "table": {"rows": table.counts.num_rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
             **tiers,

@@ -43,7 +43,7 @@ def capture_pin(
 ) -> PinnedBatch:
     """Launch the kernels of `embedding.pin`. `_begin_replay` does the host work before each replay."""
     table = embedding.table_handle().open_table
-    batch = table.processor.batch(lookups, None if dedup_from is None else dedup_from.core)
+    batch = table.processor.make_batch(lookups, None if dedup_from is None else dedup_from.core)
     table.require_open().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
     return table.set_pinned(batch, lookups, embedding.output_dtype)
@@ -70,7 +70,7 @@ def capture_read_weights_grad(embedding: SnapshotEmbedding, lookup: Lookup, grad
 
 def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
     """Launch the kernels that find a read-only lookup's rows, and return its batch."""
-    batch = table.processor.batch([lookup])
+    batch = table.processor.make_batch([lookup])
     table.require_open().peek(batch, trains)
     table.preview_catch_up(batch)
     return batch
@@ -296,7 +296,7 @@ def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> t
         table.set_hyper()
         return table.step, table.hyper
     optimizer, step = table.require_optimizer(), table.next_step()
-    hyper = optimizer.hyper(step, clip_value, table.hyper)
+    hyper = optimizer.compute_hyper(step, clip_value, table.hyper)
     table.before_write(step)
     table.processor.set_hyper(optimizer.rule, hyper, step)
     return step, hyper

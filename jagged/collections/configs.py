@@ -41,7 +41,7 @@ _INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] 
     nn.init.zeros_: (make_constant_initializer, {"value": 0.0}),
     nn.init.ones_: (make_constant_initializer, {"value": 1.0}),
 }
-_NAMES = {"a": "low", "b": "high", "val": "value"}  # torch's argument name: ours
+_ARGUMENT_NAMES = {"a": "low", "b": "high", "val": "value"}  # torch's argument name: ours
 
 # the keys are values of TorchRec's DataType, and torch's dtypes as text
 _DATA_TYPES = {
@@ -51,7 +51,7 @@ _DATA_TYPES = {
 }
 
 
-def _unused(default: Any, reason: str) -> Any:
+def _refused_field(default: Any, reason: str) -> Any:
     """Declare a field that TorchRec has and tierbed lacks. Any value except `default` is refused with `reason`."""
     return field(default=default, kw_only=True, metadata={"reason": reason})
 
@@ -88,31 +88,31 @@ class EmbeddingConfig:
     group: str = field(default="", kw_only=True)
     bad_ids: str = field(default="raise", kw_only=True)
     init_fn: Any = field(default=None, kw_only=True)
-    num_embeddings_post_pruning: int | None = _unused(None, "only rows that were trained are stored")
-    need_pos: bool = _unused(False, "PositionWeightedModuleCollection weights any feature by position")
-    input_dim: int | None = _unused(None, "ids are hashed; num_embeddings=None takes any id of 64 bits")
-    total_num_buckets: int | None = _unused(None, "the store has its own hash partitions")
-    use_virtual_table: bool = _unused(False, "every table is one; num_embeddings=None takes any id of 64 bits")
-    virtual_table_eviction_policy: Any = _unused(None, "store_options have eviction, admission and ttl_steps")  # noqa: RUF009
-    enable_embedding_update: bool = _unused(False, "put and load_snapshot write rows of any table")
-    stash_weights: bool = _unused(False, "the store keeps the rows that memory has no room for")
-    pruning_indices_remapping: Any = _unused(None, "only rows that were trained are stored, so none is pruned")  # noqa: RUF009
+    num_embeddings_post_pruning: int | None = _refused_field(None, "only rows that were trained are stored")
+    need_pos: bool = _refused_field(False, "PositionWeightedModuleCollection weights any feature by position")
+    input_dim: int | None = _refused_field(None, "ids are hashed; num_embeddings=None takes any id of 64 bits")
+    total_num_buckets: int | None = _refused_field(None, "the store has its own hash partitions")
+    use_virtual_table: bool = _refused_field(False, "every table is one; num_embeddings=None takes any id of 64 bits")
+    virtual_table_eviction_policy: Any = _refused_field(None, "store_options have eviction, admission and ttl_steps")  # noqa: RUF009
+    enable_embedding_update: bool = _refused_field(False, "put and load_snapshot write rows of any table")
+    stash_weights: bool = _refused_field(False, "the store keeps the rows that memory has no room for")
+    pruning_indices_remapping: Any = _refused_field(None, "only rows that were trained are stored, so none is pruned")  # noqa: RUF009
 
     def __post_init__(self) -> None:
-        where = f"table {self.name!r}"
+        subject = f"table {self.name!r}"
         if not is_table_name(self.name):
-            raise OptionError(f"{where}: name={self.name!r}; give printable characters that are not all digits")
+            raise OptionError(f"{subject}: name={self.name!r}; give printable characters that are not all digits")
         if (count := self.num_embeddings) is not None:
-            int_option(f"{where}: num_embeddings", count, "the number of ids, or None for any id", 1, 2**64)
-        int_option(f"{where}: embedding_dim", self.embedding_dim, "a whole number from 1 on", 1)
-        self._check_unused(where)
+            int_option(f"{subject}: num_embeddings", count, "the number of ids, or None for any id", 1, 2**64)
+        int_option(f"{subject}: embedding_dim", self.embedding_dim, "a whole number from 1 on", 1)
+        self._check_unsupported(subject)
         if isinstance(self.feature_names, str) or not all(isinstance(name, str) for name in self.feature_names):
-            raise OptionError(f"{where}: feature_names={self.feature_names!r}; give a list of names")
+            raise OptionError(f"{subject}: feature_names={self.feature_names!r}; give a list of names")
         self.feature_names = list(self.feature_names) or [self.name]
         if len(set(self.feature_names)) < len(self.feature_names):
-            raise OptionError(f"{where}: feature_names={self.feature_names} repeats a name; name each once")
+            raise OptionError(f"{subject}: feature_names={self.feature_names} repeats a name; name each once")
         if self.group and (not is_folder_name(self.group) or "." in self.group):
-            raise OptionError(f"{where}: group={self.group!r}; give printable characters without slashes and dots")
+            raise OptionError(f"{subject}: group={self.group!r}; give printable characters without slashes and dots")
         self.table_options()  # raises for a wrong initializer, range or bad_ids
 
     def num_features(self) -> int:
@@ -138,31 +138,31 @@ class EmbeddingConfig:
         return make_table_options(self._initializer(), name=self.name, ids=ids, bad_ids=self.bad_ids)
 
     def _initializer(self) -> Mapping[str, Any]:
-        low, high, where = self.weight_init_min, self.weight_init_max, f"table {self.name!r}"
-        ends = [end for end in (low, high) if end is not None]
-        if (self.initializer is not None) + (self.init_fn is not None) + bool(ends) > 1:
-            raise OptionError(f"{where}: give initializer, or init_fn, or weight_init_min and weight_init_max")
+        low, high, subject = self.weight_init_min, self.weight_init_max, f"table {self.name!r}"
+        bounds = [end for end in (low, high) if end is not None]
+        if (self.initializer is not None) + (self.init_fn is not None) + bool(bounds) > 1:
+            raise OptionError(f"{subject}: give initializer, or init_fn, or weight_init_min and weight_init_max")
         if self.initializer is not None:
             return self.initializer
         if self.init_fn is not None:
-            return _convert_init_fn(self.init_fn, where)
-        if self.num_embeddings is None and not ends:
+            return _convert_init_fn(self.init_fn, subject)
+        if self.num_embeddings is None and not bounds:
             return make_normal_initializer(0.0, 0.05)
-        if self.num_embeddings is None and len(ends) < 2:
-            raise OptionError(f"{where}: give both of weight_init_min and weight_init_max")
+        if self.num_embeddings is None and len(bounds) < 2:
+            raise OptionError(f"{subject}: give both of weight_init_min and weight_init_max")
         bound = sqrt(1 / (self.num_embeddings or 1))
         return make_uniform_initializer(-bound if low is None else low, bound if high is None else high)
 
-    def _check_unused(self, where: str) -> None:
+    def _check_unsupported(self, subject: str) -> None:
         if str(getattr(self.data_type, "value", self.data_type)) not in _DATA_TYPES:
             raise OptionError(
-                f"{where}: data_type={self.data_type!r}; rows are stored in FP32, BF16 or FP16: give one of them, or "
+                f"{subject}: data_type={self.data_type!r}; rows are stored in FP32, BF16 or FP16: give one of them, or "
                 "torch.float32, torch.bfloat16 or torch.float16"
             )
         for item in fields(self):
             value, reason = getattr(self, item.name), item.metadata.get("reason")
             if reason and value != item.default:
-                raise OptionError(f"{where}: {item.name}={value!r} is not supported: {reason}; leave it out")
+                raise OptionError(f"{subject}: {item.name}={value!r} is not supported: {reason}; leave it out")
 
 
 @dataclass
@@ -188,39 +188,39 @@ class EmbeddingBagConfig(EmbeddingConfig):
         self.pooling = PoolingType(kind)
 
 
-def _convert_init_fn(init_fn: Any, where: str) -> Mapping[str, Any]:
+def _convert_init_fn(init_fn: Any, subject: str) -> Mapping[str, Any]:
     """Convert a function of torch.nn.init to an initializer. Raises OptionError for any other function."""
     function, arguments = (init_fn.func, init_fn.keywords) if isinstance(init_fn, partial) else (init_fn, {})
     if function not in _INIT_FNS or (isinstance(init_fn, partial) and init_fn.args) or arguments.get("generator"):
         raise OptionError(
-            f"{where}: init_fn={init_fn!r}; each new row is initialized alone, from its id: give uniform_, normal_, "
+            f"{subject}: init_fn={init_fn!r}; each new row is initialized alone, from its id: give uniform_, normal_, "
             "constant_, zeros_ or ones_ of torch.nn.init, as functools.partial(normal_, std=0.01), or "
             "initializer=make_normal_initializer(...)"
         )
-    make, defaults = _INIT_FNS[function]
+    initializer, defaults = _INIT_FNS[function]
     try:
-        return make(**defaults | {_NAMES.get(name, name): value for name, value in arguments.items()})
+        return initializer(**defaults | {_ARGUMENT_NAMES.get(name, name): value for name, value in arguments.items()})
     except TypeError as error:
-        raise OptionError(f"{where}: init_fn={init_fn!r}: {error}") from None
+        raise OptionError(f"{subject}: init_fn={init_fn!r}: {error}") from None
 
 
 def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
     """Return a config of class `kind`, made from TorchRec's config if needed. Raises OptionError."""
-    pools = issubclass(kind, EmbeddingBagConfig)
+    is_pooled = issubclass(kind, EmbeddingBagConfig)
     is_table = hasattr(config, "num_embeddings") and hasattr(config, "embedding_dim")
-    if not is_table or hasattr(config, "pooling") != pools:
+    if not is_table or hasattr(config, "pooling") != is_pooled:
         raise OptionError(
             f"tables: got a {type(config).__name__}; give a list of {kind.__name__}"
-            + ("; for rows that are not pooled, use an EmbeddingCollection" if pools else ", which pools nothing")
+            + ("; for rows that are not pooled, use an EmbeddingCollection" if is_pooled else ", which pools nothing")
         )
     if isinstance(config, kind):
         return config
     if not config.feature_names:
         config.feature_names = [config.name]  # TorchRec's collections also change the caller's config
-    ours = {f.name: getattr(config, f.name) for f in fields(kind) if hasattr(config, f.name)}
+    values = {f.name: getattr(config, f.name) for f in fields(kind) if hasattr(config, f.name)}
     if not isinstance(config, EmbeddingConfig):
         # if the user gives no init_fn, TorchRec makes one from weight_init_min and weight_init_max
-        init = ours.get("init_fn")
+        init = values.get("init_fn")
         if isinstance(init, partial) and init.func is nn.init.uniform_ and set(init.keywords) == {"a", "b"}:
-            ours |= {"init_fn": None, "weight_init_min": init.keywords["a"], "weight_init_max": init.keywords["b"]}
-    return kind(**ours)
+            values |= {"init_fn": None, "weight_init_min": init.keywords["a"], "weight_init_max": init.keywords["b"]}
+    return kind(**values)

@@ -17,10 +17,10 @@ from ...embedding.modules.embedding import MultiTableEmbedding
 from ...engine.checks import checked_arguments, int_option
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
-from ..tensors.jagged_tensor import JaggedTensor, is_value, pad
+from ..tensors.jagged_tensor import JaggedTensor, pad, value_mask
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder, KeyedTensor
-from ..tensors.validation import refuse_trace
+from ..tensors.validation import check_eager
 from .configs import EmbeddingBagConfig, EmbeddingConfig
 from .tables import TableCollection, TableView, key_positions, output_names
 
@@ -64,7 +64,7 @@ class EmbeddingBagCollection(TableCollection):
         OptionError: If an argument is invalid.
     """
 
-    _kind, _default_name = "embedding_bags", "ebc"
+    _parameter_prefix, _default_name = "embedding_bags", "ebc"
 
     @checked_arguments("name", "is_weighted", "seed")
     def __init__(
@@ -89,13 +89,13 @@ class EmbeddingBagCollection(TableCollection):
         self._keys: list[str] = []
         self._lengths: list[int] = []
         self._lookups: list[_PooledLookup] = []
-        lookup_of: list[int] = []  # for each feature of the result, its lookup's index
+        lookup_indices: list[int] = []  # for each feature of the result, its lookup's index
         for config, names in zip(self.configs, output_names(self.configs), strict=True):
             assert isinstance(config, EmbeddingBagConfig)
             self._keys += names
             self._lengths += [config.embedding_dim] * len(names)
-            lookup_of += [self._add_feature(config, feature) for feature in config.feature_names]
-        self._columns = ColumnOrder(lookup_of, [lookup.dim for lookup in self._lookups])
+            lookup_indices += [self._add_feature(config, feature) for feature in config.feature_names]
+        self._columns = ColumnOrder(lookup_indices, [lookup.dim for lookup in self._lookups])
 
     def forward(self, features: Any) -> KeyedTensor:
         """Return one pooled row per sample and feature.
@@ -114,8 +114,8 @@ class EmbeddingBagCollection(TableCollection):
         """
         with self.raise_on_all_ranks():
             batch = as_features(features)
-            weights = self._weights_of(batch) if self._is_weighted else None
-            rows = [self._rows(lookup, batch, weights) for lookup in self._lookups]
+            weights = self._get_weights(batch) if self._is_weighted else None
+            rows = [self._look_up(lookup, batch, weights) for lookup in self._lookups]
         if not rows:
             return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
         return KeyedTensor(self._keys, self._lengths, self._columns.join(rows))
@@ -131,13 +131,13 @@ class EmbeddingBagCollection(TableCollection):
 
     embedding_bag_configs = TableCollection.embedding_configs  # TorchRec's models call it
 
-    def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
+    def _make_lookups(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
         batch = as_features(features)
-        keys, shares_bags = batch.keys(), isinstance(batch, VariableBatchKeyedJaggedTensor)
-        for lookup in () if shares_bags else self._lookups:
-            embedding, numbers = self.embedding(lookup.embedding), key_positions(lookup.features, keys)
+        keys, has_shared_bags = batch.keys(), isinstance(batch, VariableBatchKeyedJaggedTensor)
+        for lookup in () if has_shared_bags else self._lookups:
+            embedding, positions = self.embedding(lookup.embedding), key_positions(lookup.features, keys)
             arguments = self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling
-            yield embedding, check_lookup(embedding.spec, *arguments, numbers, len(keys))
+            yield embedding, check_lookup(embedding.spec, *arguments, positions, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
         """Add a table's feature to the first lookup in its embedding without it. Returns the lookup's index."""
@@ -152,44 +152,44 @@ class EmbeddingBagCollection(TableCollection):
         lookup.tables.append(table)
         return self._lookups.index(lookup)
 
-    def _weights_of(self, batch: KeyedJaggedTensor) -> Tensor:
+    def _get_weights(self, batch: KeyedJaggedTensor) -> Tensor:
         """Return the batch's weights as float32. Raises InputError if there are none."""
         if (weights := batch.weights_or_none()) is None:
             remedy = "give weights to the KeyedJaggedTensor, or make the collection with is_weighted=False"
             raise InputError(f"features of {self.name!r}: is_weighted=True, but the batch has no weights; {remedy}")
         return weights.float()
 
-    def _rows(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
+    def _look_up(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
         """Return [batch, columns * dim]."""
         if isinstance(batch, VariableBatchKeyedJaggedTensor):
             return self._expand_bags(lookup, batch)
         keys = batch.keys()
         arguments = self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights
-        numbers = key_positions(lookup.features, keys)
-        return self.embedding(lookup.embedding)(*arguments, features=numbers, num_features=len(keys)).flatten(1)
+        positions = key_positions(lookup.features, keys)
+        return self.embedding(lookup.embedding)(*arguments, features=positions, num_features=len(keys)).flatten(1)
 
     def _expand_bags(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
         """Look each bag up once, then copy its row to each sample that shares it. Returns [batch, columns * dim]."""
-        refuse_trace(
+        check_eager(
             "a batch of variable batch sizes",
             "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor",
         )
         inverse, counts = batch.inverse_indices_or_none(), batch.stride_per_key()
         if inverse is None and len({*counts}) > 1:
-            wrong = f"keys differ in their numbers of bags, {counts}, and inverse_indices=None"
-            raise InputError(f"features of {self.name!r}: {wrong}; give inverse_indices, the bag of each sample")
-        numbers = key_positions(lookup.features, batch.keys())
-        chosen, device = batch.permute(numbers), batch.device()
+            problem = f"keys differ in their numbers of bags, {counts}, and inverse_indices=None"
+            raise InputError(f"features of {self.name!r}: {problem}; give inverse_indices, the bag of each sample")
+        positions = key_positions(lookup.features, batch.keys())
+        selected, device = batch.permute(positions), batch.device()
         if device.type != "meta":
-            chosen.validate()
-        weights = chosen.weights().to(torch.float32) if self._is_weighted else None
-        tables = torch.tensor(lookup.tables).repeat_interleave(torch.tensor(chosen.stride_per_key()))
+            selected.validate()
+        weights = selected.weights().to(torch.float32) if self._is_weighted else None
+        tables = torch.tensor(lookup.tables).repeat_interleave(torch.tensor(selected.stride_per_key()))
         rows = self.embedding(lookup.embedding)(
-            self.convert_ids(chosen.values()), tables.to(device), chosen.offsets(), lookup.pooling, weights
+            self.convert_ids(selected.values()), tables.to(device), selected.offsets(), lookup.pooling, weights
         )
-        firsts = torch.tensor(chosen.lengths_offset_per_key()[:-1], device=device)
-        bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][numbers]
-        samples = bags + firsts[:, None]  # [columns, batch]
+        first_bags = torch.tensor(selected.lengths_offset_per_key()[:-1], device=device)
+        bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][positions]
+        samples = bags + first_bags[:, None]  # [columns, batch]
         return rows[samples.t()].flatten(1)
 
 
@@ -201,8 +201,8 @@ def as_features(features: Any) -> KeyedJaggedTensor:
         return KeyedJaggedTensor.from_jt_dict({key: as_jagged(jagged) for key, jagged in features.items()})
     if hasattr(features, "variable_stride_per_key"):
         return KeyedJaggedTensor.from_torchrec(features)
-    wanted = "a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
-    raise InputError(f"features: got a {type(features).__name__}; give {wanted}")
+    expected = "a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
+    raise InputError(f"features: got a {type(features).__name__}; give {expected}")
 
 
 def as_jagged(feature: Any) -> JaggedTensor:
@@ -240,7 +240,7 @@ class EmbeddingCollection(TableCollection):
         OptionError: If an argument is invalid.
     """
 
-    _kind, _default_name = "embeddings", "ec"
+    _parameter_prefix, _default_name = "embeddings", "ec"
 
     @checked_arguments("name", "need_indices", "seed")
     def __init__(
@@ -298,9 +298,9 @@ class EmbeddingCollection(TableCollection):
         """
         result: dict[str, JaggedTensor | Padded] = {}
         with self.raise_on_all_ranks():
-            for name, embedding, table, (ids, offsets, mask) in self._lookups(features):
-                rows, own_ids = embedding(ids, table), ids if self._need_indices else None
-                result[name] = JaggedTensor(rows, own_ids, None, offsets) if mask is None else Padded(rows, mask)
+            for name, embedding, table, (ids, offsets, mask) in self._iter_lookups(features):
+                rows, indices = embedding(ids, table), ids if self._need_indices else None
+                result[name] = JaggedTensor(rows, indices, None, offsets) if mask is None else Padded(rows, mask)
         return result
 
     def need_indices(self) -> bool:
@@ -318,11 +318,11 @@ class EmbeddingCollection(TableCollection):
         """Return, for each table, its features' names in a result."""
         return [list(names) for names in self._names]
 
-    def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
-        for _, embedding, table, (ids, _, _) in self._lookups(features):
+    def _make_lookups(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
+        for _, embedding, table, (ids, _, _) in self._iter_lookups(features):
             yield embedding, check_lookup(embedding.spec, ids, table)
 
-    def _lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
+    def _iter_lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
         """Yield (result name, embedding, table number in the embedding, ids) for each result."""
         batch: Any = features if isinstance(features, Mapping) else as_features(features)
         key_positions(self._features, list(batch.keys()))  # raises for a missing feature
@@ -330,13 +330,13 @@ class EmbeddingCollection(TableCollection):
             batch = {feature: as_jagged(batch[feature]) for feature in self._features}
         for jagged in batch.values() if isinstance(batch, dict) else [batch]:
             jagged.check_bags()
-        ids = {feature: self._ids(batch, feature) for feature in self._features}
+        ids = {feature: self._read_ids(batch, feature) for feature in self._features}
         for config, names in zip(self.configs, self._names, strict=True):
             embedding, table = self.embedding_of(config.name), self.table_location(config.name)[1]
             for feature, name in zip(config.feature_names, names, strict=True):
                 yield name, embedding, table, ids[feature]
 
-    def _ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _Ids:
+    def _read_ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _Ids:
         """Return (ids [n], offsets, None), or for a padded feature (ids [batch, length], offsets, its mask)."""
         length = self._padded.get(feature)
         if length is None or isinstance(batch, dict) or batch.variable_stride_per_key():
@@ -349,4 +349,4 @@ class EmbeddingCollection(TableCollection):
         if length is None:
             return ids, offsets, None
         signed = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
-        return pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, is_value(offsets, length)
+        return pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, value_mask(offsets, length)

@@ -18,7 +18,7 @@ from ..tensors.validation import is_traced
 from .embedding_collections import as_features, as_jagged
 from .tables import key_positions
 
-_MAXIMUM = "the maximum ids of a bag, from 1"
+_LENGTH_EXPECTED = "the maximum ids of a bag, from 1"
 
 
 class PositionWeightedModule(NoTorchScript, nn.Module):
@@ -34,7 +34,7 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
 
     def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        length = int_option("max_feature_length", max_feature_length, _MAXIMUM, 1)
+        length = int_option("max_feature_length", max_feature_length, _LENGTH_EXPECTED, 1)
         self.position_weight = nn.Parameter(torch.ones(length, device=device))
 
     def reset_parameters(self) -> None:
@@ -44,7 +44,7 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
     def forward(self, features: Any) -> JaggedTensor:
         """Return the JaggedTensor with weights. Raises InputError."""
         jagged = as_jagged(features)
-        weights = _weights({"feature": self.position_weight}, ["feature"], jagged)
+        weights = _gather_weights({"feature": self.position_weight}, ["feature"], jagged)
         return JaggedTensor(jagged.values(), weights, offsets=jagged.offsets())
 
 
@@ -67,7 +67,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         self.max_feature_lengths: dict[str, int] = {}
         self.position_weights = nn.ParameterDict()
         for feature, maximum in max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
-            length = int_option(f"max_feature_lengths[{feature!r}]", maximum, _MAXIMUM, 1)
+            length = int_option(f"max_feature_lengths[{feature!r}]", maximum, _LENGTH_EXPECTED, 1)
             if "." in feature:
                 raise OptionError(f"max_feature_lengths: {feature!r} names a parameter; use no dots")
             self.max_feature_lengths[feature] = length
@@ -95,7 +95,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         if batch.weights_or_none() is not None:
             raise InputError("features: give a KeyedJaggedTensor without weights; this module adds them")
         key_positions(self.max_feature_lengths, keys)  # raises for a missing feature
-        weights = _weights(self.position_weights_dict, keys, batch)
+        weights = _gather_weights(self.position_weights_dict, keys, batch)
         offsets, inverse = batch.offsets(), batch.inverse_indices_or_none()
         strides = batch.stride_per_key_per_rank() or None
         return KeyedJaggedTensor(
@@ -117,11 +117,11 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection):
     def forward(self, features: Any) -> KeyedJaggedTensor:
         """Return the features of `max_feature_lengths`, in batch order, with weights. Raises KeyError, InputError."""
         weighted = super().forward(features)
-        own = [at for at, key in enumerate(weighted.keys()) if key in self.max_feature_lengths]
+        own = [index for index, key in enumerate(weighted.keys()) if key in self.max_feature_lengths]
         return weighted if len(own) == len(weighted.keys()) else weighted.permute(own)
 
 
-def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagged) -> Tensor:
+def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagged) -> Tensor:
     """Return a weight per value, [n]. The batch's bags are ordered by `keys`; keys without a parameter get weight 1."""
     batch.check_bags()
     offsets, device = batch.offsets(), batch.values().device
@@ -137,34 +137,34 @@ def _weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagge
         key = bag // max((offsets.shape[0] - 1) // max(len(keys), 1), 1)
     first = torch.tensor([begin for begin, _ in bounds], device=device)[key]
     limit = torch.tensor([end - begin for begin, end in bounds], device=device)[key]
-    limited = torch.tensor([name in spans for name in keys], device=device)[key]
+    has_limit = torch.tensor([name in spans for name in keys], device=device)[key]
     position = index - offsets[bag]
     if is_traced():
-        position = _checked_positions(position, limit, limited, key, "\n".join(keys))
+        position = _check_positions_op(position, limit, has_limit, key, "\n".join(keys))
     elif device.type != "meta":
-        _check(position, limit, limited, key, keys)
+        _check_positions(position, limit, has_limit, key, keys)
     all_weights = torch.cat([*parameters.values(), next(iter(parameters.values())).new_ones(1)])
     return all_weights[first + torch.minimum(position, limit - 1)]
 
 
-def _check(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: Sequence[str]) -> None:
+def _check_positions(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: Sequence[str]) -> None:
     """Raise InputError if any position [n] of a limited key reaches its `limit`."""
-    beyond = limited & (position >= limit)
-    if beyond.any():
-        first = int(beyond.nonzero()[0])
+    is_beyond = has_limit & (position >= limit)
+    if is_beyond.any():
+        first = int(is_beyond.nonzero()[0])
         name = repr(keys[int(key[first])])
         remedy = f"shorten bags, or raise max_feature_lengths[{name}] to the longest bag's length"
         raise InputError(f"feature {name}: a bag of more than {int(limit[first])} ids; {remedy}")
 
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())
-def _checked_positions(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: str) -> Tensor:
+def _check_positions_op(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: str) -> Tensor:
     """Check positions within a graph, on a CPU only because a GPU would wait for it. keys: names split by newlines."""
     if position.device.type == "cpu":
-        _check(position, limit, limited, key, keys.split("\n"))
+        _check_positions(position, limit, has_limit, key, keys.split("\n"))
     return position.clone()
 
 
-@_checked_positions.register_fake
-def _(position: Tensor, limit: Tensor, limited: Tensor, key: Tensor, keys: str) -> Tensor:
+@_check_positions_op.register_fake
+def _(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: str) -> Tensor:
     return torch.empty_like(position)

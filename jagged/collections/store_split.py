@@ -19,7 +19,7 @@ from ...engine.options.store_options import (
 from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-MEMTABLES, MIN_MEMTABLE = 12, 64 << 10  # memtables per RocksDB database and bytes each, as in rocksdb_options.cpp
+MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # RocksDB memtables per database, bytes each; as in rocksdb_options.cpp
 MAX_STATES = 2  # the most state floats that an optimizer keeps per float of a row
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
 
@@ -43,9 +43,9 @@ def assign_stores(store_options: Mapping[str, Any], requests: Mapping[str, Store
     by_name = {str(name): options for name, options in store_options.items()}
     names = ", ".join(map(repr, requests))
     if unknown := [name for name in by_name if name not in requests]:
-        near = difflib.get_close_matches(unknown[0], requests, 1)
-        meant = f"did you mean {near[0]!r}? " if near else ""
-        raise OptionError(f"store_options[{unknown[0]!r}]: there is no such embedding; {meant}give options for {names}")
+        matches = difflib.get_close_matches(unknown[0], requests, 1)
+        remedy = f"did you mean {matches[0]!r}? " if matches else ""
+        raise OptionError(f"store_options[{unknown[0]!r}]: no such embedding exists; {remedy}give options for {names}")
     if missing := [name for name in requests if name not in by_name]:
         remedy = f"give options for each of {names}, or one store for all, which is divided"
         raise OptionError(f"store_options has none for embedding {', '.join(map(repr, missing))}; {remedy}")
@@ -62,12 +62,12 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
     """
     if len(requests) == 1:
         return dict.fromkeys(requests, options)
-    known = all(request.rows is not None for request in requests.values())
-    rows = [request.rows or 0 if known else 1 for request in requests.values()]
-    sizes = [request.rows * row_bytes(request) if known and request.rows else 1 for request in requests.values()]
+    is_known = all(request.rows is not None for request in requests.values())
+    rows = [request.rows or 0 if is_known else 1 for request in requests.values()]
+    sizes = [request.rows * row_bytes(request) if is_known and request.rows else 1 for request in requests.values()]
     parts: dict[str, Sequence[Any]] = {}  # {option: its value for each embedding}
     if isinstance(options, CachedHostMemOptions):
-        parts |= {budget: _budgets(budget, options, requests, sizes) for budget in BUDGETS if options.get(budget)}
+        parts |= {budget: _divide_budget(budget, options, requests, sizes) for budget in BUDGETS if options.get(budget)}
     if options.capacity is not None:
         capacities = _divide(options.capacity, rows, [1] * len(rows))
         if capacities is None:
@@ -76,8 +76,8 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
                 f"give at least {len(requests)}, or store_options for each by its name"
             )
         parts["capacity"] = capacities
-    if isinstance(options, CachedSsdOptions) and (texts := _write_buffers(options, sizes)):
-        parts["rocksdb_options"] = texts
+    if isinstance(options, CachedSsdOptions) and (rocksdb_options := _divide_write_buffers(options, sizes)):
+        parts["rocksdb_options"] = rocksdb_options
     return {
         name: replace(options, **{option: values[i] for option, values in parts.items()})
         for i, name in enumerate(requests)
@@ -95,9 +95,9 @@ def format_stores(stores: Mapping[str, StoreOptions]) -> str:
     for name in columns:
         values = [options.get(name) for options in stores.values()]
         has_sum = all(isinstance(value, (int, float)) for value in values)
-        table.add_column(name, _cell(sum(values)) if has_sum else "", justify="right")
+        table.add_column(name, _format_cell(sum(values)) if has_sum else "", justify="right")
     for embedding, options in stores.items():
-        table.add_row(embedding, options.store, *(_cell(options.get(name)) for name in columns))
+        table.add_row(embedding, options.store, *(_format_cell(options.get(name)) for name in columns))
     console = Console(width=10_000, color_system=None, emoji=False, markup=False)
     with console.capture() as capture:
         console.print(table)
@@ -109,32 +109,32 @@ def row_bytes(request: StoreRequest, states: int = 0) -> int:
     return (request.dim * (request.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
 
-def _budgets(
+def _divide_budget(
     budget: str, options: StoreOptions, requests: Mapping[str, StoreRequest], sizes: Sequence[int]
 ) -> list[float]:
-    whole: Any = options.get(budget)
-    if whole == "auto":
+    total: Any = options.get(budget)
+    if total == "auto":
         embeddings = f"{len(requests)} share the store: {', '.join(requests)}"
         remedy = "give a number of MiB to divide, or store_options for each by its name"
         raise OptionError(f"{budget}='auto' is for one embedding, and {embeddings}; {remedy}")
     rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
     minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
-    parts = _divide(int(whole * MB), sizes, minimum)
+    parts = _divide(int(total * MB), sizes, minimum)
     if parts is None:
         raise OptionError(
-            f"{budget}={whole} is divided between {len(requests)} embeddings, {', '.join(requests)}, which need "
+            f"{budget}={total} is divided between {len(requests)} embeddings, {', '.join(requests)}, which need "
             f"{sum(minimum) / MB:.3g} MiB at least; give more, or store_options for each by its name"
         )
     return [part / MB for part in parts]
 
 
-def _write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> list[str]:
+def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> list[str]:
     """Return each embedding's `rocksdb_options`, or [] if the user's options already set the write buffer size."""
     text = str(options.rocksdb_options or "")
     if any(name in ("write_buffer_size", "db_write_buffer_size") for name, _ in _core.parse_rocksdb_options(text)):
         return []
     memtables = MEMTABLES * (options.shards or SHARDS)
-    minimum = [memtables * MIN_MEMTABLE] * len(sizes)
+    minimum = [memtables * MIN_MEMTABLE_BYTES] * len(sizes)
     parts = _divide(max(WRITE_BUFFER_BYTES, sum(minimum)), sizes, minimum)
     assert parts is not None
     return [f"write_buffer_size={part // memtables};{text}".rstrip(";") for part in parts]
@@ -144,21 +144,21 @@ def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[
     """Divide in proportion to weights, each part at least its minimum. None if the minimums exceed `whole`."""
     if sum(minimum) > whole:
         return None
-    raised: set[int] = set()  # indices of parts that are raised to their minimum
+    clamped: set[int] = set()  # indices of parts that are raised to their minimum
     while True:
-        rest = whole - sum(minimum[i] for i in raised)
-        total = sum(weight for i, weight in enumerate(weights) if i not in raised)
+        rest = whole - sum(minimum[i] for i in clamped)
+        total = sum(weight for i, weight in enumerate(weights) if i not in clamped)
         parts = [
-            minimum[i] if i in raised else rest * weight // total if total else rest // (len(weights) - len(raised))
+            minimum[i] if i in clamped else rest * weight // total if total else rest // (len(weights) - len(clamped))
             for i, weight in enumerate(weights)
         ]
-        low = {i for i, part in enumerate(parts) if part < minimum[i]}
-        if not low:
+        below_minimum = {i for i, part in enumerate(parts) if part < minimum[i]}
+        if not below_minimum:
             return parts
-        raised |= low
+        clamped |= below_minimum
 
 
-def _cell(value: Any) -> str:
+def _format_cell(value: Any) -> str:
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

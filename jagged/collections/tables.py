@@ -25,7 +25,7 @@ from ...engine.errors import InputError, OptionError
 from ...engine.ops.rows_contract import NoTorchScript
 from ...engine.options.lookup import DEVICES, Lookup
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
-from ...engine.options.table_names import choices, names_in, table_number
+from ...engine.options.table_names import choices, find_table, read_table_names
 from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
 from ..tensors.validation import is_empty
@@ -143,10 +143,10 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
             for number, table in enumerate(tables):
-                self._add(table, group, number)
+                self._add_table(table, group, number)
         train_together(self.embeddings[group] for group in groups)
 
-    def _add(self, table: EmbeddingConfig, group: str, number: int) -> None:
+    def _add_table(self, table: EmbeddingConfig, group: str, number: int) -> None:
         """Register a table under its embedding's name and its number in that embedding."""
         size = table.num_embeddings, table.embedding_dim, table.dtype
         self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), group, number)
@@ -156,7 +156,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         return "\n".join([group, *(table.name for table in tables)])
 
     def _warn_of_other_dtypes(
-        self, group: str, tables: Sequence[EmbeddingConfig], options: StoreOptions, used: set[str]
+        self, group: str, tables: Sequence[EmbeddingConfig], options: StoreOptions, existing: set[str]
     ) -> None:
         """Warn if an embedding starts empty although its tables have stored rows of another dtype."""
         if options.persistent_path is None or options.open == "fresh":
@@ -164,8 +164,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         path = Path(options.persistent_path)
         if (path / group).exists():
             return
-        for other in {embedding_name(self.name, tables[0], dtype) for dtype in DTYPES} - used:
-            if (path / other).exists() and _may_have(path / other, {table.name for table in tables}):
+        for other in {embedding_name(self.name, tables[0], dtype) for dtype in DTYPES} - existing:
+            if (path / other).exists() and _may_have_rows(path / other, {table.name for table in tables}):
                 log.warning(
                     "embedding %r starts empty, but %s has rows of another dtype: to keep them, copy a snapshot of "
                     "them to %s, and call embedding_of(table).load_snapshot(name, convert=True)",
@@ -198,7 +198,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
     def table_location(self, table: int | str) -> tuple[str, int]:
         """Return (embedding name, table number in the embedding). Raises InputError."""
-        if (number := table_number(table, self._tables)) is None:
+        if (number := find_table(table, self._tables)) is None:
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
         view = self.embeddings.tables[self._tables[number]]
         return view.group, view.number
@@ -249,7 +249,7 @@ class TableCollection(TableModule):
     Arguments are the same as for EmbeddingBagCollection; `options` go to each embedding.
     """
 
-    _kind: str  # prefix of TorchRec's parameter names
+    _parameter_prefix: str  # prefix of TorchRec's parameter names
 
     def __init__(
         self,
@@ -345,7 +345,7 @@ class TableCollection(TableModule):
         """
         with self.raise_on_all_ranks():
             full = state.get("state", state)
-            by_table = {config.name: _table_state(self._kind, config.name, full) for config in self.configs}
+            by_table = {config.name: _table_state(self._parameter_prefix, config.name, full) for config in self.configs}
         states = {}
         for table, table_state in by_table.items():
             embedding = self.embedding_of(table)
@@ -359,7 +359,7 @@ class TableCollection(TableModule):
     @property
     def _weight_names(self) -> dict[str, EmbeddingConfig]:
         """{TorchRec's parameter name: table config}."""
-        return {f"{self._kind}.{config.name}.weight": config for config in self.configs}
+        return {f"{self._parameter_prefix}.{config.name}.weight": config for config in self.configs}
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         _, _, missing, _, errors = rest
@@ -389,8 +389,8 @@ class TableCollection(TableModule):
         for group in self._shared:
             embedding = self.embedding(group)
             if embedding.device.type != target.type:
-                where = f"the shared embedding {embedding.name!r} is on {embedding.device}"
-                raise OptionError(f"device={device!r}: {where}; give that, or move both collections by .to(device)")
+                subject = f"the shared embedding {embedding.name!r} is on {embedding.device}"
+                raise OptionError(f"device={device!r}: {subject}; give that, or move both collections by .to(device)")
         self.to(target)
 
     def prefetch(self, features: Any) -> None:
@@ -400,13 +400,13 @@ class TableCollection(TableModule):
         """
         announced: dict[MultiTableEmbedding, list[Lookup]] = {}
         with self.raise_on_all_ranks():
-            for embedding, lookup in self._lookups_of(features):
+            for embedding, lookup in self._make_lookups(features):
                 announced.setdefault(embedding, []).append(lookup)
         for embedding, lookups in announced.items():
             embedding.announce(lookups)
 
     @abstractmethod
-    def _lookups_of(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
+    def _make_lookups(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
         """Yield the checked lookups of a batch, each with its embedding."""
 
     def convert_ids(self, values: Tensor) -> Tensor:
@@ -427,10 +427,10 @@ class TableCollection(TableModule):
     ) -> None:
         """Look up a table in `share`'s embedding. Raises OptionError if the table's two configs differ."""
         shared = next(other for other in share.configs if other.name == config.name)
-        for fact in ("num_embeddings", "embedding_dim", "dtype", "group"):
-            own, other = getattr(config, fact), getattr(shared, fact)
+        for field in ("num_embeddings", "embedding_dim", "dtype", "group"):
+            own, other = getattr(config, field), getattr(shared, field)
             if own != other:
-                difference = f"{fact}={own!r}, and {other!r} in share, {share.name!r}"
+                difference = f"{field}={own!r}, and {other!r} in share, {share.name!r}"
                 remedy = "give the same, or another name for a separate table"
                 raise OptionError(f"table {config.name!r}: {difference}; {remedy}")
         if config.table_options() != shared.table_options():
@@ -450,13 +450,13 @@ class TableCollection(TableModule):
         if group not in self._shared:
             self._shared.append(group)
             self.embeddings[group] = embedding
-        self._add(config, group, number)
+        self._add_table(config, group, number)
 
 
-def _may_have(folder: Path, tables: set[str]) -> bool:
+def _may_have_rows(folder: Path, tables: set[str]) -> bool:
     """True unless the clean marker shows that none of the tables has live rows in the store folder."""
     marker = FolderState(folder).clean_marker
-    names = () if marker is None or "tables" not in marker else names_in(marker)
+    names = () if marker is None or "tables" not in marker else read_table_names(marker)
     return not names or None in names or not tables.isdisjoint(names)
 
 

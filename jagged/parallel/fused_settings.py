@@ -16,12 +16,12 @@ from torch import nn
 from ...embedding.modules.embedding import MultiTableMultiColumnEmbedding
 from ...embedding.optim.eager import IN_BACKWARD
 from ...engine.errors import InputError, OptionError
-from ..tbe.call_arguments import CONSTRUCTOR, pop_idle, refuse
+from ..tbe.call_arguments import REFUSED_ARGS, pop_ignored, refuse
 from ..tbe.enums import OptimType
-from ..tbe.settings import DEFAULTS, make_settings
+from ..tbe.settings import DEFAULTS, make_optimizer_settings
 
 log = logging.getLogger("tierbed")
-_KINDS = {  # keys are class names in TorchRec; the first three are also torch's
+_OPTIM_TYPES = {  # keys are class names in TorchRec; the first three are also torch's
     "SGD": OptimType.EXACT_SGD,
     "Adagrad": OptimType.EXACT_ADAGRAD,
     "Adam": OptimType.ADAM,
@@ -31,9 +31,9 @@ _KINDS = {  # keys are class names in TorchRec; the first three are also torch's
     "PartialRowWiseLAMB": OptimType.PARTIAL_ROWWISE_LAMB,
     "PartialRowWiseAdam": OptimType.PARTIAL_ROWWISE_ADAM,
 }
-_NUMBERS = ("optimizer", "learning_rate", "weight_decay_mode", "max_norm", *DEFAULTS)
-_CLIP = "limit rows by clip_grad_value in the param group of an EagerOptimizer"
-_REFUSED: dict[str, tuple[Any, str]] = CONSTRUCTOR | {
+_OPTIMIZER_ARGUMENTS = ("optimizer", "learning_rate", "weight_decay_mode", "max_norm", *DEFAULTS)
+_CLIP_REMEDY = "limit rows by clip_grad_value in the param group of an EagerOptimizer"
+_REFUSED_SETTINGS: dict[str, tuple[Any, str]] = REFUSED_ARGS | {
     **dict.fromkeys(
         ("cache_algorithm", "cache_load_factor", "cache_params", "key_value_params"),
         (None, "give store_options= to the collection"),
@@ -42,31 +42,31 @@ _REFUSED: dict[str, tuple[Any, str]] = CONSTRUCTOR | {
     "output_dtype": ("fp32", "give output_dtype= to the collection"),
     "bounds_check_mode": (0, "give bad_ids= to the config of the table"),
     "optimizer_state_dtypes": (None, "give state_dtype= to the collection"),
-    "gradient_clipping": (False, _CLIP),
-    "max_gradient": (1.0, _CLIP),
+    "gradient_clipping": (False, _CLIP_REMEDY),
+    "max_gradient": (1.0, _CLIP_REMEDY),
 }
 _PLAN_SETTINGS = (
     "cache_params", "enforce_hbm", "stochastic_rounding", "bounds_check_mode", "output_dtype", "key_value_params",
 )  # fmt: skip
 
 
-def fuse(model: nn.Module, sharders: Any) -> None:
+def fuse_optimizers(model: nn.Module, sharders: Any) -> None:
     """Give a model's rows the optimizers that TorchRec would fuse. Raises OptionError, InputError."""
     fused_params = dict(_fused_params(model, sharders))
     for embedding in (module for module in model.modules() if isinstance(module, MultiTableMultiColumnEmbedding)):
         try:
-            _fuse(embedding, dict(fused_params.get(embedding, {})))
+            _fuse_embedding(embedding, dict(fused_params.get(embedding, {})))
         except OptionError as error:
             raise OptionError(f"fused optimizer of embedding {embedding.name!r}: {error}") from None
 
 
-def check_sharding(where: str, sharding: Any) -> None:
+def check_sharding(subject: str, sharding: Any) -> None:
     """Raise OptionError if a table's entry in a plan contains a setting that tierbed does not follow."""
     settings = {name: value for name in _PLAN_SETTINGS if (value := getattr(sharding, name, None)) is not None}
     try:
-        refuse(settings, _REFUSED, ())
+        refuse(settings, _REFUSED_SETTINGS, ())
     except OptionError as error:
-        raise OptionError(f"plan: {where}: {error}") from None
+        raise OptionError(f"plan: {subject}: {error}") from None
 
 
 def _fused_params(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, Mapping[str, Any]]]:
@@ -76,28 +76,28 @@ def _fused_params(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, 
     for sharder in sharders or ():
         if not hasattr(sharder, "module_type"):
             raise OptionError(f"sharders={sharders!r:.80}: give TorchRec's sharders")
-        where = f"sharders: {type(sharder).__name__} has"
+        subject = f"sharders: {type(sharder).__name__} has"
         if getattr(sharder, "qcomm_codecs_registry", None):
-            raise OptionError(f"{where} a qcomm_codecs_registry; leave it out, and give env=World(rows=, grads=)")
+            raise OptionError(f"{subject} a qcomm_codecs_registry; leave it out, and give env=World(rows=, grads=)")
         params, kind = getattr(sharder, "fused_params", None) or {}, sharder.module_type
         if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
-            raise OptionError(f"{where} fused_params={params!r:.80}; give a dict of FBGEMM's arguments by their names")
+            raise OptionError(f"{subject} fused_params={params!r:.80}; give a dict of FBGEMM's arguments by name")
         for module in model.modules() if params else ():
             if isinstance(module, kind):
-                raise OptionError(f"{where} fused_params, and the model's {kind} stays as it is; leave them out")
+                raise OptionError(f"{subject} fused_params, and the model's {kind} stays as it is; leave them out")
             if any(base.__name__ == kind.__name__ for base in type(module).__mro__):
                 yield from ((inner, params) for inner in module.modules())
 
 
-def _fuse(embedding: MultiTableMultiColumnEmbedding, params: dict[str, Any]) -> None:
+def _fuse_embedding(embedding: MultiTableMultiColumnEmbedding, params: dict[str, Any]) -> None:
     """Replace an embedding's in-backward optimizer by FBGEMM's. params: FBGEMM's arguments by name; modified."""
     shadow: Any = embedding.shadow
     classes, kwargs = getattr(shadow, "_optimizer_classes", []), getattr(shadow, "_optimizer_kwargs", [])
     if len(classes) == 1:
         kind, package = classes[0].__name__, classes[0].__module__.partition(".")[0]
-        if package in ("torch", "torchrec") and kind in _KINDS:
-            params |= {"optimizer": _KINDS[kind], **kwargs[0]}
-        elif params.keys() & {*_NUMBERS}:
+        if package in ("torch", "torchrec") and kind in _OPTIM_TYPES:
+            params |= {"optimizer": _OPTIM_TYPES[kind], **kwargs[0]}
+        elif params.keys() & {*_OPTIMIZER_ARGUMENTS}:
             raise OptionError(f"{kind} has its own numbers; leave those of fused_params out")
     if "lr" in params:
         params["learning_rate"] = params.pop("lr")
@@ -105,15 +105,15 @@ def _fuse(embedding: MultiTableMultiColumnEmbedding, params: dict[str, Any]) -> 
         if not isinstance(betas, (list, tuple)) or len(betas) != 2:
             raise OptionError(f"betas={betas!r}: give two numbers")
         params["beta1"], params["beta2"] = betas
-    chosen = {name: params.pop(name) for name in _NUMBERS if name in params}
-    unused = pop_idle(params, getattr(torch, embedding.spec.dtype))
-    refuse(params, _REFUSED, _NUMBERS)
-    if chosen and shadow.requires_grad:
+    optimizer_args = {name: params.pop(name) for name in _OPTIMIZER_ARGUMENTS if name in params}
+    unused = pop_ignored(params, getattr(torch, embedding.spec.dtype))
+    refuse(params, _REFUSED_SETTINGS, _OPTIMIZER_ARGUMENTS)
+    if optimizer_args and shadow.requires_grad:
         if embedding.is_open:
             raise InputError(f"embedding {embedding.name!r} is open; make DistributedModelParallel before a lookup")
-        if (settings := make_settings(chosen)) is None:
+        if (settings := make_optimizer_settings(optimizer_args)) is None:
             raise OptionError("optimizer=OptimType.NONE: leave it out, and train the rows with an EagerOptimizer")
-        unused += settings.idle(chosen)
+        unused += settings.find_unused(optimizer_args)
         if classes:  # torch's backward hook steps the optimizers in this list
             getattr(shadow, IN_BACKWARD)[:] = [settings.make_optimizer([shadow])]
             classes[:], kwargs[:] = [settings.make_optimizer], [{}]

@@ -22,7 +22,7 @@ from ...embedding.optim.eager import IN_BACKWARD
 from ...embedding.tables.names import name_embeddings
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
-from .fused_settings import check_sharding, fuse
+from .fused_settings import check_sharding, fuse_optimizers
 
 
 class DistributedModelParallel(nn.Module):
@@ -57,16 +57,16 @@ class DistributedModelParallel(nn.Module):
         sharders: Any = None,
         init_data_parallel: bool = True,
         init_parameters: bool = True,
-        **refused: Any,
+        **unsupported: Any,
     ) -> None:
         super().__init__()
-        for name, value in refused.items():
+        for name, value in unsupported.items():
             if value is not None:
                 raise OptionError(f"{name}={value!r}: torch's DistributedDataParallel wraps the model; leave it out")
         _check_plan(plan)
         self.plan, self.sharders, self.init_parameters = plan, sharders, init_parameters
         self.device = torch.device("cpu" if device is None else device)
-        self._world, self._group = _world_of(env)
+        self._world, self._process_group = _make_world(env)
         self._wrapped: nn.Module = module
         name_embeddings(module)
         for embedding in self._embeddings():
@@ -77,13 +77,13 @@ class DistributedModelParallel(nn.Module):
                         "DistributedModelParallel before the first lookup, or give world= to the collection"
                     )
                 embedding.world = self._world
-        fuse(module, sharders)
+        fuse_optimizers(module, sharders)
         if init_parameters:
-            _leave_meta(module, self.device)
+            _materialize(module, self.device)
             module.to(self.device)
         if init_data_parallel:
             self.init_data_parallel()
-        self.register_load_state_dict_pre_hook(_find_wrapped)
+        self.register_load_state_dict_pre_hook(_add_wrapper_prefix)
 
     @property
     def module(self) -> nn.Module:
@@ -98,7 +98,7 @@ class DistributedModelParallel(nn.Module):
         """Copy rank 0's dense parameters to all ranks, and keep them equal from then on. Further calls do nothing."""
         if isinstance(self._wrapped, DistributedDataParallel):
             return
-        _leave_meta(self._wrapped, self.device)
+        _materialize(self._wrapped, self.device)
         shadows = {id(embedding.shadow) for embedding in self._embeddings()}
         dense = [param for param in self._wrapped.parameters() if id(param) not in shadows and param.requires_grad]
         if self._world.size > 1 and dense:
@@ -106,14 +106,14 @@ class DistributedModelParallel(nn.Module):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._wrapped, ignored)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch rename broadcast_buffers
-                wrapped = DistributedDataParallel(self._wrapped, process_group=self._group, broadcast_buffers=False)
-            setattr(wrapped, LEAVES_ROWS, True)
-            self._wrapped = wrapped
+                ddp = DistributedDataParallel(self._wrapped, process_group=self._process_group, broadcast_buffers=False)
+            setattr(ddp, LEAVES_ROWS, True)
+            self._wrapped = ddp
 
     @property
-    def fused_optimizer(self) -> InBackward:
+    def fused_optimizer(self) -> InBackwardOptimizers:
         """The optimizers that `apply_optimizer_in_backward` attached to parameters."""
-        return InBackward(self.module)
+        return InBackwardOptimizers(self.module)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's state dict."""
@@ -133,10 +133,10 @@ class DistributedModelParallel(nn.Module):
         return [module for module in self._wrapped.modules() if isinstance(module, MultiTableMultiColumnEmbedding)]
 
 
-class InBackward:
+class InBackwardOptimizers:
     """The optimizers that torch steps during backward: `params` by name, `param_groups` and `state_dict()`.
 
-    An InBackward can be an item of TorchRec's CombinedOptimizer, because it unpacks to a (name, optimizer) pair.
+    It can be an item of TorchRec's CombinedOptimizer, because it unpacks to a (name, optimizer) pair.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -182,14 +182,14 @@ def get_module(module: nn.Module) -> nn.Module:
     return module
 
 
-def _find_wrapped(parallel: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+def _add_wrapper_prefix(parallel: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
     """Add the wrapper's path to names, so that an enclosing module can load a state dict with the model's names."""
     inner = prefix + ("_wrapped.module." if isinstance(parallel._wrapped, DistributedDataParallel) else "_wrapped.")
     for name in [name for name in state_dict if name.startswith(prefix) and not name.startswith(inner)]:
         state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
 
 
-def _world_of(env: Any) -> tuple[World, dist.ProcessGroup | None]:
+def _make_world(env: Any) -> tuple[World, dist.ProcessGroup | None]:
     """Return the embeddings' world and the dense part's process group. A group of None means torch's default."""
     if isinstance(env, World):
         return env, None
@@ -220,10 +220,10 @@ def _check_plan(plan: Any) -> None:
         check_sharding(path, shardings[path])
 
 
-def _leave_meta(root: nn.Module, device: torch.device) -> None:
+def _materialize(root: nn.Module, device: torch.device) -> None:
     """Move tensors from meta to a device, and initialize their modules there. Raises InputError."""
-    modules, resets = dict(root.named_modules()), {}
-    moved: dict[int, torch.Tensor] = {}  # {id of the tensor on meta: the new tensor}
+    modules, reset_modules = dict(root.named_modules()), {}
+    new_tensors: dict[int, torch.Tensor] = {}  # {id of the tensor on meta: the new tensor}
     for path, module in modules.items():
         own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
         on_meta = [(name, tensor) for name, tensor in own if tensor.device.type == "meta"]
@@ -233,15 +233,15 @@ def _leave_meta(root: nn.Module, device: torch.device) -> None:
             if owner is None:
                 name = path or "module"
                 raise InputError(f"{name} is on meta, and has no reset_parameters(); add one, or make it here")
-            resets[owner] = modules[owner]
+            reset_modules[owner] = modules[owner]
         for name, tensor in on_meta:
             new = torch.zeros_like(tensor, device=device)
             new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-            setattr(module, name, moved.setdefault(id(tensor), new))  # keeps tied parameters tied
-            if hasattr(tensor, IN_BACKWARD) and moved[id(tensor)] is new:
+            setattr(module, name, new_tensors.setdefault(id(tensor), new))  # keeps tied parameters tied
+            if hasattr(tensor, IN_BACKWARD) and new_tensors[id(tensor)] is new:
                 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 
                 for kind, settings in zip(tensor._optimizer_classes, tensor._optimizer_kwargs, strict=True):
                     _apply_optimizer_in_backward(kind, [new], settings)
-    for module in resets.values():
+    for module in reset_modules.values():
         module.reset_parameters()

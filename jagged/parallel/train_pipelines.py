@@ -36,7 +36,7 @@ class TrainPipelineBase:
         OptionError: If an argument is invalid.
     """
 
-    _ahead = 0  # how many later batches are already drawn while a step runs
+    _num_ahead = 0  # how many later batches are already drawn while a step runs
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class TrainPipelineBase:
         self._paths: dict[nn.Module, Path | None] = {}  # where a collection's features are in a batch
         self._execute_all_batches = True
         self._loader: Iterator[Any] | None = None  # the last training step's loader
-        self._end: Exception | None = None  # that loader's exception, held until the batches before it are trained
+        self._error: Exception | None = None  # that loader's exception, held until the batches before it are trained
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Run a step with the next batch.
@@ -81,14 +81,14 @@ class TrainPipelineBase:
         is_training = self._model.training
         if is_training and self._optimizer is None:
             raise OptionError("optimizer=None: give the optimizer that trains the model, or call the model's eval()")
-        batch = self._next(dataloader_iter)
+        batch = self._next_batch(dataloader_iter)
         if is_training:
             self._optimizer.zero_grad()
-        with _find_paths(self._collections(), self._paths, batch):
+        with _record_paths(self._collections(), self._paths, batch):
             result = self._forward(batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
-            returned = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
-            raise InputError(f"the model returned {returned}; a pipeline's model returns a pair, (losses, output)")
+            result_type = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
+            raise InputError(f"the model returned {result_type}; a pipeline's model returns a pair, (losses, output)")
         losses, output = result
         if is_training:
             torch.sum(losses, dim=0).backward()
@@ -98,43 +98,43 @@ class TrainPipelineBase:
     def reset(self) -> None:
         """Drop the batches that were drawn but not trained."""
         self._batches.clear()
-        self._loader = self._end = None
+        self._loader = self._error = None
         self._forget_announced()
 
-    def _next(self, loader: Iterator[Any]) -> Any:
+    def _next_batch(self, loader: Iterator[Any]) -> Any:
         is_training = self._model.training
         if is_training:
-            self._fill(loader)
+            self._fill_queue(loader)
         number = next((n for n, (source, _) in enumerate(self._batches) if is_training or source is loader), None)
-        leaves_rest = is_training and isinstance(self._end, StopIteration) and not self._execute_all_batches
-        if self._end is not None and loader is self._loader and (number is None or leaves_rest):
+        keeps_rest = is_training and isinstance(self._error, StopIteration) and not self._execute_all_batches
+        if self._error is not None and loader is self._loader and (number is None or keeps_rest):
             if not self._batches:
                 self._forget_announced()
-            end, self._end = self._end, None
+            error, self._error = self._error, None
             try:
-                raise end
+                raise error
             finally:
-                del end  # the traceback references this frame, which would keep the model alive
+                del error  # the traceback references this frame, which would keep the model alive
         if number is None:
-            return self._draw(loader)
+            return self._load_batch(loader)
         _, batch = self._batches[number]
         del self._batches[number]
         return batch
 
-    def _fill(self, loader: Iterator[Any]) -> None:
+    def _fill_queue(self, loader: Iterator[Any]) -> None:
         if loader is not self._loader:
-            self._loader, self._end = loader, None
-        while self._end is None and len(self._batches) <= self._ahead:
+            self._loader, self._error = loader, None
+        while self._error is None and len(self._batches) <= self._num_ahead:
             try:
-                batch = self._draw(loader)
-            except Exception as end:
-                self._end = end.with_traceback(None) if isinstance(end, StopIteration) else end
+                batch = self._load_batch(loader)
+            except Exception as error:
+                self._error = error.with_traceback(None) if isinstance(error, StopIteration) else error
                 return
             self._batches.append((loader, batch))
             if len(self._batches) > 1:
                 self._announce(batch)
 
-    def _draw(self, loader: Iterator[Any]) -> Any:
+    def _load_batch(self, loader: Iterator[Any]) -> Any:
         batch = next(loader)
         return batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch
 
@@ -145,7 +145,7 @@ class TrainPipelineBase:
     def _announce(self, batch: Any) -> None:
         """Announce a batch if its features are at the first batch's paths. Otherwise no rank prefetches it."""
         for collection in self._collections():
-            features, embeddings = _part(batch, self._paths.get(collection)), [*collection.each()]
+            features, embeddings = _get_part(batch, self._paths.get(collection)), [*collection.each()]
             has_ranks = collection in self._paths and any(embedding.world for embedding in embeddings)
             are_trained = all(embedding.row_optimizer and embedding.shadow.requires_grad for embedding in embeddings)
             if are_trained and (features is not None or has_ranks):
@@ -171,7 +171,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     TorchRec's other arguments configure its streams and change nothing here.
     """
 
-    _ahead = 2
+    _num_ahead = 2
 
     def __init__(
         self,
@@ -211,11 +211,11 @@ class TrainPipelineSemiSync:
 
 
 @contextmanager
-def _find_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
+def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
     """Within this context, watch a forward's calls of collections to find where in the batch their features are."""
 
     def record_path(collection: nn.Module, args: tuple[Any, ...]) -> None:
-        path = _path_to(batch, args[0]) if args else None
+        path = _find_path(batch, args[0]) if args else None
         if path is None and collection not in paths:
             name = type(collection).__name__
             log.info("%s: its features are not a part of the batch, so its rows are not prefetched", name)
@@ -227,7 +227,7 @@ def _find_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | 
         yield
 
 
-def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
+def _find_path(whole: Any, part: Any, depth: int = 4) -> Path | None:
     """Return the path from a batch to an object inside it, or None if the batch does not contain it."""
     if whole is part:
         return ()
@@ -242,12 +242,12 @@ def _path_to(whole: Any, part: Any, depth: int = 4) -> Path | None:
         slots = [field.name for field in dataclasses.fields(whole)] if dataclasses.is_dataclass(whole) else ()
         inner = [(attrgetter(name), getattr(whole, name, None)) for name in getattr(whole, "__dict__", slots)]
     for step, value in inner:
-        if (rest := _path_to(value, part, depth - 1)) is not None:
+        if (rest := _find_path(value, part, depth - 1)) is not None:
             return (step, *rest)
     return None
 
 
-def _part(whole: Any, path: Path | None) -> Any:
+def _get_part(whole: Any, path: Path | None) -> Any:
     """Return the part of a batch at a path, or None if there is none or the path is None."""
     try:
         return None if path is None else reduce(lambda part, step: step(part), path, whole)

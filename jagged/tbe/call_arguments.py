@@ -23,7 +23,7 @@ _STREAMING = "save incremental snapshots of the changed rows (docs/snapshots.md)
 _OUTPUT = "the output is a new tensor; copy it to where you need it"
 
 # {name: (FBGEMM's default, which is what tierbed does; why other values are refused)}
-CONSTRUCTOR: dict[str, tuple[Any, str]] = {
+REFUSED_ARGS: dict[str, tuple[Any, str]] = {
     "cache_sets": (0, "the memory of a cache decides its number of sets; give cache_load_factor, or store_options"),
     "cache_reserved_memory": (0.0, "a cache takes no more than its budget; give cache_load_factor, or store_options"),
     "cache_precision": (None, "a cache has rows of weights_precision, as the tier below; leave it out"),
@@ -55,7 +55,7 @@ CONSTRUCTOR: dict[str, tuple[Any, str]] = {
 }
 
 # positional arguments of FBGEMM's constructor, after embedding_specs and feature_table_map
-POSITIONS = (
+POSITIONAL_ARGS = (
     "cache_algorithm", "cache_load_factor", "cache_sets", "cache_reserved_memory", "cache_precision",
     "weights_precision", "output_dtype", "enforce_hbm", "optimizer", "record_cache_metrics", "gather_uvm_cache_stats",
     "stochastic_rounding", "gradient_clipping", "max_gradient", "max_norm", "learning_rate", "eps", "momentum",
@@ -66,13 +66,13 @@ POSITIONS = (
 )  # fmt: skip
 
 # {name: (FBGEMM's default; why it changes nothing)}, accepted with any value
-IDLE: dict[str, tuple[Any, str]] = {
+IGNORED_ARGS: dict[str, tuple[Any, str]] = {
     "use_experimental_tbe": (False, "tierbed has one implementation"),
     "prefetch_pipeline": (False, "a cache keeps the rows of announced batches by itself"),
 }
 
-IDLE_CALL = ("hash_zch_identities", "hash_zch_runtime_meta")  # arguments of forward that change nothing
-CALL: dict[str, tuple[Any, str]] = {
+IGNORED_CALL_ARGS = ("hash_zch_identities", "hash_zch_runtime_meta")  # arguments of forward that change nothing
+REFUSED_CALL_ARGS: dict[str, tuple[Any, str]] = {
     "total_unique_indices": (None, "it is for OptimType.NONE; leave it out"),
     "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
     "vbe_output": (None, _OUTPUT),
@@ -80,11 +80,11 @@ CALL: dict[str, tuple[Any, str]] = {
 }
 
 
-def pop_idle(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
+def pop_ignored(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
     """Remove the arguments that change nothing, and return "name: reason" for each. dtype: of stored rows."""
-    removed = []
-    for name, (default, reason) in IDLE.items():
-        removed += [f"{name}: {reason}"] * (arguments.pop(name, default) != default)
+    ignored = []
+    for name, (default, reason) in IGNORED_ARGS.items():
+        ignored += [f"{name}: {reason}"] * (arguments.pop(name, default) != default)
     if arguments.get("stochastic_rounding") is False and dtype == torch.float32:
         del arguments["stochastic_rounding"]
     if arguments.get("preallocated_host_buffers") == {}:
@@ -95,24 +95,24 @@ def pop_idle(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
             del arguments[name]
     if isinstance(counts := arguments.get("record_cache_metrics"), tuple) and not any(counts):
         del arguments["record_cache_metrics"]
-    return removed
+    return ignored
 
 
 def refuse(
     arguments: Mapping[str, Any],
-    known: Mapping[str, tuple[Any, str]],
+    refused: Mapping[str, tuple[Any, str]],
     supported: Iterable[str],
     error: type[TierbedError] = OptionError,
 ) -> None:
-    """Raise `error` for an unknown argument, with a suggestion, or for a `known` one without FBGEMM's default value."""
+    """Raise `error` for an unknown argument, or for a `refused` one whose value is not FBGEMM's default."""
     for name, value in arguments.items():
-        if name not in known:
-            near = difflib.get_close_matches(name, [*supported, *known], 1)
-            meant = f"did you mean {near[0]}?" if near else "leave it out"
-            raise error(f"{name}={value!r}: there is no such argument; {meant}")
-        default, reason = known[name]
-        plain = value.value if isinstance(value, Enum) else value
-        if plain is not default and not (isinstance(plain, (int, float, str)) and plain == default):
+        if name not in refused:
+            matches = difflib.get_close_matches(name, [*supported, *refused], 1)
+            suggestion = f"did you mean {matches[0]}?" if matches else "leave it out"
+            raise error(f"{name}={value!r}: there is no such argument; {suggestion}")
+        default, reason = refused[name]
+        raw = value.value if isinstance(value, Enum) else value
+        if raw is not default and not (isinstance(raw, (int, float, str)) and raw == default):
             raise error(f"{name}={value!r}: {reason}")
 
 
@@ -123,21 +123,21 @@ class TBECall:
     indices: Tensor  # int64 [n]
     offsets: Tensor  # int64 [bags + 1]
     weights: Tensor | None  # float32 [n]
-    features: int
-    sizes: list[list[int]] | None  # number of bags per feature and rank; None: equal for all features
+    num_features: int
+    bag_counts: list[list[int]] | None  # number of bags per feature and rank; None: equal for all features
 
     @cached_property
     def jagged(self) -> VariableBatchKeyedJaggedTensor:
         """The same bags as a jagged tensor. Its keys are the features' numbers."""
-        names, batch = [*map(str, range(self.features))], (self.offsets.shape[0] - 1) // self.features
-        bags = [batch] * self.features if self.sizes is None else [*map(sum, self.sizes)]
+        names, batch = [*map(str, range(self.num_features))], (self.offsets.shape[0] - 1) // self.num_features
+        bags = [batch] * self.num_features if self.bag_counts is None else [*map(sum, self.bag_counts)]
         return VariableBatchKeyedJaggedTensor(names, self.indices, self.weights, None, self.offsets, bags)
 
     def with_gradients(self, requires_grad: Any) -> TBECall:
         """Return the call with weights detached for each feature where `requires_grad` [features] is 0."""
-        if not isinstance(requires_grad, Tensor) or requires_grad.shape != (self.features,):
-            wanted = f"a tensor of {self.features} integers, one per feature"
-            raise InputError(f"feature_requires_grad={requires_grad!r}: give {wanted}")
+        if not isinstance(requires_grad, Tensor) or requires_grad.shape != (self.num_features,):
+            expected = f"a tensor of {self.num_features} integers, one per feature"
+            raise InputError(f"feature_requires_grad={requires_grad!r}: give {expected}")
         if self.weights is None:
             return self
         counts = self.offsets[torch.tensor(self.jagged.lengths_offset_per_key(), device=self.offsets.device)].diff()
@@ -145,8 +145,8 @@ class TBECall:
         return replace(self, weights=torch.where(id_requires_grad, self.weights, self.weights.detach()))
 
 
-def checked_call(
-    name: str, features: int, indices: Any, offsets: Any, weights: Any, sizes: Any, device: torch.device
+def check_call(
+    name: str, num_features: int, indices: Any, offsets: Any, weights: Any, bag_counts: Any, device: torch.device
 ) -> TBECall:
     """Check a call's arguments, and convert integers to int64 and weights to float32. Raises InputError."""
     for argument, value in (("indices", indices), ("offsets", offsets)):
@@ -157,38 +157,38 @@ def checked_call(
         _check_tensor(f"per_sample_weights of {name!r}", weights, is_valid, f"floats {tuple(indices.shape)}", device)
         weights = weights.float()
     bags = offsets.shape[0] - 1
-    if sizes is not None:
-        sizes = _checked_sizes(name, features, sizes, bags)
-    elif bags < 0 or bags % features:
-        wanted = f"features * batch + 1 for {features} features, or batch_size_per_feature_per_rank"
-        raise InputError(f"offsets of {name!r}: got {bags + 1}; give {wanted}")
-    return TBECall(indices.to(torch.int64), offsets.to(torch.int64), weights, features, sizes)
+    if bag_counts is not None:
+        bag_counts = _check_bag_counts(name, num_features, bag_counts, bags)
+    elif bags < 0 or bags % num_features:
+        expected = f"features * batch + 1 for {num_features} features, or batch_size_per_feature_per_rank"
+        raise InputError(f"offsets of {name!r}: got {bags + 1}; give {expected}")
+    return TBECall(indices.to(torch.int64), offsets.to(torch.int64), weights, num_features, bag_counts)
 
 
-def _checked_sizes(name: str, features: int, sizes: Any, bags: int) -> list[list[int]]:
-    where = f"batch_size_per_feature_per_rank of {name!r}"
-    if not isinstance(sizes, (list, tuple)) or len(sizes) != features:
-        got = f"{len(sizes)} lists" if isinstance(sizes, (list, tuple)) else type(sizes).__name__
-        wanted = f"{features} lists, one for each feature, of one batch size for each rank"
-        raise InputError(f"{where}: got {got}; give {wanted}")
-    if any(not isinstance(ranks, (list, tuple)) or len(ranks) != len(sizes[0]) or not ranks for ranks in sizes):
-        raise InputError(f"{where}: {sizes!r}; give each feature one batch size for each rank")
-    if any(as_int(size, 0) is None for ranks in sizes for size in ranks):
-        raise InputError(f"{where}: {sizes!r}; give whole numbers >= 0")
-    checked = [[int(size) for size in ranks] for ranks in sizes]
-    if (total := sum(map(sum, checked))) != bags:
-        raise InputError(f"{where}: {total} bags, and offsets have {bags}; give {total + 1} offsets")
-    return checked
+def _check_bag_counts(name: str, num_features: int, bag_counts: Any, bags: int) -> list[list[int]]:
+    subject = f"batch_size_per_feature_per_rank of {name!r}"
+    if not isinstance(bag_counts, (list, tuple)) or len(bag_counts) != num_features:
+        actual = f"{len(bag_counts)} lists" if isinstance(bag_counts, (list, tuple)) else type(bag_counts).__name__
+        expected = f"{num_features} lists, one for each feature, of one batch size for each rank"
+        raise InputError(f"{subject}: got {actual}; give {expected}")
+    if any(not isinstance(row, (list, tuple)) or len(row) != len(bag_counts[0]) or not row for row in bag_counts):
+        raise InputError(f"{subject}: {bag_counts!r}; give each feature one batch size for each rank")
+    if any(as_int(count, 0) is None for row in bag_counts for count in row):
+        raise InputError(f"{subject}: {bag_counts!r}; give whole numbers >= 0")
+    counts = [[int(count) for count in row] for row in bag_counts]
+    if (total := sum(map(sum, counts))) != bags:
+        raise InputError(f"{subject}: {total} bags, and offsets have {bags}; give {total + 1} offsets")
+    return counts
 
 
-def _check_tensor(what: str, value: Any, is_valid: bool, wanted: str, device: torch.device) -> None:
-    """Raise InputError unless an argument is valid, dense and on the tables' device. what: argument and module."""
+def _check_tensor(subject: str, value: Any, is_valid: bool, expected: str, device: torch.device) -> None:
+    """Raise InputError unless an argument is valid, dense and on the tables' device. subject: argument and module."""
     if not is_valid:
-        got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise InputError(f"{what}: got {got}; give {wanted}")
-    argument = what.partition(" ")[0]
+        actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InputError(f"{subject}: got {actual}; give {expected}")
+    argument = subject.partition(" ")[0]
     if value.device != device:
         remedy = f"give {argument}.to({str(device)!r})"
-        raise InputError(f"{what} are on {value.device} and the tables on {device}; {remedy}")
+        raise InputError(f"{subject} are on {value.device} and the tables on {device}; {remedy}")
     if value.layout != torch.strided:
-        raise InputError(f"{what} are {value.layout}; give {argument}.to_dense()")
+        raise InputError(f"{subject} are {value.layout}; give {argument}.to_dense()")

@@ -69,7 +69,7 @@ class CallSplitter:
 
     def split(self, call: TBECall) -> list[tuple[Lookup, Tensor | None]]:
         """Return (lookup, weights) for each embedding."""
-        if call.sizes is not None or self._pooling is None:
+        if call.bag_counts is not None or self._pooling is None:
             return [self._select(group, call.jagged) for group in self._groups]
         ids, offsets = call.indices, call.offsets
         return [
@@ -82,33 +82,33 @@ class CallSplitter:
         if len(results) == 1 and self._pooling is None:
             return results[0]
         if self._pooling is None:
-            return self._by_rank([[count] for count in call.jagged.length_per_key()], results)
-        if call.sizes is not None:
-            return self._by_rank(call.sizes, [rows.flatten() for rows in results])
+            return self._join_by_rank([[count] for count in call.jagged.length_per_key()], results)
+        if call.bag_counts is not None:
+            return self._join_by_rank(call.bag_counts, [rows.flatten() for rows in results])
         return self._columns.join([rows.flatten(1) for rows in results])
 
     def _select(self, group: _FeatureGroup, call: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
         """Return a lookup of only the group's features, with a table id per bag (per index without pooling)."""
-        chosen = call if len(self._groups) == 1 else call.permute(group.features)
-        ids, counts = chosen.values(), call.stride_per_key() if self._pooling else call.length_per_key()
+        selected = call if len(self._groups) == 1 else call.permute(group.features)
+        ids, counts = selected.values(), call.stride_per_key() if self._pooling else call.length_per_key()
         rows = [counts[feature] for feature in group.features]
         tables, repeats = torch.tensor([group.tables, rows], device=ids.device)
         table_ids = tables.repeat_interleave(repeats, output_size=sum(rows))
-        lookup = Lookup(ids, table_ids, chosen.offsets() if self._pooling else None, self._pooling)
-        return lookup, chosen.weights_or_none()
+        lookup = Lookup(ids, table_ids, selected.offsets() if self._pooling else None, self._pooling)
+        return lookup, selected.weights_or_none()
 
-    def _by_rank(self, sizes: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
+    def _join_by_rank(self, row_counts: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
         """Join results ordered rank by rank, and by feature within a rank.
 
-        sizes: number of rows per feature and rank. A 1-D result holds flattened rows.
+        row_counts: number of rows per feature and rank. A 1-D result holds flattened rows.
         """
-        ranks = len(sizes[0])
+        ranks = len(row_counts[0])
         if len(results) == ranks == 1:
             return results[0]
-        parts: list[list[Tensor]] = [[] for _ in sizes]
+        parts: list[list[Tensor]] = [[] for _ in row_counts]
         for group, rows in zip(self._groups, results, strict=True):
             width = group.spec.dim if rows.dim() == 1 else 1
-            pieces = iter(rows.split([size * width for feature in group.features for size in sizes[feature]]))
+            pieces = iter(rows.split([n * width for feature in group.features for n in row_counts[feature]]))
             for feature in group.features:
                 parts[feature] = [next(pieces) for _ in range(ranks)]
         return torch.cat([feature_parts[rank] for rank in range(ranks) for feature_parts in parts])
@@ -117,12 +117,12 @@ class CallSplitter:
 class FusedUpdater:
     """Looks rows up in an embedding, and updates them in backward.
 
-    clip: maximum magnitude of each element of the output's gradient, applied before gradients are summed per row;
+    max_gradient: elements of the output's gradient are clamped to this magnitude before gradients are summed per row;
     None means no clamping.
     """
 
-    def __init__(self, embedding: EmbeddingBase, optimizer: RowOptimizer, clip: float | None) -> None:
-        self.embedding, self.optimizer, self.clip = embedding, optimizer, clip
+    def __init__(self, embedding: EmbeddingBase, optimizer: RowOptimizer, max_gradient: float | None) -> None:
+        self.embedding, self.optimizer, self.max_gradient = embedding, optimizer, max_gradient
 
     def look_up(self, anchor: Tensor, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """Return the result of a checked lookup. Its backward updates rows if `anchor` requires grad."""
@@ -173,8 +173,8 @@ class _Lookup(torch.autograd.Function):
         _, anchor, weights, ids, table_ids, offsets = ctx.saved_tensors
         updater: FusedUpdater = ctx.updater
         lookup = Lookup(ids, table_ids, offsets, ctx.pooling, ctx.feature_columns)
-        if updater.clip is not None:
-            grad = grad.clamp(-updater.clip, updater.clip)
+        if updater.max_gradient is not None:
+            grad = grad.clamp(-updater.max_gradient, updater.max_gradient)
         needs_weights_grad = ctx.needs_input_grad[1]
         if ctx.needs_input_grad[0] and is_reached(anchor, _NO_GRADIENT):
             return None, updater.update(lookup, grad, weights, needs_weights_grad), None, None

@@ -64,9 +64,9 @@ def parse_enum(kind: type[E], member: Any, argument: str) -> E:
 
 def parse_dtype(value: Any, argument: str = "output_dtype") -> torch.dtype:
     """Convert a torch dtype, or a member or value of FBGEMM's SparseType, to a torch dtype. Raises OptionError."""
-    plain = value.value if isinstance(value, Enum) else value
-    dtype = _DTYPES.get(plain) if isinstance(plain, str) else plain
+    raw = value.value if isinstance(value, Enum) else value
+    dtype = _DTYPES.get(raw) if isinstance(raw, str) else raw
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
-        wanted = "torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of one of them"
-        raise OptionError(f"{argument}={value!r}: give {wanted}")
+        expected = "torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of one of them"
+        raise OptionError(f"{argument}={value!r}: give {expected}")
     return dtype

@@ -25,7 +25,17 @@ from ...engine.row_format import LAST_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_traced
-from .call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL, POSITIONS, TBECall, checked_call, pop_idle, refuse
+from .call_arguments import (
+    IGNORED_ARGS,
+    IGNORED_CALL_ARGS,
+    POSITIONAL_ARGS,
+    REFUSED_ARGS,
+    REFUSED_CALL_ARGS,
+    TBECall,
+    check_call,
+    pop_ignored,
+    refuse,
+)
 from .dispatch import CallSplitter, FusedUpdater
 from .enums import (
     BoundsCheckMode,
@@ -38,8 +48,16 @@ from .enums import (
     parse_dtype,
     parse_enum,
 )
-from .settings import DEFAULTS, LEARNING_RATE, checked_state_dtype, make_settings
-from .specs import LOAD_FACTOR, Bounds, checked_features, checked_specs, choose_device, set_budget_mb, stores_for
+from .settings import DEFAULTS, LEARNING_RATE, make_optimizer_settings, parse_state_dtype
+from .specs import (
+    LOAD_FACTOR,
+    BoundsCheck,
+    choose_device,
+    choose_stores,
+    compute_budget_mb,
+    parse_features,
+    parse_specs,
+)
 
 log = logging.getLogger("tierbed")
 
@@ -125,16 +143,16 @@ class TableBatchedEmbeddingBags(TableModule):
         **unsupported: Any,
     ) -> None:
         dtype = parse_dtype(weights_precision, "weights_precision")
-        unused = pop_idle(unsupported, dtype)
-        refuse(unsupported, CONSTRUCTOR, [*IDLE, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())])
+        unused = pop_ignored(unsupported, dtype)
+        refuse(unsupported, REFUSED_ARGS, [*IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())])
         prefix = check_name(self._default_name if name is None else name)
-        bounds = Bounds(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
-        tables = checked_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
+        bounds = BoundsCheck(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
+        tables = parse_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
         super().__init__(name, [table.name for table in tables])
-        self.tables, self._bounds = tables, bounds
-        self.features = self.feature_table_map = checked_features(feature_table_map, len(tables))
+        self.tables, self._bounds_check = tables, bounds
+        self.features = self.feature_table_map = parse_features(feature_table_map, len(tables))
         self.embedding_specs: list[tuple[Any, ...]] = list(embedding_specs)
-        self._has_warned_idle = False
+        self._has_warned_ignored = False
         self.pooling_mode = parse_enum(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.embedding_dim for table in tables))
         if self.pooling_mode is PoolingMode.NONE and len(dims) > 1:
@@ -143,12 +161,12 @@ class TableBatchedEmbeddingBags(TableModule):
                 "give all tables one dim, or make a module for each"
             )
         # None with OptimType.NONE: an EagerOptimizer or a Graph trains the rows
-        self._settings = make_settings(
+        self._settings = make_optimizer_settings(
             {"optimizer": optimizer, "learning_rate": learning_rate, "max_norm": max_norm}
             | {"eps": eps, "beta1": beta1, "beta2": beta2, "momentum": momentum, "eta": eta}
             | {"weight_decay": weight_decay, "weight_decay_mode": weight_decay_mode}
         )
-        clip = _checked_clip(gradient_clipping, max_gradient)
+        clip = _parse_clip(gradient_clipping, max_gradient)
         algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
         output, lookup_device = parse_dtype(output_dtype), choose_device(tables[0].compute, device)
         self._row_optimizer: RowOptimizer | None = None
@@ -157,18 +175,18 @@ class TableBatchedEmbeddingBags(TableModule):
             # autograd reaches lookups through `anchor`; it is empty, so dense optimizers do not change it
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
-            self._group = dense.param_groups[0]
-            self._row_optimizer = RowOptimizer(dense, self._group)
-            state_dtype = checked_state_dtype(optimizer_state_dtypes, self._row_optimizer)
+            self._param_group = dense.param_groups[0]
+            self._row_optimizer = RowOptimizer(dense, self._param_group)
+            state_dtype = parse_state_dtype(optimizer_state_dtypes, self._row_optimizer)
             state_name = check_state_dtype(state_dtype)
             widths = {
                 dim: self._row_optimizer.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims
             }
-            unused += self._settings.idle()
+            unused += self._settings.find_unused()
         if seed is None:  # two modules without names contain different tables
             seed = next_seed(world is not None) if name is None and table_names is None else 0
         groups = group_tables(prefix, tables)
-        stores = stores_for(groups, store_options, algorithm, cache_load_factor, widths, unused)
+        stores = choose_stores(groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(
             groups, stores, check_seed(seed), output_dtype=output, world=world, state_dtype=state_dtype
         )
@@ -219,7 +237,7 @@ class TableBatchedEmbeddingBags(TableModule):
             GraphError: In a graph, unless the optimizer is OptimType.NONE.
         """
         with self.raise_on_all_ranks():
-            call = self._call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
+            call = self._check_call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
                 call = call.with_gradients(feature_requires_grad)
             lookups = self._splitter.split(call)
@@ -230,7 +248,7 @@ class TableBatchedEmbeddingBags(TableModule):
             updates = zip(self._updaters, lookups, strict=True)
             results = [updater.look_up(anchor, *lookup) for updater, lookup in updates]
         if not is_traced():
-            self._bounds.warn(self.each())
+            self._bounds_check.warn_of_dropped(self.each())
         return self._splitter.join(call, results)
 
     def prefetch(
@@ -246,7 +264,7 @@ class TableBatchedEmbeddingBags(TableModule):
         Arguments are as in `forward`. Raises InputError, StoreError.
         """
         with self.raise_on_all_ranks():
-            call = self._call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
+            call = self._check_call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
             lookups = self._splitter.split(call)
         if self.training:
             for embedding, (lookup, _) in zip(self.each(), lookups, strict=True):
@@ -321,14 +339,14 @@ class TableBatchedEmbeddingBags(TableModule):
         with self.raise_on_all_ranks():
             if len(weights) != len(self.tables) or (states and len(states) != len(self.tables)):
                 counts = f"weights of {len(weights)} tables and states of {len(states or ())}"
-                wanted = f"them for each of {len(self.tables)} tables"
-                raise InputError(f"load_dense of {self.name!r}: got {counts}; give {wanted}")
-            names = [*self._own_optimizer("load_dense").states, "another"] if states else []
+                expected = f"them for each of {len(self.tables)} tables"
+                raise InputError(f"load_dense of {self.name!r}: got {counts}; give {expected}")
+            names = [*self._require_optimizer("load_dense").states, "another"] if states else []
             by_name = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
         tables = [table.name for table in self.tables]
         self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
         if self._row_optimizer is not None and (step is not None or any("step" in state for state in by_name)):
-            self._row_optimizer.count_from(0)
+            self._row_optimizer.set_step_shift(0)
 
     @property
     def iter(self) -> Tensor:
@@ -367,52 +385,55 @@ class TableBatchedEmbeddingBags(TableModule):
 
     def get_learning_rate(self) -> float:
         """Return the learning rate for the next update."""
-        self._own_optimizer("get_learning_rate")
-        return float(self._group["lr"])
+        self._require_optimizer("get_learning_rate")
+        return float(self._param_group["lr"])
 
     @checked_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Set the optimizer's numbers, under FBGEMM's names and `lr`. If it raises OptionError, none is set."""
-        self._own_optimizer("update_hyper_parameters")
+        self._require_optimizer("update_hyper_parameters")
         assert self._settings is not None
-        self._settings.change(self._group, params_dict)
+        self._settings.update_group(self._param_group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
         """Set how many updates Adam's bias correction counts before the next one. Raises OptionError.
 
         The setting is not stored: set it again after a restart.
         """
-        optimizer = self._own_optimizer("set_optimizer_step")
-        past = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
-        optimizer.count_from(past - max(embedding.table_handle().open_table.step for embedding in self.each()))
+        optimizer = self._require_optimizer("set_optimizer_step")
+        num_updates = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
+        steps = [embedding.table_handle().open_table.step for embedding in self.each()]
+        optimizer.set_step_shift(num_updates - max(steps))
 
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"
 
-    def _call(self, indices: Any, offsets: Any, weights: Any, sizes: Any, unsupported: Mapping[str, Any]) -> TBECall:
+    def _check_call(
+        self, indices: Any, offsets: Any, weights: Any, bag_counts: Any, unsupported: Mapping[str, Any]
+    ) -> TBECall:
         if self._row_optimizer is not None and detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
                 "it; make it with OptimType.NONE, and give its parameters() to an optimizer for add_optimizer"
             )
         # FBGEMM allocates gradients by total_unique_indices; tierbed ignores this argument
-        ignored = ("total_unique_indices", *IDLE_CALL) if self._row_optimizer is None else IDLE_CALL
-        if not self._has_warned_idle and any(unsupported.get(name) is not None for name in IDLE_CALL):
-            self._has_warned_idle = True
-            log.warning("%r: no rows are streamed, so these change nothing: %s", self.name, ", ".join(IDLE_CALL))
+        ignored = ("total_unique_indices", *IGNORED_CALL_ARGS) if self._row_optimizer is None else IGNORED_CALL_ARGS
+        if not self._has_warned_ignored and any(unsupported.get(name) is not None for name in IGNORED_CALL_ARGS):
+            self._has_warned_ignored = True
+            log.warning("%r: rows are never streamed; ignored arguments: %s", self.name, ", ".join(IGNORED_CALL_ARGS))
         unsupported = {name: value for name, value in unsupported.items() if name not in ignored}
         supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
-        refuse(unsupported, CALL, supported, InputError)
+        refuse(unsupported, REFUSED_CALL_ARGS, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
-        if sizes is not None and self.pooling_mode is PoolingMode.NONE:
+        if bag_counts is not None and self.pooling_mode is PoolingMode.NONE:
             reason = "PoolingMode.NONE returns a row for each index and has no bags"
             raise InputError(f"batch_size_per_feature_per_rank: {reason}; leave it out")
         device = next(self.each()).device
-        return checked_call(self.name, len(self.features), indices, offsets, weights, sizes, device)
+        return check_call(self.name, len(self.features), indices, offsets, weights, bag_counts, device)
 
-    def _own_optimizer(self, call: str) -> RowOptimizer:
+    def _require_optimizer(self, call: str) -> RowOptimizer:
         if self._row_optimizer is None:
             raise OptionError(
                 f"{call} of {self.name!r}: OptimType.NONE has no optimizer here; change that of the EagerOptimizer or "
@@ -431,9 +452,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
         *positional: Any,
         **named: Any,
     ) -> None:
-        if len(positional) > len(POSITIONS):
-            raise OptionError(f"{len(positional) + 2} arguments by position; give those after {POSITIONS[-1]} by name")
-        by_name = dict(zip(POSITIONS, positional, strict=False))
+        if len(positional) > len(POSITIONAL_ARGS):
+            count = len(positional) + 2
+            raise OptionError(f"{count} arguments by position; give those after {POSITIONAL_ARGS[-1]} by name")
+        by_name = dict(zip(POSITIONAL_ARGS, positional, strict=False))
         if repeated := [name for name in by_name if name in named]:
             raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is given by position as well; give it once")
         super().__init__(embedding_specs, feature_table_map, **by_name, **named)
@@ -465,7 +487,7 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
     ) -> None:
         location = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
         optimizer = parse_enum(OptimType, options.get("optimizer", OptimType.EXACT_ROWWISE_ADAGRAD), "optimizer")
-        budget = set_budget_mb(embedding_specs, cache_sets, optimizer)
+        budget = compute_budget_mb(embedding_specs, cache_sets, optimizer)
         store = make_cached_ssd_store_options(budget, ssd_storage_directory)
         options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "store_options": store, **options}
         super().__init__([(*spec, *location) for spec in embedding_specs], feature_table_map, **options)
@@ -473,7 +495,7 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
         self.init_embedding_weights_uniform(ssd_uniform_init_lower, ssd_uniform_init_upper)
 
 
-def _checked_clip(gradient_clipping: Any, max_gradient: Any) -> float | None:
+def _parse_clip(gradient_clipping: Any, max_gradient: Any) -> float | None:
     clip = as_number(max_gradient)
     check_flags(OptionError, gradient_clipping=gradient_clipping)
     if clip is None or not clip > 0:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...engine.checks import as_number
 from ...engine.errors import OptimizerError, OptionError
-from ...engine.optim.base import LARGEST, SMALLEST
+from ...engine.optim.base import MAX_VALUE, MIN_VALUE
 from ...engine.optim.lamb import LAMB, PartialRowWiseLAMB
 from ...engine.optim.lars_sgd import LarsSGD
 from ...engine.optim.partial_rowwise_adam import PartialRowWiseAdam
@@ -19,27 +19,27 @@ from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.rowwise_adagrad import RowWiseAdagrad
 from .enums import OptimType, WeightDecayMode, parse_dtype, parse_enum
 
-_NEAREST = {  # {unsupported optimizer: the nearest supported one}; for others, EXACT_ROWWISE_ADAGRAD
+_NEAREST_SUPPORTED = {  # {unsupported optimizer: the nearest supported one}; for others, EXACT_ROWWISE_ADAGRAD
     OptimType.SGD: OptimType.EXACT_SGD,
     OptimType.SHAMPOO: OptimType.EXACT_ADAGRAD,
     OptimType.SHAMPOO_V2: OptimType.EXACT_ADAGRAD,
     OptimType.MADGRAD: OptimType.EXACT_ADAGRAD,
 }
-_ADAM_NUMBERS = ("eps", "beta1", "beta2", "weight_decay")
+_ADAM_SETTINGS = ("eps", "beta1", "beta2", "weight_decay")
 # {optimizer: (its class, the names of its numbers besides the learning rate)}
-_KINDS: dict[OptimType, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
+_OPTIMIZERS: dict[OptimType, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
     OptimType.EXACT_SGD: (torch.optim.SGD, ()),
     OptimType.EXACT_ADAGRAD: (torch.optim.Adagrad, ("eps",)),
     OptimType.EXACT_ROWWISE_ADAGRAD: (RowWiseAdagrad, ("eps", "weight_decay")),
-    OptimType.ADAM: (torch.optim.AdamW, _ADAM_NUMBERS),
-    OptimType.PARTIAL_ROWWISE_ADAM: (PartialRowWiseAdam, _ADAM_NUMBERS),
-    OptimType.LAMB: (LAMB, _ADAM_NUMBERS),
-    OptimType.PARTIAL_ROWWISE_LAMB: (PartialRowWiseLAMB, _ADAM_NUMBERS),
+    OptimType.ADAM: (torch.optim.AdamW, _ADAM_SETTINGS),
+    OptimType.PARTIAL_ROWWISE_ADAM: (PartialRowWiseAdam, _ADAM_SETTINGS),
+    OptimType.LAMB: (LAMB, _ADAM_SETTINGS),
+    OptimType.PARTIAL_ROWWISE_LAMB: (PartialRowWiseLAMB, _ADAM_SETTINGS),
     OptimType.LARS_SGD: (LarsSGD, ("momentum", "eta", "weight_decay")),
 }
-_ADAM_DECAYS = (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)  # in both, Adam decays by weight_decay, as in FBGEMM
+_ADAM_MODES = (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)  # in both, Adam decays by weight_decay, as in FBGEMM
 # {optimizer: supported weight decay modes}; the other optimizers support only NONE
-_DECAYS = {kind: _ADAM_DECAYS for kind, (_, has) in _KINDS.items() if has is _ADAM_NUMBERS} | {
+_DECAY_MODES = {kind: _ADAM_MODES for kind, (_, names) in _OPTIMIZERS.items() if names is _ADAM_SETTINGS} | {
     OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 }
 # FBGEMM's defaults
@@ -48,74 +48,74 @@ DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "m
 
 
 @dataclass(frozen=True)
-class Settings:
+class OptimizerSettings:
     """An optimizer and its checked numbers."""
 
     optimizer: OptimType
     learning_rate: float
-    numbers: Mapping[str, float]  # keys as in DEFAULTS
+    hypers: Mapping[str, float]  # keys as in DEFAULTS
     weight_decay_mode: WeightDecayMode
     max_norm: float = 0.0  # maximum L2 norm of a row after its update; 0 means no limit
 
     def __post_init__(self) -> None:
         name = self.optimizer.name
-        if self.optimizer not in _KINDS:
-            nearest = _NEAREST.get(self.optimizer, OptimType.EXACT_ROWWISE_ADAGRAD).name
+        if self.optimizer not in _OPTIMIZERS:
+            nearest = _NEAREST_SUPPORTED.get(self.optimizer, OptimType.EXACT_ROWWISE_ADAGRAD).name
             raise OptionError(f"optimizer=OptimType.{name} is not supported; the nearest is OptimType.{nearest}")
-        for number, value in {"learning_rate": self.learning_rate, **self.numbers}.items():
+        for number, value in {"learning_rate": self.learning_rate, **self.hypers}.items():
             if as_number(value) is None:
                 raise OptionError(f"{number}={value!r}: give a number")
         norm = as_number(self.max_norm)
-        if norm is None or (norm and not SMALLEST <= norm <= LARGEST):
+        if norm is None or (norm and not MIN_VALUE <= norm <= MAX_VALUE):
             raise OptionError(f"max_norm={self.max_norm!r}: give a positive number of float32, or 0 for none")
-        mode, modes = self.weight_decay_mode, _DECAYS.get(self.optimizer, (WeightDecayMode.NONE,))
+        mode, modes = self.weight_decay_mode, _DECAY_MODES.get(self.optimizer, (WeightDecayMode.NONE,))
         if mode not in modes:
             allowed = ", ".join(f"WeightDecayMode.{mode.name}" for mode in modes)
             raise OptionError(f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} has {allowed}")
 
     @property
-    def _decays(self) -> bool:
+    def _has_decay(self) -> bool:
         mode = self.weight_decay_mode
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
-    def idle(self, names: Collection[str] = ()) -> list[str]:
+    def find_unused(self, names: Collection[str] = ()) -> list[str]:
         """Return "name: reason" for each unused number that the user set. names: numbers passed, even defaults."""
-        name, (_, has) = self.optimizer.name, _KINDS[self.optimizer]
-        set_by_user = [key for key, value in self.numbers.items() if value != DEFAULTS[key] or (value and key in names)]
-        lacks = [f"{number}: OptimType.{name} has none" for number in set_by_user if number not in has]
-        no_decay = "weight_decay" in set_by_user and "weight_decay" in has and not self._decays
-        return lacks + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * no_decay
+        name, (_, hyper_names) = self.optimizer.name, _OPTIMIZERS[self.optimizer]
+        user_names = [key for key, value in self.hypers.items() if value != DEFAULTS[key] or (value and key in names)]
+        unsupported = [f"{number}: OptimType.{name} has none" for number in user_names if number not in hyper_names]
+        is_decay_unused = "weight_decay" in user_names and "weight_decay" in hyper_names and not self._has_decay
+        return unsupported + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * is_decay_unused
 
     def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return an optimizer of the shadow parameters. Raises OptionError for numbers that it refuses."""
-        make, has = _KINDS[self.optimizer]
-        kwargs: dict[str, Any] = {name: self.numbers[name] for name in has}
-        if has is _ADAM_NUMBERS:
+        optimizer_class, hyper_names = _OPTIMIZERS[self.optimizer]
+        kwargs: dict[str, Any] = {name: self.hypers[name] for name in hyper_names}
+        if hyper_names is _ADAM_SETTINGS:
             kwargs["betas"] = kwargs.pop("beta1"), kwargs.pop("beta2")
-        if make is RowWiseAdagrad:
-            kwargs["weight_decay"] *= self._decays
+        if optimizer_class is RowWiseAdagrad:
+            kwargs["weight_decay"] *= self._has_decay
             kwargs["weight_decay_mode"] = "l2" if self.weight_decay_mode is WeightDecayMode.L2 else "decoupled"
         try:
-            optimizer = make(shadows, lr=float(self.learning_rate), **kwargs)
+            optimizer = optimizer_class(shadows, lr=float(self.learning_rate), **kwargs)
         except (ValueError, OptimizerError) as error:
             raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
         if self.max_norm:
             optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
         return optimizer
 
-    def change(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
+    def update_group(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
         """Write numbers, under FBGEMM's names and `lr`, to a param group. If it raises OptionError, none is written.
 
         The optimizer checks the values at its next step.
         """
-        has = ("lr", *_KINDS[self.optimizer][1])
+        hyper_names = ("lr", *_OPTIMIZERS[self.optimizer][1])
         for name, value in changes.items():
-            if name not in has:
+            if name not in hyper_names:
                 kind = f"OptimType.{self.optimizer.name}"
-                raise OptionError(f"{name}={value!r}: {kind} has no {name}; it has {', '.join(has)}")
+                raise OptionError(f"{name}={value!r}: {kind} has no {name}; it has {', '.join(hyper_names)}")
             if as_number(value) is None or value < 0 or (name.startswith("beta") and value >= 1):
                 raise OptionError(f"{name}={value!r}: give a number >= 0{' and < 1' if 'beta' in name else ''}")
-        if not self._decays and changes.get("weight_decay"):
+        if not self._has_decay and changes.get("weight_decay"):
             raise OptionError(
                 f"weight_decay={changes['weight_decay']!r}: with WeightDecayMode.NONE nothing decays; give "
                 "WeightDecayMode.L2 or WeightDecayMode.DECOUPLE as the constructor's weight_decay_mode"
@@ -126,17 +126,18 @@ class Settings:
         group.update({name: value for name, value in changes.items() if not name.startswith("beta")})
 
 
-def make_settings(arguments: Mapping[str, Any]) -> Settings | None:
+def make_optimizer_settings(arguments: Mapping[str, Any]) -> OptimizerSettings | None:
     """Return settings from FBGEMM's arguments, or None for OptimType.NONE. Raises OptionError."""
-    kind = parse_enum(OptimType, arguments.get("optimizer", OptimType.EXACT_SGD), "optimizer")
+    optimizer = parse_enum(OptimType, arguments.get("optimizer", OptimType.EXACT_SGD), "optimizer")
     mode = parse_enum(WeightDecayMode, arguments.get("weight_decay_mode", WeightDecayMode.NONE), "weight_decay_mode")
-    if kind is OptimType.NONE:
+    if optimizer is OptimType.NONE:
         return None
-    numbers = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
-    return Settings(kind, arguments.get("learning_rate", LEARNING_RATE), numbers, mode, arguments.get("max_norm", 0.0))
+    hypers = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
+    lr, max_norm = arguments.get("learning_rate", LEARNING_RATE), arguments.get("max_norm", 0.0)
+    return OptimizerSettings(optimizer, lr, hypers, mode, max_norm)
 
 
-def checked_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
+def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
     """Return the dtype of per-element state from FBGEMM's {"momentum1": dtype, ...}. Raises OptionError."""
     widths = optimizer.row_state(2).widths  # not dim 1: per-element and per-row states would be equally wide
     dtypes = {f"momentum{number}": torch.float32 for number in range(1, len(widths) + 1)}

@@ -30,39 +30,39 @@ from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLoca
 log = logging.getLogger("tierbed")
 
 _BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
-ZEROS = make_constant_initializer(0.0)  # new rows are zeros, as in FBGEMM
+ZERO_INITIALIZER = make_constant_initializer(0.0)  # new rows are zeros, as in FBGEMM
 LOAD_FACTOR = 0.2  # FBGEMM's default
 # state elements per row element, where that is not 1
-STATES = {OptimType.EXACT_SGD: 0, OptimType.EXACT_ROWWISE_ADAGRAD: 0, OptimType.ADAM: 2, OptimType.LAMB: 2}
+STATES_PER_ELEMENT = {OptimType.EXACT_SGD: 0, OptimType.EXACT_ROWWISE_ADAGRAD: 0, OptimType.ADAM: 2, OptimType.LAMB: 2}
 
 
-class Bounds:
+class BoundsCheck:
     """A bounds check mode, with its table options and its warning."""
 
     def __init__(self, mode: BoundsCheckMode, name: str) -> None:
         self._name = name
         self._mode = mode.name.removeprefix("V2_")
-        self._warns = self._mode == "WARNING"
+        self._should_warn = self._mode == "WARNING"
         self._calls = 0
 
-    def options(self, rows: int) -> dict[str, Any]:
-        """Return keyword arguments of `make_table_options` for a table of `rows` rows."""
-        return {} if self._mode == "NONE" else {"ids": rows, "bad_ids": _BAD_IDS[self._mode]}
+    def table_options(self, num_rows: int) -> dict[str, Any]:
+        """Return keyword arguments of `make_table_options` for a table of `num_rows` rows."""
+        return {} if self._mode == "NONE" else {"ids": num_rows, "bad_ids": _BAD_IDS[self._mode]}
 
-    def warn(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
+    def warn_of_dropped(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
         """Log once which tables dropped indices.
 
         A check waits for a GPU, so a GPU is checked only at calls 1, 2, 4, 8, ...
         """
-        if not self._warns:
+        if not self._should_warn:
             return
         self._calls += 1
         for embedding in embeddings:
             if embedding.device.type != "cpu" and self._calls & (self._calls - 1):
                 continue
-            dropped = embedding.table_handle().open_table.processor.dropped
+            dropped = embedding.table_handle().open_table.processor.dropped_counts
             if tables := [name for name, count in zip(embedding.spec.labels, dropped, strict=True) if count]:
-                self._warns = False
+                self._should_warn = False
                 log.warning(
                     "TableBatchedEmbeddingBags %r: indices of table %s were negative or beyond its rows, and were "
                     "dropped; metrics() counts them, and there is no further warning",
@@ -78,14 +78,14 @@ class EmbeddingSpec(EmbeddingConfig):
     num_embeddings: int = field(kw_only=False)
     location: EmbeddingLocation
     compute: ComputeDevice
-    bounds: Bounds
+    bounds: BoundsCheck
 
-    def table_options(self, initializer: Mapping[str, Any] = ZEROS) -> AnyTableOptions:
-        return make_table_options(initializer, self.name, **self.bounds.options(self.num_embeddings))
+    def table_options(self, initializer: Mapping[str, Any] = ZERO_INITIALIZER) -> AnyTableOptions:
+        return make_table_options(initializer, self.name, **self.bounds.table_options(self.num_embeddings))
 
 
-def checked_specs(
-    embedding_specs: Any, table_names: Any, dtype: torch.dtype, bounds: Bounds, by_location: bool
+def parse_specs(
+    embedding_specs: Any, table_names: Any, dtype: torch.dtype, bounds: BoundsCheck, by_location: bool
 ) -> list[EmbeddingSpec]:
     """Convert `embedding_specs`, a list of (rows, dim, location, compute device). Raises OptionError."""
     if not isinstance(embedding_specs, (list, tuple)) or not embedding_specs:
@@ -99,67 +99,67 @@ def checked_specs(
     check_distinct(names)
     tables = []
     for number, (name, spec) in enumerate(zip(names, embedding_specs, strict=True)):
-        where = f"embedding_specs[{number}]"
+        subject = f"embedding_specs[{number}]"
         if not isinstance(spec, (list, tuple)) or len(spec) != 4:
-            raise OptionError(f"{where}={spec!r}: give (rows, dim, location, compute device)")
+            raise OptionError(f"{subject}={spec!r}: give (rows, dim, location, compute device)")
         rows, dim = as_int(spec[0], 1, (1 << 63) - 1), as_int(spec[1], 1, 1 << 16)
         if rows is None or dim is None:
-            raise OptionError(f"{where}={spec!r}: give a whole number of rows > 0, and a dim from 1 to 65536")
-        location = parse_enum(EmbeddingLocation, spec[2], f"{where}: location")
-        compute = parse_enum(ComputeDevice, spec[3], f"{where}: compute device")
+            raise OptionError(f"{subject}={spec!r}: give a whole number of rows > 0, and a dim from 1 to 65536")
+        location = parse_enum(EmbeddingLocation, spec[2], f"{subject}: location")
+        compute = parse_enum(ComputeDevice, spec[3], f"{subject}: compute device")
         if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
-            raise OptionError(f"{where}: no store is on MTIA; give CPU or CUDA, and a location on it")
+            raise OptionError(f"{subject}: no store is on MTIA; give CPU or CUDA, and a location on it")
         group = location.name.lower() if by_location else ""  # so that each location gets its own embedding
-        own = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
-        tables.append(own)
+        table = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
+        tables.append(table)
         if compute is not tables[0].compute:
-            devices = f"embedding_specs[0] is looked up by {tables[0].compute.name} and {where} by {compute.name}"
+            devices = f"embedding_specs[0] is looked up by {tables[0].compute.name} and {subject} by {compute.name}"
             raise OptionError(f"{devices}; give all tables one ComputeDevice, or make a module for each")
     return tables
 
 
-def checked_features(feature_table_map: Any, tables: int) -> list[int]:
+def parse_features(feature_table_map: Any, num_tables: int) -> list[int]:
     """Return each feature's table number. Raises OptionError."""
     if feature_table_map is None:
-        return list(range(tables))
+        return list(range(num_tables))
     entries = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
-    features = [number for entry in entries if (number := as_int(entry, 0, tables - 1)) is not None]
-    where = f"feature_table_map={feature_table_map!r}"
+    features = [number for entry in entries if (number := as_int(entry, 0, num_tables - 1)) is not None]
+    subject = f"feature_table_map={feature_table_map!r}"
     if not features or len(features) != len(entries):
-        raise OptionError(f"{where}: give a table number from 0 to {tables - 1} for each feature")
-    if unused := set(range(tables)).difference(features):
-        raise OptionError(f"{where}: no feature looks up table {min(unused)}; leave that table out")
+        raise OptionError(f"{subject}: give a table number from 0 to {num_tables - 1} for each feature")
+    if unused := set(range(num_tables)).difference(features):
+        raise OptionError(f"{subject}: no feature looks up table {min(unused)}; leave that table out")
     return features
 
 
-def stores_for(
+def choose_stores(
     groups: Mapping[str, Sequence[EmbeddingSpec]],
     store_options: Mapping[str, Any] | None,
     cache_algorithm: CacheAlgorithm,
     cache_load_factor: float,
     widths: Mapping[int, int],
-    idle: list[str],
+    unused: list[str],
 ) -> dict[str, StoreOptions]:
     """Return {embedding name: store options}, from the tables' location or from `store_options`. Raises OptionError.
 
     groups: each embedding's tables. cache_algorithm, cache_load_factor: for tables in MANAGED_CACHING. widths: {dim:
-    4-byte words of a row with its state}. idle: a message is appended for each cache argument that changes nothing.
+    4-byte words of a row with its state}. unused: a message is appended for each cache argument that changes nothing.
     """
     factor = as_number(cache_load_factor)
     if factor is None or not 0 < factor <= 1:
         raise OptionError(f"cache_load_factor={cache_load_factor!r}: give a number > 0 and <= 1")
-    why = ""
+    reason = ""
     if store_options is not None:
-        why = "store_options say what is cached, by cache_policy and a budget"
+        reason = "store_options say what is cached, by cache_policy and a budget"
     elif all(tables[0].location is not EmbeddingLocation.MANAGED_CACHING for tables in groups.values()):
-        why = "no table is in EmbeddingLocation.MANAGED_CACHING, and others have no cache"
-    if why:
-        idle += [f"cache_algorithm: {why}"] * (cache_algorithm is not CacheAlgorithm.LRU)
-        idle += [f"cache_load_factor: {why}"] * (factor != LOAD_FACTOR)
+        reason = "no table is in EmbeddingLocation.MANAGED_CACHING, and others have no cache"
+    if reason:
+        unused += [f"cache_algorithm: {reason}"] * (cache_algorithm is not CacheAlgorithm.LRU)
+        unused += [f"cache_load_factor: {reason}"] * (factor != LOAD_FACTOR)
     if store_options is not None:
         return assign_stores(store_options, store_requests(groups))
 
-    def store_of(tables: Sequence[EmbeddingSpec]) -> StoreOptions:
+    def choose_store(tables: Sequence[EmbeddingSpec]) -> StoreOptions:
         if tables[0].location is EmbeddingLocation.DEVICE:
             return make_device_mem_store_options()
         if tables[0].location is not EmbeddingLocation.MANAGED_CACHING:
@@ -168,10 +168,10 @@ def stores_for(
         budget = sets * WAYS * row_bytes(StoreRequest(widths[tables[0].embedding_dim])) / MB
         return make_cached_host_mem_store_options(budget, cache_policy=cache_algorithm.name.lower())
 
-    return {name: store_of(tables) for name, tables in groups.items()}
+    return {name: choose_store(tables) for name, tables in groups.items()}
 
 
-def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
+def compute_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
     """Return the MiB of a cache with FBGEMM's number of sets, or of one tierbed set per dim. Raises OptionError."""
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
@@ -180,7 +180,7 @@ def set_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -
         raise OptionError(f"embedding_specs={embedding_specs!r}: give a list of (rows, dim)")
     if as_int(cache_sets, 1) is None:
         raise OptionError(f"cache_sets={cache_sets!r}: give a whole number > 0")
-    size = cache_sets * 32 * max(row_bytes(StoreRequest(dim), STATES.get(optimizer, 1)) for dim in dims)
+    size = cache_sets * 32 * max(row_bytes(StoreRequest(dim), STATES_PER_ELEMENT.get(optimizer, 1)) for dim in dims)
     return max(size, sum(WAYS * row_bytes(StoreRequest(dim), MAX_STATES) for dim in dims)) / MB
 
 

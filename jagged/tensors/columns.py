@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 from ...engine import _core
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
-from .validation import INTEGERS, check_keys, is_list_of, is_traced
+from .validation import INTEGER_DTYPES, check_keys, is_list_of, is_traced
 
-_ALIKE = "values: give tensors of one batch, dtype and device"
-_NATIVE = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_MISMATCH = "values: give tensors of one batch, dtype and device"
+_NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 @checked_arguments("keys", "lengths", "groups")
@@ -52,20 +52,20 @@ def multi_remap_to_groups(
         for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
             columns[name] = tensor, start, width
     rows: list[list[int]] = []
-    uses: dict[str, list[int]] = defaultdict(list)  # {key: numbers of the moves that read it}
+    readers: dict[str, list[int]] = defaultdict(list)  # {key: numbers of the moves that read it}
     for output, group in enumerate(groups):
         end = 0
         for name in group:
             tensor, start, width = columns[name]
-            uses[name].append(len(rows))
+            readers[name].append(len(rows))
             rows.append([tensor, output, start, end, width, 0])
             end += width
-    for used in uses.values():
+    for moves in readers.values():
         # FBGEMM's jump: the number of the next move that reads this key, negative except in the key's first move
-        for row, following in pairwise(used):
-            rows[row][5] = following if row == used[0] else -following
-        if len(used) > 1:
-            rows[used[-1]][5] = -len(rows)
+        for row, next_move in pairwise(moves):
+            rows[row][5] = next_move if row == moves[0] else -next_move
+        if len(moves) > 1:
+            rows[moves[-1]][5] = -len(rows)
     in_lengths = torch.tensor([sum(widths) for widths in lengths], dtype=torch.int32)
     out_lengths = torch.tensor([sum(columns[name][2] for name in group) for group in groups], dtype=torch.int32)
     return torch.tensor(rows, dtype=torch.int32).view(-1, 6), in_lengths, out_lengths
@@ -108,16 +108,16 @@ def permute_multi_embedding(
     if not is_list_of(values, Tensor) or not values or any(tensor.dim() != 2 for tensor in values):
         raise InputError("values: give one tensor [batch, columns] or more")
     if len({(tensor.dtype, tensor.device) for tensor in values}) > 1:
-        raise InputError(_ALIKE)
-    if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.dtype not in INTEGERS:
+        raise InputError(_MISMATCH)
+    if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.dtype not in INTEGER_DTYPES:
         raise InputError(f"permutes: {list(permutes.shape)} of {permutes.dtype}; give integers [moves, 6]")
-    traced = torch.compiler.is_compiling() or is_traced()
-    on_cpu = not traced and in_lengths.device.type == out_lengths.device.type == "cpu"
+    is_tracing = torch.compiler.is_compiling() or is_traced()
+    on_cpu = not is_tracing and in_lengths.device.type == out_lengths.device.type == "cpu"
     if on_cpu and ([tensor.shape[1] for tensor in values], widths) != (in_lengths.tolist(), out_lengths.tolist()):
         raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
     # torch.func and forward-mode gradients support only torch's own ops
-    plain = not traced and (peek_interpreter_stack() or forward_ad._current_level >= 0)
-    op: Any = _gather if plain else move_columns
+    needs_torch_ops = not is_tracing and (peek_interpreter_stack() or forward_ad._current_level >= 0)
+    op: Any = _gather if needs_torch_ops else move_columns
     return list(op(values, permutes, in_lengths, out_lengths, widths, False))
 
 
@@ -136,39 +136,45 @@ def move_columns(
     shapes. Raises InputError on a CPU.
     """
     if any(len(tensor) != len(tensors[0]) for tensor in tensors):
-        raise InputError(_ALIKE)
-    if tensors[0].device.type != "cpu" or tensors[0].dtype not in _NATIVE:
+        raise InputError(_MISMATCH)
+    if tensors[0].device.type != "cpu" or tensors[0].dtype not in _NATIVE_DTYPES:
         return [part.clone() for part in _gather(tensors, permutes, in_lengths, out_lengths, widths, is_gradient)]
     sources = [t.resolve_neg().contiguous() if t.stride(1) != 1 or t.is_neg() else t for t in tensors]
-    targets = _empty(tensors, permutes, in_lengths, out_lengths, widths, is_gradient)
-    _move(_matrices(sources), _matrices(targets), permutes, len(sources[0]), sources[0].dtype, is_gradient)
+    targets = _allocate(tensors, permutes, in_lengths, out_lengths, widths, is_gradient)
+    _move(_describe(sources), _describe(targets), permutes, len(sources[0]), sources[0].dtype, is_gradient)
     return targets
 
 
 def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, dtype: Any, is_gradient: bool) -> None:
-    """Move columns between `_matrices` on a CPU. With rows=0, only check the moves. Raises InputError."""
+    """Move columns between `_describe`d matrices on a CPU. With rows=0, only check the moves. Raises InputError."""
     moves = np.array(permutes.tolist(), np.int64)
     if not _core.move_columns(sources, targets, moves.flatten(), rows, str(dtype).removeprefix("torch."), is_gradient):
         inputs, outputs = (targets, sources) if is_gradient else (sources, targets)
-        raise _moves_error(inputs[2::3], moves.tolist(), outputs[2::3])
+        raise _make_moves_error(inputs[2::3], moves.tolist(), outputs[2::3])
 
 
 def _gather(
-    tensors: Sequence[Tensor], permutes: Tensor, ins: Tensor, outs: Tensor, widths: Sequence[int], is_gradient: bool
+    tensors: Sequence[Tensor],
+    permutes: Tensor,
+    in_lengths: Tensor,
+    out_lengths: Tensor,
+    widths: Sequence[int],
+    is_gradient: bool,
 ) -> Sequence[Tensor]:
     """Compute `move_columns` with torch's ops. Returns views of one tensor. Moves are checked on a CPU."""
     columns = [tensor.shape[1] for tensor in tensors]
     if tensors[0].device.type == "cpu":
         sources, targets = ([n for width in sizes for n in (0, 0, width)] for sizes in (columns, widths))
         _move(sources, targets, permutes, 0, torch.float32, is_gradient)
-    index, joined = _sources(permutes, ins, outs, sum(columns if is_gradient else widths)), torch.cat(list(tensors), 1)
+    joined = torch.cat(list(tensors), 1)
+    index = _find_sources(permutes, in_lengths, out_lengths, sum(columns if is_gradient else widths))
     zeros = joined.new_zeros(len(joined), sum(widths))
-    moved = zeros.index_add(1, index, joined) if is_gradient else joined[:, index]
-    return moved.split(list(widths), 1)
+    result = zeros.index_add(1, index, joined) if is_gradient else joined[:, index]
+    return result.split(list(widths), 1)
 
 
 @move_columns.register_fake
-def _empty(
+def _allocate(
     tensors: Sequence[Tensor], permutes: Any, ins: Any, outs: Any, widths: Sequence[int], _: Any
 ) -> list[Tensor]:
     return [tensors[0].new_empty(tensors[0].shape[0], width) for width in widths]
@@ -187,12 +193,12 @@ def _backward(ctx: Any, grads: list[Tensor]) -> Any:
 move_columns.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _matrices(tensors: Sequence[Tensor]) -> list[int]:
+def _describe(tensors: Sequence[Tensor]) -> list[int]:
     """Return each tensor's address, bytes between rows, and number of columns, in one list for the native loop."""
     return [n for t in tensors for n in (t.data_ptr(), t.stride(0) * t.element_size(), t.shape[1])]
 
 
-def _sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
+def _find_sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
     """Return, for each column of the joined outputs, its source column in the joined inputs (on permutes' device)."""
     source, target, first, to, count = permutes[:, :5].long().unbind(1)
     begin = (out_lengths.cumsum(0) - out_lengths)[target] + to
@@ -202,7 +208,7 @@ def _sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns:
     return (in_lengths.cumsum(0) - in_lengths)[source[move]] + first[move] + column - begin[move]
 
 
-def _moves_error(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:
+def _make_moves_error(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:
     """Return the error that names the first invalid move or the first column that is not filled exactly once."""
     for row in moves:
         source, target, first, _, count, _ = row

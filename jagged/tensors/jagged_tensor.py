@@ -13,22 +13,22 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .validation import check_ascending, check_offsets, check_type, check_values, is_list_of, is_traced, refuse_trace
+from .validation import check_ascending, check_eager, check_offsets, check_type, check_values, is_list_of, is_traced
 
-_PAD = "give desired_length, to_padded_dense(50)"
+_PAD_REMEDY = "give desired_length, to_padded_dense(50)"
 
 
 class TensorContainer:
     """Base class for jagged and keyed tensors, registered as a pytree. Its tensors may be None."""
 
-    _fields: ClassVar[tuple[str, ...]]  # attributes that hold tensors
-    _facts: ClassVar[tuple[str, ...]] = ()  # the other attributes
-    _derived: ClassVar[tuple[str, ...]] = ("_bounds", "_firsts")  # cached attributes, computed from the tensors
+    _tensor_fields: ClassVar[tuple[str, ...]]  # attributes that hold tensors
+    _context_fields: ClassVar[tuple[str, ...]] = ()  # the other attributes
+    _cached_fields: ClassVar[tuple[str, ...]] = ("_value_bounds", "_bag_bounds")  # computed from the tensors
     open_leaves: ClassVar[Container[int]] = frozenset()  # indices of fields whose first dimension varies by batch
 
-    def __init_subclass__(cls, registered: bool = True) -> None:
+    def __init_subclass__(cls, register: bool = True) -> None:
         super().__init_subclass__()
-        if registered:
+        if register:
             pytree.register_pytree_node(
                 cls,
                 cls._flatten,
@@ -39,7 +39,7 @@ class TensorContainer:
 
     def device(self) -> torch.device:
         """Return the tensors' device."""
-        return getattr(self, self._fields[0]).device
+        return getattr(self, self._tensor_fields[0]).device
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on another device."""
@@ -65,39 +65,39 @@ class TensorContainer:
         for target, source in zip(self._tensors(), other._tensors(), strict=True):
             if target is not None and source is not None:
                 target.copy_(source, non_blocking=non_blocking)
-        for cached in self._derived:
+        for cached in self._cached_fields:
             vars(self).pop(cached, None)
         return self
 
     def clear_storage(self) -> int:
         """Free the tensors' memory, and return its bytes. The container cannot be used afterwards."""
-        freed = self.size_in_bytes()
+        num_bytes = self.size_in_bytes()
         for tensor in self._tensors():
             if tensor is not None:
                 tensor.untyped_storage().resize_(0)
-        return freed
+        return num_bytes
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """Return a copy with `change` applied to every tensor."""
-        changed = copy(self)
-        changed._set_tensors([None if tensor is None else change(tensor) for tensor in self._tensors()])
-        return changed
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return a copy with `function` applied to every tensor."""
+        result = copy(self)
+        result._set_tensors([None if tensor is None else function(tensor) for tensor in self._tensors()])
+        return result
 
     def _tensors(self) -> list[Tensor | None]:
-        return [getattr(self, field) for field in self._fields]
+        return [getattr(self, field) for field in self._tensor_fields]
 
     def _set_tensors(self, tensors: Iterable[Any]) -> None:
-        for field, tensor in zip(self._fields, tensors, strict=True):
+        for field, tensor in zip(self._tensor_fields, tensors, strict=True):
             setattr(self, field, tensor)
 
     def _context(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, fact) for fact in self._facts)
+        return tuple(getattr(self, field) for field in self._context_fields)
 
     def _flatten(self) -> tuple[list[Any], Any]:
         return self._tensors(), self._context()
 
     def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:
-        names = [pytree.GetAttrKey(field.removeprefix("_")) for field in self._fields]
+        names = [pytree.GetAttrKey(field.removeprefix("_")) for field in self._tensor_fields]
         return list(zip(names, self._tensors(), strict=True)), self._context()
 
     @classmethod
@@ -105,8 +105,8 @@ class TensorContainer:
         """Make a container from a pytree's leaves without checks, since leaves may be any objects."""
         container = cls.__new__(cls)
         container._set_tensors(tensors)
-        for fact, value in zip(cls._facts, context, strict=True):
-            setattr(container, fact, value)
+        for field, value in zip(cls._context_fields, context, strict=True):
+            setattr(container, field, value)
         return container
 
 
@@ -114,33 +114,33 @@ def format_entries(container: TensorContainer, kind: str, entries: Callable[[], 
     """Format entries as TorchRec's class `kind` prints them. Without values (in a trace or on meta), return `repr`."""
     if is_traced() or container.device().type == "meta":
         return repr(container)
-    return f"{kind}({in_braces(entries())})\n"
+    return f"{kind}({join_in_braces(entries())})\n"
 
 
-def in_braces(entries: Sequence[str], line: str = "\n    ") -> str:
+def join_in_braces(entries: Sequence[str], line: str = "\n    ") -> str:
     """Join entries in braces, one per line. `line` starts each line. Returns "" if there are no entries."""
     return "{" + line + f",{line}".join(entries) + line[:-4] + "}" if entries else ""
 
 
-def bag_entries(values: Tensor, weights: Tensor | None, offsets: Tensor) -> list[str]:
+def format_bags(values: Tensor, weights: Tensor | None, offsets: Tensor) -> list[str]:
     """Format the bags' values as lists. If there are weights, return two labelled entries."""
     spans = [slice(*span) for span in pairwise(offsets.tolist())]
     lists = [[tensor[span].tolist() for span in spans] for tensor in (values, weights) if tensor is not None]
     return [str(lists[0])] if weights is None else [f'"values": {lists[0]}', f'"weights": {lists[1]}']
 
 
-def jagged_parts(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
+def split_nested(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
     """Return (values [n, ...], offsets [batch + 1]) of a nested tensor of layout torch.jagged. Raises InputError."""
     if not isinstance(nested, Tensor) or not nested.is_nested or nested.layout != torch.jagged:
-        wanted = "a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., layout=torch.jagged)"
-        raise InputError(f"{name}: give {wanted}")
+        expected = "a nested tensor of layout torch.jagged: torch.nested.as_nested_tensor(..., layout=torch.jagged)"
+        raise InputError(f"{name}: give {expected}")
     if not nested.is_contiguous():
-        wrong = "the nested tensor has gaps, or its second dimension is not the ragged one"
-        raise InputError(f"{name}: {wrong}; give {name}.contiguous()")
+        problem = "the nested tensor has gaps, or its second dimension is not the ragged one"
+        raise InputError(f"{name}: {problem}; give {name}.contiguous()")
     return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 
-def is_value(offsets: Tensor, length: int) -> Tensor:
+def value_mask(offsets: Tensor, length: int) -> Tensor:
     """Return bool [bags, length]: True where a bag padded to `length` holds a value."""
     return torch.arange(length, device=offsets.device) < offsets.diff().unsqueeze(1)
 
@@ -156,14 +156,14 @@ def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0
     index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
     # F.embedding's backward skips row 0, the padding, and adds one gradient to each other row
-    result = F.embedding(index * is_value(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
+    result = F.embedding(index * value_mask(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
     return result.view(*index.shape, *values.shape[1:])
 
 
-class Jagged(TensorContainer, registered=False):
+class Jagged(TensorContainer, register=False):
     """Values [n, ...] with optional weights. Bag b is values[offsets[b]:offsets[b + 1]]."""
 
-    _fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")
+    _tensor_fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")
     open_leaves: ClassVar[Container[int]] = frozenset({0, 1})
     _values: Tensor
     _weights: Tensor | None
@@ -206,8 +206,8 @@ class Jagged(TensorContainer, registered=False):
 
     def validate(self) -> None:
         """Raise InputError unless the offsets ascend from 0 to the number of values. Waits for the device."""
-        refuse_trace("validate", "call it on the graph's arguments, before the call")
-        check_ascending(self._offsets.tolist(), self._values.shape[0], self._bags())
+        check_eager("validate", "call it on the graph's arguments, before the call")
+        check_ascending(self._offsets.tolist(), self._values.shape[0], self._bag_names())
 
     def check_bags(self) -> None:
         """Call `validate` if the offsets are on a CPU and there is no trace, so that nothing has to wait."""
@@ -217,7 +217,7 @@ class Jagged(TensorContainer, registered=False):
         if not (starts_at_0 and ends_at_n and (self._offsets.diff() >= 0).all()):
             self.validate()
 
-    def _bags(self) -> Sequence[str] | None:
+    def _bag_names(self) -> Sequence[str] | None:
         """Return a name for each bag, for errors."""
         return None
 
@@ -273,12 +273,12 @@ class JaggedTensor(Jagged):
 
         Sample b keeps its first lengths[b] values. Raises InputError.
         """
-        refuse_trace("from_dense_lengths", "call it on the graph's arguments, before the call")
+        check_eager("from_dense_lengths", "call it on the graph's arguments, before the call")
         check_type("values", values, Tensor)
         check_type("lengths", lengths, Tensor)
         if values.dim() < 2 or lengths.shape != values.shape[:1] or values.shape[1] < max(lengths.tolist(), default=0):
-            wanted = "values [batch, length, ...] and lengths [batch], none above the size of the second dimension"
-            raise InputError(f"values {list(values.shape)}, lengths {list(lengths.shape)}: give {wanted}")
+            expected = "values [batch, length, ...] and lengths [batch], none above the size of the second dimension"
+            raise InputError(f"values {list(values.shape)}, lengths {list(lengths.shape)}: give {expected}")
         mask = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
         return cls(values[mask], None if weights is None else weights[mask], lengths)
 
@@ -297,19 +297,19 @@ class JaggedTensor(Jagged):
     @classmethod
     def from_nested(cls, values: Tensor, weights: Tensor | None = None) -> Self:
         """Make a feature from a nested tensor [batch, ragged, ...] of layout torch.jagged. Raises InputError."""
-        flat, offsets = jagged_parts("values", values)
-        return cls(flat, None if weights is None else jagged_parts("weights", weights)[0], offsets=offsets)
+        flat, offsets = split_nested("values", values)
+        return cls(flat, None if weights is None else split_nested("weights", weights)[0], offsets=offsets)
 
     def to_dense(self) -> list[Tensor]:
         """Return each sample's values, a list of views [length, ...]."""
-        return self._by_sample(self._values)
+        return self._split_by_sample(self._values)
 
     def to_dense_weights(self) -> list[Tensor] | None:
         """Return each sample's weights, a list of views [length], or None without weights."""
-        return None if self._weights is None else self._by_sample(self._weights)
+        return None if self._weights is None else self._split_by_sample(self._weights)
 
-    def _by_sample(self, tensor: Tensor) -> list[Tensor]:
-        refuse_trace("to_dense", f"for a tensor of one shape, {_PAD}")
+    def _split_by_sample(self, tensor: Tensor) -> list[Tensor]:
+        check_eager("to_dense", f"for a tensor of one shape, {_PAD_REMEDY}")
         lengths: list[int] = self.lengths().tolist()
         if min(lengths, default=0) < 0 or sum(lengths) != tensor.shape[0]:
             self.validate()
@@ -328,7 +328,7 @@ class JaggedTensor(Jagged):
 
     def _pad(self, tensor: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         if desired_length is None:
-            refuse_trace("to_padded_dense()", _PAD)
+            check_eager("to_padded_dense()", _PAD_REMEDY)
             desired_length = max(self.lengths().tolist(), default=0)
         elif not isinstance(desired_length, int) or desired_length < 0:
             raise InputError(f"desired_length={desired_length!r}: give an integer from 0 on")
@@ -336,7 +336,7 @@ class JaggedTensor(Jagged):
         return pad(tensor, self._offsets, desired_length, padding_value)
 
     def __str__(self) -> str:
-        return format_entries(self, "JaggedTensor", lambda: bag_entries(self._values, self._weights, self._offsets))
+        return format_entries(self, "JaggedTensor", lambda: format_bags(self._values, self._weights, self._offsets))
 
     def __repr__(self) -> str:
         return f"JaggedTensor(samples={self._offsets.shape[0] - 1}, {self._describe()})"

@@ -15,23 +15,23 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .jagged_tensor import Jagged, JaggedTensor, bag_entries, format_entries, in_braces
+from .jagged_tensor import Jagged, JaggedTensor, format_bags, format_entries, join_in_braces
 from .validation import (
-    check_alike,
+    check_all_equal,
     check_ascending,
+    check_eager,
     check_integers,
     check_keys,
     check_type,
-    concat_chosen,
+    concat_selected,
     is_list_of,
+    is_statically_true,
     is_traced,
-    order_inverse,
-    refuse_trace,
-    statically_true,
-    to_offsets,
+    lengths_to_offsets,
+    reorder_inverse_indices,
 )
 
-_ONE_KEY = (
+_SPLIT_REMEDY = (
     "give the graph a KeyedJaggedTensor of tierbed.jagged as an argument (from_torchrec makes one), which it splits, "
     "or a dict of JaggedTensors"
 )
@@ -61,7 +61,7 @@ class KeyedJaggedTensor(Jagged):
         InputError: If arguments do not fit each other.
     """
 
-    _facts = ("_keys", "_batch")
+    _context_fields = ("_keys", "_batch")
     _keys: tuple[str, ...]
     _batch: int | None = None  # sample count, if it does not follow from the number of bags
 
@@ -99,9 +99,9 @@ class KeyedJaggedTensor(Jagged):
         self._keys = check_keys(keys)
         bags, count = self._offsets.shape[0] - 1, len(self._keys)
         self._batch = None if count else stride
-        if statically_true(bags % count != 0 if count else bags != 0):
-            wanted = "keys * batch lengths, or keys * batch + 1 offsets"
-            raise InputError(f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give {wanted}")
+        if is_statically_true(bags % count != 0 if count else bags != 0):
+            expected = "keys * batch lengths, or keys * batch + 1 offsets"
+            raise InputError(f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give {expected}")
 
     @staticmethod
     def empty(
@@ -124,7 +124,7 @@ class KeyedJaggedTensor(Jagged):
         if device is not None:
             return kjt._map(lambda tensor: torch.empty_like(tensor, device=device))
         weights = None if kjt._weights is None else kjt._weights[:0].clone()
-        return kjt._part([], kjt._values[:0].clone(), weights, kjt._offsets.new_zeros(1))
+        return kjt._select([], kjt._values[:0].clone(), weights, kjt._offsets.new_zeros(1))
 
     @staticmethod
     def from_lengths_sync(
@@ -165,7 +165,7 @@ class KeyedJaggedTensor(Jagged):
         if not jt_dict:
             raise InputError("jt_dict={}: a batch without keys has no dtype; use KeyedJaggedTensor.empty")
         batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
-        differ = any(statically_true(batch != batches[0]) for batch in batches)
+        differ = any(is_statically_true(batch != batches[0]) for batch in batches)
         strides = [[batch] for batch in batches] if differ else None
         return _concat_parts([*jt_dict], [*jt_dict.values()], strides).sync()
 
@@ -192,13 +192,13 @@ class KeyedJaggedTensor(Jagged):
         if not hasattr(kjt, "inverse_indices_or_none"):
             raise InputError(f"kjt={kjt!r:.80}: give a KeyedJaggedTensor of TorchRec")
         offsets, lengths = kjt.offsets_or_none(), kjt.lengths_or_none()
-        if offsets is not None and statically_true(offsets.shape[0] == 0):
+        if offsets is not None and is_statically_true(offsets.shape[0] == 0):
             offsets = None  # TorchRec allows empty offsets for a batch without bags
         lengths = None if offsets is not None or lengths is None else lengths.flatten()
         parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
         inverse, per_rank = kjt.inverse_indices_or_none(), None
         if kjt.variable_stride_per_key() or inverse is not None:
-            refuse_trace("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
+            check_eager("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
             per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
         result = KeyedJaggedTensor(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
         if result.variable_stride_per_key() or not result._keys:
@@ -213,19 +213,19 @@ class KeyedJaggedTensor(Jagged):
         """
         if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
             raise InputError(f"kjt_list={kjt_list!r:.80}: give at least one KeyedJaggedTensor, in a list")
-        varies = kjt_list[0].variable_stride_per_key()
+        is_variable = kjt_list[0].variable_stride_per_key()
         traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
-        check_alike("kjt_list", "variable_stride_per_key()", traits)
+        check_all_equal("kjt_list", "variable_stride_per_key()", traits)
         keys = [key for kjt in kjt_list for key in kjt._keys]
         inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
-        check_alike("kjt_list", "inverse indices", {i: inverse is not None for i, inverse in enumerate(inverses)})
-        if not varies or inverses[0] is not None:
-            samples = {str(kjt.keys()): kjt.stride() for kjt in kjt_list if varies or kjt._keys}
-            check_alike("kjt_list", "samples", samples)
-        strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()] if varies else None
+        check_all_equal("kjt_list", "inverse indices", {i: inverse is not None for i, inverse in enumerate(inverses)})
+        if not is_variable or inverses[0] is not None:
+            samples = {str(kjt.keys()): kjt.stride() for kjt in kjt_list if is_variable or kjt._keys}
+            check_all_equal("kjt_list", "samples", samples)
+        strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()] if is_variable else None
         joined = None if None in inverses else (keys, torch.cat([pair[1] for pair in inverses if pair is not None]))
         result = _concat_parts(keys, kjt_list, strides, joined)
-        if not varies and not keys:
+        if not is_variable and not keys:
             result._batch = max(kjt.stride() for kjt in kjt_list)
         return result
 
@@ -250,9 +250,9 @@ class KeyedJaggedTensor(Jagged):
         parts = values if self._weights is None else (*values, *weights)
         return SplitKeyedJaggedTensor._unflatten([self._offsets, *parts], self._context())
 
-    def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
+    def _select(self, indices: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> KeyedJaggedTensor:
         """Return a batch with only the keys at these indices."""
-        context = tuple(self._keys[at] for at in chosen), None if chosen else self.stride()
+        context = tuple(self._keys[index] for index in indices), None if indices else self.stride()
         return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
@@ -269,24 +269,24 @@ class KeyedJaggedTensor(Jagged):
 
     def length_per_key(self) -> list[int]:
         """Return each key's value count."""
-        return [end - begin for begin, end in pairwise(self._bounds)]
+        return [end - begin for begin, end in pairwise(self._value_bounds)]
 
     def offset_per_key(self) -> list[int]:
         """Return the index at which each key's values begin, then the last key's end."""
-        return list(self._bounds)
+        return list(self._value_bounds)
 
     def length_per_key_or_none(self) -> list[int] | None:
         """Return `length_per_key()` if the offsets have been read, else None."""
-        return self.length_per_key() if "_bounds" in vars(self) else None
+        return self.length_per_key() if "_value_bounds" in vars(self) else None
 
     def offset_per_key_or_none(self) -> list[int] | None:
         """Return `offset_per_key()` if the offsets have been read, else None."""
-        return self.offset_per_key() if "_bounds" in vars(self) else None
+        return self.offset_per_key() if "_value_bounds" in vars(self) else None
 
     def to(self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Self:
         """Return a copy on another device. dtype: New dtype of the weights; values keep their dtype."""
-        moved = super().to(device, non_blocking)
-        return moved if dtype is None or self._weights is None else moved._cast(dtype)
+        result = super().to(device, non_blocking)
+        return result if dtype is None or self._weights is None else result._cast(dtype)
 
     def _cast(self, dtype: torch.dtype) -> Self:
         """Convert the weights, which must exist, in this object. Returns self."""
@@ -301,7 +301,7 @@ class KeyedJaggedTensor(Jagged):
 
     def unsync(self) -> Self:
         """Discard the numbers that `sync` read."""
-        vars(self).pop("_bounds", None)
+        vars(self).pop("_value_bounds", None)
         return self
 
     def index_per_key(self) -> dict[str, int]:
@@ -312,7 +312,7 @@ class KeyedJaggedTensor(Jagged):
 
     def lengths_offset_per_key(self) -> list[int]:
         """Return the index of each key's first bag, followed by the total number of bags."""
-        return list(self._firsts)
+        return list(self._bag_bounds)
 
     def inverse_indices(self) -> tuple[list[str], Tensor]:
         """Return `inverse_indices_or_none()`. Raises InputError if there are none."""
@@ -336,8 +336,8 @@ class KeyedJaggedTensor(Jagged):
         """Return one feature, a view. Raises KeyError if it is missing."""
         if key not in self._index:
             raise KeyError(f"{key!r} is not a key; keys are {', '.join(self._keys)}")
-        at = self._index[key]
-        return JaggedTensor(*self._of_key(at), offsets=self._offsets_of(at, at + 1))
+        index = self._index[key]
+        return JaggedTensor(*self._slice_key(index), offsets=self._slice_offsets(index, index + 1))
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return {key: feature}, views from one split. compute_offsets: ignored, since offsets are always known."""
@@ -354,9 +354,7 @@ class KeyedJaggedTensor(Jagged):
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
             raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
         parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
-        return [
-            self._part([*range(*span)], values, weights, self._offsets_of(*span)) for span, values, weights in parts
-        ]
+        return [self._select([*range(*span)], ids, weights, self._slice_offsets(*span)) for span, ids, weights in parts]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
         """Return a copy with the keys at these indices, which may repeat. Raises IndexError.
@@ -364,68 +362,69 @@ class KeyedJaggedTensor(Jagged):
         You need no permutation before a lookup: a collection finds its features among any keys.
         indices_tensor: Ignored; TorchRec passes the same indices as a tensor.
         """
-        chosen = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
+        selected = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
         values, weights = self._split(range(1, len(self._keys) + 1))
         lengths = self.lengths()
         parts = lengths.split(self.stride_per_key()) if self._keys else ()
-        return self._part(
-            chosen,
-            concat_chosen(self._values[:0], values, chosen),
-            None if self._weights is None else concat_chosen(self._weights[:0], weights, chosen),
-            to_offsets(concat_chosen(lengths[:0], parts, chosen)),
+        return self._select(
+            selected,
+            concat_selected(self._values[:0], values, selected),
+            None if self._weights is None else concat_selected(self._weights[:0], weights, selected),
+            lengths_to_offsets(concat_selected(lengths[:0], parts, selected)),
         )
 
     @cached_property
     def _index(self) -> dict[str, int]:
-        return {key: at for at, key in enumerate(self._keys)}
+        return {key: index for index, key in enumerate(self._keys)}
 
     @cached_property
-    def _firsts(self) -> list[int]:
+    def _bag_bounds(self) -> list[int]:
         """The index of each key's first bag, followed by the total number of bags."""
         return [*accumulate(self.stride_per_key(), initial=0)]
 
     @cached_property
-    def _bounds(self) -> list[int]:
+    def _value_bounds(self) -> list[int]:
         """The index at which each key's values begin, then the last key's end. On meta, all keys get equal counts."""
-        refuse_trace("the number of values of one key", _ONE_KEY)
+        check_eager("the number of values of one key", _SPLIT_REMEDY)
         if self._offsets.is_meta:
             count, rest = divmod(self._values.shape[0], len(self._keys) or 1)
             return [0, *(rest + count * number for number in range(1, len(self._keys) + 1))]
-        bounds: list[int] = self._offsets[self._firsts].tolist()
+        bounds: list[int] = self._offsets[self._bag_bounds].tolist()
         try:
             check_ascending(bounds, self._values.shape[0])
         except InputError:
             self.validate()  # its error names the bag
         return bounds
 
-    def _of_key(self, at: int) -> tuple[Tensor, Tensor | None]:
+    def _slice_key(self, index: int) -> tuple[Tensor, Tensor | None]:
         """Return the values and weights of one key, given its index."""
-        span = slice(*self._bounds[at : at + 2])
+        span = slice(*self._value_bounds[index : index + 2])
         return self._values[span], None if self._weights is None else self._weights[span]
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Split values and weights at these key indices. Part i holds the keys from ends[i - 1] (or 0) to ends[i]."""
-        sizes = [self._bounds[end] - self._bounds[begin] for begin, end in pairwise([0, *ends])]
+        sizes = [self._value_bounds[end] - self._value_bounds[begin] for begin, end in pairwise([0, *ends])]
         if self._weights is None or not sizes:
             return self._values.split(sizes) if sizes else (), [None] * len(sizes)
         return self._values.split(sizes), self._weights.split(sizes)
 
-    def _offsets_of(self, begin: int, end: int) -> Tensor:
+    def _slice_offsets(self, begin: int, end: int) -> Tensor:
         """Return the offsets of keys `begin` to `end` (exclusive), shifted to start at 0."""
-        offsets = self._offsets[self._firsts[begin] : self._firsts[end] + 1]
+        offsets = self._offsets[self._bag_bounds[begin] : self._bag_bounds[end] + 1]
         return offsets - offsets[0]
 
-    def _bags(self) -> list[str]:
+    def _bag_names(self) -> list[str]:
         counts = zip(self._keys, self.stride_per_key(), strict=True)
         return [f"key {key!r}, sample {sample}" for key, count in counts for sample in range(count)]
 
     def __str__(self) -> str:
-        return format_entries(self, "KeyedJaggedTensor", lambda: [*map(self._entry, range(len(self._keys)))])
+        return format_entries(self, "KeyedJaggedTensor", lambda: [*map(self._format_key, range(len(self._keys)))])
 
-    def _entry(self, at: int) -> str:
+    def _format_key(self, index: int) -> str:
         """Format the key at this index for `__str__`."""
-        parts = bag_entries(self._values, self._weights, self._offsets[self._firsts[at] : self._firsts[at + 1] + 1])
-        return f'"{self._keys[at]}": ' + (parts[0] if self._weights is None else in_braces(parts, "\n        "))
+        first, last = self._bag_bounds[index : index + 2]
+        parts = format_bags(self._values, self._weights, self._offsets[first : last + 1])
+        return f'"{self._keys[index]}": ' + (parts[0] if self._weights is None else join_in_braces(parts, "\n        "))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(keys={self.keys()}, stride={self.stride()}, {self._describe()})"
@@ -438,10 +437,10 @@ def _concat_parts(
     inverse: tuple[Sequence[str], Tensor] | None = None,
 ) -> KeyedJaggedTensor:
     """Concatenate parts to one batch. strides: number of bags per key and rank."""
-    check_alike("weights", "weights", {i: part.weights_or_none() is not None for i, part in enumerate(parts)})
+    check_all_equal("weights", "weights", {i: part.weights_or_none() is not None for i, part in enumerate(parts)})
     values = torch.cat([part.values() for part in parts])
     weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
-    offsets = to_offsets(torch.cat([part.lengths() for part in parts]))
+    offsets = lengths_to_offsets(torch.cat([part.lengths() for part in parts]))
     return KeyedJaggedTensor(
         keys, values, weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse
     )
@@ -460,7 +459,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         InputError: If arguments do not fit each other.
     """
 
-    _fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")
+    _tensor_fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")
     open_leaves: ClassVar[Container[int]] = frozenset({0, 1, 2})
     _strides: Tensor  # [keys, ranks], on the CPU
     _inverse: Tensor | None
@@ -481,18 +480,18 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != bags:
             raise InputError(f"stride_per_key={strides}: give one for each of {self.keys()}, {bags} in all, as lengths")
         self._strides = torch.tensor(strides, dtype=torch.int64).view(-1, 1)
-        self._inverse = None if inverse_indices is None else order_inverse(self._keys, *inverse_indices)
+        self._inverse = None if inverse_indices is None else reorder_inverse_indices(self._keys, *inverse_indices)
 
     def validate(self) -> None:
         """Raise InputError unless offsets ascend and each sample refers to a bag of each key. Waits for a GPU."""
         super().validate()
         if self._inverse is None:
             return
-        wrong = (self._inverse < 0) | (self._inverse >= self.strides()[:, None])
-        for at, sample in wrong.nonzero().tolist()[:1]:
-            where = f"inverse_indices of key {self._keys[at]!r}, sample {sample}: {int(self._inverse[at, sample])}"
-            bags = int(self.strides()[at])
-            raise InputError(f"{where}; give the number of one of its {bags} bags, counted from 0")
+        invalid = (self._inverse < 0) | (self._inverse >= self.strides()[:, None])
+        for index, sample in invalid.nonzero().tolist()[:1]:
+            subject = f"inverse_indices of key {self._keys[index]!r}, sample {sample}"
+            bag, bags = int(self._inverse[index, sample]), int(self.strides()[index])
+            raise InputError(f"{subject}: {bag}; give the number of one of its {bags} bags, counted from 0")
 
     def stride(self) -> int:
         """Return the number of samples. Without inverse indices, the largest number of bags of a key."""
@@ -501,10 +500,10 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         return max(self.stride_per_key(), default=0) if self._batch is None else self._batch
 
     def stride_per_key(self) -> list[int]:
-        return [sum(of_ranks) for of_ranks in self.stride_per_key_per_rank()]
+        return [sum(bag_counts) for bag_counts in self.stride_per_key_per_rank()]
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        refuse_trace("stride_per_key", "use strides()")
+        check_eager("stride_per_key", "use strides()")
         return self._strides.tolist()
 
     def strides(self) -> Tensor:
@@ -514,10 +513,10 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     def split_by_key(self) -> KeyedJaggedTensor:
         return self
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        changed = super()._map(change)
-        changed._strides = self._strides.clone()  # strides stay on the CPU
-        return changed
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+        result = super()._map(function)
+        result._strides = self._strides.clone()  # strides stay on the CPU
+        return result
 
     def variable_stride_per_key(self) -> bool:
         return True
@@ -526,17 +525,18 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         return None if self._inverse is None else (self.keys(), self._inverse)
 
     def offsets_of_keys(self) -> Sequence[Tensor]:
-        return [self._offsets_of(at, at + 1) for at in range(len(self._keys))]
+        return [self._slice_offsets(index, index + 1) for index in range(len(self._keys))]
 
-    def _part(self, chosen: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Any:
-        keys, inverse = tuple(self._keys[at] for at in chosen), None if self._inverse is None else self._inverse[chosen]
-        return self._unflatten((values, weights, offsets, self._strides[chosen], inverse), (keys, self.stride()))
+    def _select(self, indices: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Any:
+        keys = tuple(self._keys[index] for index in indices)
+        inverse = None if self._inverse is None else self._inverse[indices]
+        return self._unflatten((values, weights, offsets, self._strides[indices], inverse), (keys, self.stride()))
 
 
 class SplitKeyedJaggedTensor(KeyedJaggedTensor):
     """A KeyedJaggedTensor that stores a tensor per key. `values()` and `weights()` copy these tensors into one."""
 
-    _derived = ("_values", "_weights")
+    _cached_fields = ("_values", "_weights")
     open_leaves: ClassVar[Container[int]] = range(1, 1 << 32)
     _parts: list[Any]  # each key's values, then each key's weights if there are any
 
@@ -558,26 +558,26 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
         return self
 
     @cached_property
-    def _bounds(self) -> list[int]:
+    def _value_bounds(self) -> list[int]:
         return [*accumulate((part.shape[0] for part in self._parts[: len(self._keys)]), initial=0)]
 
-    def _of_key(self, at: int) -> tuple[Tensor, Tensor | None]:
+    def _slice_key(self, index: int) -> tuple[Tensor, Tensor | None]:
         weights = self._parts[len(self._keys) :]
-        return self._parts[at], weights[at] if weights else None
+        return self._parts[index], weights[index] if weights else None
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         keys, spans = len(self._keys), [*pairwise([0, *ends])]
-        values = [concat_chosen(self._parts[0][:0], self._parts, range(*span)) for span in spans]
+        values = [concat_selected(self._parts[0][:0], self._parts, range(*span)) for span in spans]
         if len(self._parts) == keys:
             return values, [None] * len(spans)
-        return values, [concat_chosen(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
+        return values, [concat_selected(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
 
     def _tensors(self) -> list[Any]:
         return [self._offsets, *self._parts]
 
     def _set_tensors(self, tensors: Iterable[Any]) -> None:
         self._offsets, *self._parts = tensors
-        for cached in self._derived:
+        for cached in self._cached_fields:
             vars(self).pop(cached, None)
 
     def _flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Any]:

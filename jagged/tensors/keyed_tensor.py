@@ -17,7 +17,7 @@ from torch import Tensor
 from ...engine.checks import as_int
 from ...engine.errors import InputError
 from .jagged_tensor import TensorContainer, format_entries
-from .validation import check_keys, is_empty, is_list_of, statically_true
+from .validation import check_keys, is_empty, is_list_of, is_statically_true
 
 
 class ColumnOrder:
@@ -53,7 +53,7 @@ class KeyedTensor(TensorContainer):
         InputError: If arguments do not fit each other.
     """
 
-    _fields, _facts = ("_values",), ("_keys", "_lengths", "_dim")
+    _tensor_fields, _context_fields = ("_values",), ("_keys", "_lengths", "_dim")
     _values: Tensor
     _keys: tuple[str, ...]
     _lengths: tuple[int, ...]
@@ -77,7 +77,7 @@ class KeyedTensor(TensorContainer):
         if len(self._lengths) != len(self._keys) or min(self._lengths, default=0) < 0:
             raise InputError(f"length_per_key={list(length_per_key)}: give one, 0 or more, for each of {self.keys()}")
         total, has_key_dim = sum(self._lengths), isinstance(values, Tensor) and values.dim() > key_dim
-        if not has_key_dim or statically_true(values.shape[key_dim] != total):
+        if not has_key_dim or is_statically_true(values.shape[key_dim] != total):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             expected = f"[batch, {total}]" if key_dim else f"[{total}, batch]"
             raise InputError(f"values: {shape}; give a tensor {expected}; {total} is the sum of length_per_key")
@@ -120,7 +120,7 @@ class KeyedTensor(TensorContainer):
         if any(other != dim for other in dims):
             raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")
         batches = [tensor.values().shape[1 - dim] if tensor.values().dim() > 1 else 1 for tensor in keyed_tensors]
-        if any(statically_true(batch != batches[0]) for batch in batches):
+        if any(is_statically_true(batch != batches[0]) for batch in batches):
             raise InputError(f"keyed_tensors have {batches} samples; give tensors of one batch")
         parts: dict[str, Tensor] = {}
         for tensor in keyed_tensors:

@@ -12,7 +12,7 @@ from torch._guards import detect_fake_mode
 
 from ...engine.errors import GraphError, InputError
 
-INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_traced() -> bool:
@@ -20,13 +20,13 @@ def is_traced() -> bool:
     return bool(torch._C._len_torch_dispatch_stack()) and detect_fake_mode() is not None
 
 
-def refuse_trace(call: str, remedy: str) -> None:
+def check_eager(call: str, remedy: str) -> None:
     """Raise GraphError if a graph is being traced. call: the name of the call that would read values."""
     if is_traced():
         raise GraphError(f"{call} needs values, and build is traced without them; {remedy}")
 
 
-def statically_true(condition: bool | torch.SymBool) -> bool:
+def is_statically_true(condition: bool | torch.SymBool) -> bool:
     """True if a comparison of sizes holds. For dynamic sizes in a trace, True only if it holds for all of them."""
     if isinstance(condition, bool):
         return condition
@@ -37,7 +37,7 @@ def statically_true(condition: bool | torch.SymBool) -> bool:
 
 def is_empty(value: object) -> bool:
     """True for a tensor without elements. In a trace, True only if the tensor is empty for all sizes."""
-    return isinstance(value, Tensor) and not value.is_nested and statically_true(value.numel() == 0)
+    return isinstance(value, Tensor) and not value.is_nested and is_statically_true(value.numel() == 0)
 
 
 def is_list_of(value: object, kind: Any) -> bool:
@@ -64,8 +64,8 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
         raise InputError(f"keys={keys!r}: give a list of strings")
     names = tuple(keys)
     if len(set(names)) < len(names):
-        repeated, times = next((key, names.count(key)) for key in names if names.count(key) > 1)
-        raise InputError(f"keys={list(names)}: {repeated!r} occurs {times} times; give each key once")
+        duplicate, count = next((key, names.count(key)) for key in names if names.count(key) > 1)
+        raise InputError(f"keys={list(names)}: {duplicate!r} occurs {count} times; give each key once")
     return names
 
 
@@ -75,8 +75,8 @@ def check_values(values: Tensor, weights: Tensor | None) -> None:
         raise InputError(f"values: {_describe(values)}; give a tensor [n, ...], and a nested tensor to from_nested")
     if weights is None:
         return
-    fits = isinstance(weights, Tensor) and weights.shape[1:] in ((), values.shape[1:]) and weights.dim() > 0
-    if not fits or statically_true(weights.shape[0] != values.shape[0]):
+    is_valid = isinstance(weights, Tensor) and weights.shape[1:] in ((), values.shape[1:]) and weights.dim() > 0
+    if not is_valid or is_statically_true(weights.shape[0] != values.shape[0]):
         raise InputError(f"weights: {_describe(weights)}; give a tensor [{values.shape[0]}], a weight for each value")
     if weights.device != values.device:
         raise InputError(f"weights are on {weights.device} and values on {values.device}; move them to one device")
@@ -96,18 +96,18 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     for name, tensor in (("lengths", lengths), ("offsets", offsets)):
         if tensor is None:
             continue
-        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.dtype not in INTEGERS:
-            wanted = "a tensor of integers with one dimension, feature by feature"
-            raise InputError(f"{name}: {_describe(tensor)}; give {wanted}")
+        if not isinstance(tensor, Tensor) or tensor.dim() != 1 or tensor.dtype not in INTEGER_DTYPES:
+            expected = "a tensor of integers with one dimension, feature by feature"
+            raise InputError(f"{name}: {_describe(tensor)}; give {expected}")
         if tensor.device != values.device:
             raise InputError(f"{name} are on {tensor.device} and values on {values.device}; move them to one device")
     if offsets is None:
         if lengths is None:
             raise InputError("lengths=None and offsets=None: give one of them")
-        return to_offsets(lengths)
-    if statically_true(offsets.shape[0] == 0):
+        return lengths_to_offsets(lengths)
+    if is_statically_true(offsets.shape[0] == 0):
         raise InputError("offsets: a tensor [0]; give 0, followed by the end of each bag")
-    if lengths is not None and statically_true(lengths.shape[0] != offsets.shape[0] - 1):
+    if lengths is not None and is_statically_true(lengths.shape[0] != offsets.shape[0] - 1):
         remedy = "offsets need one element more than lengths; give only one of the two"
         raise InputError(f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: {remedy}")
     has_values = offsets.device.type == "cpu" and not is_traced()
@@ -116,7 +116,7 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     return offsets.to(torch.int64)
 
 
-def to_offsets(lengths: Tensor) -> Tensor:
+def lengths_to_offsets(lengths: Tensor) -> Tensor:
     """Convert lengths [bags] to offsets, int64 [bags + 1]."""
     ends = lengths.cumsum(0, dtype=torch.int64)
     return torch.cat([ends.new_zeros(1), ends])  # not F.pad, which would make a trace's sizes static
@@ -135,23 +135,23 @@ def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str]
         raise InputError(f"offsets[-1]={last} of {count} values: {remedy}")
 
 
-def concat_chosen(empty: Tensor, parts: Sequence[Tensor], chosen: Iterable[int]) -> Tensor:
+def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[int]) -> Tensor:
     """Concatenate the chosen parts. Returns `empty` if none are chosen."""
-    return torch.cat([empty, *(parts[at] for at in chosen)])
+    return torch.cat([empty, *(parts[index] for index in indices)])
 
 
-def check_alike(argument: str, trait: str, values: Mapping[Any, Any]) -> None:
+def check_all_equal(argument: str, trait: str, values: Mapping[Any, Any]) -> None:
     """Raise InputError unless all parts agree. values: {part: its value}. trait: name of the value."""
     first, *others = values.values() or (None,)
-    if any(statically_true(other != first) for other in others):
+    if any(is_statically_true(other != first) for other in others):
         raise InputError(f"{argument}: parts differ in their {trait}, {dict(values)}; give parts that agree")
 
 
-def order_inverse(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tensor:
+def reorder_inverse_indices(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tensor:
     """Return inverse indices [names, batch] with rows in the order of keys, as int64. Raises InputError."""
     if not isinstance(indices, Tensor) or indices.dim() != 2 or indices.shape[0] != len(names):
         raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each name")
-    if indices.dtype not in INTEGERS:
+    if indices.dtype not in INTEGER_DTYPES:
         raise InputError(f"inverse_indices: a tensor of {indices.dtype}; give integers")
     rows = {name: row for row, name in enumerate(names)}
     if missing := [key for key in keys if key not in rows]:

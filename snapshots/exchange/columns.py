@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.table_names import choices, names_in, table_number
+from ...engine.options.table_names import choices, find_table, read_table_names
 from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowForm, find_overflows
 
@@ -44,7 +44,7 @@ class Columns:
         self.description = description
         self.key_dtype: np.dtype[Any] = KEY_DTYPES[description["key_type"]]
         self.dim = sum(description["columns"])
-        self.table_names = names_in(description)
+        self.table_names = read_table_names(description)
         for state, times in Counter(description["states"]).items():
             if state in _OTHERS or times > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
@@ -140,7 +140,7 @@ class Columns:
             if not len(bad):
                 return tables
             tables = bad[0]
-        elif (one := table_number(tables, self.table_names)) is not None:
+        elif (one := find_table(tables, self.table_names)) is not None:
             return one
         elif not isinstance(tables, str) and as_int(tables) is None:
             raise InputError(f"{what} is {tables!r}; give one table for all keys, or a NumPy array of table ids")

@@ -12,7 +12,7 @@ from typing import Any
 from ...engine.checks import checked_arguments
 from ...engine.durable import UnsyncedError, fsync_file, make_folder, publish, temporary_path
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.table_names import Names, choices, names_in, table_number
+from ...engine.options.table_names import Names, choices, find_table, read_table_names
 from ..files.reader import Snapshot
 from ..files.writer import ProgressCallback, write_snapshot
 from ..store.selection import LoadReport, Selection
@@ -68,7 +68,7 @@ def export_snapshot(
         raise InputError("overwrite=True, format='snapshot': a snapshot is never overwritten; give another path")
     path = as_path(path, "path").absolute()
     if tables is not None:
-        tables = _numbers_of(tables, names_in(snapshot.description))
+        tables = _numbers_of(tables, read_table_names(snapshot.description))
     report = LoadReport()
     selection = Selection(tables, state=state)
     description = selection.description(snapshot.description)
@@ -106,7 +106,7 @@ def export_snapshot(
 
 
 def _numbers_of(tables: Any, names: Names) -> list[int]:
-    resolved = [table_number(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
+    resolved = [find_table(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
     numbers = [number for number in resolved if number is not None]
     if len(numbers) < len(resolved):
         raise InputError(f"tables={tables!r}: give a list of table ids from {choices(names)}, or None for all")

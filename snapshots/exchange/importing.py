@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
-from ...engine.optim.rule import counts_steps
-from ...engine.options.table_names import TABLE_NAMES, TENSOR_NAMED, Names, are_names, names_in
+from ...engine.optim.rule import depends_on_step
+from ...engine.options.table_names import TABLE_NAMES, TENSOR_NAMED, Names, are_table_names, read_table_names
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowForm
 from ..files.format import Manifest, check_name
@@ -84,7 +84,7 @@ def import_snapshot(
     dtype_name = None if dtype is None else check_dtype(dtype)
     with StoreFolder(Path(store), "import_snapshot") as folder:
         description = _fit_description(description or source.description or _find_description(folder, source), source)
-        _check_order(names_in(description), source)
+        _check_order(read_table_names(description), source)
         if dtype_name is not None:
             description = converted_description(dict(description), (dtype_name, types_of(description)[1] or "float32"))
         target = folder.snapshots / name
@@ -105,9 +105,10 @@ def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
         raise InputError(f"{source.what}: the number of tables is unknown; give description=description_for(...)")
     key_dtype = getattr(torch, source.key_type or "int64")
     defaults = description_for(store.path.name, source.dim, key_dtype, padding_idx=source.padding_idx)
-    is_named = source.num_tables > 1 and any(source.table_names) and are_names(source.table_names, source.num_tables)
-    names = {TABLE_NAMES: source.table_names, TENSOR_NAMED: True} if is_named else {}
-    return {**defaults, "tables": defaults["tables"] * source.num_tables, **names}
+    names, count = source.table_names, source.num_tables
+    is_named = count > 1 and any(names) and are_table_names(names, count)
+    name_fields = {TABLE_NAMES: names, TENSOR_NAMED: True} if is_named else {}
+    return {**defaults, "tables": defaults["tables"] * count, **name_fields}
 
 
 def _check_order(names: Names, source: Source) -> None:
@@ -136,7 +137,7 @@ def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[
             f"states: {min(unknown)!r} is not among the description's states, {description['states'] or 'none'}: give "
             "description=description_for(..., optimizer=row_optimizer(...), step=...)"
         )
-    if source.states and not description["step"] and counts_steps(description["optimizer"]):
+    if source.states and not description["step"] and depends_on_step(description["optimizer"]):
         raise InputError(
             f"states: {description['optimizer']} counts steps, but the description has step=0; call description_for "
             "with step="

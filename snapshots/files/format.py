@@ -18,9 +18,9 @@ from ...engine import _core
 from ...engine.checks import is_folder_name
 from ...engine.durable import choose_remedy, read_record, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.optim.kernel import LIMITS, kernels
+from ...engine.optim.kernel import LIMITS, load_kernels
 from ...engine.optim.past_rates import is_past_rates
-from ...engine.options.table_names import TABLE_NAMES, are_names
+from ...engine.options.table_names import TABLE_NAMES, are_table_names
 from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
 from ...engine.store.table_counts import TABLE_ROWS
 
@@ -342,7 +342,7 @@ def check_description(value: Any) -> None:
     }
     for field, check in field_checks.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")
-    are_valid = TABLE_NAMES not in value or are_names(value[TABLE_NAMES], len(value["tables"]))
+    are_valid = TABLE_NAMES not in value or are_table_names(value[TABLE_NAMES], len(value["tables"]))
     _require(are_valid, f"description has {TABLE_NAMES!r} that are not a unique name or None for each of its tables")
     _require(_is_plain(value, _MAX_DEPTH), "description holds values that JSON cannot store")
     dim, widths = sum(value["columns"]), value["state_widths"]
@@ -400,7 +400,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     """Raises ValueError if states or `hyper` do not fit the optimizer. `hyper` may be empty before any update."""
     name = value["optimizer"]
     try:
-        kernel = kernels()[name]
+        kernel = load_kernels()[name]
     except KeyError:
         return
     states = list(zip(kernel.states, kernel.state_widths(dim), strict=True))
@@ -423,7 +423,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
 def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
     """Returns the description with `hyper` as a dict by name. For an unknown optimizer, `hyper` does not change."""
     try:
-        names = (*kernels()[description["optimizer"]].all_hypers, *LIMITS)
+        names = (*load_kernels()[description["optimizer"]].all_hypers, *LIMITS)
     except KeyError:
         return description
     hyper = dict(zip(names, description["hyper"], strict=False))  # `hyper` is empty before the first update

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
-from ...engine.options.table_names import choices, names_in, table_number, with_table_name
+from ...engine.options.table_names import choices, describe_table, find_table, read_table_names
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.contract import Tier, TopTier
@@ -54,8 +54,8 @@ def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | N
 
 def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
     """Convert a table's number or name to its number, and a key to 64 bits. Raises InputError if one is invalid."""
-    names = names_in(description)
-    number = table_number(table, names)
+    names = read_table_names(description)
+    number = find_table(table, names)
     if number is None:
         raise InputError(f"table {table}: give one from {choices(names)}")
     limits = np.iinfo(Columns(description).key_dtype)
@@ -68,7 +68,7 @@ def to_plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
     """Returns a row as a dict of plain values, for JSON. The key `table_name` is there only if tables have names."""
     columns = {name: column[0] for name, column in Columns(description).split(np.array([row])).items()}
     return {
-        **with_table_name(int(columns[TABLE]), names_in(description)),
+        **describe_table(int(columns[TABLE]), read_table_names(description)),
         "key": int(columns[KEY]),
         "embedding": to_plain_floats(columns[EMBEDDING]),
         "states": {name: to_plain_floats(columns[name]) for name in description["states"]},

@@ -211,14 +211,14 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     marker = require_clean_marker(store)
     if marker["live"] != "rocksdb":
         return None
-    from ...engine.options.rocksdb_options import options_text  # needs RocksDB
+    from ...engine.options.rocksdb_options import format_options  # needs RocksDB
     from ...engine.store.rocksdb import RocksDB
 
     def file_bytes() -> int:
         return sum(file.stat().st_size for file in store.live.glob("shard-*/*.sst"))
 
     bytes_before = file_bytes()
-    with closing(RocksDB(store.live, marker["width"], marker["shards"], options=options_text(options))) as tier:
+    with closing(RocksDB(store.live, marker["width"], marker["shards"], options=format_options(options))) as tier:
         check_live(store, marker, tier)
         tier.compact()
     return bytes_before, file_bytes()

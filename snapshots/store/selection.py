@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import InputError
-from ...engine.optim.kernel import kernels
+from ...engine.optim.kernel import load_kernels
 from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, find_overflows
 from ..files.reader import Snapshot, count_progress
 
@@ -24,7 +24,7 @@ Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], N
 def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
     """Returns a table's description after its rows are converted to the dtypes `types`."""
     dtype, state_type = types
-    kernel = kernels().get(description["optimizer"])
+    kernel = load_kernels().get(description["optimizer"])
     widths, dim = description["state_widths"], sum(description["columns"])
     element_states = widths.count(dim) if kernel is None else len(kernel.element_states)
     state_types = [state_type] * element_states + ["float32"] * (len(widths) - element_states)

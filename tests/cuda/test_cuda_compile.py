@@ -13,7 +13,7 @@ from support import nvrtc
 from support.cells import rotated
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program, compiled
-from tierbed.engine.optim.kernel import declared, struct_name
+from tierbed.engine.optim.kernel import find_kernels, struct_name
 from tierbed.engine.row_format import line_bytes_of, words_of
 
 pytestmark = pytest.mark.op
@@ -22,7 +22,7 @@ MAX_REGISTERS = 128  # two blocks of 256 threads share a processor's registers
 # This one lets a single block run on a processor. A limit of 128 compiles it too, but spills 32 bytes a thread; only a
 # measurement on a GPU can choose between them.
 MORE_REGISTERS = {("update_rows", "catch_up_adamw", 128, "sm_90"): 134}
-RULES = {kernel.name: kernel for kernel in declared()}
+RULES = {kernel.name: kernel for kernel in find_kernels()}
 SOME_RULES = [  # a third of them, the others slow: `make check WHAT=optimizer NAME=...` compiles a new one
     pytest.param(rule, marks=() if number % 3 == 0 or rule == "catch_up_adamw" else pytest.mark.slow)
     for number, rule in enumerate(RULES)

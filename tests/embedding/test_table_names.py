@@ -16,7 +16,7 @@ from support.graphs import graph_of
 from support.table_names import filled, firsts, opened
 from tierbed import Graph, MultiTableEmbedding, make_normal_initializer, make_table_options
 from tierbed.engine.errors import InputError, OptionError, StoreError
-from tierbed.engine.options.table_names import merged_names, mismatched_tables
+from tierbed.engine.options.table_names import find_mismatched_tables, merge_names
 from tierbed.snapshots import Snapshot
 
 on_memory_and_disk = pytest.mark.parametrize("store", ["host", "ssd"])
@@ -165,14 +165,14 @@ LISTS = st.lists(st.sampled_from([None, "a", "b", "c"]), max_size=4).filter(
 @given(LISTS, LISTS)
 def test_rows_stay_those_of_their_table_wherever_it_is_listed(stored, mine) -> None:
     moved = [place for place, name in enumerate(stored) if name and (name not in mine or mine.index(name) != place)]
-    assert mismatched_tables(stored, mine) == moved
-    both = merged_names(stored, mine)
-    assert both == merged_names(mine, stored)
+    assert find_mismatched_tables(stored, mine) == moved
+    both = merge_names(stored, mine)
+    assert both == merge_names(mine, stored)
     if both is None:
         assert {*stored, *mine} - {None}
-        assert moved or mismatched_tables(mine, stored)
+        assert moved or find_mismatched_tables(mine, stored)
     else:
-        assert mismatched_tables(stored, both) == mismatched_tables(mine, both) == []
+        assert find_mismatched_tables(stored, both) == find_mismatched_tables(mine, both) == []
         assert len(both) == max(len(stored), len(mine))
     assert not moved or both is None or len(mine) < len(stored) or None in mine
 

@@ -45,7 +45,7 @@ def test_columns_of_every_dtype_are_those_of_plain_cat(dtype: str, batch: int, i
 def test_gradients_of_every_order_are_those_of_plain_cat(native: bool, layout: str, monkeypatch: Any) -> None:
     """native=False: as on a GPU, by torch's ops."""
     if not native:
-        monkeypatch.setattr(columns, "_NATIVE", ())
+        monkeypatch.setattr(columns, "_NATIVE_DTYPES", ())
     values = [one.double().requires_grad_() for one in tensors()]
     given = {
         "contiguous": lambda one: one,
@@ -75,7 +75,7 @@ def second_order(made: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]
 
 def test_zero_columns_come_first_in_a_sum_of_moves() -> None:
     moves = [[0, 0, 2, 2, 1], [0, 0, 0, 2, 0], [0, 0, 1, 0, 2], [0, 0, 0, 3, 0], [0, 0, 0, 0, 0]]
-    index = columns._sources(torch.tensor(moves), torch.tensor([3]), torch.tensor([3]), 3)
+    index = columns._find_sources(torch.tensor(moves), torch.tensor([3]), torch.tensor([3]), 3)
     assert index.tolist() == [1, 2, 2]
 
 

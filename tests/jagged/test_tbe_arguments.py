@@ -22,7 +22,7 @@ from tierbed.jagged import (
     TableBatchedEmbeddingBags,
     WeightDecayMode,
 )
-from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR, IDLE_CALL
+from tierbed.jagged.tbe.call_arguments import IGNORED_CALL_ARGS, REFUSED_ARGS, REFUSED_CALL_ARGS
 
 ADAM, ADAGRAD, ROWWISE = OptimType.ADAM, OptimType.EXACT_ADAGRAD, OptimType.EXACT_ROWWISE_ADAGRAD
 LAMB, LARS, BF16 = OptimType.LAMB, OptimType.LARS_SGD, torch.bfloat16
@@ -132,9 +132,9 @@ def test_without_pooling_there_are_neither_weights_nor_batch_sizes() -> None:
         check_refusal((lambda given={name: given}: tbe(IDS, OFFSETS, **given), InputError, name, "PoolingMode.NONE"))
 
 
-@pytest.mark.parametrize("name", CONSTRUCTOR)
+@pytest.mark.parametrize("name", REFUSED_ARGS)
 def test_an_argument_without_a_meaning_is_refused_by_name(name: str) -> None:
-    default, reason = CONSTRUCTOR[name]
+    default, reason = REFUSED_ARGS[name]
     given = not default if isinstance(default, bool) else "other"
     check_refusal(
         (tbe_of(weights_precision=torch.float16, **{name: given}), OptionError, f"{name}={given!r}: {reason}")
@@ -142,7 +142,7 @@ def test_an_argument_without_a_meaning_is_refused_by_name(name: str) -> None:
     tbe_of(**{name: default})()
 
 
-@pytest.mark.parametrize("name", CALL)
+@pytest.mark.parametrize("name", REFUSED_CALL_ARGS)
 def test_an_argument_of_a_call_without_a_meaning_is_refused_by_name(name: str) -> None:
     tbe = tbe_of()()
     for call in (tbe, tbe.prefetch):
@@ -192,8 +192,8 @@ def test_an_argument_that_changes_nothing_is_taken_and_said_once(options: Any, s
 
 
 def test_identities_of_a_hash_change_nothing_and_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    tbe, given = tbe_of()(), dict.fromkeys(IDLE_CALL, torch.tensor([7, 8]))
-    tbe.prefetch(IDS, OFFSETS, **dict.fromkeys(IDLE_CALL))
+    tbe, given = tbe_of()(), dict.fromkeys(IGNORED_CALL_ARGS, torch.tensor([7, 8]))
+    tbe.prefetch(IDS, OFFSETS, **dict.fromkeys(IGNORED_CALL_ARGS))
     assert not caplog.records
     for _ in range(2):
         tbe.prefetch(IDS, OFFSETS, **given)

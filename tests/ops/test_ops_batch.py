@@ -16,7 +16,7 @@ from support.rows import SPECIAL_KEYS, any_key
 from tierbed.engine import _core
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.processors.processor import by_owner
+from tierbed.engine.processors.processor import sort_by_owner
 
 pytestmark = pytest.mark.op
 
@@ -93,12 +93,12 @@ def check_owners(make: Make, keys: list[int], ranks: int, last: int) -> None:
     processor = make(spec_of(4, tables=TABLES), RowState())
     ids = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
     lookup = moved(Lookup(ids, torch.arange(len(ids)) % TABLES), processor.device)
-    unique = processor.unique_rows(processor.batch([lookup]))
+    unique = processor.unique_rows(processor.make_batch([lookup]))
     tables, names = unique.table_ids.tolist(), unique.ids.cpu().numpy().view(np.uint64).tolist()
     rows: list[list[int]] = [[] for _ in range(ranks)]
     for row, name in enumerate(zip(tables, names, strict=True)):
         rows[naive.owner(*name, ranks)].append(row)
-    found = by_owner(unique, ranks, last)
+    found = sort_by_owner(unique, ranks, last)
     assert found.counts == [len(of_owner) for of_owner in rows]
     order = [row for of_owner in (*rows[:last], *rows[last + 1 :], rows[last]) for row in of_owner]
     assert found.keys.tolist() == unique.ids.cpu()[order].tolist()

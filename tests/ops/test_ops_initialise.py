@@ -43,11 +43,11 @@ def test_initial_rows_equal_the_reference_to_the_bit(columns: list[int]) -> None
 @pytest.mark.parametrize("columns", COLUMNS[::4], ids=str)
 def test_unknown_rows_are_served_from_memory_of_the_batch(make: Make, columns: list[int]) -> None:
     table, processor = Table(columns), make(spec_of(columns), RowState())
-    store, out = processor.full_table("device"), []
+    store, out = processor.make_full_table("device"), []
     for keys in (SPECIAL_KEYS, [*SPECIAL_KEYS, 20]):
         ids = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
         lookup = moved(Lookup(ids, torch.arange(len(ids)) % table.tables), processor.device)
-        batch = processor.batch([lookup])
+        batch = processor.make_batch([lookup])
         if out:
             store.peek(batch)
         else:

@@ -30,7 +30,7 @@ from support.row_rules import MAKERS, optimizer_of, pinned, random_ids, table_of
 from support.rows import Table, same_bits
 from tierbed.engine import _core
 from tierbed.engine.ops.batch import Gradients
-from tierbed.engine.optim.kernel import declared
+from tierbed.engine.optim.kernel import find_kernels
 from tierbed.engine.options.lookup import Lookup
 
 pytestmark = pytest.mark.optimizer
@@ -44,7 +44,7 @@ TYPES = [
     ("float32", "bfloat16"),
 ]
 DIMS = [1, 3, 17, 64, 100]
-RULES = [kernel.name for kernel in declared()]
+RULES = [kernel.name for kernel in find_kernels()]
 SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
 PADDING = 3
 Row = tuple[int, int]
@@ -89,12 +89,12 @@ def step_of(
     lookup = moved(
         Lookup(torch.from_numpy(ids.view(np.int64)), torch.from_numpy(tables.astype(np.int64))), processor.device
     )
-    batch, before = processor.batch([lookup]), processor.written.sum()
+    batch, before = processor.make_batch([lookup]), processor.written_counts.sum()
     store.pin(batch, None)
     given = Gradients([lookup], [torch.from_numpy(grads).to(processor.device)], [None], torch.float32)
     processor.update(batch, given, rule)
     store.unpin(batch, True)
-    return int(processor.written.sum() - before)
+    return int(processor.written_counts.sum() - before)
 
 
 def check_rows(table: Table, store: Any, expected: dict[Row, tuple[NDArray[np.float32], int, int]]) -> None:
@@ -125,7 +125,7 @@ def check_steps(make: Make, name: str, dim: int, types: tuple[str, str], batches
         updates, last = (np.array([row[column] for row in before], np.uint32) for column in (1, 2))
         new = int((updates == 0).sum())
         sums = naive.reduce(grads, unique.occurrences, unique.offsets)
-        naive.update(values, updates, sums, optimizer.rule, optimizer.hyper(step), step, last)
+        naive.update(values, updates, sums, optimizer.rule, optimizer.compute_hyper(step), step, last)
         values = table.by_chance(values, unique.tables, unique.keys, step)
         expected |= {row: (v, u, step) for row, v, u in zip(rows, values, updates.tolist(), strict=True)}
         steps.append((step, keys, tables, grads, new))
@@ -133,10 +133,10 @@ def check_steps(make: Make, name: str, dim: int, types: tuple[str, str], batches
     spec = spec_of(dim, types, padding=PADDING)
     for instructions in instruction_sets(make):
         with instruction_set(instructions):
-            processor = make(spec, spec.state_of(optimizer))
-            store = processor.full_table("device")
+            processor = make(spec, spec.make_row_state(optimizer))
+            store = processor.make_full_table("device")
             for step, keys, tables, grads, new in steps:
-                processor.set_hyper(optimizer.rule, optimizer.hyper(step), step)
+                processor.set_hyper(optimizer.rule, optimizer.compute_hyper(step), step)
                 assert step_of(processor, store, keys, tables, grads, optimizer.rule) == new
             check_rows(table, store, expected)
 
@@ -180,22 +180,22 @@ def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are(
     optimizer = optimizer_of(name)
     table, spec = table_of(optimizer, dim, types), spec_of(dim, types)
     keys, zeros = np.arange(40, dtype=np.uint64), np.zeros(40, np.uint32)
-    processor = make(spec, spec.state_of(optimizer))
-    store = processor.full_table("device")
+    processor = make(spec, spec.make_row_state(optimizer))
+    store = processor.make_full_table("device")
     for step, count in ((1, 30), (2, 20), (9, 10)):
         grads = np.random.default_rng(step).standard_normal((count, dim), np.float32)
-        processor.set_hyper(optimizer.rule, optimizer.hyper(step), step)
+        processor.set_hyper(optimizer.rule, optimizer.compute_hyper(step), step)
         step_of(processor, store, keys[:count], zeros[:count], grads, optimizer.rule)
     before = np.concatenate([part for _, part in store.scan()])
     values, updates, last = table.initial(zeros, keys), zeros.copy(), zeros.copy()
     order = before["key"].astype(int)
     values[order], updates[order], last[order] = table.decoded(before["values"]), before["updates"], before["step"]
-    naive.catch_up(values, updates, last, dim, optimizer.rule, optimizer.hyper(200), 200)
+    naive.catch_up(values, updates, last, dim, optimizer.rule, optimizer.compute_hyper(200), 200)
 
     lookup = moved(Lookup(torch.arange(40), torch.zeros(40, dtype=torch.int64)), processor.device)
-    batch = processor.batch([lookup])
+    batch = processor.make_batch([lookup])
     store.pin(batch, None)
-    processor.set_hyper(optimizer.rule, optimizer.hyper(200), 200)
+    processor.set_hyper(optimizer.rule, optimizer.compute_hyper(200), 200)
     processor.preview_catch_up(batch, optimizer.rule)
     seen = on_host(processor.gather(batch, 0, lookup, None, torch.float32))
     same_bits(seen, table.nearest(values)[:, :dim].copy())
@@ -242,15 +242,15 @@ def test_the_summed_gradient_of_a_row_is_clipped_before_weight_decay(value: floa
 def test_assign_keeps_the_last_occurrence_and_the_state(make: Make) -> None:
     optimizer = optimizer_of("adagrad")
     spec, table = spec_of(3, padding=8), table_of(optimizer, 3)
-    processor = make(spec, spec.state_of(optimizer))
-    store = processor.full_table("device")
+    processor = make(spec, spec.make_row_state(optimizer))
+    store = processor.make_full_table("device")
     lookup = moved(Lookup(torch.tensor([5, 6, 5, 8, 6, 5]), torch.zeros(6, dtype=torch.int64)), processor.device)
     for step in (4, 9):
-        batch = processor.batch([lookup])
+        batch = processor.make_batch([lookup])
         store.pin(batch, None)
         processor.assign(batch, np.arange(18, dtype=np.float32).reshape(6, 3), step)
         store.unpin(batch, True)
-        assert processor.written.sum() == 2
+        assert processor.written_counts.sum() == 2
     state = optimizer.initial * 3
     check_rows(
         table,

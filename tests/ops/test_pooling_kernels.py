@@ -186,9 +186,9 @@ def check(
                 same_bits(on_host(slopes).reshape(-1), naive.weights_grad(rows, rows_of, one.offsets, of_bags, mean))
 
     def step(processor: object) -> None:
-        store = processor.full_table("device")
+        store = processor.make_full_table("device")
         lookups = [moved(one.lookup, processor.device) for one in given]
-        batch = processor.batch(lookups)
+        batch = processor.make_batch(lookups)
         order = [names.index(name) for name in names_of(processor, batch)]
         assert sorted(order) == list(range(len(names)))
         assert make is not cpu or order == sorted(order)
@@ -200,14 +200,14 @@ def check(
         of_lookups = Gradients(lookups, [misaligned(grad, place) for grad in grads], weights, out)
 
         everything = processor.unique_rows(batch)
-        plain = processor.batch([everything])
+        plain = processor.make_batch([everything])
         store.pin(plain, None)
         processor.assign(plain, written[order], 3)
         store.unpin(plain, True)
         of_rest, rest = np.empty((0, dim), np.float32), None
         if last is None:  # rows of another batch, from its second on
             ids = torch.arange(2 + len(order), device=place) + 2**40
-            rest = processor.batch([Lookup(ids, torch.zeros_like(ids))])
+            rest = processor.make_batch([Lookup(ids, torch.zeros_like(ids))])
             given_rest = np.random.default_rng(3).standard_normal((len(ids), dim), np.float32)
             store.pin(rest, None)
             processor.assign(rest, given_rest, 3)
@@ -223,7 +223,7 @@ def check(
         same_bits(on_host(target)[places], sums[order])
         assert (np.delete(on_host(target), places, 0) == 7).all()
 
-        sibling = processor.batch(lookups, batch)  # whose rows are those of a tensor, some of them another batch's
+        sibling = processor.make_batch(lookups, batch)  # whose rows are those of a tensor, some of them another batch's
         assert names_of(processor, sibling) == [names[at] for at in order]
         assert not on_host(sibling.lines).any()
         here = len(order) if rest is None else len(order) // 2

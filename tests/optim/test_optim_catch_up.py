@@ -18,7 +18,7 @@ from tierbed import EagerOptimizer, Graph, MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
 from tierbed.engine.optim.catch_up_adam import ALL, CATCH_UP_ADAM, terms
-from tierbed.engine.optim.past_rates import MAX_KNOTS, is_past_rates, with_past
+from tierbed.engine.optim.past_rates import MAX_KNOTS, append_past_rates, is_past_rates
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup
 
@@ -152,7 +152,7 @@ def past(steps: range, rate: Callable[[int], float], before: list[float]) -> lis
     numbers = [0.0] * (len(CATCH_UP_ADAM.all_hypers) + 2)
     for step in steps:
         numbers[CATCH_UP_ADAM.all_hypers.index("lr")] = rate(step)
-        before = with_past(CATCH_UP_ADAM, list(numbers), before, step)
+        before = append_past_rates(CATCH_UP_ADAM, list(numbers), before, step)
     return before
 
 
@@ -194,7 +194,7 @@ def test_a_schedule_whose_rates_cannot_be_kept_is_named(schedule: Any, off: floa
     numbers: list[float] = []
     for at in range(1000):
         optimizer.param_groups[0]["lr"] = float(schedule(at))
-        numbers = rows.hyper(at + 1, before=numbers)
+        numbers = rows.compute_hyper(at + 1, previous=numbers)
     rates = PastRates(CATCH_UP_ADAM, numbers)
     worst = max(abs(rates.at(at + 1) - schedule(at)) for at in range(1000))
     logged = [one.args[1] for one in caplog.records]

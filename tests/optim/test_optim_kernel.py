@@ -18,11 +18,11 @@ pytestmark = pytest.mark.optimizer
 def test_the_build_reads_the_kernels_without_any_package(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", kernel.__file__, str(tmp_path / "rules.h")]
     subprocess.run(command, check=True)
-    assert (tmp_path / "rules.h").read_text() == kernel.header()
+    assert (tmp_path / "rules.h").read_text() == kernel.generate_header()
 
 
 def test_what_is_read_from_the_files_is_what_they_declare() -> None:
-    declared = {found.name: found for found in kernel.declared()}
+    declared = {found.name: found for found in kernel.find_kernels()}
     assert declared == {rule.kernel.name: rule.kernel for rule in all_rules()}
     assert list(declared) == sorted(declared)
 
@@ -36,4 +36,4 @@ def test_every_kernel_has_a_reference_and_one_for_missed_steps() -> None:
 def test_a_kernel_that_is_not_made_of_literals_names_its_file_and_line(tmp_path: Path) -> None:
     (tmp_path / "other.py").write_text("NAME = 'x'\n\nRULE = Kernel(name=NAME, hypers='', element='')\n")
     with pytest.raises(ValueError, match=r"other\.py, line 3: a kernel is made of literals alone"):
-        kernel.declared(tmp_path)
+        kernel.find_kernels(tmp_path)

@@ -22,7 +22,7 @@ from tierbed import OptionError, plan
 from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
 from tierbed.engine.host_memory import FreeMemory, free_host_memory
 from tierbed.engine.optim.row_state import RowState
-from tierbed.engine.processors.cuda import on_device
+from tierbed.engine.processors.cuda import make_cuda_factory
 from tierbed.engine.table.auto_budgets import AutoBudgets
 from tierbed.engine.table.stack import processor_factory
 
@@ -113,8 +113,8 @@ def test_auto_is_what_the_division_of_free_memory_says(tmp_path: Path, given: An
 @pytest.mark.parametrize(("cache_mb", "host_mb", "ssd_mb"), [(0.01, 0.01, 0.01), (100, 64, 100), (1000, 64, 192)])
 def test_the_overflow_area_is_no_larger_than_its_cache(cache_mb: float, host_mb: float, ssd_mb: float) -> None:
     host, disk = tierbed.make_cached_host_mem_store_options(cache_mb), ssd(Path("/ssd"), cache_mb)
-    assert (host.overflow_for(cache_mb), disk.overflow_for(cache_mb)) == (host_mb, ssd_mb)
-    assert ssd(Path("/ssd"), cache_mb, overflow_mb=3).overflow_for(cache_mb) == 3
+    assert (host.compute_overflow_mb(cache_mb), disk.compute_overflow_mb(cache_mb)) == (host_mb, ssd_mb)
+    assert ssd(Path("/ssd"), cache_mb, overflow_mb=3).compute_overflow_mb(cache_mb) == 3
     assert (host.memory_mb, disk.memory_mb) == (cache_mb + host_mb, cache_mb + ssd_mb)
     two = ssd(Path("/ssd"), cache_mb, host_cache_budget_mb=5, overflow_mb=3)
     assert (two.memory_mb, ssd(Path("/ssd"), "auto").memory_mb) == (cache_mb + 3 + 5 + 3, None)
@@ -132,7 +132,7 @@ def test_each_rank_of_a_host_divides_an_equal_part(tmp_path: Path, capsys: Any) 
 def test_a_device_divides_its_own_memory_and_a_host_cache_that_of_the_host(tmp_path: Path) -> None:
     root = machine(tmp_path, 1000)
     options = ssd(tmp_path / "store", overflow_mb=8, host_cache_budget_mb="auto")
-    on_gpu = on_device(EmulatedDevice(), options)(make(options).spec, RowState(), None)
+    on_gpu = make_cuda_factory(EmulatedDevice(), options)(make(options).spec, RowState(), None)
     taken = AutoBudgets("rows", options, root).resolve(on_gpu)
     assert taken == {**options, "cache_budget_mb": EmulatedDevice.memory / MB / 2, "host_cache_budget_mb": 500}
 

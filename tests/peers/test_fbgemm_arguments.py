@@ -31,7 +31,7 @@ from tierbed.jagged import (
     TableBatchedEmbeddingBags,
     WeightDecayMode,
 )
-from tierbed.jagged.tbe.call_arguments import CALL, CONSTRUCTOR, IDLE, IDLE_CALL
+from tierbed.jagged.tbe.call_arguments import IGNORED_ARGS, IGNORED_CALL_ARGS, REFUSED_ARGS, REFUSED_CALL_ARGS
 from tierbed.jagged.tbe.enums import parse_dtype, parse_enum
 
 ENUMS = [BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, OptimType, PoolingMode, WeightDecayMode]
@@ -52,12 +52,12 @@ def test_enums_have_fbgemms_names_and_values_and_take_its_members(kind: type[Enu
 
 def test_every_argument_of_fbgemm_is_here_or_refused_and_has_its_default() -> None:
     peer, mine = parameters(Theirs.__init__), parameters(TableBatchedEmbeddingBags)
-    assert set(peer) == set(CONSTRUCTOR) | set(IDLE) | set(mine) - OWN
+    assert set(peer) == set(REFUSED_ARGS) | set(IGNORED_ARGS) | set(mine) - OWN
     for call in ("forward", "prefetch"):
         own = parameters(getattr(TableBatchedEmbeddingBags, call))
-        assert set(parameters(getattr(Theirs, call))) <= {*CALL, *IDLE_CALL, *own}
+        assert set(parameters(getattr(Theirs, call))) <= {*REFUSED_CALL_ARGS, *IGNORED_CALL_ARGS, *own}
     defaults = {name: one.default for name, one in mine.items()}
-    defaults |= {name: was for name, (was, _) in (CONSTRUCTOR | IDLE).items()}
+    defaults |= {name: was for name, (was, _) in (REFUSED_ARGS | IGNORED_ARGS).items()}
     for name, one in peer.items():
         if name == "weights_precision":
             assert parse_dtype(one.default) == defaults[name]

@@ -25,7 +25,7 @@ from support.killed import remarks
 from support.small_snapshots import description, files, flip_bit, joined, make_rows
 from tierbed import SnapshotError, StoreError
 from tierbed.engine import _core
-from tierbed.engine.options.store_options import options_text
+from tierbed.engine.options.store_options import format_options
 from tierbed.engine.store.rocksdb import RocksDB
 from tierbed.engine.table.row_scan import line_addresses
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
@@ -146,7 +146,7 @@ def test_it_outlasts_what_becomes_of_the_store(tier: RocksDB, tmp_path: Path) ->
 
 
 def test_checkpoints_while_another_thread_writes_and_merges_are_all_sound(tmp_path: Path) -> None:
-    small = options_text({"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1})
+    small = format_options({"write_buffer_size": 1 << 16, "min_write_buffer_number_to_merge": 1})
     ended = threading.Event()
     with closing(RocksDB(tmp_path / "live", WIDTH, options=small)) as tier:
         put(tier, 1500)

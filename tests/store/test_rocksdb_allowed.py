@@ -12,13 +12,13 @@ import torch
 from support.embeddings import contents, make, train
 from support.forked import in_process
 from support.stores import options
-from tierbed.engine.options.rocksdb_options import ALLOWED, Allowed
+from tierbed.engine.options.rocksdb_options import ALLOWED_OPTIONS, AllowedValues
 
-NAMED = {name: allowed for of_purpose in ALLOWED.values() for name, allowed in of_purpose.items()}
+NAMED = {name: allowed for of_purpose in ALLOWED_OPTIONS.values() for name, allowed in of_purpose.items()}
 Setting = dict[str, Any]
 
 
-def ends(allowed: Allowed) -> list[Any]:
+def ends(allowed: AllowedValues) -> list[Any]:
     return [value for one in allowed for value in ([one] if isinstance(one, str) else dict.fromkeys(one))]
 
 

@@ -20,7 +20,7 @@ from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.options.initializers import InitialValues
-from tierbed.engine.processors.cuda import on_device
+from tierbed.engine.processors.cuda import make_cuda_factory
 from tierbed.engine.store.cuda.full_table import CudaFullTable
 from tierbed.engine.table.stack import PROCESSORS
 
@@ -80,7 +80,7 @@ def tables_on(device: Device | None) -> Iterator[torch.device]:
         return
     with pytest.MonkeyPatch.context() as patch:
         kind = device.torch_device.type
-        patch.setitem(PROCESSORS, kind, lambda _, options: on_device(device, options))
+        patch.setitem(PROCESSORS, kind, lambda _, options: make_cuda_factory(device, options))
         yield device.torch_device
 
 

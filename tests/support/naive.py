@@ -285,7 +285,7 @@ def update(
 ) -> None:
     """One step in place: rows [n, width] with state, updates [n], which counts earlier writes, grads [n, dim] reduced.
 
-    hyper: the numbers of `RowOptimizer.hyper`, the limits at the end. last [n]: each row's latest step, for a rule that
+    hyper: the numbers of `RowOptimizer.compute_hyper`, with limits. last [n]: each row's latest step, for a rule that
     catches up. Each operation is rounded to float32.
     """
     found, dim = rule_named(rule), grads.shape[1]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from support.arithmetic import power, power_by_squaring, row_sum
 from tierbed.engine.optim.kernel import Kernel
-from tierbed.engine.optim.past_rates import interpolate, knots_of
+from tierbed.engine.optim.past_rates import interpolate, read_knots
 
 # The arguments of a reference, by the names that a kernel's body uses: `w` and element states [n, dim] and row states
 # [n, 1], float32, updated in place; `g` [n, dim], `first` [n, 1], `step`, `dim`; hyper-parameters as NumPy scalars.
@@ -79,7 +79,7 @@ class PastRates:
     """The learning rates in the numbers of a rule that catches up, as `Rates` of kernels/rule.h has them."""
 
     def __init__(self, kernel: Kernel, numbers: Sequence[float]) -> None:
-        self.knots, self.now = knots_of(kernel, numbers)
+        self.knots, self.now = read_knots(kernel, numbers)
 
     def at(self, step: int) -> float:
         """The rate of a step."""

@@ -87,7 +87,7 @@ class Model:
         rows = places[unique.occurrences[unique.offsets[:-1]]]
         sums = naive.reduce(grads, unique.occurrences, unique.offsets)
         values, (updates, last) = self._values(rows), self._written(rows)
-        hyper = self.optimizer.hyper(self.step + 1)
+        hyper = self.optimizer.compute_hyper(self.step + 1)
         naive.update(values, updates, sums, self.optimizer.rule, hyper, self.step + 1, last)
         self.values[rows] = values
         self.life.train(ROWS[place] for place in places)
@@ -125,6 +125,6 @@ class Model:
         """What is read of rows: steps that they missed are applied."""
         values, (updates, last) = self._values(places), self._written(places)
         if self.step:
-            hyper = self.optimizer.hyper(self.step + 1)
+            hyper = self.optimizer.compute_hyper(self.step + 1)
             naive.catch_up(values, updates, last, DIM, self.optimizer.rule, hyper, self.step + 1)
         return values

@@ -213,14 +213,14 @@ def warm_up() -> None:
 
     import tierbed
     from tierbed import cli
-    from tierbed.engine.optim.kernel import kernels
+    from tierbed.engine.optim.kernel import load_kernels
 
     install_importhook(get_config())
     names = {f"support.{file.stem}" for file in (TESTS / "support").glob("*.py")}
     pytest.register_assert_rewrite(*names.difference(sys.modules))
     for module in LONG:
         importlib.import_module(module)
-    kernels()
+    load_kernels()
     for name in tierbed.__all__:  # resolved at their first use
         getattr(tierbed, name)
     from support.ranked import Ranked, batch

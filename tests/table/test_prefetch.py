@@ -368,7 +368,7 @@ def test_streams_wait_for_each_other_where_they_use_the_same_memory(
         device.watch(),
         make(options(store, tmp_path, budget_mb, **capacity), "adagrad").to(place) as embedding,
     ):
-        device.opened(embedding.table_handle().table.processor._layout._memory)
+        device.opened(embedding.table_handle().table.processor._device_layout._memory)
         for ids in BATCHES:
             hint(embedding, ids)
         for ids in BATCHES:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import StoreError
-from ...optim.kernel import header
+from ...optim.kernel import generate_header
 
 ENGINE = Path(__file__).parents[2]
 # NVRTC's options: the same floating-point results as on a CPU; generic lambdas as device code also before CUDA 13.2; no
@@ -58,7 +58,7 @@ def _text(file: str) -> str:
             return ""
         included.add(path)
         # rules.h is generated from the rules' Python files, for a CPU by the build, for a GPU here at run time
-        text = header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
+        text = generate_header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
         # an include names a header in the same folder, or gives a path relative to engine/
         return _INCLUDE.sub(lambda match: expand((ENGINE if "/" in match[1] else path.parent) / match[1]), text)
