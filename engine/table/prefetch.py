@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..ops.fingerprint import copied, fingerprint, same_lookups
+from ..ops.fingerprint import are_lookups_equal, copy_lookup, fingerprint
 from ..options.lookup import Lookup
 from ..processors.processor import Processor
 from ..store.contract import TopTier
@@ -44,7 +44,7 @@ class _AnnouncedLookups:
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         copy = torch.clone if processor.defers_errors else _copy
-        self.lookups = [copied(lookup, copy) for lookup in lookups]
+        self.lookups = [copy_lookup(lookup, copy) for lookup in lookups]
         self.copied = processor.record_event()
         # On a GPU, comparing ids would wait. Lookups in the same memory count as equal; `adopt` checks the ids later.
         self._memories = [_memory(lookup) for lookup in lookups] if processor.defers_errors else None
@@ -58,7 +58,7 @@ class _AnnouncedLookups:
     def matches(self, lookups: Sequence[Lookup]) -> bool:
         if self._memories is not None and self._memories == [_memory(lookup) for lookup in lookups]:
             return True
-        return same_lookups(self.lookups, lookups)
+        return are_lookups_equal(self.lookups, lookups)
 
 
 def _lookups(step: Sequence[_AnnouncedLookups]) -> list[Lookup]:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ...embedding.autograd import lookup_op
 from ...engine.errors import GraphError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace.alias import call_target, external_storages, is_random, memory_of, storages, value_at, with_sources, writes
 from .nodes import add_attribute, replace_node

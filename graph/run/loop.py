@@ -29,7 +29,7 @@ from ...distributed.world import World
 from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...engine.checks import as_int
 from ...engine.errors import ClosedError, InputError, SnapshotError, StoreError, TierbedError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.prefetch import WINDOW
@@ -192,7 +192,7 @@ class Run(Iterator[Any]):
         self._hits_and_misses: list[int] = []  # counts of `_checked_caches` at the last check
         self._adapts = ahead is None and bool(self._checked_caches)
         if self._adapts:
-            pays = any(cache.misses_rows for cache in slow)
+            pays = any(cache.has_cache_misses for cache in slow)
         count = as_int(AHEAD * pays if ahead is None else ahead, 0, WINDOW)
         if count is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {WINDOW}, or None")
@@ -266,7 +266,7 @@ class Run(Iterator[Any]):
         hit_rate = f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
         pays = miss_rate > (MIN_MISS_RATE / 2 if self._num_ahead else MIN_MISS_RATE)
         for cache in self._checked_caches:
-            cache.misses_rows = pays  # the next run starts with this result
+            cache.has_cache_misses = pays  # the next run starts with this result
         if self._adapts:
             if self._num_ahead != AHEAD * pays:
                 log.info("%s: looks %d batches ahead, because caches %s", self._op, AHEAD * pays, hit_rate)

@@ -19,7 +19,7 @@ void bind_ledger(nb::module_& m) {
         .def_ro("fresh", &Admitted::fresh)
         .def_ro("refused", &Admitted::refused)
         .def_ro("lacking", &Admitted::lacking)
-        .def("take_victims", [](Admitted& admitted) { return arrays_of([&] { return std::move(admitted.victims); }); });
+        .def("take_victims", [](Admitted& admitted) { return to_arrays([&] { return std::move(admitted.victims); }); });
     nb::class_<Ledger>(m, "Ledger")
         .def(
             "__init__",
@@ -31,7 +31,7 @@ void bind_ledger(nb::module_& m) {
             nb::kw_only(), "eviction"_a, "capacity"_a.none(), "ttl_steps"_a, "min_lookups"_a, "chance"_a, "seed"_a)
         .def("admit", &Ledger::admit, Unlocked())
         .def("commit", &Ledger::commit, Unlocked())
-        .def("expired", [](const Ledger& ledger, u32 now) { return arrays_of([&] { return ledger.expired(now); }); })
+        .def("expired", [](const Ledger& ledger, u32 now) { return to_arrays([&] { return ledger.expired(now); }); })
         .def(
             "load",
             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {
