@@ -24,7 +24,7 @@ from tierbed.engine import _core
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch, Faults, Ids, Segment
+from tierbed.engine.ops.cuda.batch import Batch, Faults, LegalIds, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
 from tierbed.engine.optim.kernel import load_kernels
@@ -64,7 +64,7 @@ class Tables:
         self.faults = Faults(device, "benchmark", tables, None)
         self.written = torch.zeros(tables, dtype=torch.int64, device=device.torch_device)
         self.rule = self.layout, self.optimizer.rule
-        self.numbers = cuda.new_hyper(device.torch_device)
+        self.numbers = cuda.allocate_hyper(device.torch_device)
         self.steps = 0
 
     def store(self, kind: str, capacity: int) -> CudaFullStore | CachedTable:
@@ -81,7 +81,7 @@ class Tables:
         return CudaFullTable(self.layout, capacity, load)
 
     def batch(self, ids: Tensor) -> Batch:
-        return Batch(self.device, [Segment(ids.reshape(-1))], Ids(self.tables), self.faults.word)
+        return Batch(self.device, [Segment(ids.reshape(-1))], LegalIds(self.tables), self.faults.word)
 
     def step(self, store: CudaFullStore | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
         """Run one step on the device. ids [n, tables], grads [n * tables, dim]. Returns the looked-up rows."""

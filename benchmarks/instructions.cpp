@@ -115,7 +115,7 @@ private:
         const Bags bags{nullptr, length, nullptr, 0, 0};
         const Segment segment{keys.data(), nullptr, keys.size(), keys.size() / length, bags, 0, length > 1};
         return std::make_shared<Batch>(
-            std::make_shared<const Deduplicated>(std::vector<Segment>{segment}, TABLES, std::nullopt, LegalIds{}));
+            std::make_shared<const UniqueRows>(std::vector<Segment>{segment}, TABLES, std::nullopt, LegalIds{}));
     }
 
     std::vector<u64> draw() {

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from ..engine.ops.fingerprint import copied, same_lookups
+from ..engine.ops.fingerprint import are_lookups_equal, copy_lookup
 from ..engine.options.lookup import Lookup
 from ..engine.processors.processor import Processor
 from ..engine.table.prefetch import MAX_QUEUE
@@ -36,7 +36,7 @@ class AnnouncedStep:
         self.local_batch, self._world, self._op, self._traffic = local_batch, world, op, traffic
         self.requested_lookups: list[Lookup] | None = None  # one per rank; empty if some rank did not know its lookups
         # None if no step of this rank will use the announcement
-        self.lookups = None if lookups is None else [copied(lookup) for lookup in lookups]
+        self.lookups = None if lookups is None else [copy_lookup(lookup) for lookup in lookups]
         counts = [0] * world.size if local_batch is None else local_batch.counts
         self._headers = Handshake(world, op, counts=counts, note=local_batch is None)
         self._ids: IdExchange | None = None
@@ -59,7 +59,7 @@ class AnnouncedStep:
     def matches(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> bool:
         # a table that was closed and opened again has another processor
         is_current = self.is_needed and self.local_batch is not None and self.local_batch.processor is processor
-        return is_current and same_lookups(self.lookups or (), lookups)
+        return is_current and are_lookups_equal(self.lookups or (), lookups)
 
     def advance(self) -> None:
         """Wait for the exchange in flight, and start the next exchange. Call this until `is_complete`."""

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from ..engine import _core
 from ..engine.errors import CapacityError, StoreError
-from ..engine.ops.batch import Gradients, batch_of, checked_gradients
-from ..engine.ops.exact_sum import partial_sum, sum_partials
+from ..engine.ops.batch import Gradients, check_gradients, make_batch
+from ..engine.ops.exact_sum import add_partial_sums, compute_partial_sum
 from ..engine.optim.row_optimizer import RowOptimizer
 from ..engine.options.lookup import Lookup
 from ..engine.table.table import OpenTable, PinnedBatch
@@ -124,7 +124,7 @@ class ShardedBatch:
         all_weights = weights or [None] * len(self.lookups)
         with self._while_pinned():
             spec = self.local_batch.spec
-            sums = self._sum_gradients(checked_gradients(spec, self.lookups, grads, all_weights, self.dtype))
+            sums = self._sum_gradients(check_gradients(spec, self.lookups, grads, all_weights, self.dtype))
         self._start_sending(sums)
 
     def send_nothing(self) -> None:
@@ -177,10 +177,10 @@ class ShardedBatch:
         squares, error = try_call(lambda: owner_batch.partial_squares(sums))
         with world.collective_block(op):
             headers = Handshake(world, op, error)
-            own_parts = torch.from_numpy(partial_sum(np.empty(0, np.float32)) if squares is None else squares)
+            own_parts = torch.from_numpy(compute_partial_sum(np.empty(0, np.float32)) if squares is None else squares)
             parts = world.start(op, own_parts.repeat(world.size)).wait()
             headers.wait()
-        return sum_partials([part.numpy() for part in parts.split(len(own_parts))])
+        return add_partial_sums([part.numpy() for part in parts.split(len(own_parts))])
 
     def update(
         self,
@@ -452,7 +452,7 @@ class ShardedTable:
         """Send ids and values [n, dim] to the owners. Returns what this rank receives, ordered by sending rank."""
         world, spec = self.world, self.open_table.spec
         host_lookup = Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
-        batch = batch_of(spec, [host_lookup])  # an error here or in the next two lines is raised on all ranks
+        batch = make_batch(spec, [host_lookup])  # an error here or in the next two lines is raised on all ranks
         self._check_diverged()
         self._clear_clean_marker()
         owners = _core.owners(batch.tables, batch.keys, world.size)
@@ -465,7 +465,7 @@ class ShardedTable:
         requested = Lookup(keys, tables)
         if values is None:
             return requested, np.empty((0, spec.dim), np.float32)
-        picks = np.empty(batch.unique, np.int64)
+        picks = np.empty(batch.num_unique, np.int64)
         picks[batch.inverse] = np.arange(len(batch.inverse))  # a repeated id keeps its last value
         rows = world.start(f"rows of {op}", torch.from_numpy(values[picks[order]]), send_counts, receive_counts).wait()
         return requested, rows.numpy()
@@ -494,7 +494,7 @@ class ShardedTable:
         if self.capacity is None:
             return 0, 0
         num_written = int(owner_batch.table.processor.count_written(owner_batch.core).sum())
-        return self.open_table.counts.num_rows, owner_batch.core.unique - num_written
+        return self.open_table.counts.num_rows, owner_batch.core.num_unique - num_written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Called after this rank failed in an update. No rank can use the rows until a load."""

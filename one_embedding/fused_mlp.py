@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..engine.checks import checked_arguments
 from ..engine.errors import OptionError
-from ..engine.ops.rows_contract import NoTorchScript
+from ..engine.ops.embedding_base import NoTorchScript
 
 
 class FusedMLP(NoTorchScript, nn.Module):

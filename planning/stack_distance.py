@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..engine import _core
-from ..engine._core import GROUP
+from ..engine._core import GROUP_WAYS
 from ..engine.row_format import BUCKETS
 
 I64 = NDArray[np.int64]
@@ -60,8 +60,8 @@ class Sample:
         buckets = (hashes >> np.uint64(58)).astype(np.int64)  # a batch's rows are sorted by bucket
         positions = np.arange(len(buckets)) - np.searchsorted(buckets, np.arange(BUCKETS))[buckets]
         arrivals = positions / np.bincount(buckets, minlength=BUCKETS)[buckets]
-        self._append((np.full(batch.unique, len(self.batch_rows)), batch.tables.copy(), hashes, arrivals))
-        self.batch_rows.append(batch.unique)
+        self._append((np.full(batch.num_unique, len(self.batch_rows)), batch.tables.copy(), hashes, arrivals))
+        self.batch_rows.append(batch.num_unique)
         while self._size > self._max_uses:
             parts, self._parts, self._size = self._parts, [], 0
             self._halvings += 1
@@ -142,13 +142,13 @@ class Model:
 
         The previous batch's rows all hit: rows that did not fit into their group are in the overflow area.
         """
-        groups = lines / GROUP
+        groups = lines / GROUP_WAYS
         load = self._rows / groups
         stays = _interpolate(self._newer / groups + self._ties * _interpolate(load, _EXPECTED_KEPT), _P_FITS)
         stays[self._newer == 0] = 1.0
         chances = np.zeros(self._uses)
         chances[self._repeated] = stays
-        if load.max(initial=0.0) < GROUP / 4:  # no batch is large enough to fill a group
+        if load.max(initial=0.0) < GROUP_WAYS / 4:  # no batch is large enough to fill a group
             return chances
         # Which rows a batch keeps depends on its hits; its hits depend on the rows that earlier batches kept.
         for _ in range(ROUNDS):
@@ -167,13 +167,13 @@ def hash_rows(tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[n
     return x ^ (x >> np.uint64(31))
 
 
-_RATIOS = np.hstack([np.ones((len(_LOADS), 1)), _LOADS[:, None] / np.arange(1, GROUP)])
-# P(X = k) for k < GROUP, where X is Poisson distributed, for each mean in `_LOADS`
+_RATIOS = np.hstack([np.ones((len(_LOADS), 1)), _LOADS[:, None] / np.arange(1, GROUP_WAYS)])
+# P(X = k) for k < GROUP_WAYS, where X is Poisson distributed, for each mean in `_LOADS`
 _POISSON: F64 = np.exp(-_LOADS)[:, None] * np.cumprod(_RATIOS, axis=1)
-# P(X < GROUP): a row is still cached if fewer than GROUP rows are above it in its group
+# P(X < GROUP_WAYS): a row is still cached if fewer than GROUP_WAYS rows are above it in its group
 _P_FITS = _POISSON.sum(1)
-# E(min(X, GROUP)): the expected number of a batch's rows that a group keeps
-_EXPECTED_KEPT = GROUP - _POISSON @ (GROUP - np.arange(GROUP))
+# E(min(X, GROUP_WAYS)): the expected number of a batch's rows that a group keeps
+_EXPECTED_KEPT = GROUP_WAYS - _POISSON @ (GROUP_WAYS - np.arange(GROUP_WAYS))
 
 
 def _interpolate(load: F64, values: F64) -> F64:

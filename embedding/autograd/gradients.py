@@ -22,8 +22,8 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError
-from ...engine.ops.fingerprint import copied, fingerprint, same_values, write_count
-from ...engine.ops.rows_contract import TRACED, EmbeddingBase
+from ...engine.ops.embedding_base import TRACED, EmbeddingBase
+from ...engine.ops.fingerprint import are_values_equal, copy_lookup, fingerprint, read_write_count
 from ...engine.optim.base import positive
 from ...engine.options.lookup import Lookup
 
@@ -54,11 +54,11 @@ class _LookupGradient:
         self._set(grad)
 
     def _set(self, grad: Tensor) -> None:
-        self.grad, self._count = grad, write_count(grad)
+        self.grad, self._count = grad, read_write_count(grad)
 
     def has_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if `tensors` have the same values as this lookup and its weights."""
-        return all(map(same_values, tensors, (*self.lookup.tensors, self.weights)))
+        return all(map(are_values_equal, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:
         self._set(self.require_unchanged(name) + grad)
@@ -69,7 +69,7 @@ class _LookupGradient:
 
     def require_unchanged(self, name: str) -> Tensor:
         """Return the gradient. Raises InputError if code changed the gradient in place. name: the embedding's name."""
-        if write_count(self.grad) != self._count:
+        if read_write_count(self.grad) != self._count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
                 "backward() a copy, grad.clone()"
@@ -115,7 +115,7 @@ class RowGradients:
             gradient.add(grad, order, self.embedding.name)
         else:
             weights = None if weights is None else weights.detach().clone()
-            self._gradients[key] = _LookupGradient(copied(lookup), weights, originals, grad, order)
+            self._gradients[key] = _LookupGradient(copy_lookup(lookup), weights, originals, grad, order)
 
     def pin(self) -> Any:
         """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` first."""

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 
 from ...engine.errors import ClosedError, GraphError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from .gradients import are_rows_reached
 from .shadow import Shadow, to_plain

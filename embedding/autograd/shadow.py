@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...engine.errors import GraphError, InputError, OptionError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 
 log = logging.getLogger("tierbed")
 _SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}

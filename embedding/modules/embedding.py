@@ -17,8 +17,8 @@ from ...distributed.sharded_table import ShardedTable
 from ...distributed.world import World
 from ...engine.checks import as_int, checked_arguments
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
-from ...engine.ops.batch import check_offsets, segment
-from ...engine.ops.rows_contract import TRACED
+from ...engine.ops.batch import check_offsets, make_segment
+from ...engine.ops.embedding_base import TRACED
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
@@ -92,7 +92,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.op_id = ops.register(self)
         self._open_lock, self._accumulate_lock = Lock(), Lock()
         self._optimizer_error: OptimizerError | None = None  # raised by training if stored rows do not fit
-        self.misses_rows = False
+        self.has_cache_misses = False
 
     @property
     def name(self) -> str:
@@ -363,7 +363,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self.raise_on_all_ranks():
             for lookup in lookups:
                 if lookup.ids.device.type == "cpu":
-                    segment(self.spec, lookup)
+                    make_segment(self.spec, lookup)
                     check_offsets(self.spec, lookup)
         table.announce(lookups)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, StoreError
-from ...engine.ops.batch import check_legal
+from ...engine.ops.batch import check_legal_ids
 from ...engine.options.lookup import Lookup, check_lookup, check_row, check_values, convert_keys, convert_rows
 from ...engine.options.table_names import describe_table
 from ...engine.row_format import EMBEDDING
@@ -88,7 +88,7 @@ class KeyedRows(SnapshotEmbedding):
                     "leave it out"
                 )
             check_values(self.spec, lookup.ids, values, allow_nonfinite)
-            check_legal(self.spec, lookup)
+            check_legal_ids(self.spec, lookup)
         self._latest_copy = ()
         self.table_handle().table.put(lookup, values)
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ...distributed.world import World
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
-from ...engine.ops.rows_contract import REMEDY
+from ...engine.ops.embedding_base import REMEDY
 from ...engine.options.initializers import make_normal_initializer, make_table_options
 from ...engine.options.lookup import Lookup
 from ...engine.options.store_options import load_store_options, make_host_mem_store_options, read_store_options

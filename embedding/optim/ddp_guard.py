@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...distributed.world import World
 from ...engine.errors import GraphError, OptimizerError, OptionError, TierbedError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 
 log = logging.getLogger("tierbed")
 

@@ -24,8 +24,8 @@ from torch._guards import detect_fake_mode
 from ...distributed.world import World, try_call
 from ...engine.checks import as_number, checked_arguments
 from ...engine.errors import GraphError, OptimizerError
-from ...engine.ops.exact_sum import sum_of_squares
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
+from ...engine.ops.exact_sum import sum_squares
 from ...engine.optim.base import MAX_VALUE, MIN_VALUE
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
 from ...engine.signals import uninterrupted
@@ -296,7 +296,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "embeddings' parameters out and clip rows by clip_grad_row_norm in their param group, or train by a "
                 "Graph with clip_grad_norm"
             )
-        norm = math.sqrt(sum_of_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
+        norm = math.sqrt(sum_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
         scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         if limit != math.inf and not scale > 1.0:
             with uninterrupted():

@@ -10,7 +10,7 @@ from itertools import count
 from torch import nn
 
 from ...engine.errors import OptionError, TierbedError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 
 # maps a wrapper class's name to the attribute that holds the wrapped module
 WRAPPERS = {

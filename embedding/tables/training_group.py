@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 import torch
 
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.table.row_step import is_trained_by_other_thread
 from ...engine.table.step_gate import StepGate
 from ...snapshots.store.group import Member

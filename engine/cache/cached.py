@@ -15,12 +15,12 @@ from ..store.contract import CapacityLimit, NativeTier, Tier, TopTier
 from ..store.full import check_capacity
 
 MB = 1 << 20
-PIECE_ROWS = 1 << 13  # rows flushed at a time; other threads wait meanwhile
+FLUSH_PIECE_ROWS = 1 << 13  # rows flushed at a time; other threads wait meanwhile
 
 log = logging.getLogger("tierbed")
 
 
-def wrong_budget(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
+def make_budget_error(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
     """Return an OptionError that calls the budget too small if the cache raised ValueError, otherwise too large."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
@@ -39,15 +39,15 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
                 below.native,
                 budget_bytes=int(budget_mb * MB),
                 overflow_bytes=int(options.compute_overflow_mb(budget_mb) * MB),
-                follows_batch=options.overflow_mb is None,
+                grows_with_batch=options.overflow_mb is None,
                 policy=options.cache_policy,
                 io_threads=options.background_threads,
             )
         except (ValueError, MemoryError) as error:
-            raise wrong_budget(option, budget_mb, layout.line_bytes, error) from None
+            raise make_budget_error(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._rows = int(self.native.metrics()["capacity"])  # rows in the sets; the first batch beyond logs a warning
-        self._peeked = (0, 0, 0)
+        self._capacity = int(self.native.metrics()["capacity"])  # in rows; the first batch beyond logs a warning
+        self._peek_counts = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:
         self.native.announce(batch)
@@ -66,8 +66,8 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         except BaseException:
             self.native.unpin(batch)
             raise
-        if batch.unique > self._rows:
-            self._warn_small_cache(batch.unique)
+        if batch.num_unique > self._capacity:
+            self._warn_small_cache(batch.num_unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
         """Release the pinned batch. Ignores `dirty`, because each line's counters show if the line was written."""
@@ -77,11 +77,11 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         missing, unknown = self.native.peek(batch)
         if trains:
             return
-        hits, misses, unknowns = self._peeked
-        self._peeked = (hits + batch.unique - missing, misses + missing - unknown, unknowns + unknown)
+        hits, misses, unknowns = self._peek_counts
+        self._peek_counts = (hits + batch.num_unique - missing, misses + missing - unknown, unknowns + unknown)
 
     def peek_counts(self) -> tuple[int, int, int]:
-        return self._peeked
+        return self._peek_counts
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         location = self.native.locate(table, key)
@@ -105,9 +105,9 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
     def flush_pieces(self) -> Iterator[bool]:
         """Flush most dirty rows, one piece per `next`. Does not make the last tier durable."""
         begin, metrics = 0, self.native.metrics()
-        pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // PIECE_ROWS
+        pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // FLUSH_PIECE_ROWS
         for _ in range(pieces):  # a fixed number of pieces, because steps write more rows meanwhile
-            begin = self.native.flush_some(begin, PIECE_ROWS)
+            begin = self.native.flush_some(begin, FLUSH_PIECE_ROWS)
             yield True
             if begin == 0:
                 break
@@ -125,7 +125,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         """Warn that a batch has more rows than the sets hold."""
         metrics = self.native.metrics()
         needed = math.ceil(rows * metrics["bytes"] / metrics["capacity"] / MB * 100) / 100
-        capacity, self._rows = self._rows, 1 << 62
+        capacity, self._capacity = self._capacity, 1 << 62
         log.warning(
             "%s has room for %d rows, but a batch has %d distinct rows. Now %d rows are in the overflow area, "
             "which uses memory beyond that budget. Give at least %s, or use smaller batches",

@@ -16,10 +16,10 @@ MIN_CACHE_ROWS = WAYS * BUCKETS  # with fewer rows, buckets share sets, so a bat
 
 # What shares the memory with the cache: RocksDB and the page cache, a full table, or the other data of a GPU
 SharedWith = Literal["rocksdb", "table", "device"]
-CACHE = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
-OVERFLOW = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
-ROCKSDB = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # for write buffers, and for indexes and filters of files
-REST = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
+CACHE_SHARES = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
+OVERFLOW_SHARES = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
+ROCKSDB_SHARES = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # for write buffers, and files' indexes and filters
+REST_NAMES = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
 LINES_PER_ROW = 1.5  # rows hash to sets at random; with so many lines per row, a cache hardly evicts
 INDEX_BYTES = 3  # bytes per row, for the index of RocksDB's files
 
@@ -41,7 +41,7 @@ class MemorySplit(NamedTuple):
         texts = [f"{name} {mb:.1f} MiB" for name, mb in parts if mb]
         if self.overflow_mb:
             texts[1] += f" ({self.cache_mb + self.overflow_mb:.1f} together)"
-        return ", ".join([*texts, f"{REST[self.shared_with]} {self.rest_mb:.1f} MiB"])
+        return ", ".join([*texts, f"{REST_NAMES[self.shared_with]} {self.rest_mb:.1f} MiB"])
 
 
 def split_memory(
@@ -59,11 +59,11 @@ def split_memory(
     more memory than so many rows need. overflow_mb: limit for the overflow area; None means the option's default.
     """
     available = max(free_mb - fixed_mb, 0)
-    cache, rocksdb = available * CACHE[shared_with], available * ROCKSDB[shared_with]
+    cache, rocksdb = available * CACHE_SHARES[shared_with], available * ROCKSDB_SHARES[shared_with]
     if capacity is not None:
         cache = min(cache, max(LINES_PER_ROW * capacity, MIN_CACHE_ROWS) * row_bytes / MB)
         rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)
     if overflow_mb is None:
         overflow_mb = default_overflow_mb("cached_ssd" if shared_with == "rocksdb" else "cached_host_mem", cache)
-    overflow = min(overflow_mb, available * OVERFLOW[shared_with])
+    overflow = min(overflow_mb, available * OVERFLOW_SHARES[shared_with])
     return MemorySplit(free_mb, cache, overflow, rocksdb, fixed_mb, available - cache - overflow - rocksdb, shared_with)

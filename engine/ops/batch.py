@@ -37,7 +37,7 @@ class Gradients(NamedTuple):
     dtype: torch.dtype
 
 
-def checked_gradients(
+def check_gradients(
     spec: TableSpec, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
 ) -> Gradients:
     """Bundle one gradient and one weights tensor per lookup. Raises InputError if a tensor does not fit its lookup."""
@@ -54,62 +54,63 @@ def checked_gradients(
     return Gradients(lookups, grads, weights, dtype)
 
 
-def arrays_of(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
+def convert_gradients(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
     """Return the core's arguments, per lookup: gradients, True if bags are averaged, weights."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
-    weights = [None if tensor is None else flat(tensor) for tensor in gradients.weights]
+    weights = [None if tensor is None else flatten_weights(tensor) for tensor in gradients.weights]
     return [as_array(grad) for grad in gradients.grads], means, weights
 
 
-def segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
+def make_segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
     """Convert a lookup for `_core.Batch`, which checks its offsets. Raises InputError for table ids out of range."""
-    keys, feature_columns = keys_of(lookup.ids), lookup.feature_columns
+    keys, feature_columns = to_keys(lookup.ids), lookup.feature_columns
     if feature_columns is None:
-        return keys, None if lookup.table_ids is None else _tables(spec, lookup.table_ids), _bags(lookup)
+        tables = None if lookup.table_ids is None else _convert_table_ids(spec, lookup.table_ids)
+        return keys, tables, _convert_bags(lookup)
     assert lookup.offsets is not None
     batch, columns = lookup.shape
     if lookup.table_ids is None:
-        tables = _default_tables(columns, spec.num_tables)
+        tables = _make_default_tables(columns, spec.num_tables)
     else:
-        known = _table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
-        tables = _tables(spec, lookup.table_ids) if known is None else known
-    return keys, tables, _offsets(lookup.offsets), features_of(feature_columns), batch
+        known = _make_table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
+        tables = _convert_table_ids(spec, lookup.table_ids) if known is None else known
+    return keys, tables, _convert_offsets(lookup.offsets), invert_feature_columns(feature_columns), batch
 
 
 @cache
-def features_of(feature_columns: tuple[int, ...]) -> NDArray[np.uint32]:
+def invert_feature_columns(feature_columns: tuple[int, ...]) -> NDArray[np.uint32]:
     """Invert `Lookup.feature_columns`: return each result column's feature, [columns]."""
     columns = {column: feature for feature, column in enumerate(feature_columns)}
     return np.array([columns[column] for column in range(len(feature_columns) - feature_columns.count(-1))], np.uint32)
 
 
 @cache
-def _default_tables(columns: int, num_tables: int) -> NDArray[np.uint32]:
+def _make_default_tables(columns: int, num_tables: int) -> NDArray[np.uint32]:
     """Return each column's table, [columns], if no table ids were passed: the only table, or all tables in order."""
     return np.zeros(columns, np.uint32) if num_tables == 1 else np.arange(columns, dtype=np.uint32)
 
 
 @lru_cache(maxsize=64)
-def _table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] | None:
+def _make_table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np.uint32] | None:
     """Return `table_ids` as an array, or None if a table id is out of range."""
     return np.array(table_ids, np.uint32) if all(0 <= table < num_tables for table in table_ids) else None
 
 
-def batch_of(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
+def make_batch(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
     """Deduplicate lookups on the CPU. Raises InputError. `strict`: also for ids that `bad_ids='drop'` leaves out."""
-    segments = [segment(spec, lookup) for lookup in lookups]
+    segments = [make_segment(spec, lookup) for lookup in lookups]
     try:
         batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)
     except ValueError:
         for lookup in lookups:
             check_offsets(spec, lookup)
         raise
-    if spec.last_ids is not None and batch.illegal is not None:
-        raise illegal_id(spec, *batch.illegal)
+    if spec.last_ids is not None and batch.first_illegal_id is not None:
+        raise make_illegal_id_error(spec, *batch.first_illegal_id)
     return batch
 
 
-def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
+def make_illegal_id_error(spec: TableSpec, table: int, key: int) -> InputError:
     """Return the error for an id beyond its table's last id. key: the id's 64 bits."""
     assert spec.last_ids is not None
     last = int(spec.last_ids[table])
@@ -121,19 +122,19 @@ def illegal_id(spec: TableSpec, table: int, key: int) -> InputError:
     )
 
 
-def check_legal(spec: TableSpec, lookup: Lookup) -> None:
+def check_legal_ids(spec: TableSpec, lookup: Lookup) -> None:
     """Raise InputError if an id of an unpooled lookup, on any device, is beyond its table's last id."""
     if spec.last_ids is not None:
-        batch_of(spec, [_on_host(lookup)], strict=True)
+        make_batch(spec, [_copy_to_host(lookup)], strict=True)
 
 
-def rows_of(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
+def find_unique_rows(spec: TableSpec, lookup: Lookup) -> tuple[NDArray[np.uint32], NDArray[np.uint64]]:
     """Return an unpooled lookup's unique rows, tables [n] and keys [n], on any device. Raises InputError."""
-    batch = batch_of(spec, [_on_host(lookup)])
+    batch = make_batch(spec, [_copy_to_host(lookup)])
     return batch.tables.copy(), batch.keys.copy()
 
 
-def _on_host(lookup: Lookup) -> Lookup:
+def _copy_to_host(lookup: Lookup) -> Lookup:
     return Lookup(lookup.ids.cpu(), None if lookup.table_ids is None else lookup.table_ids.cpu())
 
 
@@ -157,12 +158,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
-def flat(weights: Tensor) -> NDArray[np.float32]:
+def flatten_weights(weights: Tensor) -> NDArray[np.float32]:
     """Convert weights to an array [n], one number per id. Copies only if not contiguous."""
     return weights.detach().contiguous().view(-1).numpy()
 
 
-def keys_of(ids: Tensor) -> NDArray[np.uint64]:
+def to_keys(ids: Tensor) -> NDArray[np.uint64]:
     """Convert ids to uint64 keys [n]. int32 is sign-extended, so -1 is the same row in either type."""
     if ids.dtype == torch.int64 and ids.is_contiguous():
         return ids.numpy().reshape(-1).view(np.uint64)
@@ -172,7 +173,7 @@ def keys_of(ids: Tensor) -> NDArray[np.uint64]:
     return flat.contiguous().numpy().view(np.uint64)
 
 
-def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
+def _convert_table_ids(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
     # NumPy is faster here than torch's ops
     flat = table_ids.detach().reshape(-1).numpy().astype(np.int64, copy=False)
     outside = flat.view(np.uint64) >= spec.num_tables
@@ -185,16 +186,16 @@ def _tables(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
     return flat.astype(np.uint32)
 
 
-def _bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
+def _convert_bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
     if lookup.pooling is None:
         return None
     if lookup.offsets is not None:
-        return _offsets(lookup.offsets)
+        return _convert_offsets(lookup.offsets)
     # if all bags are empty, offsets tell the core their number
     return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
 
 
-def _offsets(offsets: Tensor) -> NDArray[np.int64]:
+def _convert_offsets(offsets: Tensor) -> NDArray[np.int64]:
     if offsets.dtype != torch.int64 or not offsets.is_contiguous():
         offsets = offsets.to(torch.int64).contiguous()
     return offsets.numpy()
@@ -204,7 +205,7 @@ def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
     """Raise InputError unless the offsets of a lookup on the CPU ascend from 0 to the number of ids."""
     if lookup.offsets is None:
         return
-    flat, ids = _offsets(lookup.offsets), lookup.ids.shape[0]
+    flat, ids = _convert_offsets(lookup.offsets), lookup.ids.shape[0]
     where = f"offsets of embedding {spec.name!r}"
     if flat[0] != 0 or flat[-1] != ids:
         raise InputError(

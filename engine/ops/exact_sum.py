@@ -1,7 +1,7 @@
 """Sums float32 numbers and squared gradients. The result's bits do not depend on threads, ranks or processor.
 
-`partial_sum` adds exactly, in integer multiples of the smallest float32, and `sum_partials` rounds once, so ranks may
-sum in any order. `sum_of_squares` adds in a fixed order instead.
+`compute_partial_sum` adds exactly, in integer multiples of the smallest float32, and `add_partial_sums` rounds once, so
+ranks may add in any order. `sum_squares` adds in a fixed order instead.
 """
 
 from __future__ import annotations
@@ -13,55 +13,55 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-_LIMBS, _BITS = 10, 32  # a partial sum: ten 32-bit limbs, lowest first, enough for 2^40 numbers
+_NUM_LIMBS, _LIMB_BITS = 10, 32  # a partial sum: ten 32-bit limbs, lowest first, enough for 2^40 numbers
 _UNIT = 1 << 149  # 1.0 as a multiple of the smallest float32
-_CHUNK = 1 << 28  # float64 sums this many 24-bit mantissas exactly
-_LANES = 1 << 16  # parallel sums
+_CHUNK_NUMBERS = 1 << 28  # float64 sums this many 24-bit mantissas exactly
+_NUM_LANES = 1 << 16  # parallel sums
 
 
-def partial_sum(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
+def compute_partial_sum(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
     """Sum numbers [n] >= 0 exactly. Returns [12]: the sum's 10 limbs, then the counts of infinities and NaNs."""
     bits = numbers.view(np.uint32) & 0x7FFFFFFF  # a NaN's sign bit may be set
     exponents = (bits >> 23).astype(np.int64)
     mantissas = (bits & 0x7FFFFF) + ((exponents > 0).astype(np.uint32) << 23)
     exact = 0
-    for begin in range(0, len(numbers), _CHUNK):
-        part = slice(begin, begin + _CHUNK)
+    for begin in range(0, len(numbers), _CHUNK_NUMBERS):
+        part = slice(begin, begin + _CHUNK_NUMBERS)
         by_exponent = np.bincount(exponents[part], mantissas[part], 256)[:255].tolist()
         exact += sum(int(count) << max(exponent - 1, 0) for exponent, count in enumerate(by_exponent))
-    limbs = [exact >> _BITS * limb & (1 << _BITS) - 1 for limb in range(_LIMBS)]
+    limbs = [exact >> _LIMB_BITS * limb & (1 << _LIMB_BITS) - 1 for limb in range(_NUM_LIMBS)]
     nan = int(np.isnan(numbers).sum())
     return np.array([*limbs, int((exponents == 255).sum()) - nan, nan], np.int64)
 
 
-def sum_partials(partials: Sequence[NDArray[np.int64]]) -> float:
+def add_partial_sums(partials: Sequence[NDArray[np.int64]]) -> float:
     """Add all ranks' partial sums, rounding once."""
     *limbs, infinite, nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
     if infinite or nan:
         return float("nan" if nan else "inf")
-    return sum(count << _BITS * limb for limb, count in enumerate(limbs)) / _UNIT  # an integer division rounds once
+    return sum(count << _LIMB_BITS * limb for limb, count in enumerate(limbs)) / _UNIT  # integer division rounds once
 
 
 @torch.no_grad()
-def sum_of_squares(tensors: Sequence[Tensor]) -> float:
+def sum_squares(tensors: Sequence[Tensor]) -> float:
     """Sum all elements' squares in float64 by elementwise ops, since `torch.norm` depends on threads and processor."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for tensor in tensors:
         flat = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).reshape(-1)
         by_device.setdefault(tensor.device, []).append(flat)
-    return sum((_sum_on_device(flats) for flats in by_device.values()), 0.0)
+    return sum((_sum_squares_on_device(flats) for flats in by_device.values()), 0.0)
 
 
-def _sum_on_device(flats: list[Tensor]) -> float:
+def _sum_squares_on_device(flats: list[Tensor]) -> float:
     """Sum the squares in 1-D tensors on one device. Waits for the device once."""
-    small = [flat for flat in flats if len(flat) < _LANES]  # joined, since a launch costs more than a small op
-    flats = [torch.cat(small), *(flat for flat in flats if len(flat) >= _LANES)] if small else flats
-    lanes = flats[0].new_zeros(min(max(map(len, flats)), _LANES), dtype=torch.float64)
+    small = [flat for flat in flats if len(flat) < _NUM_LANES]  # joined, since a launch costs more than a small op
+    flats = [torch.cat(small), *(flat for flat in flats if len(flat) >= _NUM_LANES)] if small else flats
+    lanes = flats[0].new_zeros(min(max(map(len, flats)), _NUM_LANES), dtype=torch.float64)
     memory = torch.empty_like(lanes)
     for flat in flats:
-        for piece in flat.split(_LANES):
-            wide = memory[: len(piece)].copy_(piece)
-            lanes[: len(piece)] += wide.mul_(wide)
+        for piece in flat.split(_NUM_LANES):
+            squares = memory[: len(piece)].copy_(piece)
+            lanes[: len(piece)] += squares.mul_(squares)
     while len(lanes) > 1:
         half = len(lanes) // 2
         rest, lanes = lanes[2 * half :], lanes[:half] + lanes[half : 2 * half]

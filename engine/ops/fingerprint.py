@@ -10,7 +10,7 @@ from torch import Tensor
 from ..options.lookup import Lookup
 
 
-def write_count(tensor: Tensor) -> int | None:
+def read_write_count(tensor: Tensor) -> int | None:
     """Return torch's count of writes to a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
 
@@ -27,24 +27,24 @@ def fingerprint(tensor: Tensor | None, by_memory: bool = False) -> Hashable:
     return (tensor.data_ptr(), count, tensor.dtype, tensor.shape, tensor.stride()) if by_memory else (id(tensor), count)
 
 
-def same_values(left: Tensor | None, right: Tensor | None) -> bool:
+def are_values_equal(left: Tensor | None, right: Tensor | None) -> bool:
     """True if `left` and `right` are None, or have equal shape, dtype and values. May wait for a device."""
     if left is None or right is None:
         return left is right
     return left.shape == right.shape and left.dtype == right.dtype and torch.equal(left, right)
 
 
-def same_lookups(left: Sequence[Lookup], right: Sequence[Lookup]) -> bool:
+def are_lookups_equal(left: Sequence[Lookup], right: Sequence[Lookup]) -> bool:
     """True if all ids, table ids and bags are equal. May wait for a device."""
-    return len(left) == len(right) and all(map(_same_lookup, left, right))
+    return len(left) == len(right) and all(map(_is_lookup_equal, left, right))
 
 
-def _same_lookup(left: Lookup, right: Lookup) -> bool:
+def _is_lookup_equal(left: Lookup, right: Lookup) -> bool:
     same_bags = left.pooling == right.pooling and left.feature_columns == right.feature_columns
-    return same_bags and all(map(same_values, left.tensors, right.tensors))
+    return same_bags and all(map(are_values_equal, left.tensors, right.tensors))
 
 
-def copied(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
+def copy_lookup(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
     """Copy a lookup with its tensors."""
     ids, table_ids, offsets = (None if part is None else copy(part.detach()) for part in lookup.tensors)
     assert ids is not None

@@ -39,15 +39,15 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
     seed = int_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64
     if null is not None:
         null = int_option("null", null, "a whole number of 64 bits, or None", -(2**63), 2**63 - 1)
-    if (column := _arrow_column(values)) is not None:
+    if (column := _convert_to_arrow(values)) is not None:
         return torch.from_numpy(_hash_arrow(column, seed, null))
-    array = _array(values)
+    array = _convert_to_array(values)
     flat = array.reshape(-1)
     ids = _hash_padded(flat, seed) if array.dtype.kind in "SU" else _hash_objects(flat.tolist(), seed, null)
     return torch.from_numpy(ids.reshape(array.shape))
 
 
-def _array(values: Any) -> NDArray[Any]:
+def _convert_to_array(values: Any) -> NDArray[Any]:
     if not isinstance(values, np.ndarray | list | tuple | Tensor) and hasattr(values, "to_numpy"):
         values = values.to_numpy()
     if isinstance(values, np.ma.MaskedArray):
@@ -58,9 +58,9 @@ def _array(values: Any) -> NDArray[Any]:
     elif isinstance(values, list | tuple):
         array = np.array(values, object)  # NumPy does not split strings of equal length into characters
     else:
-        _refuse(values)
+        _raise_input_error(values)
     if array.dtype.kind not in "SUO":
-        _refuse(values, f" of {array.dtype}")
+        _raise_input_error(values, f" of {array.dtype}")
     return array
 
 
@@ -70,9 +70,9 @@ def _hash_padded(values: NDArray[Any], seed: int) -> Ids:
     if native.dtype.itemsize == 0:
         native = native.astype(native.dtype.kind + "1")
     is_text = native.dtype.kind == "U"
-    invalid = _core.hash_rows(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
-    if invalid < len(ids):
-        raise InputError(f"values: element {invalid} has a character that is not Unicode, so it has no UTF-8")
+    first_invalid = _core.hash_rows(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
+    if first_invalid < len(ids):
+        raise InputError(f"values: element {first_invalid} has a character that is not Unicode, so it has no UTF-8")
     return ids
 
 
@@ -97,22 +97,22 @@ def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
     ids = np.empty(len(parts), np.int64)
     _core.hash_parts(np.frombuffer(b"".join(parts), np.uint8), offsets, seed, ids)
     if nulls:
-        ids[nulls] = _null_id(nulls[0], null)
+        ids[nulls] = _require_null_id(nulls[0], null)
     return ids
 
 
-def _null_id(position: int, null: int | None) -> int:
+def _require_null_id(position: int, null: int | None) -> int:
     if null is None:
         remedy = "give null=, the id of all nulls, or leave such elements out"
         raise InputError(f"values: element {position} is null; {remedy}")
     return null
 
 
-def _refuse(values: Any, detail: str = "") -> NoReturn:
+def _raise_input_error(values: Any, detail: str = "") -> NoReturn:
     raise InputError(f"values: got {type(values).__name__}{detail}; give {_KINDS}")
 
 
-def _arrow_column(values: Any) -> Any:
+def _convert_to_arrow(values: Any) -> Any:
     """Convert a pyarrow or pandas column to an Arrow array. Returns None for others, or if pyarrow is not loaded."""
     pyarrow = sys.modules.get("pyarrow")  # a caller with an Arrow column has imported pyarrow
     if pyarrow is None:
@@ -126,19 +126,19 @@ def _arrow_column(values: Any) -> Any:
             column = pyarrow.array(values, from_pandas=True)
         except (ValueError, TypeError, OverflowError, NotImplementedError):
             return None
-        return column if _element_type(column) in _TEXT else None
+        return column if _find_element_type(column) in _TEXT else None
     return None
 
 
 def _hash_arrow(column: Any, seed: int, null: int | None) -> Ids:
-    if _element_type(column) not in _TEXT:
-        _refuse(column, f" of {_element_type(column)}")
+    if _find_element_type(column) not in _TEXT:
+        _raise_input_error(column, f" of {_find_element_type(column)}")
     hash_chunk = _hash_dictionary if hasattr(column.type, "value_type") else _hash_text
     chunks = getattr(column, "chunks", [column])
     ids = np.concatenate([np.empty(0, np.int64), *(hash_chunk(chunk, seed, null) for chunk in chunks)])
     if column.null_count:
         nulls = np.flatnonzero(column.is_null())
-        ids[nulls] = _null_id(int(nulls[0]), null)
+        ids[nulls] = _require_null_id(int(nulls[0]), null)
     return ids
 
 
@@ -158,7 +158,7 @@ def _hash_dictionary(column: Any, seed: int, null: int | None) -> Ids:
     return ids[positions] if len(ids) else np.zeros(len(column), np.int64)
 
 
-def _element_type(column: Any) -> str:
+def _find_element_type(column: Any) -> str:
     """Return the type name of a column's elements (for a dictionary column, of the dictionary's values)."""
     name = str(column.type)
     return str(column.type.value_type) if name.startswith("dictionary<") else name

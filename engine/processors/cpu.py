@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _core
 from .._core import Batch
 from ..cache.cached import CpuCachedStore
-from ..ops.batch import Gradients, arrays_of, as_array, batch_of, empty, flat, keys_of
+from ..ops.batch import Gradients, as_array, convert_gradients, empty, flatten_weights, make_batch, to_keys
 from ..optim.row_state import RowState
 from ..options.lookup import OUTPUT_DTYPES, Lookup
 from ..options.store_options import CachedHostMemOptions, to_mb
@@ -58,7 +58,7 @@ class CpuProcessor(Processor[Batch]):
 
     def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
         _core.set_threads(torch.get_num_threads())
-        return batch_of(self._spec, lookups) if dedup_from is None else dedup_from.sibling()
+        return make_batch(self._spec, lookups) if dedup_from is None else dedup_from.make_sibling()
 
     def count_written(self, batch: Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
@@ -70,7 +70,7 @@ class CpuProcessor(Processor[Batch]):
         if lookup.table_ids is not None or lookup.pooling or spec.dtype != "float32" or dtype != torch.float32:
             return None
         out = empty((*ids.shape, spec.dim), dtype)
-        return out if top.gather_few(keys_of(ids), spec.last_ids, out.numpy().reshape(-1, spec.dim), trains) else None
+        return out if top.gather_few(to_keys(ids), spec.last_ids, out.numpy().reshape(-1, spec.dim), trains) else None
 
     def gather(
         self,
@@ -82,11 +82,11 @@ class CpuProcessor(Processor[Batch]):
         out: Tensor | None = None,
     ) -> Tensor:
         if self._spec.drops and index == 0:  # once per batch
-            self._dropped += batch.dropped
+            self._dropped += batch.dropped_counts
         if out is None:
             shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `ids.shape` is faster
             out = empty((*shape, self.layout.dim), dtype)
-        mean, scales = lookup.pooling == "mean", None if weights is None else flat(weights)
+        mean, scales = lookup.pooling == "mean", None if weights is None else flatten_weights(weights)
         _core.gather(batch, self.layout, index, as_array(out), mean, scales, OUTPUT_DTYPES[dtype])
         return out
 
@@ -95,26 +95,26 @@ class CpuProcessor(Processor[Batch]):
         make = torch.empty if lookup.feature_columns is None else torch.zeros
         out = make(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
-        _core.weights_grad(batch, self.layout, index, as_array(grad), flat(out), mean, dtype)
+        _core.weights_grad(batch, self.layout, index, as_array(grad), flatten_weights(out), mean, dtype)
         return out
 
     def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
         self._hyper, self._step, self._scale = hyper, step, scale
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
-        arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
+        arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
         hyper, step, scale = self._hyper, self._step, self._scale
         _core.update(batch, self.layout, *arrays, rule, hyper, step, dtype, scale, self._written)
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
-        arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
+        arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
         return torch.from_numpy(_core.square_gradients(batch, self.layout, *arrays, dtype))
 
     def sum_gradients(
         self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
-        out = empty((batch.unique, self.layout.dim), torch.float32) if out is None else out
-        arrays, dtype = arrays_of(gradients), OUTPUT_DTYPES[gradients.dtype]
+        out = empty((batch.num_unique, self.layout.dim), torch.float32) if out is None else out
+        arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
         _core.sum_gradients(batch, self.layout, *arrays, as_array(out), positions, dtype)
         return out
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
-from ..cache.cached import MB, wrong_budget
+from ..cache.cached import MB, make_budget_error
 from ..cache.cuda.cache import Cache
 from ..cache.cuda.cached import CudaCachedStore
 from ..cache.cuda.cached_table import CachedTable
@@ -18,7 +18,7 @@ from ..errors import OptionError
 from ..host_memory import FreeMemory
 from ..ops.batch import Gradients
 from ..ops.cuda import step as kernels
-from ..ops.cuda.batch import CHANGED, Batch, Faults, Ids, Segment
+from ..ops.cuda.batch import CHANGED, Batch, Faults, LegalIds, Segment
 from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
@@ -61,7 +61,7 @@ class CudaProcessor:
         self._dropped = torch.zeros_like(self._written)
         self._ids = _make_ids(spec, self.device)
         self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of updates applied
-        self._hyper = kernels.new_hyper(self.device)
+        self._hyper = kernels.allocate_hyper(self.device)
 
     @property
     def written_counts(self) -> Counts:
@@ -72,7 +72,7 @@ class CudaProcessor:
         return np.asarray(self._dropped.cpu())
 
     def take_deferred_error(self, wait: bool) -> DeferredError | None:
-        error = self._faults.take(self._faults.seen(wait))
+        error = self._faults.take_error(self._faults.read(wait))
         return None if error is None else DeferredError(error, int(self._updates))
 
     def free_memory(self) -> FreeMemory:
@@ -99,7 +99,7 @@ class CudaProcessor:
         """See `Processor.make_batch`. In a batch made ahead, occurrences are already grouped by row."""
         _core.set_threads(torch.get_num_threads())  # for host tiers below a cache
         if dedup_from is not None:
-            return dedup_from.sibling(self._faults.word)
+            return dedup_from.make_sibling(self._faults.word)
         segments = [_make_segment(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
         batch = Batch(self._device, segments, self._ids, faults)
@@ -107,7 +107,7 @@ class CudaProcessor:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
                     self._device.record_stream(part)
-            _ = batch.groups  # computed here rather than in the step
+            _ = batch.positions_by_row  # computed here rather than in the step
         return batch
 
     def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
@@ -118,7 +118,7 @@ class CudaProcessor:
             for old, new in zip(pair[0].tensors, pair[1].tensors, strict=True)
             if old is not None and new is not None
         ]
-        batch.wrong |= torch.stack(is_different).any().to(torch.int32) * CHANGED
+        batch.input_faults |= torch.stack(is_different).any().to(torch.int32) * CHANGED
 
     def count_written(self, batch: Batch) -> Counts:
         return np.asarray(kernels.count_written(self._device_layout, batch, batch.lines).cpu())
@@ -135,8 +135,8 @@ class CudaProcessor:
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        if batch.dropped is not None and index == 0:  # once per batch
-            self._dropped += batch.dropped
+        if batch.dropped_counts is not None and index == 0:  # once per batch
+            self._dropped += batch.dropped_counts
         if out is None:
             out = torch.empty((*lookup.shape, self._device_layout.dim), dtype=dtype, device=self.device)
         kernels.gather(batch, self._device_layout, index, out, lookup.pooling == "mean", _contiguous(weights))
@@ -164,7 +164,7 @@ class CudaProcessor:
         self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
-            out = torch.empty((batch.unique, self._device_layout.dim), dtype=torch.float32, device=self.device)
+            out = torch.empty((batch.num_unique, self._device_layout.dim), dtype=torch.float32, device=self.device)
         device_positions = None if positions is None else torch.from_numpy(positions).to(self.device)
         kernels.sum_rows(self._device_layout, batch, self._tensors(gradients), device_positions, out)
         return out
@@ -183,7 +183,7 @@ class CudaProcessor:
             rest_batch, rest_start = rest
             is_in_rest = device_positions >= len(rows)
             rest_positions = rest_start + device_positions[is_in_rest] - len(rows)
-            lines[is_in_rest] = kernels.wide_lines(rest_batch, self._device_layout, rest_positions, batch)
+            lines[is_in_rest] = kernels.widen_lines(rest_batch, self._device_layout, rest_positions, batch)
         batch.has_wide_lines = self._device_layout.is_narrow
         batch.lines[: len(positions)] = lines
 
@@ -208,7 +208,7 @@ class CudaProcessor:
         try:
             return Cache(self._device_layout, int(budget_mb * MB), options.cache_policy)
         except (ValueError, torch.OutOfMemoryError) as error:
-            raise wrong_budget("cache_budget_mb", budget_mb, self._device_layout.line_bytes, error) from None
+            raise make_budget_error("cache_budget_mb", budget_mb, self._device_layout.line_bytes, error) from None
 
 
 def _make_segment(lookup: Lookup) -> Segment:
@@ -225,12 +225,12 @@ def _make_segment(lookup: Lookup) -> Segment:
     return Segment(keys, tables, bags, lookup.feature_columns)
 
 
-def _make_ids(spec: TableSpec, device: torch.device) -> Ids:
+def _make_ids(spec: TableSpec, device: torch.device) -> LegalIds:
     if spec.last_ids is None:
-        return Ids(spec.num_tables, spec.padding_key)
+        return LegalIds(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)
     drops = torch.tensor(spec.drops, dtype=torch.bool).to(device) if spec.drops else None
-    return Ids(spec.num_tables, spec.padding_key, last, drops)
+    return LegalIds(spec.num_tables, spec.padding_key, last, drops)
 
 
 def _contiguous(weights: Tensor | None) -> Tensor | None:

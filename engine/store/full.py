@@ -66,7 +66,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
         missing = self.native.find(batch)
         if not trains:
-            self._num_peeked += batch.unique
+            self._num_peeked += batch.num_unique
             self._num_unknown += missing
         if missing:
             _core.initialise_missing(batch, self._layout)

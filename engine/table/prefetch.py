@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from .. import _core
-from ..ops.fingerprint import copied, fingerprint, same_lookups
+from ..ops.fingerprint import are_lookups_equal, copy_lookup, fingerprint
 from ..options.lookup import Lookup
 from ..processors.processor import Processor
 from ..store.contract import TopTier
@@ -44,7 +44,7 @@ class _Announcement:
 
     def __init__(self, lookups: Sequence[Lookup], processor: Processor[Any]) -> None:
         copy = torch.clone if processor.defers_errors else _copy_tensor
-        self.lookups = [copied(lookup, copy) for lookup in lookups]
+        self.lookups = [copy_lookup(lookup, copy) for lookup in lookups]
         self.copy_event = processor.record_event()
         # Comparing ids on a GPU would wait. So lookups in the same memory count as equal; `adopt` checks ids later.
         self._memory_keys = [_memory_key(lookup) for lookup in lookups] if processor.defers_errors else None
@@ -58,7 +58,7 @@ class _Announcement:
     def matches(self, lookups: Sequence[Lookup]) -> bool:
         if self._memory_keys is not None and self._memory_keys == [_memory_key(lookup) for lookup in lookups]:
             return True
-        return same_lookups(self.lookups, lookups)
+        return are_lookups_equal(self.lookups, lookups)
 
 
 def _join_lookups(step: Sequence[_Announcement]) -> list[Lookup]:

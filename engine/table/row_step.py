@@ -13,7 +13,7 @@ from threading import Thread, current_thread
 from typing import Any, TypeVar
 
 from ..errors import GraphError
-from ..ops.rows_contract import EmbeddingBase
+from ..ops.embedding_base import EmbeddingBase
 from ..optim.row_optimizer import RowOptimizer
 from ..signals import uninterrupted
 

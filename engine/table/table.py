@@ -24,8 +24,8 @@ from torch import Tensor
 from ..cache.cached import CpuCachedStore
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
-from ..ops.batch import Gradients, checked_gradients, rows_of
-from ..ops.exact_sum import partial_sum, sum_partials
+from ..ops.batch import Gradients, check_gradients, find_unique_rows
+from ..ops.exact_sum import add_partial_sums, compute_partial_sum
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
@@ -77,14 +77,14 @@ class PinnedBatch:
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
-        return sum_partials([self.partial_squares(grads, weights)])
+        return add_partial_sums([self.partial_squares(grads, weights)])
 
     def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
         """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
-            return partial_sum(self.table.processor.square_gradients(self.core, gradients).cpu().numpy())
+            return compute_partial_sum(self.table.processor.square_gradients(self.core, gradients).cpu().numpy())
 
     def update(
         self,
@@ -111,7 +111,7 @@ class PinnedBatch:
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
         """Check a step's gradients and weights, passed as to `update`. Raises InputError."""
         weights = weights or [None] * len(self.lookups)
-        return checked_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
+        return check_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
 
 
 class OpenTable:
@@ -427,7 +427,7 @@ class OpenTable:
             with self.use_announced(None):
                 existing = self.count_written(lookup)
                 if existing.any():
-                    self._erase(*rows_of(self.spec, lookup), "deleted", existing)
+                    self._erase(*find_unique_rows(self.spec, lookup), "deleted", existing)
                 return int(existing.sum())
 
     def unique_rows(self, lookups: list[Lookup]) -> Lookup:
@@ -443,7 +443,7 @@ class OpenTable:
 
         `grads`, in `dtype`, and `weights` are as in `PinnedBatch.update`. Raises InputError.
         """
-        gradients = checked_gradients(self.spec, lookups, grads, weights, dtype)
+        gradients = check_gradients(self.spec, lookups, grads, weights, dtype)
         with self.lock:
             self.require_open()
             batch = self.processor.make_batch(lookups)
@@ -451,11 +451,11 @@ class OpenTable:
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
         """Returns `PinnedBatch.square_gradients` for lookups that are not pinned. Raises InputError."""
-        gradients = checked_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
+        gradients = check_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
         with self.lock:
             self.require_open()
             squares = self.processor.square_gradients(self.processor.make_batch(lookups), gradients)
-            return sum_partials([partial_sum(squares.cpu().numpy())])
+            return add_partial_sums([compute_partial_sum(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
         """Returns, for each table, how many of the lookup's rows exist. A row exists once it was written."""

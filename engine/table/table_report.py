@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import _core
 from ..errors import TierbedError
-from ..ops.batch import rows_of
+from ..ops.batch import find_unique_rows
 from ..options.lookup import Lookup
 from ..row_format import Chunks
 from ..store.table_counts import label_counts
@@ -80,7 +80,7 @@ def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str 
     with table.lock:
         store = table.finish_erasures()
         table.check()
-        tables, keys = rows_of(table.spec, lookup)
+        tables, keys = find_unique_rows(table.spec, lookup)
         if not len(keys):
             return [], f"padding_idx={table.spec.padding_idx} has no row"
         tiers = store.locate(int(tables[0]), int(keys[0]))
@@ -91,7 +91,7 @@ def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str 
 
 def count_new_rows(table: OpenTable, lookup: Lookup) -> int:
     """Returns how many rows of a lookup without bags were never written."""
-    tables, _ = rows_of(table.spec, lookup)
+    tables, _ = find_unique_rows(table.spec, lookup)
     return len(tables) - int(table.count_written(lookup).sum())
 
 

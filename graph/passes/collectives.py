@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ...distributed.dense import AllReduceResult
 from ...engine.errors import GraphError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ..trace.alias import call_target, find_storages, written_storages
 from .lookups import find_sources, is_repeatable
 from .nodes import add_attribute

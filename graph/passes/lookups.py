@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ...embedding.autograd import lookup_op
 from ...engine.errors import GraphError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace import alias
 from ..trace.alias import call_target, external_storages, find_storages, is_random, storages, written_storages

@@ -23,8 +23,8 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from ...distributed.dense import AllReduceResult
 from ...engine.checks import as_int, check_flags
 from ...engine.errors import GraphError, InputError, OptimizerError
-from ...engine.ops.exact_sum import sum_of_squares
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
+from ...engine.ops.exact_sum import sum_squares
 from ...engine.options.lookup import Lookup
 from ..trace.swap import set_grads, trace_lock
 
@@ -231,7 +231,7 @@ def apply_gradients(
             batch.release()
         return False
     if epilogue.max_norm is not None:
-        squares = sum_of_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
+        squares = sum_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
         factor = epilogue.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         scale *= 1.0 if factor > 1.0 else factor
     for batch, row_grads, weights in rows:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ...embedding.autograd.lookup_op import find_embedding
 from ...engine.errors import OptimizerError, OptionError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...engine.errors import GraphError, OptionError, TierbedError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.table.table import OpenTable, PinnedBatch
 from ..passes.nodes import replace_node

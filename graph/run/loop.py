@@ -29,7 +29,7 @@ from ...distributed.world import World
 from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...engine.checks import as_int
 from ...engine.errors import ClosedError, InputError, SnapshotError, StoreError, TierbedError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ...engine.signals import uninterrupted
 from ...engine.table.prefetch import MAX_WINDOW
@@ -192,7 +192,7 @@ class Run(Iterator[Any]):
         self._last_hit_counts: list[int] = []  # hits and misses of `_checked_caches` at the last check
         self._is_adaptive = ahead is None and bool(self._checked_caches)
         if self._is_adaptive:
-            is_useful = any(cache.misses_rows for cache in slow_embeddings)
+            is_useful = any(cache.has_cache_misses for cache in slow_embeddings)
         count = as_int(DEFAULT_AHEAD * is_useful if ahead is None else ahead, 0, MAX_WINDOW)
         if count is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {MAX_WINDOW}, or None")
@@ -266,7 +266,7 @@ class Run(Iterator[Any]):
         hit_rate = f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
         is_useful = miss_rate > (MIN_MISS_RATE / 2 if self._num_ahead else MIN_MISS_RATE)
         for cache in self._checked_caches:
-            cache.misses_rows = is_useful  # the next run starts with this result
+            cache.has_cache_misses = is_useful  # the next run starts with this result
         if self._is_adaptive:
             num_before, self._num_ahead = self._num_ahead, DEFAULT_AHEAD * is_useful
             if self._num_ahead != num_before:

@@ -23,7 +23,7 @@ from ...distributed.dense import AllReduceResult, all_reduce_in_order, broadcast
 from ...distributed.rank_group import CollectiveSequence
 from ...distributed.world import World, try_call
 from ...engine.errors import GraphError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..passes.collectives import CollectiveCall, sum_over_ranks
 from ..passes.step_epilogue import (

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
 from ..passes.lookups import prefetchable_lookups
 from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule

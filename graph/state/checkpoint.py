@@ -53,7 +53,7 @@ from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_flags, is_folder_name
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, seal, temporary_path
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import find_common_world

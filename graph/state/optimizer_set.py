@@ -19,7 +19,7 @@ from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...embedding.tables.names import name_embeddings
 from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
-from ...engine.ops.rows_contract import EmbeddingBase
+from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
 from ..trace.names import HasBuild, tensor_name
 

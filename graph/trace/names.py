@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...embedding.tables.names import WRAPPERS
 from ...engine.errors import InputError
-from ...engine.ops.rows_contract import NoTorchScript
+from ...engine.ops.embedding_base import NoTorchScript
 
 
 class HasBuild(NoTorchScript, nn.Module):

@@ -40,7 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.errors import GraphError, InputError
-from ...engine.ops.rows_contract import REMEDY, TRACED
+from ...engine.ops.embedding_base import REMEDY, TRACED
 from .alias import is_random
 from .names import HasBuild, map_tensor_names, tensor_name
 from .reads import ReadRecorder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...engine.checks import int_option
 from ...engine.errors import InputError, OptionError
-from ...engine.ops.rows_contract import NoTorchScript
+from ...engine.ops.embedding_base import NoTorchScript
 from ..tensors.jagged_tensor import Jagged, JaggedTensor
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.validation import is_traced

@@ -22,7 +22,7 @@ from ...embedding.tables.row_tensors import RowTensors
 from ...embedding.tables.training_group import train_together
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError, OptionError
-from ...engine.ops.rows_contract import NoTorchScript
+from ...engine.ops.embedding_base import NoTorchScript
 from ...engine.options.lookup import DEVICES, Lookup
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
 from ...engine.options.table_names import choices, find_table, read_table_names

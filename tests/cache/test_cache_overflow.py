@@ -93,7 +93,7 @@ def test_what_a_large_batch_took_is_given_back_though_others_stay() -> None:
 def test_the_overflow_area_has_room_for_two_batches_where_its_size_is_not_given() -> None:
     cache = _core.CachedTier(
         TABLE.layout, _core.FullTable(TABLE.layout), budget_bytes=set_bytes() + 1, overflow_bytes=1, policy="lru",
-        io_threads=1, follows_batch=True,
+        io_threads=1, grows_with_batch=True,
     )  # fmt: skip
     capacities = []
     for rows in (10, 1500, 200, 700, 2500):

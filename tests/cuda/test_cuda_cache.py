@@ -13,8 +13,8 @@ from support.cache_model import Way, bucket_of, hash_of, set_of
 from support.caches import TABLE, Row
 from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import DeviceTable, array, on_devices
-from tierbed.engine._core import GROUP, WAY_BYTES, WAYS
-from tierbed.engine.cache.cuda.cache import COUNTS, POLICIES, Admission, Cache
+from tierbed.engine._core import GROUP_WAYS, WAY_BYTES, WAYS
+from tierbed.engine.cache.cuda.cache import COUNT_NAMES, POLICIES, Admission, Cache
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device
@@ -59,11 +59,11 @@ class Plain:
         return up, gone
 
     def victim(self, row: Row) -> int | None:
-        ways, home = self.ways(row), (hash_of(row) >> 32) * GROUP % WAYS
+        ways, home = self.ways(row), (hash_of(row) >> 32) * GROUP_WAYS % WAYS
         turns = [(home + turn) % WAYS for turn in range(WAYS)]
         if free := [at for at in turns if ways[at] is None]:
             return free[0]
-        for those in (turns[:GROUP], turns):  # of all, only where no row of its home may go
+        for those in (turns[:GROUP_WAYS], turns):  # of all, only where no row of its home may go
             order = {
                 at: (way.uses if self.policy == "lfu" else 0, way.last)
                 for at in those
@@ -117,12 +117,12 @@ class Both:
         memory = torch.empty(batch.size * self.side.layout.line_bytes, dtype=torch.uint8, device=lines.device)
         own = batch.keep_alive(memory) + (ranks.long() - 1) * self.side.layout.line_bytes
         batch.lines = torch.where(lines == 0, own, lines)
-        step.initialise_lines(batch, self.side.layout, admission.hit == 0)
+        step.initialise_lines(batch, self.side.layout, admission.is_hit == 0)
         self.cache.mark_fetched(admission)
 
     def check_admission(self, admission: Admission, rows: list[Row], up: Ways, gone: Ways) -> None:
-        hit, kinds, lines = (values.tolist() for values in (admission.hit, admission.evicted, admission.lines))
-        befores = admission.previous.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
+        hit, kinds, lines = (values.tolist() for values in (admission.is_hit, admission.evictions, admission.lines))
+        befores = admission.victim_ways.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
         for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
             way = gone.get(row)
             assert is_hit == (up[row] is not None and row not in gone)
@@ -130,7 +130,7 @@ class Both:
             assert kind == (NOTHING if way is None else DIRTY if way.dirty else CLEAN)
             assert way is None or before == hash_of(way.row)
         metrics = self.cache.metrics()
-        for name in ("hits", "misses", *COUNTS):
+        for name in ("hits", "misses", *COUNT_NAMES):
             assert metrics[name] == self.plain.counts[name], name
 
     def check(self) -> None:

@@ -12,7 +12,7 @@ import pytest
 from support import nvrtc
 from support.cells import rotated
 from tierbed.engine.errors import StoreError
-from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program, compiled
+from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program, compile_program
 from tierbed.engine.optim.kernel import find_kernels, struct_name
 from tierbed.engine.row_format import line_bytes_of, words_of
 
@@ -116,15 +116,15 @@ def test_lookups_and_sums_compile(file: str, target: tuple[str, Target]) -> None
 def test_what_was_compiled_once_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path / "kept"))
     narrow, wide = (Program("ops/cuda/staging.cu", macros(dim, 0)) for dim in (4, 8))
-    path = compiled(nvrtc, narrow, "sm_90")
+    path = compile_program(nvrtc, narrow, "sm_90")
     assert path.read_bytes().startswith(b"\x7fELF")
     path.write_bytes(b"kept")
-    assert compiled(nvrtc, narrow, "sm_90").read_bytes() == b"kept"
-    assert len({path, compiled(nvrtc, narrow, "sm_80"), compiled(nvrtc, wide, "sm_90")}) == 3
+    assert compile_program(nvrtc, narrow, "sm_90").read_bytes() == b"kept"
+    assert len({path, compile_program(nvrtc, narrow, "sm_80"), compile_program(nvrtc, wide, "sm_90")}) == 3
 
 
 def test_what_does_not_compile_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
     with pytest.raises(StoreError, match="TIERBED_DIM"):
-        compiled(nvrtc, Program("store/cuda/full_table.cu"), "sm_90")
+        compile_program(nvrtc, Program("store/cuda/full_table.cu"), "sm_90")
     assert not list(tmp_path.iterdir())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import on_devices
-from tierbed.engine.ops.cuda.batch import keys_of
+from tierbed.engine.ops.cuda.batch import recover_keys
 from tierbed.engine.ops.cuda.device import THREADS, Device
 
 
@@ -39,11 +39,11 @@ def test_what_is_recorded_runs_at_each_replay_and_not_before(device: Device) -> 
     place = device.torch_device
     given, total = torch.ones(5, dtype=torch.int64, device=place), torch.zeros(5, dtype=torch.int64, device=place)
     hashes, tables = torch.arange(5, device=place), torch.zeros(5, dtype=torch.int32, device=place)
-    keys_of(device, hashes, tables)  # compiles
+    recover_keys(device, hashes, tables)  # compiles
 
     def launches() -> tuple[torch.Tensor, torch.Tensor]:
         total.add_(given * 2)
-        return keys_of(device, hashes, tables), torch.cat([total, given]).view(2, 5).sum(0)
+        return recover_keys(device, hashes, tables), torch.cat([total, given]).view(2, 5).sum(0)
 
     replay, (keys, sums) = device.capture(launches)
     assert not total.any()
@@ -51,7 +51,7 @@ def test_what_is_recorded_runs_at_each_replay_and_not_before(device: Device) -> 
         given.fill_(number)
         hashes += 7
         replay()
-        assert torch.equal(keys, keys_of(device, hashes, tables))
+        assert torch.equal(keys, recover_keys(device, hashes, tables))
         assert torch.equal(sums, total + number)
     assert total.tolist() == [6] * 5
 

@@ -164,12 +164,12 @@ def test_faults_are_raised_once_and_name_the_remedy(device: Device) -> None:
     for bit, error, named in [(1, CapacityError, "raise capacity"), (2, InputError, "0 to 3"), (4, InputError, "asc")]:
         for found, word in ((batch, faults.word), (ahead, ahead.faults)):
             word.fill_(bit)
-            assert not faults.seen(wait=False)  # has not arrived
+            assert not faults.read(wait=False)  # has not arrived
             faults.post(found)
             check_refusal((faults.check, error, named))
             ahead.faults.zero_()
             faults.check()
-            assert not faults.seen(wait=False)
+            assert not faults.read(wait=False)
 
 
 @on_devices

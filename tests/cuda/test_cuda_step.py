@@ -9,7 +9,7 @@ import torch
 from support.cuda_tables import NO_GPU, DeviceTable, on_devices, tensor
 from support.rows import Table
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
+from tierbed.engine.ops.cuda.batch import Batch, LegalIds, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 
 pytestmark = pytest.mark.op
@@ -40,7 +40,7 @@ def test_bad_offsets_set_a_fault_and_are_safe_to_follow(device: Device, offsets:
     table = DeviceTable(device, Table([2], tables=1))
     batch = table.batch([([7, 8, 9, 7], None, offsets)])
     assert int(table.faults) == BAD_OFFSETS
-    begins = batch.lookups[0].begins
+    begins = batch.lookups[0].bag_begins
     assert begins is not None
     assert all(0 <= begin <= 4 for begin in begins.tolist())
 
@@ -73,7 +73,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     out = torch.empty_like(grads)
 
     def step() -> None:
-        batch = Batch(device, [Segment(ids)], Ids(1), table.faults)
+        batch = Batch(device, [Segment(ids)], LegalIds(1), table.faults)
         table.store.insert_missing(batch, table.store.find(batch))
         cuda.gather(batch, table.layout, 0, out)
         cuda.update(*rule, batch, ([grads], [False], [None]), table.numbers, table.written, table.faults)

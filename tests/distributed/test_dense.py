@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from support.ranks import assert_alike, on_ranks, run_kept
 from tierbed import CapacityError, Graph, MultiTableEmbedding, World, make_host_mem_store_options
 from tierbed.distributed.dense import all_reduce_in_order
-from tierbed.engine.ops.exact_sum import sum_of_squares
+from tierbed.engine.ops.exact_sum import sum_squares
 
 KINDS = [torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float16]
 SHAPES = [(3, 5), (4,), (), (0, 2), (1,), (7, 3)]
@@ -85,8 +85,8 @@ def test_squares_are_added_in_one_order() -> None:
     sizes = [0, 1, 7, 140_001]
     tensors = [torch.arange(size).double() / 7 for size in sizes] + [torch.ones(3, dtype=torch.complex64) * (3 + 4j)]
     expected = math.fsum(x * x for tensor in tensors[:-1] for x in tensor.tolist()) + 75
-    assert math.isclose(sum_of_squares(tensors), expected, rel_tol=1e-14)
-    assert sum_of_squares([tensors[-2].view(1, -1).t()]) == sum_of_squares(tensors[3:4])
-    assert sum_of_squares([]) == 0
-    assert math.isnan(sum_of_squares([torch.tensor([1.0, math.nan])]))
-    assert sum_of_squares([torch.tensor([-math.inf])]) == math.inf
+    assert math.isclose(sum_squares(tensors), expected, rel_tol=1e-14)
+    assert sum_squares([tensors[-2].view(1, -1).t()]) == sum_squares(tensors[3:4])
+    assert sum_squares([]) == 0
+    assert math.isnan(sum_squares([torch.tensor([1.0, math.nan])]))
+    assert sum_squares([torch.tensor([-math.inf])]) == math.inf

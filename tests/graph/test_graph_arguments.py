@@ -16,7 +16,7 @@ from support.graphs import embedding, graph_of, training
 from support.refusals import check_refusal
 from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.errors import GraphError, InputError
-from tierbed.engine.ops.rows_contract import TRACED
+from tierbed.engine.ops.embedding_base import TRACED
 
 VALUES, OFFSETS = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([0, 2, 5])
 LAYOUTS = [torch.jagged, torch.strided]

@@ -49,9 +49,9 @@ def test_ids_beyond_the_last_are_padding_and_counted_or_the_first_is_told(
     np.testing.assert_array_equal(batch.keys, expected.keys)
     np.testing.assert_array_equal(batch.inverse >= 0, ~bad)
     strict = [(table, key) for table, key in given if key > last[table] and not drops[table]]
-    assert batch.illegal == (strict[0] if strict else None)
+    assert batch.first_illegal_id == (strict[0] if strict else None)
     dropped = [sum(table == t and key > last[t] for table, key in given) if drops[t] else 0 for t in range(3)]
-    assert batch.dropped == dropped
+    assert batch.dropped_counts == dropped
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_buckets_are_the_top_bits_of_the_hash() -> None:
 
 def test_a_sibling_outlives_what_it_was_made_of() -> None:
     keys = np.arange(100_000, dtype=np.uint64)
-    sibling = _core.Batch([(keys, None, None)], 1, None).sibling()
+    sibling = _core.Batch([(keys, None, None)], 1, None).make_sibling()
     _core.Batch([(keys + np.uint64(7), None, None)], 1, None)  # takes the memory of what is gone
     assert sorted(sibling.keys.tolist()) == keys.tolist()
 

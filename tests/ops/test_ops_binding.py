@@ -46,7 +46,7 @@ def test_arrays_of_another_type_or_layout_are_neither_written_to_a_copy_nor_conv
 def test_a_view_of_a_settled_batch_outlives_the_next_settle(table: Table, batch: _core.Batch) -> None:
     hyper = [0.1, 0.0, 0.0, 1e-8, 0.0, 0.0]
     _core.preview_catch_up(batch, table.layout, "adagrad", hyper, 1)
-    views = batch.views
+    views = batch.lookup_lines
     before = views.copy()
     _core.preview_catch_up(batch, table.layout, "adagrad", hyper, 2)
     np.testing.assert_array_equal(views, before)

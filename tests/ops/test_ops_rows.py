@@ -13,7 +13,7 @@ from support.embeddings import make
 from support.stores import options
 from tierbed import Graph, GraphError
 from tierbed.embedding.autograd import lookup_op as ops
-from tierbed.engine.ops.rows_contract import EmbeddingBase
+from tierbed.engine.ops.embedding_base import EmbeddingBase
 from tierbed.engine.options.lookup import Lookup
 
 

@@ -32,7 +32,7 @@ from support.processors import (
 )
 from support.rows import SPECIAL_KEYS, same_bits
 from tierbed.engine.ops.batch import Gradients
-from tierbed.engine.ops.cuda.step import MAX_SOURCES
+from tierbed.engine.ops.cuda.step import MAX_OUTPUTS
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import to_float32, to_stored
@@ -313,4 +313,4 @@ def test_many_numbered_ids_are_the_same_for_any_threads(threads: int, most: int)
 
 @pytest.mark.parametrize("make", PROCESSORS[1:])
 def test_more_lookups_than_a_kernel_takes_gradients_of(make: Make) -> None:
-    check(make, [part("rows", [1] * 5, seed) for seed in range(MAX_SOURCES + 2)], SHAPES[0])
+    check(make, [part("rows", [1] * 5, seed) for seed in range(MAX_OUTPUTS + 2)], SHAPES[0])

@@ -20,11 +20,11 @@ def test_places_that_are_not_there_are_refused() -> None:
     batch = processor.make_batch([lookup])  # of two rows and padding
     gradients = Gradients([lookup], [torch.ones(3, 2)], [None], torch.float32)
     for places in ([0, 2], [-1, 0], [0]):
-        with pytest.raises(ValueError, match="place"):
+        with pytest.raises(ValueError, match="position"):
             processor.set_lines(batch, torch.zeros(2, 2), np.array(places))
-        with pytest.raises(ValueError, match="place"):
+        with pytest.raises(ValueError, match="position"):
             processor.sum_gradients(batch, gradients, np.array(places), torch.zeros(2, 2))
     for position, places in ((0, [0, 4]), (1, [0, 3]), (0, [1, 3]), (4, [0, 0])):  # the third is of padding
-        with pytest.raises(ValueError, match=r"place|position"):
+        with pytest.raises(ValueError, match="position"):
             processor.set_lines(processor.make_batch([lookup]), torch.zeros(1, 2), np.array(places), (batch, position))
     assert not any(batch.lines)

@@ -178,7 +178,7 @@ def test_changes_are_known_after_memory_of_a_device_ran_out(
         embedding.save_snapshot("first")
         embedding.save_snapshot("noted", "incremental")
         train(embedding, range(50))
-        monkeypatch.setattr(changed_lines, "keys_of", first_out_of_memory(changed_lines.keys_of))
+        monkeypatch.setattr(changed_lines, "recover_keys", first_out_of_memory(changed_lines.recover_keys))
         with pytest.raises(torch.OutOfMemoryError):
             embedding.save_snapshot("a", "full" if background else "incremental", background=background)
         embedding.save_snapshot("b", "incremental")

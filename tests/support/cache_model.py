@@ -10,7 +10,7 @@ from itertools import chain
 from support import naive
 from support.caches import TABLE, Row, batch_of, cache_over, identities, places
 from tierbed.engine import _core
-from tierbed.engine._core import GROUP, WAYS
+from tierbed.engine._core import GROUP_WAYS, WAYS
 
 BUCKETS, NEVER = 64, 2**32
 NUMBERS = _core.slot_hash().tolist()
@@ -123,19 +123,19 @@ class Plain:
         return True
 
     def victim(self, row: Row, number: int, done: int) -> int | None:
-        ways, home = self.ways(row), (hash_of(row) >> 32) * GROUP % WAYS
+        ways, home = self.ways(row), (hash_of(row) >> 32) * GROUP_WAYS % WAYS
         turns = [(home + turn) % WAYS for turn in range(WAYS)]
         order: dict[int, tuple[int, int, int]] = {}
         for at in turns:
             if ways[at] is None:
                 return at
-        for begin in range(0, WAYS, GROUP):  # one more group where those before have no row that is not needed
-            for at in turns[begin : begin + GROUP]:
+        for begin in range(0, WAYS, GROUP_WAYS):  # one more group where those before have no row that is not needed
+            for at in turns[begin : begin + GROUP_WAYS]:
                 if (way := ways[at]) and way.last <= done:
                     order[at] = (-until(way.next, number), way.uses if self.policy == "lfu" else 0, way.last)
             if any(needed == -NEVER for needed, _, _ in order.values()):
                 break
-            self.reached["further groups"] += begin + GROUP < WAYS
+            self.reached["further groups"] += begin + GROUP_WAYS < WAYS
         return min(order, key=order.__getitem__, default=None)
 
     def sweep(self, done: int) -> None:

@@ -16,7 +16,7 @@ from support.cells import rotated
 from support.cuda_emulation import EmulatedDevice
 from support.rows import Table
 from tierbed.engine.ops.cuda import step
-from tierbed.engine.ops.cuda.batch import Batch, Ids, Segment
+from tierbed.engine.ops.cuda.batch import Batch, LegalIds, Segment
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.options.initializers import InitialValues
@@ -102,11 +102,11 @@ class DeviceTable:
         self.layout = Layout(device, initial)
         self.faults = tensor(device, [0], np.uint32)
         self.written = tensor(device, [0] * table.tables, np.int64)
-        self.numbers = step.new_hyper(device.torch_device)
+        self.numbers = step.allocate_hyper(device.torch_device)
         self.store = CudaFullTable(self.layout, capacity)
 
     def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
-        return Batch(self.device, self.segments(segments), Ids(self.table.tables, padding), self.faults)
+        return Batch(self.device, self.segments(segments), LegalIds(self.table.tables, padding), self.faults)
 
     def segments(self, segments: Sequence[HostSegment]) -> list[Segment]:
         return [
@@ -125,7 +125,7 @@ class DeviceTable:
 
     def identities(self, batch: Batch) -> list[tuple[int, int]]:
         """(table, key) of each row."""
-        tables = array(batch.tables[: batch.unique], np.uint32).tolist()
+        tables = array(batch.tables[: batch.num_unique], np.uint32).tolist()
         return list(zip(tables, array(batch.keys, np.uint64).tolist(), strict=True))
 
     def read(self, lines: torch.Tensor) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
@@ -140,7 +140,7 @@ class DeviceTable:
 
     def contents(self, batch: Batch) -> dict[tuple[int, int], tuple[bytes, bytes]]:
         """Each row of a batch by its identity: the bytes of its floats and record."""
-        floats, records = self.read(batch.lines[: batch.unique])
+        floats, records = self.read(batch.lines[: batch.num_unique])
         return {
             row: (values.tobytes(), record.tobytes())
             for row, values, record in zip(self.identities(batch), floats, records, strict=True)

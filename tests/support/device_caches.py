@@ -55,7 +55,7 @@ class DeviceCache:
         return self.side.identities(batch)
 
     def read(self, batch: Batch) -> tuple[NDArray[np.float32], NDArray[np.uint32]]:
-        return self.side.read(batch.lines[: batch.unique])
+        return self.side.read(batch.lines[: batch.num_unique])
 
     def add(self, batch: Batch) -> None:
         if not batch.size:

@@ -6,32 +6,32 @@
 namespace tierbed {
 
 struct Cache {
-    u8* tags;   // [sets * WAYS], 0 for a free way
-    Way* ways;  // [sets * WAYS]
-    u64 memory;
-    u32 sets;
+    u8* tags;   // [num_sets * WAYS], 0 for a free way
+    Way* ways;  // [num_sets * WAYS]
+    u64 lines_start;
+    u32 num_sets;
 
     TIERBED_FN SetView set(u64 number) const { return {tags + number * WAYS, ways + number * WAYS}; }
-    TIERBED_FN u64 line(u64 slot) const { return memory + slot * SHAPE.line_bytes; }
+    TIERBED_FN u64 line(u64 slot) const { return lines_start + slot * SHAPE.line_bytes; }
     // Returns the row's slot, or NONE.
     TIERBED_FN u32 find(Tile tile, u32 table, u64 hash) const {
-        const u32 number = set_of(hash, sets);
+        const u32 number = get_set(hash, num_sets);
         const u32 way = probe_set(tile, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
     TIERBED_FN u32 updates(u64 slot) const { return row_counters(line(slot), SHAPE)->updates; }
-    TIERBED_FN bool dirty(u64 slot) const { return tags[slot] && updates(slot) != ways[slot].stored; }
+    TIERBED_FN bool is_dirty(u64 slot) const { return tags[slot] && updates(slot) != ways[slot].stored_updates; }
 };
 
-enum Evicted : u8 { NOTHING, CLEAN, DIRTY };
+enum Eviction : u8 { NOTHING, CLEAN, DIRTY };
 
-// For each row of a batch: the slot or NONE, the line or 0, 1 for a hit, an Evicted value, and the evicted row's way.
+// For each row of a batch: the slot or NONE, the line or 0, 1 for a hit, an Eviction value, and the evicted row's way.
 struct Admission {
     u32* slots;
     u64* lines;
-    u8* hit;
-    u8* evicted;
-    Way* previous;
+    u8* is_hit;
+    u8* evictions;
+    Way* victim_ways;
 };
 
 }  // namespace tierbed

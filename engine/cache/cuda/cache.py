@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._core import GROUP, WAY_BYTES, WAYS
+from ..._core import GROUP_WAYS, WAY_BYTES, WAYS
 from ...errors import StoreError
-from ...ops.cuda.batch import Batch, Faults, find_lines, one_row, rows_of
-from ...ops.cuda.device import Device, Event, launch, struct_of, struct_type
+from ...ops.cuda.batch import Batch, Faults, find_lines, make_row_batch, make_single_row_batch
+from ...ops.cuda.device import Device, Event, launch, make_struct, make_struct_type
 from ...ops.cuda.layout import HitCounters, Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
@@ -35,8 +35,8 @@ from ...signals import uninterrupted
 from ...store.contract import HitMask, Lines, TopTier
 
 POLICIES = ("lru", "lfu")
-COUNTS = ("evictions_clean", "evictions_dirty", "overflows")
-_CACHE = struct_type("uint64 tags ways memory", "uint32 sets")
+COUNT_NAMES = ("evictions_clean", "evictions_dirty", "overflows")
+_CACHE = make_struct_type("uint64 tags ways lines_start", "uint32 num_sets")
 
 
 @dataclass(eq=False)
@@ -56,17 +56,17 @@ class CudaWindow:
         self._pinned: Admission | None = None
         self._announced: deque[_AnnouncedBatch] = deque()
         self._changed = Condition()
-        self._waiting_steps = 0  # steps that wait for prefetch
+        self._num_waiting_steps = 0  # steps that wait for prefetch
         self.is_fetching = False  # True while a thread is in `fetch`
         # The event after a step's launches, which prefetch waits for, and the last batch completed at that event.
-        self._steps_done: tuple[Event, int] = (device.record_event(), cache.now)
-        self._prefetch_done = device.record_event()  # an event after prefetch's launches
+        self._step_end: tuple[Event, int] = (device.record_event(), cache.latest_number)
+        self._prefetch_end = device.record_event()  # an event after prefetch's launches
 
     @property
     def last_completed(self) -> int:
         """The number of the last completed batch. Batches up to this number pin no rows."""
         first = self._pinned or (self._announced[0].admission if self._announced else None)
-        return self._cache.now if first is None else (first.number - 1) % (1 << 32)
+        return self._cache.latest_number if first is None else (first.batch_number - 1) % (1 << 32)
 
     @property
     def resident_batches(self) -> list[Batch]:
@@ -78,15 +78,15 @@ class CudaWindow:
     def exclusive(self) -> Iterator[None]:
         """Keep prefetch from using the cache during a `with` block. Blocks may be nested."""
         with uninterrupted():
-            self._waiting_steps += 1
+            self._num_waiting_steps += 1
             with self._changed:
-                self._waiting_steps -= 1
+                self._num_waiting_steps -= 1
                 try:
-                    self._device.wait_event(self._prefetch_done)
+                    self._device.wait_event(self._prefetch_end)
                     try:
                         yield
                     finally:
-                        self._steps_done = self._device.record_event(), self.last_completed
+                        self._step_end = self._device.record_event(), self.last_completed
                 finally:
                     self._changed.notify_all()
 
@@ -100,21 +100,21 @@ class CudaWindow:
         Otherwise returns True, even if the batch was cancelled in the meantime.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._waiting_steps)
+            self._changed.wait_for(lambda: not self._num_waiting_steps)
             waiting = [entry for entry in tuple(self._announced) if entry.admission is None]
             if not any(entry.batch is batch for entry in waiting):
                 return True
             announced = waiting[0]
             if announced.batch is not batch:  # the earlier batch's own step is about to fetch its rows
                 return False
-            event, last_completed = self._steps_done
+            event, last_completed = self._step_end
             self._device.wait_event(event)
             self.is_fetching = True
             try:
                 admission = admit(last_completed)
             finally:
                 self.is_fetching = False
-                announced.event = self._prefetch_done = self._device.record_event()
+                announced.event = self._prefetch_end = self._device.record_event()
             announced.admission = admission
             return admission is not None
 
@@ -127,7 +127,7 @@ class CudaWindow:
                 return True
             if self._announced:
                 self._announced.popleft()
-            batch.faults |= batch.wrong
+            batch.faults |= batch.input_faults
             self._pinned = admit(self.last_completed)
             return False
 
@@ -161,11 +161,11 @@ class CudaWindow:
         self._announced.popleft()
         self._device.wait_event(first.event)
         self._pinned = first.admission
-        self._steps_done = self._device.record_event(), self.last_completed
+        self._step_end = self._device.record_event(), self.last_completed
         return True
 
 
-_ADMISSION = struct_type("uint64 slots lines hit evicted previous")
+_ADMISSION = make_struct_type("uint64 slots lines is_hit evictions victim_ways")
 
 
 @dataclass(frozen=True)
@@ -175,19 +175,19 @@ class Admission:
     batch: Batch
     slots: Tensor  # [size], each row's slot; -1 if its set is full
     lines: Tensor  # [size], each row's line address; 0 if its set is full
-    hit: Tensor  # [size], 1 if the row was resident
-    evicted: Tensor  # [size], what the slot held before: an `Evicted` of admission.h
-    previous: Tensor  # [size, WAY_BYTES / 4] int32, the way of the row that the slot held before
-    number: int  # the batch's number
+    is_hit: Tensor  # [size], 1 if the row was resident
+    evictions: Tensor  # [size], what the slot held before: an `Eviction` of admission.h
+    victim_ways: Tensor  # [size, WAY_BYTES / 4] int32, the way of the row that the slot held before
+    batch_number: int
 
-    def fits(self) -> bool:
+    def has_all_slots(self) -> bool:
         """True if every row has a slot. Waits for the device."""
         rows = torch.arange(self.batch.size, device=self.slots.device) < self.batch.count
         return not ((self.slots == -1) & rows).any()
 
-    def by_value(self) -> np.ndarray:
+    def as_struct(self) -> np.ndarray:
         """The Admission struct of admission.h, passed by value."""
-        return struct_of(_ADMISSION, **{name: getattr(self, name) for name in _ADMISSION.names or ()})
+        return make_struct(_ADMISSION, **{name: getattr(self, name) for name in _ADMISSION.names or ()})
 
 
 class Cache:
@@ -200,91 +200,93 @@ class Cache:
     def __init__(self, layout: Layout, budget_bytes: int, policy: str = "lru") -> None:
         """policy: a name in POLICIES. Raises ValueError if the budget is too small for one set."""
         set_bytes = WAYS * (layout.line_bytes + WAY_BYTES + 1)
-        sets = min(budget_bytes // set_bytes, (1 << 32) // WAYS - 1)
-        if sets == 0:
+        num_sets = min(budget_bytes // set_bytes, (1 << 32) // WAYS - 1)
+        if num_sets == 0:
             raise ValueError(f"one set takes {set_bytes} bytes")
-        if sets > BUCKETS:
-            sets = sets // BUCKETS * BUCKETS
+        if num_sets > BUCKETS:
+            num_sets = num_sets // BUCKETS * BUCKETS
         device = layout.device.torch_device
-        self._layout, self._sets, self._policy = layout, sets, POLICIES.index(policy)
+        self._layout, self._num_sets, self._policy = layout, num_sets, POLICIES.index(policy)
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
-        self._tags = torch.zeros(sets * WAYS, dtype=torch.uint8, device=device)
-        self._ways = torch.zeros(sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
-        self._memory = torch.empty(sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
-        self._counts = torch.zeros(len(COUNTS), dtype=torch.int64, device=device)
+        self._tags = torch.zeros(num_sets * WAYS, dtype=torch.uint8, device=device)
+        self._ways = torch.zeros(num_sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
+        self._lines = torch.empty(num_sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
+        self._counts = torch.zeros(len(COUNT_NAMES), dtype=torch.int64, device=device)
         self.hit_counters = HitCounters(layout)  # counts rows of `admit`
-        self.now = 0  # the latest batch number
+        self.latest_number = 0  # the latest batch number
 
     def admit(self, batch: Batch, last_completed: int) -> Admission:
         """Give slots to the batch's rows; after a fault, only to resident rows. last_completed: see `CudaWindow`."""
-        self.now = (self.now + 1) % (1 << 32)
+        self.latest_number = (self.latest_number + 1) % (1 << 32)
         n = np.uint64(batch.size)
         set_keys = batch.empty(torch.int32)
-        self._run("compute_set_keys", batch.size, 1, batch.hashes, batch.count, n, np.uint32(self._sets), set_keys)
+        self._run("compute_set_keys", batch.size, 1, batch.hashes, batch.count, n, np.uint32(self._num_sets), set_keys)
         sorted_keys, order = torch.sort(set_keys, stable=True)
         slots, lines = batch.empty(torch.int32), batch.empty(torch.int64)
-        hit, evicted = batch.empty(torch.uint8), batch.empty(torch.uint8)
-        previous = self._ways.new_empty(batch.size, WAY_BYTES // 4)
-        admission = Admission(batch, slots, lines, hit, evicted, previous, self.now)
+        is_hit, evictions = batch.empty(torch.uint8), batch.empty(torch.uint8)
+        victim_ways = self._ways.new_empty(batch.size, WAY_BYTES // 4)
+        admission = Admission(batch, slots, lines, is_hit, evictions, victim_ways, self.latest_number)
         self._run(
-            "admit_rows", batch.size, GROUP, self.by_value(), np.uint32(self.now), np.uint32(last_completed),
-            np.uint32(self._policy), batch.hashes, batch.tables, sorted_keys, order, n, admission.by_value(),
-            self._counts, self.hit_counters.struct, batch.faults,
+            "admit_rows", batch.size, GROUP_WAYS, self.as_struct(), np.uint32(self.latest_number),
+            np.uint32(last_completed), np.uint32(self._policy), batch.hashes, batch.tables, sorted_keys, order, n,
+            admission.as_struct(), self._counts, self.hit_counters.struct, batch.faults,
         )  # fmt: skip
         return admission
 
     def mark_fetched(self, admission: Admission) -> None:
         """Mark an admission's lines as clean, after they were filled from the tier below."""
         batch = admission.batch
-        self._run("mark_fetched", batch.size, 1, self.by_value(), admission.by_value(), batch.count)
+        self._run("mark_fetched", batch.size, 1, self.as_struct(), admission.as_struct(), batch.count)
 
     def cancel(self, admission: Admission, restore: bool) -> None:
         """Undo the latest admission. restore: True to put back victims that were not written back."""
-        batch, cache = admission.batch, self.by_value()
-        self._run("cancel_rows", batch.size, 1, cache, admission.by_value(), batch.count, np.uint32(restore))
+        batch, cache = admission.batch, self.as_struct()
+        self._run("cancel_rows", batch.size, 1, cache, admission.as_struct(), batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
         """Set `batch.lines`, 0 for a miss. Returns a flag for each row, int32 [size]: 1 for a miss."""
         missing = batch.empty(torch.int32)
         self._run(
-            "find_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count,
+            "find_cached", batch.size, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables, batch.count,
             np.uint64(batch.size), batch.lines, missing,
         )  # fmt: skip
         return missing
 
-    def erase(self, batch: Batch, keep: Tensor) -> None:
-        """Erase rows. Rows flagged in `keep` [size] bool stay, but count as absent from the tier below."""
-        self._run("erase_cached", batch.size, GROUP, self.by_value(), batch.hashes, batch.tables, batch.count, keep)
+    def erase(self, batch: Batch, is_kept: Tensor) -> None:
+        """Erase rows. Rows flagged in `is_kept` [size] bool stay, but count as absent from the tier below."""
+        self._run(
+            "erase_cached", batch.size, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables, batch.count, is_kept
+        )
 
     def dirty_slots(self) -> Tensor:
         """Return the slots of dirty rows, ascending. Waits for the device."""
         flags = torch.empty_like(self._tags)
-        self._run("find_dirty", self.capacity, 1, self.by_value(), flags)
+        self._run("find_dirty", self.capacity, 1, self.as_struct(), flags)
         return flags.nonzero().flatten()
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return hashes, tables and lines of the rows in slots [n]."""
-        lines = self._memory.data_ptr() + slots * self._layout.line_bytes
+        lines = self._lines.data_ptr() + slots * self._layout.line_bytes
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
     def describe(self, line: int, updates: int, last_completed: int) -> dict[str, Any]:
         """Return the state of the row with this line, for `TierBase.locate`. last_completed: as in `admit`."""
-        slot = (line - self._memory.data_ptr()) // self._layout.line_bytes
+        slot = (line - self._lines.data_ptr()) // self._layout.line_bytes
         last, stored = self._ways[slot, [3, 6]].tolist()
         pinned = 0 < (last - last_completed) % (1 << 32) < 1 << 31
         return {"slot": slot, "overflow": False, "pinned": pinned, "dirty": updates != stored % (1 << 32)}
 
     def mark_clean(self, slots: Tensor) -> None:
         """Mark the rows in slots [n] as clean."""
-        self._run("mark_clean", len(slots), 1, self.by_value(), slots, np.uint64(len(slots)))
+        self._run("mark_clean", len(slots), 1, self.as_struct(), slots, np.uint64(len(slots)))
 
     def close(self) -> None:
         """Release the sets' memory. No kernel may be using it; the cache is unusable afterwards."""
-        self._tags, self._ways, self._memory = (part.new_empty(0) for part in (self._tags, self._ways, self._memory))
+        self._tags, self._ways, self._lines = (part.new_empty(0) for part in (self._tags, self._ways, self._lines))
 
-    def by_value(self) -> np.ndarray:
+    def as_struct(self) -> np.ndarray:
         """The Cache struct of admission.h, passed by value."""
-        return struct_of(_CACHE, tags=self._tags, ways=self._ways, memory=self._memory, sets=self._sets)
+        return make_struct(_CACHE, tags=self._tags, ways=self._ways, lines_start=self._lines, num_sets=self._num_sets)
 
     @property
     def capacity(self) -> int:
@@ -293,7 +295,7 @@ class Cache:
     def metrics(self) -> dict[str, float]:
         """Return counters and sizes. Waits for the device."""
         hits, misses = self.hit_counters.total().sum(0).tolist()
-        counts = dict(zip(COUNTS, self._counts.tolist(), strict=True))
+        counts = dict(zip(COUNT_NAMES, self._counts.tolist(), strict=True))
         used = int((self._tags != 0).sum())
         return {
             "hits": hits,
@@ -303,7 +305,7 @@ class Cache:
             "capacity": self.capacity,
             "resident_rows": used,
             "fill": used / self.capacity,
-            "bytes": self._tags.nbytes + self._ways.nbytes + self._memory.nbytes,
+            "bytes": self._tags.nbytes + self._ways.nbytes + self._lines.nbytes,
         }
 
 
@@ -323,7 +325,7 @@ class DeviceCache(TopTier[Batch]):
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.exclusive():
             below = self._below.locate(table, key)
-            batch = one_row(self._layout.device, table, key, self._faults.word)
+            batch = make_single_row_batch(self._layout.device, table, key, self._faults.word)
             self._cache.find(batch)
             if not (line := int(batch.lines)):
                 return below
@@ -345,14 +347,14 @@ class DeviceCache(TopTier[Batch]):
         try:
             with self._window.exclusive():
                 self._window.close()
-                self._faults.seen(wait=True)
+                self._faults.read(wait=True)
                 if not self._window.is_fetching:  # garbage collection may close the table in the middle of a fetch
                     self._cache.close()
         finally:
             self._below.close()
 
     def _write_back(self) -> None:
-        """Write dirty rows to the tier below, and keep them."""
+        """Write dirty rows to the tier below, and keep them in the cache."""
         raise NotImplementedError
 
     def _erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
@@ -360,12 +362,12 @@ class DeviceCache(TopTier[Batch]):
 
         Returns the rows as a batch, and a bool flag for each row [size]: True if the row stays.
         """
-        batch = rows_of(self._layout.device, tables, keys, self._faults.word)
+        batch = make_row_batch(self._layout.device, tables, keys, self._faults.word)
         batch.lines = find_lines(self._window.resident_batches, batch, self._faults.word)
-        keep = batch.lines != 0
-        initialise_lines(batch, self._layout, keep)
-        self._cache.erase(batch, keep)
-        return batch, keep
+        is_kept = batch.lines != 0
+        initialise_lines(batch, self._layout, is_kept)
+        self._cache.erase(batch, is_kept)
+        return batch, is_kept
 
     def _metrics(self) -> dict[str, float]:
         """Return the cache's counters and sizes, and the store's hits and misses. Needs an `exclusive` block."""

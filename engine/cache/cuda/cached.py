@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...ops.cuda.batch import Batch, Faults, keys_of
+from ...ops.cuda.batch import Batch, Faults, recover_keys
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
-from ...ops.cuda.step import copy_rows, count_written, new_lines
+from ...ops.cuda.step import allocate_lines, copy_rows, count_written
 from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, HitCounts, HitMask, Tier
 from ...store.cuda.changed_lines import WriteBackLog
@@ -28,39 +28,39 @@ class CudaCachedStore(DeviceCache):
         super().__init__(layout, below, cache, faults, Staging(layout))  # staging for write-back
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._fetch_staging = Staging(layout)
-        self._overflows: tuple[Tensor, int] | None = None  # the pinned batch's rows without a slot: flags [size], count
-        self._reads: HitCounts = np.zeros((layout.tables, 2), np.int64)  # hits and misses of `peek`
-        self._peeked = (0, 0, 0)
-        self._traffic = {"bytes_in": 0, "bytes_out": 0}
+        self._overflow_rows: tuple[Tensor, int] | None = None  # the pinned batch's rows without a slot: flags, count
+        self._read_counts: HitCounts = np.zeros((layout.num_tables, 2), np.int64)  # hits and misses of `peek`
+        self._peek_counts = (0, 0, 0)
+        self._byte_counts = {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, ahead=True))
+        return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_ahead=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device, and raises a fault's error."""
-        if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, ahead=False)):
+        if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, is_ahead=False)):
             return
         self._faults.post(batch)
         try:
             if capacity_limit is not None:
-                new = batch.count - count_written(self._layout, batch, batch.lines).sum()
-                check_capacity(int(new), capacity_limit)
+                num_new = batch.count - count_written(self._layout, batch, batch.lines).sum()
+                check_capacity(int(num_new), capacity_limit)
         except BaseException:
             self._window.unpin(batch)
             raise
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
-        if self._overflows is None:
+        if self._overflow_rows is None:
             self._window.unpin(batch)
             return
         with self._window.exclusive():
             self._window.unpin(batch)
-            (flags, count), self._overflows = self._overflows, None
+            (flags, count), self._overflow_rows = self._overflow_rows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
                 self._staging.reserve(count)  # not in use, because `pin` waited for the device
-                self._staging.identify(batch.hashes, batch.tables, flags, ranks)
+                self._staging.copy_keys(batch.hashes, batch.tables, flags, ranks)
                 self._staging.copy_lines(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
                 self._write_below(count)
@@ -70,25 +70,25 @@ class CudaCachedStore(DeviceCache):
             absent = self._cache.find(batch)
             ranks = absent.cumsum(0, dtype=torch.int32)
             while True:
-                self._fetch_staging.identify(batch.hashes, batch.tables, absent, ranks)
+                self._fetch_staging.copy_keys(batch.hashes, batch.tables, absent, ranks)
                 counts = [absent.sum(), batch.count[0], self._faults.word[0]]
                 missing, unique, fault = torch.stack([count.to(torch.int64) for count in counts]).tolist()  # waits
                 if not self._fetch_staging.reserve(missing):
                     break
-            if error := self._faults.take(fault):
+            if error := self._faults.take_error(fault):
                 raise error
             columns = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
-            self._reads += torch.bincount(columns, minlength=self._reads.size).view(-1, 2).cpu().numpy()
+            self._read_counts += torch.bincount(columns, minlength=self._read_counts.size).view(-1, 2).cpu().numpy()
             copy_rows(batch, self._layout)
             is_hit = self._read_below(missing, touch=False)
             if not trains:
-                hits, misses, unknown = self._peeked
+                hits, misses, unknown = self._peek_counts
                 below = int(is_hit.sum())
-                self._peeked = (hits + unique - missing, misses + below, unknown + missing - below)
+                self._peek_counts = (hits + unique - missing, misses + below, unknown + missing - below)
             self._fetch_staging.fill(batch, absent, ranks, is_hit)
 
     def peek_counts(self) -> tuple[int, int, int]:
-        return self._peeked
+        return self._peek_counts
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
@@ -107,57 +107,57 @@ class CudaCachedStore(DeviceCache):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            return {"device": {**self._metrics(), **self._traffic}, **self._below.metrics()}
+            return {"device": {**self._metrics(), **self._byte_counts}, **self._below.metrics()}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
-            return self._cache.hit_counters.total() + self._reads
+            return self._cache.hit_counters.total() + self._read_counts
 
     def _fetch(
-        self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, ahead: bool
+        self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, is_ahead: bool
     ) -> Admission | None:
         """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        ahead: True before the batch's step. A call ahead returns None, without changes, if a row cannot be fetched.
+        is_ahead: True before the batch's step. A call ahead returns None, without changes, if a row cannot be fetched.
         """
-        if ahead and self._overflows is not None:  # the pinned batch has rows that the tier below lacks
+        if is_ahead and self._overflow_rows is not None:  # the pinned batch has rows that the tier below lacks
             return None
         admission = self._cache.admit(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
-        struct, n = admission.by_value(), np.uint64(batch.size)
+        struct, n = admission.as_struct(), np.uint64(batch.size)
         self._run("flag_rows", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
         victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
         batch.lines.copy_(admission.lines)
-        written = count_written(self._layout, batch, torch.where(admission.hit != 0, batch.lines, 0))
+        written = count_written(self._layout, batch, torch.where(admission.is_hit != 0, batch.lines, 0))
         while True:
-            previous = admission.previous
-            self._staging.identify(previous.view(torch.int64)[:, 0], previous[:, 2], victims, victim_ranks)
+            previous = admission.victim_ways
+            self._staging.copy_keys(previous.view(torch.int64)[:, 0], previous[:, 2], victims, victim_ranks)
             self._staging.copy_lines(batch.lines, victims, victim_ranks)
-            self._fetch_staging.identify(batch.hashes, batch.tables, absent, ranks)
+            self._fetch_staging.copy_keys(batch.hashes, batch.tables, absent, ranks)
             sums = [victims.sum(), absent.sum(), overflows.sum(), batch.count[0], written.sum(), batch.faults[0]]
             counts = torch.stack([total.to(torch.int64) for total in sums]).tolist()
-            n_victims, n_absent, n_over, rows, n_written, fault = counts
-            if not self._staging.reserve(n_victims) | self._fetch_staging.reserve(n_absent):
+            num_victims, num_absent, num_overflows, rows, num_written, fault = counts
+            if not self._staging.reserve(num_victims) | self._fetch_staging.reserve(num_absent):
                 break
-        if ahead and (n_over or fault):
+        if is_ahead and (num_overflows or fault):
             self._cache.cancel(admission, restore=True)
             return None
         is_written = False  # True once the victims are in the tier below
         try:
-            if error := self._faults.take(fault):
+            if error := self._faults.take_error(fault):
                 raise error
-            self._write_below(n_victims)
+            self._write_below(num_victims)
             is_written = True
-            if n_over:
-                batch.lines.masked_scatter_(overflows != 0, new_lines(batch, self._layout, n_over))
-            is_hit = self._read_below(n_absent, touch=True)
-            check_capacity(rows - n_written - int(is_hit.sum()), capacity_limit)
+            if num_overflows:
+                batch.lines.masked_scatter_(overflows != 0, allocate_lines(batch, self._layout, num_overflows))
+            is_hit = self._read_below(num_absent, touch=True)
+            check_capacity(rows - num_written - int(is_hit.sum()), capacity_limit)
             self._fetch_staging.fill(batch, absent, ranks, is_hit)
             self._cache.mark_fetched(admission)
         except BaseException:
             self._cache.cancel(admission, restore=not is_written)
             raise
-        self._overflows = (overflows, n_over) if n_over else None
+        self._overflow_rows = (overflows, num_overflows) if num_overflows else None
         return admission
 
     def _write_back(self) -> None:
@@ -166,13 +166,13 @@ class CudaCachedStore(DeviceCache):
                 hashes, tables, lines = self._cache.rows(slots)
                 self._staging.read(lines)
                 self._staging.tables[: len(lines)] = tables
-                self._staging.keys[: len(lines)] = keys_of(self._layout.device, hashes, tables)
+                self._staging.keys[: len(lines)] = recover_keys(self._layout.device, hashes, tables)
                 self._write_below(len(lines))
                 self._cache.mark_clean(slots)
 
     def _read_below(self, count: int, touch: bool) -> HitMask:
         is_hit = self._below.read(*self._fetch_staging.rows(count), touch)
-        self._traffic["bytes_in"] += int(is_hit.sum()) * self._layout.stored_bytes
+        self._byte_counts["bytes_in"] += int(is_hit.sum()) * self._layout.stored_bytes
         return is_hit
 
     def _write_below(self, count: int) -> None:
@@ -180,4 +180,4 @@ class CudaCachedStore(DeviceCache):
         self._below.write(tables, keys, lines)
         if self._write_back_log is not None:
             self._write_back_log.add_keys(tables, keys)
-        self._traffic["bytes_out"] += count * self._layout.stored_bytes
+        self._byte_counts["bytes_out"] += count * self._layout.stored_bytes

@@ -9,9 +9,9 @@ using namespace tierbed;
 namespace {
 
 // counts [4]: hits and misses in the table below, rows written back, lookups that the cache served
-enum Count : u32 { HIT_BELOW, MISS_BELOW, WRITTEN, SERVED };
+enum CountIndex : u32 { HIT_BELOW, MISS_BELOW, WRITTEN, SERVED };
 
-using Counts = CountsOf<4>;
+using Counts = ThreadCounts<4>;
 
 TIERBED_FN void write_row(Tile tile, const LineIndex& below, const Way& way, u64 line) {
     copy_line(tile, below.find(tile, way.hash, way.table), line, SHAPE);
@@ -23,9 +23,9 @@ TIERBED_FN void write_row(Tile tile, const LineIndex& below, const Way& way, u64
 extern "C" __global__ void write_back(LineIndex below, Admission admission, const u32* count, u64* counts) {
     Counts thread_counts;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
-        if (admission.evicted[i] != DIRTY) return;
-        write_row(tile, below, admission.previous[i], admission.lines[i]);
-        thread_counts.found[WRITTEN] += tile.lane == 0;
+        if (admission.evictions[i] != DIRTY) return;
+        write_row(tile, below, admission.victim_ways[i], admission.lines[i]);
+        thread_counts.values[WRITTEN] += tile.lane == 0;
     });
     thread_counts.add_to(counts);
 }
@@ -42,20 +42,20 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
         const u64 used_line = admission.lines[i] ? admission.lines[i] : line_below;
         synchronise(tile);  // all lanes have read `lines`
         if (tile.lane == 0) lines[i] = used_line;
-        if (admission.hit[i] || line_below == zero_line) return;
+        if (admission.is_hit[i] || line_below == zero_line) return;
         const u32 stored = row_counters(line_below, SHAPE)->updates;
         synchronise(tile);  // all lanes have read the counters; `used_line` may be `line_below`
         if (tile.lane == 0) {
-            ++thread_counts.found[stored ? HIT_BELOW : MISS_BELOW];
-            tally.add(place_of(tables[i], true));
-            if (admission.slots[i] != NONE) cache.ways[admission.slots[i]].stored = stored;
+            ++thread_counts.values[stored ? HIT_BELOW : MISS_BELOW];
+            tally.add(hit_index(tables[i], true));
+            if (admission.slots[i] != NONE) cache.ways[admission.slots[i]].stored_updates = stored;
         }
         if (stored == 0)
             initialise_line(tile, used_line, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
         else if (used_line != line_below)
             copy_line(tile, used_line, line_below, SHAPE);
     });
-    tally.end();
+    tally.flush();
     thread_counts.add_to(counts);
 }
 
@@ -66,34 +66,34 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
                                        Counters lookups) {
     Counts thread_counts;
     Tally tally(lookups);
-    for_each_item<GROUP>(n, [&](Tile tile, u64 i) {
+    for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 i) {
         u64 line = 0;
         if (i < *count) {
             const u32 slot = cache.find(tile, tables[i], hashes[i]);
             if (slot != NONE) line = cache.line(slot);
             const u64 below = line ? 0 : table.find(tile, hashes[i], tables[i]);
             const bool stored = below && row_counters(below, SHAPE)->updates != 0;
-            if (tile.lane == 0) ++thread_counts.found[line ? SERVED : stored ? HIT_BELOW : MISS_BELOW];
-            if (tile.lane == 0) tally.add(place_of(tables[i], line == 0));
+            if (tile.lane == 0) ++thread_counts.values[line ? SERVED : stored ? HIT_BELOW : MISS_BELOW];
+            if (tile.lane == 0) tally.add(hit_index(tables[i], line == 0));
             if (stored) line = below;
         }
         if (tile.lane != 0) return;
         lines[i] = line;
         absent[i] = i < *count && line == 0;
     });
-    tally.end();
+    tally.flush();
     thread_counts.add_to(counts);
 }
 
 // Writes dirty rows back to the table below, and keeps the rows in the cache.
 extern "C" __global__ void flush_rows(Cache cache, LineIndex below, u64* counts) {
     Counts thread_counts;
-    for_each_item<COPY_LANES>(static_cast<u64>(cache.sets) * WAYS, [&](Tile tile, u64 slot) {
-        if (!cache.dirty(slot)) return;
+    for_each_item<COPY_LANES>(static_cast<u64>(cache.num_sets) * WAYS, [&](Tile tile, u64 slot) {
+        if (!cache.is_dirty(slot)) return;
         write_row(tile, below, cache.ways[slot], cache.line(slot));
         synchronise(tile);
-        if (tile.lane == 0) cache.ways[slot].stored = cache.updates(slot);
-        thread_counts.found[WRITTEN] += tile.lane == 0;
+        if (tile.lane == 0) cache.ways[slot].stored_updates = cache.updates(slot);
+        thread_counts.values[WRITTEN] += tile.lane == 0;
     });
     thread_counts.add_to(counts);
 }

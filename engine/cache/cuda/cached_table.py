@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..._core import GROUP
+from ..._core import GROUP_WAYS
 from ...ops.cuda.batch import NO_ROOM, SLOT_HASH, Batch, Faults
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import HitCounters, Layout
@@ -33,24 +33,24 @@ class CachedTable(DeviceCache):
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
         # Counts of cached_table.cu: hits and misses in the table below, rows written back, lookups the cache served.
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._peeked = torch.zeros_like(self._counts)  # like `_counts`, but for `peek`
+        self._peek_counts = torch.zeros_like(self._counts)  # like `_counts`, but for `peek`
         self._hit_counters = HitCounters(layout)  # hits of read-only lookups, and all misses
-        self._new: dict[Batch, Tensor] = {}  # per announced batch: flags [size] of its rows inserted below
+        self._inserted_flags: dict[Batch, Tensor] = {}  # per announced batch: flags [size] of its rows inserted below
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.fetch(batch, partial(self._fetch, batch, ahead=True))
+        return self._window.fetch(batch, partial(self._fetch, batch, is_ahead=True))
 
     def cancel(self) -> None:
         super().cancel()
-        while self._new:
-            batch, new = self._new.popitem()
+        while self._inserted_flags:
+            batch, new = self._inserted_flags.popitem()
             with self._window.exclusive():
                 self._below.table.erase(batch, torch.where(new, batch.lines, 0))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the table below set a fault."""
-        self._window.pin(batch, partial(self._fetch, batch, ahead=False))
-        self._new.pop(batch, None)
+        self._window.pin(batch, partial(self._fetch, batch, is_ahead=False))
+        self._inserted_flags.pop(batch, None)
         self._faults.post(batch)
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
@@ -60,9 +60,9 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             absent = batch.empty(torch.int32)
             self._run(
-                "locate_rows", batch.size, GROUP, self._cache.by_value(), self._below.table.by_value(), batch.hashes,
+                "locate_rows", batch.size, GROUP_WAYS, self._cache.as_struct(), self._below.table.by_value(), batch.hashes,
                 batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
-                self._counts if trains else self._peeked, self._hit_counters.struct,
+                self._counts if trains else self._peek_counts, self._hit_counters.struct,
             )  # fmt: skip
             copy_rows(batch, self._layout)
             initialise_lines(batch, self._layout, absent != 0)
@@ -70,34 +70,34 @@ class CachedTable(DeviceCache):
 
     def peek_counts(self) -> tuple[int, int, int]:
         with self._window.exclusive():
-            hits_below, misses_below, _, served = self._peeked.tolist()
+            hits_below, misses_below, _, served = self._peek_counts.tolist()
             return served, hits_below, misses_below
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
-            batch, keep = self._erase(tables, keys)
+            batch, is_kept = self._erase(tables, keys)
             self._below.table.find(batch)
-            initialise_lines(batch, self._layout, keep)  # resets `updates` in the table below too
-            self._below.table.erase(batch, torch.where(keep, 0, batch.lines))
+            initialise_lines(batch, self._layout, is_kept)  # resets `updates` in the table below too
+            self._below.table.erase(batch, torch.where(is_kept, 0, batch.lines))
 
     def flush(self) -> None:
         self._write_back()
 
     def _write_back(self) -> None:
         with self._window.exclusive():
-            cache, index = self._cache.by_value(), self._below.table.by_value()
+            cache, index = self._cache.as_struct(), self._below.table.by_value()
             self._run("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
 
     def change_source(self) -> ChangedLines:
         return self._below.change_source()
 
     def close(self) -> None:
-        self._new.clear()
+        self._inserted_flags.clear()
         super().close()
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            hits, misses, written, _ = (self._counts + self._peeked).tolist()
+            hits, misses, written, _ = (self._counts + self._peek_counts).tolist()
             line = self._layout.stored_bytes
             device = {**self._metrics(), "bytes_in": hits * line, "bytes_out": written * line}
             traffic = {"hits": hits, "misses": misses, "bytes_in": written * line, "bytes_out": hits * line}
@@ -109,23 +109,23 @@ class CachedTable(DeviceCache):
             counts[:, 0] += self._cache.hit_counters.total()[:, 0]
             return counts
 
-    def _fetch(self, batch: Batch, last_completed: int, ahead: bool) -> Admission | None:
+    def _fetch(self, batch: Batch, last_completed: int, is_ahead: bool) -> Admission | None:
         """Fetch a batch's rows. last_completed: as in `Cache.admit`.
 
-        ahead: True before the batch's step. A call ahead waits for the device, and returns None if a row has no room.
+        is_ahead: True before the batch's step. Such a call waits for the device; returns None if a row has no room.
         """
         table = self._below.table
         ranks = table.find(batch)
-        if ahead:
+        if is_ahead:
             new = batch.lines == 0
-            self._new[batch] = self._new[batch] | new if batch in self._new else new
+            self._inserted_flags[batch] = self._inserted_flags[batch] | new if batch in self._inserted_flags else new
         table.insert_missing(batch, ranks, record_only=True)
         admission = self._cache.admit(batch, last_completed)
-        if ahead and not admission.fits():
+        if is_ahead and not admission.has_all_slots():
             self._cache.cancel(admission, restore=True)
             batch.faults &= ~NO_ROOM  # the rows may fit at the batch's step
             return None
-        cache, index, struct = self._cache.by_value(), table.by_value(), admission.by_value()
+        cache, index, struct = self._cache.as_struct(), table.by_value(), admission.as_struct()
         self._run("write_back", batch.size, self._layout.copy_lanes, index, struct, batch.count, self._counts)
         self._run(
             "fetch", batch.size, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count,

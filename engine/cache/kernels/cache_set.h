@@ -5,24 +5,24 @@
 // group are pinned or needed by an announced batch, the search goes on in the next group. One tile works on a set at a
 // time, and no other thread uses that set. The tile's size does not change which victim is chosen.
 //
-// Batch numbers ascend in step order. A row is pinned until the last batch that touched it (`Way::last`) has completed,
-// so the end of a step changes no row. A row is dirty if the tier below lacks some of the row's updates.
+// Batch numbers ascend in step order. A row is pinned until the last batch that touched it (`Way::last_batch`) has
+// completed, so the end of a step changes no row. A row is dirty if the tier below lacks some of the row's updates.
 #pragma once
 #include "ops/kernels/hash.h"
 #include "ops/kernels/deduplicate.h"
 
 namespace tierbed {
 
-constexpr u32 WAYS = 64, GROUP = 16;  // ways per set, ways per group
+constexpr u32 WAYS = 64, GROUP_WAYS = 16;  // ways per set, ways per group
 constexpr u32 NEVER = 0xFFFFFFFFu;
 
 struct Way {
     u64 hash;
     u32 table;
-    u32 last;    // the last batch that touched the row
-    u32 next;    // the next announced batch that needs the row; 0 for none
-    u32 uses;    // how many batches touched the row
-    u32 stored;  // the row's `updates` in the tier below; 0 if that tier lacks the row
+    u32 last_batch;      // the last batch that touched the row
+    u32 next_batch;      // the next announced batch that needs the row; 0 for none
+    u32 num_uses;        // batches that touched the row
+    u32 stored_updates;  // the row's `updates` in the tier below; 0 if that tier lacks the row
     u32 spare;
 };
 static_assert(sizeof(Way) == 32, "two ways a cache line");
@@ -32,29 +32,29 @@ struct SetView {
     Way* ways;  // [WAYS]
 };
 
-enum Replacement : u32 { LRU = 0, LFU = 1 };
+enum CachePolicy : u32 { LRU = 0, LFU = 1 };
 
 // Returns a row's tag, never 0. With fewer than 2^25 sets per bucket, tag bits select neither the bucket nor the set.
-TIERBED_FN u8 tag_of(u64 hash) { return static_cast<u8>(0x80 | (hash & 0x7F)); }
+TIERBED_FN u8 get_tag(u64 hash) { return static_cast<u8>(0x80 | (hash & 0x7F)); }
 
 // Returns a bucket's first set. There must be at least BUCKETS sets, so that each set belongs to one bucket.
-TIERBED_FN u32 first_set(u32 bucket, u32 sets) { return static_cast<u32>(static_cast<u64>(bucket) * sets / BUCKETS); }
+TIERBED_FN u32 find_first_set(u32 bucket, u32 sets) { return static_cast<u32>(u64{bucket} * sets / BUCKETS); }
 
-TIERBED_FN u32 set_of(u64 hash, u32 sets) {
+TIERBED_FN u32 get_set(u64 hash, u32 sets) {
     const u32 low = static_cast<u32>(hash);
     if (sets < BUCKETS) return multiply_high(low, sets);
-    const u32 first = first_set(bucket_of(hash), sets);
-    return first + multiply_high(low, first_set(bucket_of(hash) + 1, sets) - first);
+    const u32 first = find_first_set(get_bucket(hash), sets);
+    return first + multiply_high(low, find_first_set(get_bucket(hash) + 1, sets) - first);
 }
 
 // Returns the first way of the row's home group.
-TIERBED_FN u32 home_of(u64 hash) { return static_cast<u32>(hash >> 32) % (WAYS / GROUP) * GROUP; }
+TIERBED_FN u32 get_home(u64 hash) { return static_cast<u32>(hash >> 32) % (WAYS / GROUP_WAYS) * GROUP_WAYS; }
 
 #ifndef TIERBED_GPU
 // Returns a mask with a bit for each way of a group whose tag matches. Rarely, another way's bit is set too.
-TIERBED_FN u32 tag_matches(const u8* tags, u8 tag) {
+TIERBED_FN u32 match_tags(const u8* tags, u8 tag) {
     u32 matches = 0;
-    for (u32 half = 0; half < GROUP / 8; ++half) {
+    for (u32 half = 0; half < GROUP_WAYS / 8; ++half) {
         u64 word;
         __builtin_memcpy(&word, tags + 8 * half, 8);
         const u64 x = word ^ 0x0101010101010101ull * tag;
@@ -66,34 +66,34 @@ TIERBED_FN u32 tag_matches(const u8* tags, u8 tag) {
 #endif
 
 // Returns the first free way of a group, or NONE.
-TIERBED_FN u32 first_free(const u8* tags) {
+TIERBED_FN u32 find_free_way(const u8* tags) {
 #ifdef TIERBED_GPU
-    for (u32 w = 0; w < GROUP; ++w)
+    for (u32 w = 0; w < GROUP_WAYS; ++w)
         if (tags[w] == 0) return w;
     return NONE;
 #else
-    const u32 free = tag_matches(tags, 0);
+    const u32 free = match_tags(tags, 0);
     return free ? lowest_bit(free) : NONE;
 #endif
 }
 
 // Returns the row's way, or NONE.
 TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
-    const u8 tag = tag_of(hash);
-    const u32 home = home_of(hash);
-    for (u32 turn = 0; turn < WAYS; turn += GROUP) {
+    const u8 tag = get_tag(hash);
+    const u32 home = get_home(hash);
+    for (u32 turn = 0; turn < WAYS; turn += GROUP_WAYS) {
         const u32 first = (home + turn) % WAYS;
 #ifdef TIERBED_GPU
-        for (u32 base = first; base < first + GROUP; base += tile.size) {
+        for (u32 base = first; base < first + GROUP_WAYS; base += tile.size) {
             const u32 w = base + tile.lane;
-            const bool in = w < first + GROUP;
+            const bool in = w < first + GROUP_WAYS;
             const bool hit = in && set.tags[w] == tag && set.ways[w].hash == hash && set.ways[w].table == table;
             const u32 hits = ballot(tile, hit);
             if (hits) return base + lowest_bit(hits);
         }
 #else
         static_cast<void>(tile);
-        for (u32 matches = tag_matches(set.tags + first, tag); matches; matches &= matches - 1) {
+        for (u32 matches = match_tags(set.tags + first, tag); matches; matches &= matches - 1) {
             const u32 w = first + lowest_bit(matches);
             if (set.tags[w] == tag && set.ways[w].hash == hash && set.ways[w].table == table) return w;
         }
@@ -109,29 +109,29 @@ TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || 
 TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }
 
 // Returns how many batches after `number` the batch `next` comes; NEVER if `next` is 0 or does not come after.
-TIERBED_FN u32 batches_until(u32 next, u32 number) {
+TIERBED_FN u32 count_batches_until(u32 next, u32 number) {
     return next != 0 && is_after(next, number) ? next - number : NEVER;
 }
 
 // Returns the way that a new row of batch `number` gets: the first free way, searched from `home` on. If none is free,
 // searches groups from `home` on for rows that are neither pinned nor needed by an announced batch. In the first group
 // with such rows, takes the least recently used row (LRU) or the least used row (LFU). Returns NONE without such rows.
-TIERBED_FN u32 victim_way(const SetView& set, u32 home, u32 number, u32 last_completed, Replacement replacement) {
-    for (u32 turn = 0; turn < WAYS; turn += GROUP) {
-        const u32 first = (home + turn) % WAYS, free = first_free(set.tags + first);
+TIERBED_FN u32 find_victim(const SetView& set, u32 home, u32 number, u32 last_completed, CachePolicy policy) {
+    for (u32 turn = 0; turn < WAYS; turn += GROUP_WAYS) {
+        const u32 first = (home + turn) % WAYS, free = find_free_way(set.tags + first);
         if (free != NONE) return first + free;
     }
     u32 victim = NONE;
     for (u32 turn = 0; turn < WAYS; ++turn) {
-        if (turn % GROUP == 0 && victim != NONE) break;
+        if (turn % GROUP_WAYS == 0 && victim != NONE) break;
         const u32 w = (home + turn) % WAYS;
         const Way& way = set.ways[w];
-        if (is_after(way.last, last_completed) || batches_until(way.next, number) != NEVER) continue;
+        if (is_after(way.last_batch, last_completed) || count_batches_until(way.next_batch, number) != NEVER) continue;
         if (victim != NONE) {
             const Way& other = set.ways[victim];
-            const bool older = is_after(other.last, way.last);
-            const bool rarer = way.uses != other.uses ? way.uses < other.uses : older;
-            if (replacement == LFU ? !rarer : !older) continue;
+            const bool older = is_after(other.last_batch, way.last_batch);
+            const bool rarer = way.num_uses != other.num_uses ? way.num_uses < other.num_uses : older;
+            if (policy == LFU ? !rarer : !older) continue;
         }
         victim = w;
     }

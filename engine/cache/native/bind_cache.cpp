@@ -8,7 +8,7 @@
 namespace tierbed {
 namespace {
 
-Replacement policy_of(const std::string& name) {
+CachePolicy parse_policy(const std::string& name) {
     require(name == "lru" || name == "lfu", "policy: lru or lfu");
     return name == "lfu" ? LFU : LRU;
 }
@@ -19,8 +19,8 @@ std::optional<nb::dict> locate(CachedTier& tier, u32 table, u64 key) {
     nb::dict all = to_dict(row->counters);
     all["slot"] = row->slot;
     all["overflow"] = row->slot < 0;
-    all["pinned"] = row->pinned;
-    all["dirty"] = row->dirty;
+    all["pinned"] = row->is_pinned;
+    all["dirty"] = row->is_dirty;
     return all;
 }
 
@@ -31,13 +31,14 @@ void bind_cache(nb::module_& m) {
         .def(
             "__init__",
             [](CachedTier* self, const Layout& layout, Tier& below, std::size_t budget_bytes,
-               std::size_t overflow_bytes, const std::string& policy, std::size_t io_threads, bool follows_batch) {
-                const CacheOptions options{budget_bytes, overflow_bytes, policy_of(policy), io_threads, follows_batch};
+               std::size_t overflow_bytes, const std::string& policy, std::size_t io_threads, bool grows_with_batch) {
+                const CacheOptions options{budget_bytes, overflow_bytes, parse_policy(policy), io_threads,
+                                           grows_with_batch};
                 nb::gil_scoped_release released;
                 new (self) CachedTier(layout, below, options);
             },
             "layout"_a, "below"_a, nb::kw_only(), "budget_bytes"_a, "overflow_bytes"_a, "policy"_a, "io_threads"_a,
-            "follows_batch"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
+            "grows_with_batch"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())
         .def("announce", &CachedTier::announce, Unlocked())
         .def("prefetch", &CachedTier::prefetch, Unlocked())
         .def("pin", &CachedTier::pin, Unlocked())
@@ -48,10 +49,10 @@ void bind_cache(nb::module_& m) {
         .def("flush_some", &CachedTier::flush_some, "begin"_a, "rows"_a, Unlocked())
         .def("close", &CachedTier::close, Unlocked())
         .def("locate", &locate, "table"_a, "key"_a)
-        .def("metrics", &metrics_of<CachedTier>)
-        .def("hit_counts", &hit_counts<CachedTier>);
+        .def("metrics", &read_metrics<CachedTier>)
+        .def("hit_counts", &read_hit_counts<CachedTier>);
     m.attr("WAYS") = WAYS;
-    m.attr("GROUP") = GROUP;
+    m.attr("GROUP_WAYS") = GROUP_WAYS;
     m.attr("WAY_BYTES") = sizeof(Way);
     m.def("use_own_pool", &use_own_pool, "threads"_a);
 }

@@ -20,10 +20,10 @@ public:
         const u64* const own_lines = with_own_lines ? batch.own_lines.data() : nullptr;
         rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own_lines, begin};
         if (order.size() == 0) return;
-        tables_ = Buffer<u32>(batch.unique);
-        hashes_ = Buffer<u64>(batch.unique);
-        lines_ = Buffer<u64>(batch.unique);
-        if (own_lines) own_lines_ = Buffer<u64>(batch.unique);
+        tables_ = Buffer<u32>(batch.num_unique);
+        hashes_ = Buffer<u64>(batch.num_unique);
+        lines_ = Buffer<u64>(batch.num_unique);
+        if (own_lines) own_lines_ = Buffer<u64>(batch.num_unique);
         for (std::size_t k = 0; k < order.size(); ++k) {
             tables_[k] = batch.tables[order[k]];
             hashes_[k] = batch.hashes[order[k]];
@@ -45,9 +45,9 @@ private:
     Buffer<u64> hashes_, lines_, own_lines_;
 };
 
-std::size_t overflow_rows_of(const CacheOptions& options, const LineShape& shape) {
+std::size_t compute_overflow_rows(const CacheOptions& options, const LineShape& shape) {
     const std::size_t rows = options.overflow_bytes / Overflow::row_bytes(shape);
-    return options.follows_batch ? Overflow::whole_chunks(rows) : rows;
+    return options.grows_with_batch ? Overflow::round_up_to_chunks(rows) : rows;
 }
 
 }  // namespace
@@ -55,10 +55,10 @@ std::size_t overflow_rows_of(const CacheOptions& options, const LineShape& shape
 CachedTier::CachedTier(const Layout& layout, Tier& below, const CacheOptions& options)
     : layout_(layout),
       below_(below),
-      overflow_rows_(overflow_rows_of(options, layout.shape)),
-      follows_batch_(options.follows_batch),
-      directory_(layout.shape, options.budget_bytes, options.replacement, overflow_rows_),
-      hit_counts_(layout.tables),
+      overflow_rows_(compute_overflow_rows(options, layout.shape)),
+      grows_with_batch_(options.grows_with_batch),
+      directory_(layout.shape, options.budget_bytes, options.policy, overflow_rows_),
+      hit_counts_(layout.num_tables),
       process_(getpid()),
       threads_(std::make_unique<Threads>()) {
     if (below.is_on_disk())
@@ -78,14 +78,14 @@ void CachedTier::close() {
     cancel();
 }
 
-CachedTier::Announced* CachedTier::find_announced(u32 number) {
-    for (Announced& entry : announced_)
+CachedTier::AnnouncedBatch* CachedTier::find_announced(u32 number) {
+    for (AnnouncedBatch& entry : announced_)
         if (entry.number == number) return &entry;
     return nullptr;
 }
 
 void CachedTier::update_last_completed() {
-    const u32 last = pinned_ ? pinned_number_ - 1 : announced_.empty() ? number_ : announced_.front().number - 1;
+    const u32 last = pinned_ ? pinned_number_ - 1 : announced_.empty() ? latest_number_ : announced_.front().number - 1;
     last_completed_.store(last, std::memory_order_release);
 }
 
@@ -95,9 +95,9 @@ void CachedTier::announce(std::shared_ptr<Batch> batch) {
     u32 number;
     {
         const std::lock_guard queue(threads_->queue);
-        if (directory_.window.full()) throw std::runtime_error("too many batches are announced");
-        number = ++number_;
-        announced_.push_back({std::move(batch), number, Announced::waiting});
+        if (directory_.window.is_full()) throw std::runtime_error("too many batches are announced");
+        number = ++latest_number_;
+        announced_.push_back({std::move(batch), number, AnnouncedBatch::waiting});
     }
     directory_.announce(requested.rows, number);
 }
@@ -109,15 +109,15 @@ bool CachedTier::prefetch(const Batch& batch) {
         std::unique_lock queue(threads_->queue);
         threads_->admitted.wait(queue, [&] {
             return std::none_of(announced_.begin(), announced_.end(),
-                                [](const Announced& entry) { return entry.state == Announced::admitting; });
+                                [](const AnnouncedBatch& entry) { return entry.state == AnnouncedBatch::admitting; });
         });
-        const auto is_waiting = [](const Announced& entry) { return entry.state != Announced::admitted; };
+        const auto is_waiting = [](const AnnouncedBatch& entry) { return entry.state != AnnouncedBatch::admitted; };
         const auto first = std::find_if(announced_.begin(), announced_.end(), is_waiting);
         const auto position = std::find_if(announced_.begin(), announced_.end(),
-                                           [&](const Announced& entry) { return entry.batch.get() == &batch; });
+                                           [&](const AnnouncedBatch& entry) { return entry.batch.get() == &batch; });
         if (position == announced_.end() || !is_waiting(*position)) return true;
         if (position != first) return false;
-        position->state = Announced::admitting;
+        position->state = AnnouncedBatch::admitting;
         owned = position->batch;
         number = position->number;
     }
@@ -127,8 +127,8 @@ bool CachedTier::prefetch(const Batch& batch) {
     };
     const auto end = [&](bool admitted) {
         const std::lock_guard queue(threads_->queue);
-        if (Announced* const entry = find_announced(number))
-            entry->state = admitted ? Announced::admitted : Announced::waiting;
+        if (AnnouncedBatch* const entry = find_announced(number))
+            entry->state = admitted ? AnnouncedBatch::admitted : AnnouncedBatch::waiting;
         threads_->admitted.notify_all();
         return admitted;
     };
@@ -152,14 +152,14 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
         std::unique_lock queue(threads_->queue);
         if (pinned_) throw std::runtime_error("a batch is still pinned; one step at a time");
         if (announced_.empty()) {
-            number = ++number_;
+            number = ++latest_number_;
         } else {
-            Announced& first = announced_.front();
+            AnnouncedBatch& first = announced_.front();
             if (first.batch != batch) throw std::runtime_error("another batch was announced; cancel it");
-            threads_->admitted.wait(queue, [&] { return first.state != Announced::admitting; });
+            threads_->admitted.wait(queue, [&] { return first.state != AnnouncedBatch::admitting; });
             number = first.number;
-            is_admitted = first.state == Announced::admitted;
-            first.state = Announced::admitting;
+            is_admitted = first.state == AnnouncedBatch::admitted;
+            first.state = AnnouncedBatch::admitting;
         }
     }
     const auto end = [&](bool pinned) {
@@ -203,11 +203,11 @@ void CachedTier::unpin(const Batch& batch) {
     if (!threads_->writer) return;
     // Wake the writer now, since the next step may come late. An admission in progress wakes the writer anyway.
     const std::unique_lock directory(threads_->directory, std::try_to_lock);
-    if (directory && directory_.overflow.rows() > overflow_rows_) threads_->writer->wake(overflow_limits());
+    if (directory && directory_.overflow.num_rows() > overflow_rows_) threads_->writer->wake(overflow_limits());
 }
 
 void CachedTier::cancel() {
-    std::deque<Announced> ended;
+    std::deque<AnnouncedBatch> ended;
     const std::lock_guard admission(threads_->admission);  // no batch may end while its rows are being fetched
     const std::lock_guard directory(threads_->directory);
     const std::lock_guard queue(threads_->queue);
@@ -219,7 +219,7 @@ void CachedTier::cancel() {
 std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     BatchRows requested(batch, false);
     const RequestedRows& rows = requested.rows;
-    const std::vector<u64> lines = batch.allocate(batch.unique, layout_.shape);
+    const std::vector<u64> lines = batch.allocate(batch.num_unique, layout_.shape);
     RowList missing;
     {
         const std::lock_guard admission(threads_->admission);
@@ -238,10 +238,10 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
     Overflow& overflow = directory_.overflow;
     if (writer) writer->rethrow_error();
     overflow.trim();
-    if (follows_batch_ && overflow.grow(2 * requested.size())) overflow_rows_ = overflow.capacity();
+    if (grows_with_batch_ && overflow.grow(2 * requested.size())) overflow_rows_ = overflow.capacity();
     directory_.probe(requested, number, purpose != Purpose::prefetch);
     const std::size_t demand = directory_.overflow_demand();
-    const auto fits = [&] { return overflow.rows() + demand <= overflow_rows_; };
+    const auto fits = [&] { return overflow.num_rows() + demand <= overflow_rows_; };
     if (purpose == Purpose::prefetch) {
         if (!fits()) {
             ++prefetch_waits_;
@@ -250,7 +250,7 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
         }
         directory_.pin(requested, number);
     } else if (writer && !fits()) {
-        writer->wait(lock, overflow_limits(demand), fits);
+        writer->wait_until(lock, overflow_limits(demand), fits);
         writer->rethrow_error();
     }
     if (!writer) write_back_overflow();
@@ -275,7 +275,7 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
 void CachedTier::fetch(const RequestedRows& requested) {
     RowList missing;
     directory_.for_each_miss([&](const Miss& miss) {
-        if (miss.from == NONE)
+        if (miss.old_entry == NONE)
             missing.add(requested.tables[miss.row], requested.hashes[miss.row], requested.lines[miss.row]);
     });
     if (missing.size() == 0) return;
@@ -306,8 +306,8 @@ std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
                 updates[i] = row_counters(rows.lines[i], layout_.shape)->updates;
                 ++count;
             } else {
-                if (rows.tables[i] >= layout_.tables) throw std::invalid_argument("the layout has no such table");
-                layout_.initialise(rows.lines[i], rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
+                if (rows.tables[i] >= layout_.num_tables) throw std::invalid_argument("the layout has no such table");
+                layout_.initialise(rows.lines[i], rows.tables[i], get_key(rows.tables[i], rows.hashes[i]));
             }
         }
         rows_found += count;
@@ -326,7 +326,7 @@ void CachedTier::write_back(const RowSpan& rows) {
 void CachedTier::write_back_victims() {
     RowList victims;
     directory_.for_each_miss([&](const Miss& miss) {
-        if (miss.dirty) victims.add(miss.way.table, miss.way.hash, directory_.sets.line(miss.slot));
+        if (miss.is_victim_dirty) victims.add(miss.way.table, miss.way.hash, directory_.sets.line(miss.slot));
     });
     write_back(victims.rows());
 }
@@ -344,10 +344,10 @@ std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requeste
     directory_.probe(requested, number, false);
     if (touch) directory_.pin(requested, number);
     directory_.for_each_miss([&](const Miss& miss) {
-        if (miss.from == NONE)
+        if (miss.old_entry == NONE)
             missing.push_back(miss.row);
         else
-            requested.lines[miss.row] = directory_.overflow.line(miss.from);
+            requested.lines[miss.row] = directory_.overflow.line(miss.old_entry);
     });
     parallel_ranges(requested.size(), GRAIN, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
@@ -363,7 +363,7 @@ u32 CachedTier::begin_internal_batch() {
     const std::lock_guard queue(threads_->queue);
     if (pinned_ || !announced_.empty())
         throw std::runtime_error("a cache with announced or pinned batches cannot be used as a tier");
-    return ++number_;
+    return ++latest_number_;
 }
 
 void CachedTier::end_internal_batch() {
@@ -418,9 +418,9 @@ void CachedTier::erase(const RowSpan& rows) {
         for (std::size_t i = 0; i < rows.n; ++i) {
             const Directory::Location location = directory_.find(rows.hashes[i], rows.tables[i]);
             if (!location.way) continue;
-            if (is_after(location.way->last, last_completed())) {
-                layout_.initialise(location.line, rows.tables[i], key_of(rows.tables[i], rows.hashes[i]));
-                location.way->stored = 0;
+            if (is_after(location.way->last_batch, last_completed())) {
+                layout_.initialise(location.line, rows.tables[i], get_key(rows.tables[i], rows.hashes[i]));
+                location.way->stored_updates = 0;
             } else {
                 directory_.erase(location);
             }
@@ -444,13 +444,13 @@ void CachedTier::flush() {
     flush_rows([&](const auto& body) { directory_.for_each_row(body); });
 }
 
-u32 CachedTier::flush_some(u32 begin, u32 rows) {
-    const u32 slots = directory_.sets.slots();
-    if (begin >= slots) {
+u32 CachedTier::flush_some(u32 begin, u32 max_rows) {
+    const u32 num_slots = directory_.sets.num_slots();
+    if (begin >= num_slots) {
         const auto overflow = [&](const auto& body) { directory_.for_each_in_overflow(body); };
-        return flush_rows(overflow, rows) ? slots : 0;
+        return flush_rows(overflow, max_rows) ? num_slots : 0;
     }
-    const u32 end = begin + std::min(slots - begin, rows);
+    const u32 end = begin + std::min(num_slots - begin, max_rows);
     flush_rows([&](const auto& body) { directory_.for_each_in_slots(begin, end, body); });
     return end;
 }
@@ -470,13 +470,13 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     std::vector<std::pair<Way*, u32>> written_ways;  // each way with the `updates` that were written
     const auto write = [&] {
         write_back(dirty.rows());
-        for (const auto& [way, updates] : written_ways) way->stored = updates;
+        for (const auto& [way, updates] : written_ways) way->stored_updates = updates;
         dirty.clear();
         written_ways.clear();
     };
     for_each([&](Way& way, u64 line, i64) {
         const u32 updates = row_counters(line, layout_.shape)->updates;
-        if (!is_dirty(updates, way.stored)) return;
+        if (!is_dirty(updates, way.stored_updates)) return;
         more = max_rows == 0;
         if (more) return;
         --max_rows;
@@ -493,8 +493,8 @@ Metrics CachedTier::metrics() const {
     const std::lock_guard directory(threads_->directory);
     const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
-    const u64 behind = threads_->writer ? threads_->writer->rows * stored_bytes_of(layout_.shape.width) : 0;
-    const std::size_t used = sets.used();
+    const u64 behind = threads_->writer ? threads_->writer->num_written * stored_bytes_of(layout_.shape.width) : 0;
+    const std::size_t used = sets.count_used();
     const auto [hits, misses] = hit_counts_.totals();
     Metrics all{{{"hits", hits},
                  {"misses", misses},
@@ -504,17 +504,17 @@ Metrics CachedTier::metrics() const {
                  {"overflows", counts_.overflows},
                  {"bytes_in", bytes_in_},
                  {"bytes_out", bytes_out_ + behind},
-                 {"capacity", sets.slots()},
+                 {"capacity", sets.num_slots()},
                  {"resident_rows", used},
                  {"bytes", sets.bytes()},
-                 {"overflow_rows", overflow.rows()},
+                 {"overflow_rows", overflow.num_rows()},
                  {"overflow_peak_rows", overflow.peak_rows()},
                  {"overflow_capacity", overflow_rows_},
                  {"overflow_bytes", overflow.bytes()},
                  {"window_bytes", directory_.window.bytes()},
                  {"overflow_evictions", overflow.evictions()},
                  {"prefetch_waits", prefetch_waits_}},
-                {{"fill", static_cast<double>(used) / sets.slots()}}};
+                {{"fill", static_cast<double>(used) / sets.num_slots()}}};
     all.add("fetch", fetch_latency_);
     all.add("write", write_latency_);
     return all;
@@ -525,15 +525,15 @@ std::vector<u64> CachedTier::hit_counts() const {
     return hit_counts_.sums();
 }
 
-std::optional<CachedTier::Resident> CachedTier::find(u32 table, u64 key) {
+std::optional<CachedTier::ResidentRow> CachedTier::find(u32 table, u64 key) {
     const std::lock_guard admission(threads_->admission);
     const std::lock_guard directory(threads_->directory);
     const Directory::Location location = directory_.find(slot_hash(table, key), table);
     if (!location.way) return std::nullopt;
     const RowCounters now = *row_counters(location.line, layout_.shape);
-    const bool dirty = is_dirty(now.updates, location.way->stored);
+    const bool dirty = is_dirty(now.updates, location.way->stored_updates);
     const i64 slot = location.slot == NONE ? -1 : static_cast<i64>(location.slot);
-    return Resident{slot, dirty, is_after(location.way->last, last_completed()), now};
+    return ResidentRow{slot, dirty, is_after(location.way->last_batch, last_completed()), now};
 }
 
 }  // namespace tierbed

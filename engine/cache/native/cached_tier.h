@@ -33,9 +33,9 @@ namespace tierbed {
 struct CacheOptions {
     std::size_t budget_bytes;    // size of the sets
     std::size_t overflow_bytes;  // limit for prefetched rows and rows that wait for write-back
-    Replacement replacement;
+    CachePolicy policy;
     std::size_t io_threads;      // threads that write to a disk
-    bool follows_batch = false;  // grow the overflow area to hold at least two batches
+    bool grows_with_batch = false;  // grow the overflow area to hold at least two batches
 };
 
 class CachedTier : public Tier {
@@ -63,9 +63,9 @@ public:
     bool is_on_disk() const override { return false; }
     // Writes all dirty rows back.
     void flush();
-    // Flushes at most `rows` dirty rows: first rows in the sets, from slot `begin` on, then rows in the overflow area.
-    // Returns the `begin` of the next call, or 0 at the end.
-    u32 flush_some(u32 begin, u32 rows);
+    // Flushes at most `max_rows` dirty rows: first rows in the sets, from slot `begin` on, then rows in the overflow
+    // area. Returns the `begin` of the next call, or 0 at the end.
+    u32 flush_some(u32 begin, u32 max_rows);
     // Ends the write-behind thread and drops all batches. Does not flush.
     void close();
 
@@ -74,15 +74,15 @@ public:
     std::vector<u64> hit_counts() const;
 
     // The state of a row in the cache.
-    struct Resident {
+    struct ResidentRow {
         i64 slot;  // -1 if the row is in the overflow area
-        bool dirty, pinned;
+        bool is_dirty, is_pinned;
         RowCounters counters;
     };
-    std::optional<Resident> find(u32 table, u64 key);
+    std::optional<ResidentRow> find(u32 table, u64 key);
 
 private:
-    struct Announced {
+    struct AnnouncedBatch {
         std::shared_ptr<Batch> batch;
         u32 number;
         enum { waiting, admitting, admitted } state;
@@ -96,7 +96,7 @@ private:
     enum class Purpose { prefetch, step, write };
 
     // Call these with `queue` held.
-    Announced* find_announced(u32 number);  // null if the batch was cancelled
+    AnnouncedBatch* find_announced(u32 number);  // null if the batch was cancelled
     void update_last_completed();
     // Call these with `admission` held. `begin_internal_batch` and `end_internal_batch` surround reads and writes.
     u32 begin_internal_batch();
@@ -126,7 +126,7 @@ private:
     const Layout& layout_;
     Tier& below_;
     std::size_t overflow_rows_;
-    const bool follows_batch_;
+    const bool grows_with_batch_;
     Directory directory_;
     CacheCounts counts_;
     HitCounts hit_counts_;
@@ -137,10 +137,10 @@ private:
     std::unique_ptr<Threads> threads_;
 
     // Guarded by `queue`.
-    std::deque<Announced> announced_;
+    std::deque<AnnouncedBatch> announced_;
     std::shared_ptr<Batch> pinned_;
     u32 pinned_number_ = 0;
-    u32 number_ = 0;  // the latest batch number
+    u32 latest_number_ = 0;  // the latest batch number
     std::atomic<u32> last_completed_{0};
 };
 

@@ -24,23 +24,23 @@ namespace tierbed {
 class CacheSets {
 public:
     // Makes as many sets as fit the budget, metadata included. Throws std::invalid_argument if none fits.
-    CacheSets(const LineShape& shape, std::size_t budget_bytes, Replacement replacement);
+    CacheSets(const LineShape& shape, std::size_t budget_bytes, CachePolicy policy);
     CacheSets(const CacheSets&) = delete;
 
     // Returns the row's slot, or NONE.
     u32 find(u64 hash, u32 table) const {
-        const u32 number = set_of(hash, sets_);
+        const u32 number = get_set(hash, sets_);
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
-    // Returns the slot that `victim_way` chooses for a row without a slot, or NONE.
-    u32 victim_slot(u64 hash, u32 batch, u32 last_completed) const {
-        const u32 number = set_of(hash, sets_);
-        const u32 way = victim_way(set(number), home_of(hash), batch, last_completed, replacement_);
+    // Returns the slot that `find_victim` chooses for a row without a slot, or NONE.
+    u32 find_victim_slot(u64 hash, u32 batch, u32 last_completed) const {
+        const u32 number = get_set(hash, sets_);
+        const u32 way = find_victim(set(number), get_home(hash), batch, last_completed, policy_);
         return way == NONE ? NONE : number * WAYS + way;
     }
     void fill(u32 slot, const Way& row) {
-        tags()[slot] = tag_of(row.hash);
+        tags()[slot] = get_tag(row.hash);
         way(slot) = row;
     }
     void free(u32 slot) { tags()[slot] = 0; }
@@ -54,25 +54,26 @@ public:
 
     // The next functions, called in this order, prefetch memory for later calls with the same row. They are inlined,
     // because GCC drops calls to functions that only prefetch.
-    TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(set_of(hash, sets_)).tags); }
+    TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(get_set(hash, sets_)).tags); }
     // Returns true if the row seems to be in the set.
     TIERBED_INLINE bool prefetch_way(u64 hash) const {
-        const SetView view = set(set_of(hash, sets_));
-        const u32 home = home_of(hash);
-        const u32 matches = tag_matches(view.tags + home, tag_of(hash));
+        const SetView view = set(get_set(hash, sets_));
+        const u32 home = get_home(hash);
+        const u32 matches = match_tags(view.tags + home, get_tag(hash));
         if (matches) prefetch(&view.ways[home + lowest_bit(matches)]);
         return matches != 0;
     }
     TIERBED_INLINE void prefetch_ways(u64 hash) const {
-        prefetch_bytes(reinterpret_cast<u64>(set(set_of(hash, sets_)).ways + home_of(hash)), GROUP * sizeof(Way));
+        prefetch_bytes(reinterpret_cast<u64>(set(get_set(hash, sets_)).ways + get_home(hash)),
+                       GROUP_WAYS * sizeof(Way));
     }
 
     TIERBED_INLINE void prefetch_counters(u32 slot) const { prefetch(row_counters(line(slot), shape_)); }
 
-    u32 slots() const { return sets_ * WAYS; }
+    u32 num_slots() const { return sets_ * WAYS; }
     // True if each set belongs to one bucket.
-    bool sets_have_one_bucket() const { return sets_ >= BUCKETS; }
-    std::size_t used() const;
+    bool has_one_bucket_per_set() const { return sets_ >= BUCKETS; }
+    std::size_t count_used() const;
     std::size_t bytes() const { return tags_.size() + ways_.size() + lines_.size(); }
 
 private:
@@ -80,7 +81,7 @@ private:
     SetView set(u32 number) const { return {tags() + std::size_t{number} * WAYS, &way(number * WAYS)}; }
 
     LineShape shape_;
-    Replacement replacement_;
+    CachePolicy policy_;
     u32 sets_;
     Pages tags_, ways_, lines_;
 };
@@ -92,7 +93,7 @@ class Window {
 public:
     static constexpr u32 SPAN = 32;
 
-    bool full() const { return last_ + 1 - first_ == SPAN; }
+    bool is_full() const { return last_ + 1 - first_ == SPAN; }
     // True if a batch after `number` is announced.
     bool has_batch_after(u32 number) const { return is_after(last_, number); }
 
@@ -105,9 +106,9 @@ public:
     bool add_row(u32 bucket, u64 hash, u32 table) {
         u32* const bits = maps_[bucket].find_number(hash, table);
         if (bits)
-            *bits |= bit_of(last_);
+            *bits |= batch_bit(last_);
         else
-            maps_[bucket].insert(hash, table, bit_of(last_));
+            maps_[bucket].insert(hash, table, batch_bit(last_));
         return !bits;
     }
 
@@ -120,13 +121,13 @@ public:
     // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
         u32* const bits = maps_[bucket].find_number(hash, table);
-        const u32 rest = bits ? *bits & ~bit_of(number) : 0;
+        const u32 rest = bits ? *bits & ~batch_bit(number) : 0;
         if (!rest) {
             if (bits) maps_[bucket].erase(hash, table);
             return 0;
         }
         *bits = rest;
-        return next_of(rest, number);
+        return find_next(rest, number);
     }
 
     TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
@@ -135,12 +136,12 @@ public:
 
 private:
     bool empty() const { return is_after(first_, last_); }
-    static u32 bit_of(u32 number) { return 1u << number % SPAN; }
-    // Returns the first batch after `now` whose bit is set.
-    static u32 next_of(u32 bits, u32 now) {
-        const u32 shift = static_cast<u32>((now + 1) % SPAN);
+    static u32 batch_bit(u32 number) { return 1u << number % SPAN; }
+    // Returns the first batch after `number` whose bit is set.
+    static u32 find_next(u32 bits, u32 number) {
+        const u32 shift = static_cast<u32>((number + 1) % SPAN);
         const u32 rotated = shift ? bits >> shift | bits << (SPAN - shift) : bits;
-        return now + 1 + lowest_bit(rotated);
+        return number + 1 + lowest_bit(rotated);
     }
 
     std::array<RowMap, BUCKETS> maps_;
@@ -153,21 +154,21 @@ struct RequestedRows {
     const u64* hashes;
     u64* lines;            // [n], output
     const u64* own_lines;  // [n] lines outside the cache, 0 for a row without such a line; or null
-    std::array<std::size_t, BUCKETS + 1> begin;
+    std::array<std::size_t, BUCKETS + 1> bucket_begins;
 
-    std::size_t size() const { return begin[BUCKETS]; }
+    std::size_t size() const { return bucket_begins[BUCKETS]; }
 };
 
 // A row that a batch needs but that is in no set.
 struct Miss {
     u32 row;             // index in the batch
-    u32 from;            // the row's entry in the overflow area; NONE if the row must be fetched
-    u32 last_batch;      // the last batch that touched entry `from`; until this batch ends, it uses the entry's line
-    u32 next = 0;        // the next batch that needs the row; 0 for none
+    u32 old_entry;       // the row's entry in the overflow area; NONE if the row must be fetched
+    u32 last_batch;  // the last batch that touched entry `old_entry`; until this batch ends, it uses the entry's line
+    u32 next_batch = 0;  // the next batch that needs the row; 0 for none
     u32 slot = NONE;     // the slot the row gets
-    u32 entry = NONE;    // the overflow entry that the row gets if it gets no slot
-    bool free = false;   // the slot was free: there is no victim
-    bool dirty = false;  // the victim is dirty
+    u32 new_entry = NONE;       // the overflow entry that the row gets if it gets no slot
+    bool is_slot_free = false;  // the slot was free: there is no victim
+    bool is_victim_dirty = false;
     Way way{};           // the victim's way; the missing row's way if it gets no slot
 };
 
@@ -180,8 +181,8 @@ struct CacheCounts {
 // stage fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that could not be fetched.
 class Directory {
 public:
-    Directory(const LineShape& shape, std::size_t budget_bytes, Replacement replacement, std::size_t overflow_rows)
-        : sets(shape, budget_bytes, replacement), overflow(shape, overflow_rows), shape_(shape) {}
+    Directory(const LineShape& shape, std::size_t budget_bytes, CachePolicy policy, std::size_t overflow_rows)
+        : sets(shape, budget_bytes, policy), overflow(shape, overflow_rows), shape_(shape) {}
 
     // Adds a batch to the look-ahead window.
     void announce(const RequestedRows& batch, u32 number);
@@ -215,7 +216,7 @@ public:
     // Calls body(way, line, slot) for each row of the sets, then for each row of the overflow area with slot -1.
     template <class Body>
     void for_each_row(const Body& body) {
-        for_each_in_slots(0, sets.slots(), body);
+        for_each_in_slots(0, sets.num_slots(), body);
         for_each_in_overflow(body);
     }
 
@@ -243,15 +244,15 @@ public:
     Window window;
 
 private:
-    u32 next_of(const RequestedRows& batch, u32 bucket, std::size_t row, u32 number) {
+    u32 take_next_batch(const RequestedRows& batch, u32 bucket, std::size_t row, u32 number) {
         return looks_ahead_ ? window.remove_row(bucket, batch.hashes[row], batch.tables[row], number) : 0;
     }
     static void touch(Way& way, u32 number, u32 next) {
-        way.last = number;
-        way.next = next;
-        way.uses += way.uses != 0xFFFFFFFFu;
+        way.last_batch = number;
+        way.next_batch = next;
+        way.num_uses += way.num_uses != 0xFFFFFFFFu;
     }
-    void begin(u32 number);
+    void begin_batch(u32 number);
     // Prefetches the memory that `place_misses` copies.
     void prefetch_lines(const Miss& miss) const;
 

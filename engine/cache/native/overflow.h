@@ -14,10 +14,10 @@ namespace tierbed {
 // A row of the overflow area.
 struct OverflowEntry {
     Way way;
-    bool writing;        // a thread is writing the line to the tier below
-    bool erased;         // the row was removed while `writing`; the entry is freed when the write ends
-    bool evictable;      // the row only waits for write-back: no batch needed it when it left its set
-    bool evicted;        // the row came from a set, where its eviction was counted
+    bool is_being_written;     // a thread is writing the line to the tier below
+    bool is_erased;            // the row was removed while `is_being_written`; the entry is freed when the write ends
+    bool is_evictable;         // the row only waits for write-back: no batch needed it when it left its set
+    bool is_eviction_counted;  // the row came from a set, where its eviction was counted
     u32 previous, next;  // neighbours in a chain, in order of arrival; `next` also links free entries
 };
 
@@ -34,20 +34,20 @@ public:
     TIERBED_INLINE void prefetch_slot(u64 hash) const { index_.prefetch_slot(hash); }
     // Allocates memory for `rows` more rows. Only this call and `trim` can run out of memory.
     void reserve(std::size_t rows);
-    // Adds a row and returns its entry. The caller fills the entry's line. evictable: no batch needs the row. evicted:
-    // the row's eviction from a set was counted.
-    u32 add(const Way& row, bool evictable, bool evicted = false);
+    // Adds a row and returns its entry. The caller fills the entry's line. is_evictable: no batch needs the row.
+    // is_eviction_counted: the row's eviction from a set was counted.
+    u32 add(const Way& row, bool is_evictable, bool is_eviction_counted = false);
     void remove(u32 entry);
     // Frees the memory beyond the capacity, if no row uses it.
     void trim();
     // Raises the capacity to `rows` in whole chunks, unless memory beyond it is in use. True if the capacity grew.
     bool grow(std::size_t rows);
-    static std::size_t whole_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
+    static std::size_t round_up_to_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
     std::size_t capacity() const { return capacity_; }
 
-    // At most `rows` rows stay. If announced batches need more rows, at most `needed_rows` rows stay.
+    // At most `max_rows` rows stay. If announced batches need more rows, at most `max_needed_rows` rows stay.
     struct Limits {
-        std::size_t rows, needed_rows;
+        std::size_t max_rows, max_needed_rows;
     };
     // Evicts rows until the limits hold. Clean rows are evicted immediately. Up to `max_rows` dirty rows are sorted by
     // hash, written to the tier below by `write`, and then evicted. Evictable rows go first, in order of arrival. Rows
@@ -63,19 +63,19 @@ public:
 
     // True if no batch pins the row and no thread is writing it.
     bool is_idle(u32 entry, u32 last_completed) const {
-        return !at(entry).writing && !is_after(at(entry).way.last, last_completed);
+        return !at(entry).is_being_written && !is_after(at(entry).way.last_batch, last_completed);
     }
     u32 updates(u32 entry) const { return row_counters(line(entry), shape_)->updates; }
-    bool is_dirty(u32 entry) const { return tierbed::is_dirty(updates(entry), at(entry).way.stored); }
+    bool is_dirty(u32 entry) const { return tierbed::is_dirty(updates(entry), at(entry).way.stored_updates); }
     OverflowEntry& at(u32 entry) { return chunks_[entry / CHUNK].entries[entry % CHUNK]; }
     const OverflowEntry& at(u32 entry) const { return chunks_[entry / CHUNK].entries[entry % CHUNK]; }
     u64 line(u32 entry) const {
         return chunks_[entry / CHUNK].lines.start() + static_cast<u64>(entry % CHUNK) * shape_.line_bytes;
     }
 
-    bool empty() const { return rows_ == 0; }
-    std::size_t rows() const { return rows_; }
-    std::size_t peak_rows() const { return peak_; }
+    bool empty() const { return num_rows_ == 0; }
+    std::size_t num_rows() const { return num_rows_; }
+    std::size_t peak_rows() const { return peak_rows_; }
     // Evictions from the overflow area, except rows whose eviction from a set was already counted.
     u64 evictions() const { return evictions_; }
     std::size_t bytes() const;
@@ -91,15 +91,15 @@ private:
     };
     struct Chain {
         u32 first = NONE, last = NONE;
-        std::size_t rows = 0;
+        std::size_t num_rows = 0;
     };
 
     template <class Body>
     void for_each_in(const Chain& chain, const Body& body) {
         u32 entry = chain.first;
-        for (std::size_t remaining = chain.rows; remaining > 0; --remaining) {
+        for (std::size_t remaining = chain.num_rows; remaining > 0; --remaining) {
             const u32 next = at(entry).next;
-            if (!at(entry).erased) body(entry);
+            if (!at(entry).is_erased) body(entry);
             entry = next;
         }
     }
@@ -114,14 +114,14 @@ private:
 
     LineShape shape_;
     std::size_t capacity_;
-    std::size_t entries_ = 0;
-    std::size_t rows_ = 0, rows_beyond_ = 0, peak_ = 0;  // entries in use, including erased ones
+    std::size_t num_entries_ = 0;
+    std::size_t num_rows_ = 0, num_rows_beyond_ = 0, peak_rows_ = 0;  // entries in use, including erased ones
     u64 evictions_ = 0;
     RowMap index_;                         // maps a row to its entry + 1
     std::vector<Chunk> chunks_;            // entries up to number `capacity_`, then entries beyond this number
-    std::array<u32, 2> free_{NONE, NONE};  // the first free entry up to number `capacity_`, and the first beyond
+    std::array<u32, 2> first_free_{NONE, NONE};  // the first free entry up to number `capacity_`, and the first beyond
     std::array<Chain, 2> chains_;          // first the rows that a batch may need, then the evictable rows
-    u32 resume_at_ = NONE;                 // where `claim_dirty` continues in the first chain
+    u32 next_candidate_ = NONE;            // where `claim_dirty` continues in the first chain
 };
 
 }  // namespace tierbed

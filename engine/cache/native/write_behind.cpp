@@ -27,44 +27,44 @@ void WriteBehind::run(std::size_t threads) {
     std::unique_lock lock(directory_);
     error_ = error;
     for (;;) {
-        work_.wait(lock, [&] { return stopping_ || (awake_ && !error_); });
-        if (stopping_) return;
+        work_.wait(lock, [&] { return is_stopping_ || (is_awake_ && !error_); });
+        if (is_stopping_) return;
         try {
             const auto write = [&](const RowSpan& dirty) {
-                writing_ = true;
+                is_writing_ = true;
                 lock.unlock();
                 const std::shared_ptr<void> relock(nullptr, [&](void*) {  // runs even if the write throws
                     lock.lock();
-                    writing_ = false;
+                    is_writing_ = false;
                 });
                 const Timer timer(latency_);
                 below_.write(dirty);
             };
             const std::size_t written = overflow_.write_back(last_completed_, ROWS_AT_ONCE, limits_, write);
-            awake_ = awake_ && written > 0;
-            rows += written;
+            is_awake_ = is_awake_ && written > 0;
+            num_written += written;
         } catch (...) {
             error_ = std::current_exception();
         }
-        changed_.notify_all();
+        progress_.notify_all();
     }
 }
 
 void WriteBehind::wake(const Overflow::Limits& limits) {
     limits_ = limits;
-    awake_ = true;
+    is_awake_ = true;
     work_.notify_one();
 }
 
-void WriteBehind::wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
-                       const std::function<bool()>& is_enough) {
+void WriteBehind::wait_until(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
+                             const std::function<bool()>& is_enough) {
     wake(limits);
-    changed_.wait(directory, [&] { return is_enough() || error_ || !awake_ || stopping_; });
+    progress_.wait(directory, [&] { return is_enough() || error_ || !is_awake_ || is_stopping_; });
 }
 
 void WriteBehind::wait_for_write(std::unique_lock<std::mutex>& directory) {
-    awake_ = false;
-    changed_.wait(directory, [&] { return !writing_; });
+    is_awake_ = false;
+    progress_.wait(directory, [&] { return !is_writing_; });
 }
 
 void WriteBehind::rethrow_error() {
@@ -83,10 +83,10 @@ void WriteBehind::drop_error() {
 void WriteBehind::stop() {
     {
         const std::lock_guard lock(directory_);
-        stopping_ = true;
+        is_stopping_ = true;
     }
     work_.notify_one();
-    changed_.notify_all();
+    progress_.notify_all();
     if (thread_.joinable()) thread_.join();
 }
 

@@ -24,8 +24,8 @@ public:
     // Makes the thread write rows back until the limits hold.
     void wake(const Overflow::Limits& limits);
     // Calls `wake`, then waits until `is_enough()` is true or no more rows can be written back now.
-    void wait(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
-              const std::function<bool()>& is_enough);
+    void wait_until(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
+                    const std::function<bool()>& is_enough);
     // Waits for the current write. No other write starts until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& directory);
     // Throws the thread's error, if there is one, and lets the thread try again.
@@ -35,7 +35,7 @@ public:
     // Waits for the current write and ends the thread. Rows stay in the overflow area.
     void stop();
 
-    u64 rows = 0;  // how many rows were written back
+    u64 num_written = 0;  // rows written back
 
 private:
     // Writes a few rows at a time, and releases the lock during each write. Sleeps if there are no rows to write.
@@ -46,9 +46,9 @@ private:
     Tier& below_;
     const std::atomic<u32>& last_completed_;
     Histogram& latency_;
-    std::condition_variable work_, changed_;
+    std::condition_variable work_, progress_;
     Overflow::Limits limits_{0, 0};
-    bool awake_ = false, writing_ = false, stopping_ = false;
+    bool is_awake_ = false, is_writing_ = false, is_stopping_ = false;
     std::exception_ptr error_;
     std::thread thread_;
 };

@@ -19,7 +19,7 @@ void bind_ledger(nb::module_& m) {
         .def_ro("num_new", &Admission::num_new)
         .def_ro("num_refused", &Admission::num_refused)
         .def_ro("num_excess", &Admission::num_excess)
-        .def("take_victims", [](Admission& self) { return arrays_of([&] { return std::move(self.victims); }); });
+        .def("take_victims", [](Admission& self) { return to_arrays([&] { return std::move(self.victims); }); });
     nb::class_<Ledger>(m, "Ledger")
         .def(
             "__init__",
@@ -31,7 +31,7 @@ void bind_ledger(nb::module_& m) {
             nb::kw_only(), "eviction"_a, "capacity"_a.none(), "ttl_steps"_a, "min_lookups"_a, "chance"_a, "seed"_a)
         .def("admit", &Ledger::admit, Unlocked())
         .def("commit", &Ledger::commit, Unlocked())
-        .def("find_expired", [](Ledger& self, u32 step) { return arrays_of([&] { return self.find_expired(step); }); })
+        .def("find_expired", [](Ledger& self, u32 step) { return to_arrays([&] { return self.find_expired(step); }); })
         .def(
             "load",
             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {

@@ -76,15 +76,15 @@ Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_tr
     const bool refuses = is_training && (policy_.min_lookups > 1 || policy_.chance < 1);
     const std::size_t rows_before = rows();
     Admission admission;
-    if (!refuses && batch.unique <= policy_.capacity - std::min(rows_before, policy_.capacity)) return admission;
+    if (!refuses && batch.num_unique <= policy_.capacity - std::min(rows_before, policy_.capacity)) return admission;
     ++last_batch_;
     const BucketOrder& order = batch.buckets();
     std::array<std::size_t, BUCKETS> num_new{}, num_refused{};
-    Buffer<u64> own_lines(batch.unique);
+    Buffer<u64> own_lines(batch.num_unique);
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
-        const std::size_t end = order.begin[b + 1];
-        for (std::size_t k = order.begin[b]; k < end; ++k) {
+        const std::size_t end = order.bucket_begins[b + 1];
+        for (std::size_t k = order.bucket_begins[b]; k < end; ++k) {
             if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
             const std::size_t i = order.row(k);
             own_lines[i] = 0;
@@ -113,10 +113,10 @@ Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_tr
     if (admission.num_refused == 0) return admission;
     const std::vector<u64> lines = batch.allocate(admission.num_refused, layout.shape);
     std::size_t next_line = 0;
-    for (std::size_t i = 0; i < batch.unique; ++i)
+    for (std::size_t i = 0; i < batch.num_unique; ++i)
         if (own_lines[i]) own_lines[i] = lines[next_line++];
     parallel_for(BUCKETS, [&](std::size_t b) {
-        for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k)
+        for (std::size_t k = order.bucket_begins[b]; k < order.bucket_begins[b + 1]; ++k)
             if (const std::size_t i = order.row(k); own_lines[i])
                 layout.initialise(own_lines[i], batch.tables[i], batch.key(i));
     });
@@ -128,8 +128,8 @@ void Ledger::commit(const Batch& batch, u32 step) {
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
-        const std::size_t end = order.begin[b + 1];
-        for (std::size_t k = order.begin[b]; k < end; ++k) {
+        const std::size_t end = order.bucket_begins[b + 1];
+        for (std::size_t k = order.bucket_begins[b]; k < end; ++k) {
             if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
             const std::size_t i = order.row(k);
             if (batch.own_lines.size() && batch.own_lines[i]) {
@@ -149,7 +149,7 @@ u64 Ledger::eviction_score(const Entry& entry, u32 step) const {
     if (policy_.eviction == Eviction::lfu) return static_cast<u64>(entry.updates) << 32 | entry.step;
     if (policy_.eviction != Eviction::distance_lfu) return entry.step;
     const double distance = static_cast<double>(age(entry.step, step) + 1);
-    return bits_of(static_cast<double>(entry.updates) / (distance * distance));  // floats >= 0 sort like their bits
+    return as_bits(static_cast<double>(entry.updates) / (distance * distance));  // floats >= 0 sort like their bits
 }
 
 bool Ledger::Candidate::operator<(const Candidate& other) const {
@@ -199,7 +199,7 @@ RowKeys Ledger::choose_victims(std::size_t needed, u32 step) const {
     RowKeys all;
     for (const Candidate& victim : victims) {
         all.tables.push_back(victim.table);
-        all.keys.push_back(key_of(victim.table, victim.slot_hash));
+        all.keys.push_back(get_key(victim.table, victim.slot_hash));
     }
     return all;
 }
@@ -210,7 +210,7 @@ RowKeys Ledger::find_expired(u32 step) const {
         for (const Entry& entry : buckets_[b].entries) {
             if (entry.updates == 0 || !is_expired(entry, step)) continue;
             parts[b].tables.push_back(entry.table);
-            parts[b].keys.push_back(key_of(entry.table, entry.hash));
+            parts[b].keys.push_back(get_key(entry.table, entry.hash));
         }
     });
     RowKeys all;
@@ -224,7 +224,7 @@ RowKeys Ledger::find_expired(u32 step) const {
 void Ledger::load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) {
         const u64 hash = slot_hash(tables[i], keys[i]);
-        Entry& entry = buckets_[bucket_of(hash)].find_or_insert(hash, tables[i]);
+        Entry& entry = buckets_[get_bucket(hash)].find_or_insert(hash, tables[i]);
         entry.updates = updates[i];
         entry.step = steps[i];
     }
@@ -235,10 +235,10 @@ std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) {
         if (i + AHEAD < n) {
             const u64 later = slot_hash(tables[i + AHEAD], keys[i + AHEAD]);
-            buckets_[bucket_of(later)].prefetch_slot(later);
+            buckets_[get_bucket(later)].prefetch_slot(later);
         }
         const u64 hash = slot_hash(tables[i], keys[i]);
-        count += buckets_[bucket_of(hash)].erase(hash, tables[i]);
+        count += buckets_[get_bucket(hash)].erase(hash, tables[i]);
     }
     return count;
 }

@@ -32,7 +32,7 @@ public:
         const u32 lowest = estimate(hash, table);
         for (const std::size_t at : cells(hash, table))
             if (counts_[at] == lowest && lowest < MAX_COUNT) ++counts_[at];
-        const u32 bucket = bucket_of(hash);
+        const u32 bucket = get_bucket(hash);
         if (++lookups_[bucket] < COLUMNS / 2) return;
         lookups_[bucket] = 0;
         u8* const first = &counts_[std::size_t{bucket} * DEPTH * COLUMNS];
@@ -48,7 +48,7 @@ private:
         const u64 mixed = hash_row(table, hash);
         std::array<std::size_t, DEPTH> at;
         for (std::size_t k = 0; k < DEPTH; ++k)
-            at[k] = (bucket_of(hash) * DEPTH + k) * COLUMNS + (mixed >> 16 * k & (COLUMNS - 1));
+            at[k] = (get_bucket(hash) * DEPTH + k) * COLUMNS + (mixed >> 16 * k & (COLUMNS - 1));
         return at;
     }
 

@@ -1,6 +1,6 @@
 // Finds a batch's unique rows, numbered by first occurrence. The order in which threads run does not matter.
 //
-// `mark_rows` inserts every position into an open-addressing hash set of rows. A row's smallest position, its first
+// `insert_rows` inserts every position into an open-addressing hash set of rows. A row's smallest position, its first
 // occurrence, wins. The caller numbers rows by prefix sums over first occurrences, and groups each row's positions by a
 // stable sort. Positions with table NONE are padding.
 #include "items.h"
@@ -19,11 +19,11 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
 }
 
 // An embedding's legal ids.
-struct Ids {
+struct LegalIds {
     u64 padding;
-    const u64* last;  // [num_tables], each table's last legal id, or null
-    const u8* drops;  // [num_tables], 1 if ids beyond `last` become padding instead of faults; or null
-    u64* dropped;     // [num_tables], counts dropped ids
+    const u64* last_ids;  // [num_tables], each table's last legal id, or null
+    const u8* drops;      // [num_tables], 1 if ids beyond `last_ids` become padding instead of faults; or null
+    u64* dropped_counts;  // [num_tables], counts dropped ids
     u32 has_padding, num_tables;
 
     // Returns the id's table, or NONE for padding and illegal ids.
@@ -33,23 +33,24 @@ struct Ids {
             atomicOr(faults, BAD_TABLE);
             return NONE;
         }
-        if (!last || key <= last[table]) return static_cast<u32>(table);
+        if (!last_ids || key <= last_ids[table]) return static_cast<u32>(table);
         if (drops && drops[table])
-            atomicAdd(&dropped[table], u64{1});
+            atomicAdd(&dropped_counts[table], u64{1});
         else
             atomicOr(faults, BAD_ID);
         return NONE;
     }
 };
 
-// Writes a lookup's hashes, tables and (unless null) sources to the batch's arrays, from `first` on. Sources are output
-// rows. Bags begin at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table
-// b % num_tables. With feature_columns [features] (each feature's column, -1 for none), there are features * batch
-// bags, and table_ids are [columns].
+// Writes a lookup's hashes, tables and (unless null) output rows to the batch's arrays, from `first` on. Bags begin
+// at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table b % num_tables.
+// With feature_columns [features] (each feature's column, -1 for none), there are features * batch_size bags, and
+// table_ids are [num_columns].
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
-                                    u64 n, const __grid_constant__ Ids ids, const i32* feature_columns, u64 columns,
-                                    u64 batch, u64 first, u64 first_source, const __grid_constant__ SlotHash slot_hash,
-                                    u64* hashes, u32* tables, u32* sources, u32* faults) {
+                                    u64 n, const __grid_constant__ LegalIds ids, const i32* feature_columns,
+                                    u64 num_columns, u64 batch_size, u64 first, u64 first_output_row,
+                                    const __grid_constant__ SlotHash slot_hash, u64* hashes, u32* tables,
+                                    u32* output_rows, u32* faults) {
     for_each(n, [&](u64 i) {
         u64 bag = begins ? 0 : i / length;
         if (begins)  // find the last bag that begins at or before i
@@ -61,50 +62,52 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
                     end = middle;
             }
         // without bags, ids have no column: the offsets are bad
-        const i32 column = bags == 0 ? -1 : feature_columns ? feature_columns[bag / batch] : 0;
+        const i32 column = bags == 0 ? -1 : feature_columns ? feature_columns[bag / batch_size] : 0;
         u32 table = NONE;
         if (column >= 0) {
             const u64 owner = feature_columns ? static_cast<u64>(column) : bag;
             table = ids.table(keys[i], table_ids ? static_cast<u64>(table_ids[owner]) : owner % ids.num_tables, faults);
-            if (feature_columns) bag = bag % batch * columns + static_cast<u64>(column);
+            if (feature_columns) bag = bag % batch_size * num_columns + static_cast<u64>(column);
         }
         hashes[first + i] = slot_hash(table, keys[i]);
         tables[first + i] = table;
-        if (sources) sources[first + i] = static_cast<u32>(first_source + bag);
+        if (output_rows) output_rows[first + i] = static_cast<u32>(first_output_row + bag);
     });
 }
 
-// Inserts positions into marks [mask + 1], all NONE at first; a slot keeps its row's first position. Writes slots [n].
-extern "C" __global__ void mark_rows(const u64* hashes, const u32* tables, u64 n, u32* marks, u32 mask, u32* slots) {
+// Inserts positions into hash_set [mask + 1], all NONE at first. A slot keeps its row's first position. slots [n]: out.
+extern "C" __global__ void insert_rows(const u64* hashes, const u32* tables, u64 n, u32* hash_set, u32 mask,
+                                       u32* slots) {
     for_each(n, [&](u64 i) {
         const u32 position = static_cast<u32>(i), table = tables[i];
         if (table == NONE) return;
         const u64 hash = hashes[i];
         for (u32 slot = static_cast<u32>(hash) & mask;; slot = (slot + 1) & mask) {
-            u32 first = atomicCAS(&marks[slot], NONE, position);
+            u32 first = atomicCAS(&hash_set[slot], NONE, position);
             if (first == NONE) first = position;
             if (hashes[first] != hash || tables[first] != table) continue;
-            if (position < first) atomicMin(&marks[slot], position);
+            if (position < first) atomicMin(&hash_set[slot], position);
             slots[i] = slot;
             return;
         }
     });
 }
 
-// Writes firsts [n]: 1 for each row's first position, 0 for other positions.
-extern "C" __global__ void find_firsts(const u32* tables, const u32* marks, const u32* slots, u64 n, i32* firsts) {
-    for_each(n, [&](u64 i) { firsts[i] = tables[i] != NONE && marks[slots[i]] == i; });
+// Writes first_flags [n]: 1 for each row's first position, 0 for other positions.
+extern "C" __global__ void flag_first_positions(const u32* tables, const u32* hash_set, const u32* slots, u64 n,
+                                                i32* first_flags) {
+    for_each(n, [&](u64 i) { first_flags[i] = tables[i] != NONE && hash_set[slots[i]] == i; });
 }
 
-// Writes inverse [n] and each row's hash and table. ranks [n]: the running sum of `firsts`.
-extern "C" __global__ void number_rows(const u64* hashes, const u32* tables, const u32* marks, const u32* slots,
+// Writes inverse [n] and each row's hash and table. ranks [n]: the running sum of `first_flags`.
+extern "C" __global__ void number_rows(const u64* hashes, const u32* tables, const u32* hash_set, const u32* slots,
                                        const i32* ranks, u64 n, i32* inverse, u64* row_hashes, u32* row_tables) {
     for_each(n, [&](u64 i) {
         if (tables[i] == NONE) {
             inverse[i] = -1;
             return;
         }
-        const u32 first = marks[slots[i]];
+        const u32 first = hash_set[slots[i]];
         const i32 row = ranks[first] - 1;
         inverse[i] = row;
         if (first != i) return;
@@ -114,14 +117,14 @@ extern "C" __global__ void number_rows(const u64* hashes, const u32* tables, con
 }
 
 // Groups positions by row. rows [n]: the sorted inverse; order [n]: the positions in that order. Writes positions [n],
-// their output rows to `sources` unless null, and where each row's positions begin to offsets [unique + 1].
-extern "C" __global__ void group_rows(const i32* rows, const i64* order, const u32* source_of, u64 n, u32* offsets,
-                                      u32* positions, u32* sources) {
+// their output rows to `output_rows` unless null, and where each row's positions begin to offsets [unique + 1].
+extern "C" __global__ void group_rows(const i32* rows, const i64* order, const u32* position_output_rows, u64 n,
+                                      u32* offsets, u32* positions, u32* output_rows) {
     for_each(n, [&](u64 i) {
         const i32 row = rows[i];
         const u32 position = static_cast<u32>(order[i]);
         positions[i] = position;
-        if (sources) sources[i] = source_of[position];
+        if (output_rows) output_rows[i] = position_output_rows[position];
         if (row < 0) return;
         if (i == 0 || rows[i - 1] != row) offsets[row] = static_cast<u32>(i);
         if (i + 1 == n) offsets[row + 1] = static_cast<u32>(n);

@@ -20,15 +20,15 @@ from torch import Tensor
 
 from ... import _core
 from ...errors import CapacityError, InputError, TierbedError
-from ..batch import features_of
-from .device import Argument, Device, launch, struct_of, struct_type
+from ..batch import invert_feature_columns
+from .device import Argument, Device, launch, make_struct, make_struct_type
 from .program import Program
 
 NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
 SLOT_HASH = _core.slot_hash()  # the SlotHash in kernels/hash.h, passed by value
 _PROGRAM = Program("ops/cuda/batch.cu")
-_IDS = struct_type("uint64 padding last drops dropped", "uint32 has_padding num_tables")
+_LEGAL_IDS = make_struct_type("uint64 padding last_ids drops dropped_counts", "uint32 has_padding num_tables")
 
 
 class Faults:
@@ -36,28 +36,28 @@ class Faults:
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
-        self._seen = device.host_memory(1, torch.int32)
-        self._seen.zero_()
+        self._host_word = device.host_memory(1, torch.int32)
+        self._host_word.zero_()
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
     def post(self, batch: Batch) -> None:
         """Add the batch's faults to the word and start copying it to the host, without waiting."""
         if batch.faults is not self.word:
-            self.word |= batch.faults | batch.wrong
-        self._seen.copy_(self.word, non_blocking=True)
+            self.word |= batch.faults | batch.input_faults
+        self._host_word.copy_(self.word, non_blocking=True)
 
-    def seen(self, wait: bool) -> int:
+    def read(self, wait: bool) -> int:
         """Return the bits last copied to the host; with `wait`, the bits now set on the device."""
-        return int(self.word if wait else self._seen)
+        return int(self.word if wait else self._host_word)
 
-    def take(self, bits: int) -> TierbedError | None:
+    def take_error(self, bits: int) -> TierbedError | None:
         """Clear the word and return the error for `bits`, or None for no bits."""
         if not bits:
             return None
-        self.seen(wait=True)  # an earlier copy must not arrive after the word is cleared
+        self.read(wait=True)  # an earlier copy must not arrive after the word is cleared
         self.word.zero_()
-        self._seen.zero_()
-        where, since = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
+        self._host_word.zero_()
+        where, effect = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
         mistakes = {
             BAD_TABLE: f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}",
             BAD_OFFSETS: f"offsets of {where}: they do not ascend from 0 to the number of ids",
@@ -68,15 +68,15 @@ class Faults:
         }
         for bit, mistake in mistakes.items():
             if bits & bit:
-                return InputError(f"{mistake}. {since}")
+                return InputError(f"{mistake}. {effect}")
         return CapacityError(
             f"capacity of {where}: a batch brought more new rows than {self._capacity} leaves room for; raise "
-            f"capacity, or leave unseen ids out. {since}"
+            f"capacity, or leave unseen ids out. {effect}"
         )
 
     def check(self) -> None:
         """Wait for the device and raise the error if there is a fault: InputError or CapacityError."""
-        if error := self.take(self.seen(wait=True)):
+        if error := self.take_error(self.read(wait=True)):
             raise error
 
 
@@ -90,19 +90,19 @@ class Segment(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ids:
-    """An embedding's legal ids. `last` and `drops`: [num_tables], as in `TableSpec`, or None."""
+class LegalIds:
+    """An embedding's legal ids. `last_ids` and `drops`: [num_tables], as in `TableSpec`, or None."""
 
     num_tables: int
     padding: int | None = None
-    last: Tensor | None = None  # uint64 as int64
+    last_ids: Tensor | None = None  # uint64 as int64
     drops: Tensor | None = None  # bool
 
-    def struct(self, dropped: Tensor | None) -> np.ndarray:
-        """Return the kernels' argument `ids`. Kernels count dropped ids in `dropped` [num_tables], int64."""
-        return struct_of(
-            _IDS, padding=self.padding, has_padding=self.padding is not None, num_tables=self.num_tables,
-            last=self.last, drops=self.drops, dropped=dropped,
+    def make_struct(self, dropped_counts: Tensor | None) -> np.ndarray:
+        """Return the kernels' argument `ids`. Kernels count dropped ids in `dropped_counts` [num_tables], int64."""
+        return make_struct(
+            _LEGAL_IDS, padding=self.padding, has_padding=self.padding is not None, num_tables=self.num_tables,
+            last_ids=self.last_ids, drops=self.drops, dropped_counts=dropped_counts,
         )  # fmt: skip
 
 
@@ -110,62 +110,62 @@ class Ids:
 class LookupSpan:
     """One lookup's positions and output rows in a batch."""
 
-    begin: int  # the lookup's first position
-    source: int  # the lookup's first output row
-    size: int
-    bags: int  # output rows
-    length: int  # positions per bag, if `begins` is None
-    begins: Tensor | None  # [bags + 1] int64, each bag's first position
-    pooled: bool
-    features: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
-    columns: Tensor | None  # [features] int32, each feature's column or -1
+    first_position: int  # the lookup's first position
+    first_output_row: int  # the lookup's first output row
+    num_ids: int
+    num_bags: int  # and output rows
+    bag_length: int  # positions per bag, if `bag_begins` is None
+    bag_begins: Tensor | None  # [bags + 1] int64, each bag's first position
+    is_pooled: bool
+    column_features: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
+    feature_columns: Tensor | None  # [features] int32, each feature's column or -1
 
 
 @dataclass(frozen=True)
-class Groups:
+class PositionsByRow:
     """All positions, sorted by row and ascending within a row. Padding comes first."""
 
     rows: Tensor  # [size] int32, each position's row, -1 for padding
     order: Tensor  # [size] int64, positions
     positions: Tensor  # [size] uint32 as int32, equal to `order`
-    sources: Tensor  # [size], output rows; `positions` if nothing is pooled
+    output_rows: Tensor  # [size], output rows; `positions` if nothing is pooled
     offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with size + 1 elements
 
 
-def rows_of(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
+def make_row_batch(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
     """Make a batch of distinct rows [n] from host arrays, in the arrays' order."""
     owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
-    return Batch(device, [Segment(ids, owners)], Ids(int(tables.max(initial=0)) + 1), faults)
+    return Batch(device, [Segment(ids, owners)], LegalIds(int(tables.max(initial=0)) + 1), faults)
 
 
-def one_row(device: Device, table: int, key: int, faults: Tensor) -> Batch:
+def make_single_row_batch(device: Device, table: int, key: int, faults: Tensor) -> Batch:
     """Make a one-row batch. key: 64 bits, unsigned."""
-    return rows_of(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
+    return make_row_batch(device, np.array([table], np.uint32), np.array([key], np.uint64), faults)
 
 
 def find_lines(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
     """Find each row's line in other batches, [rows.size] int64; 0 for a row in no batch. Waits for the device."""
     lines = torch.zeros_like(rows.lines)
     for batch in resident:
-        lines = torch.where(lines == 0, _lines_in(batch, rows, faults), lines)
+        lines = torch.where(lines == 0, _find_lines_in(batch, rows, faults), lines)
     return lines
 
 
-def _lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
+def _find_lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
     """Find each row's line in `pinned` by deduplicating both batches together."""
-    count = pinned.unique
+    count = pinned.num_unique
     if count == 0:
         return torch.zeros_like(rows.lines)
-    owners = [batch.tables[: batch.unique].to(torch.int64) for batch in (pinned, rows)]
+    owners = [batch.tables[: batch.num_unique].to(torch.int64) for batch in (pinned, rows)]
     segments = [Segment(batch.keys, tables) for batch, tables in zip((pinned, rows), owners, strict=True)]
     num_tables = 1 + max(int(tables.max()) for tables in owners if len(tables))
-    index = Batch(rows.device, segments, Ids(num_tables), faults).inverse[count:]
+    index = Batch(rows.device, segments, LegalIds(num_tables), faults).inverse[count:]
     lines = pinned.lines[index.clamp(max=count - 1).to(torch.int64)]
     return torch.where(index < count, lines, 0)
 
 
-def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
+def recover_keys(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
     """Recover row keys [n], int64, from hashes [n] and tables [n]."""
     keys = torch.empty_like(hashes)
     inputs = (hashes.contiguous(), tables.contiguous(), np.uint64(len(hashes)))
@@ -174,9 +174,9 @@ def keys_of(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
 
 
 @cache
-def _on_device(feature_columns: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `LookupSpan.features` and `LookupSpan.columns`."""
-    features = torch.from_numpy(features_of(feature_columns).view(np.int32)).to(device)
+def _copy_feature_columns(feature_columns: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return `LookupSpan.column_features` and `LookupSpan.feature_columns`."""
+    features = torch.from_numpy(invert_feature_columns(feature_columns).view(np.int32)).to(device)
     return features, torch.tensor(feature_columns, dtype=torch.int32, device=device)
 
 
@@ -184,86 +184,86 @@ class Batch:
     """Unique rows in a step's lookups, by first occurrence.
 
     Row arrays have `size` elements, one per position, but only the first `count` [1] elements (unique rows) are used.
-    Bad table ids and offsets set bits in `wrong` [1] and count as padding. faults [1]: the table's fault word, or a
+    Bad table ids and offsets set bits in `input_faults` [1] and count as padding. faults [1]: the table's word, or a
     separate word for a batch made ahead of its step.
     """
 
-    def __init__(self, device: Device, segments: Sequence[Segment], ids: Ids, faults: Tensor) -> None:
+    def __init__(self, device: Device, segments: Sequence[Segment], ids: LegalIds, faults: Tensor) -> None:
         self.device = device
-        self.wrong = torch.zeros_like(faults)  # fault bits for errors in the ids themselves
+        self.input_faults = torch.zeros_like(faults)  # fault bits for errors in the ids themselves
         # how many ids were dropped, [num_tables]; None if no table drops ids
-        self.dropped = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
+        self.dropped_counts = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
         self.lookups: list[LookupSpan] = []
-        self.size = self.sources = 0
+        self.size = self.num_output_rows = 0
         for segment in segments:
-            self._add(segment)
-        self.pooled = any(lookup.pooled for lookup in self.lookups)
+            self._add_segment(segment)
+        self.is_pooled = any(lookup.is_pooled for lookup in self.lookups)
         hashes, tables = self.empty(torch.int64), self.empty(torch.int32)
-        self._sources = self.empty(torch.int32) if self.pooled else None
-        legal = ids.struct(self.dropped)
+        self._output_rows = self.empty(torch.int32) if self.is_pooled else None
+        legal = ids.make_struct(self.dropped_counts)
         for lookup, segment in zip(self.lookups, segments, strict=True):
-            parts = lookup.bags if lookup.begins is None else len(lookup.begins) - 1
-            columns = 1 if lookup.features is None else len(lookup.features)
+            parts = lookup.num_bags if lookup.bag_begins is None else len(lookup.bag_begins) - 1
+            columns = 1 if lookup.column_features is None else len(lookup.column_features)
             self._run(
-                "hash_ids", lookup.size, segment.keys, segment.tables, lookup.begins, np.uint64(parts),
-                np.uint64(lookup.length), np.uint64(lookup.size), legal, lookup.columns, np.uint64(columns),
-                np.uint64(lookup.bags // columns), np.uint64(lookup.begin), np.uint64(lookup.source), SLOT_HASH, hashes,
-                tables, self._sources, self.wrong,
+                "hash_ids", lookup.num_ids, segment.keys, segment.tables, lookup.bag_begins, np.uint64(parts),
+                np.uint64(lookup.bag_length), np.uint64(lookup.num_ids), legal, lookup.feature_columns,
+                np.uint64(columns), np.uint64(lookup.num_bags // columns), np.uint64(lookup.first_position),
+                np.uint64(lookup.first_output_row), SLOT_HASH, hashes, tables, self._output_rows, self.input_faults,
             )  # fmt: skip
         self._find_unique(hashes, tables)
-        self._groups: list[Groups] = []  # shared with siblings; the first batch that needs groups appends them
-        self._begin(faults)
+        self._positions_by_row: list[PositionsByRow] = []  # shared with siblings; filled by the first that needs it
+        self._reset_lines(faults)
 
-    def sibling(self, faults: Tensor) -> Batch:
+    def make_sibling(self, faults: Tensor) -> Batch:
         """Return a batch with the same ids for another table. Shares everything except lines and fault word."""
         other = copy(self)
-        other._begin(faults)
+        other._reset_lines(faults)
         return other
 
-    def _begin(self, faults: Tensor) -> None:
+    def _reset_lines(self, faults: Tensor) -> None:
         self.faults = faults
-        faults |= self.wrong
+        faults |= self.input_faults
         self.lines = torch.zeros_like(self.hashes)  # addresses
-        self.views = self.lines  # the lines that lookups read: for rules that catch up, caught-up copies
-        self.has_wide_lines = False  # True if `views` have float32 embeddings, but the table narrower ones
-        self._owned: list[Tensor] = []
+        self.lookup_lines = self.lines  # the lines that lookups read: for rules that catch up, caught-up copies
+        self.has_wide_lines = False  # True if `lookup_lines` have float32 embeddings, but the table narrower ones
+        self._owned_memory: list[Tensor] = []
 
     @property
-    def unique(self) -> int:
+    def num_unique(self) -> int:
         """The number of unique rows. Waits for the device."""
         return int(self.count)
 
     @property
     def keys(self) -> Tensor:
         """The unique rows' keys, [unique] int64. Waits for the device."""
-        count = self.unique
-        return keys_of(self.device, self.hashes[:count], self.tables[:count])
+        count = self.num_unique
+        return recover_keys(self.device, self.hashes[:count], self.tables[:count])
 
     @property
-    def groups(self) -> Groups:
+    def positions_by_row(self) -> PositionsByRow:
         """Positions grouped by row."""
-        if not self._groups:
-            self._groups.append(self._group())
-        return self._groups[0]
+        if not self._positions_by_row:
+            self._positions_by_row.append(self._group_positions())
+        return self._positions_by_row[0]
 
-    def _group(self) -> Groups:
+    def _group_positions(self) -> PositionsByRow:
         rows, order = torch.sort(self.inverse, stable=True)
         positions = self.empty(torch.int32)
-        sources = self.empty(torch.int32) if self.pooled else None
+        output_rows = self.empty(torch.int32) if self.is_pooled else None
         offsets = torch.zeros(self.size + 1, dtype=torch.int32, device=rows.device)
         n = np.uint64(self.size)
-        self._run("group_rows", self.size, rows, order, self._sources, n, offsets, positions, sources)
-        return Groups(rows, order, positions, positions if sources is None else sources, offsets)
+        self._run("group_rows", self.size, rows, order, self._output_rows, n, offsets, positions, output_rows)
+        return PositionsByRow(rows, order, positions, positions if output_rows is None else output_rows, offsets)
 
     def keep_alive(self, memory: Tensor) -> int:
         """Keep memory alive as long as the batch. Returns the memory's address."""
-        self._owned.append(memory)
+        self._owned_memory.append(memory)
         return memory.data_ptr()
 
     def record_stream(self) -> None:
         """Allow this thread to use another thread's batch. Torch keeps the batch until this thread's launches end."""
-        parts = [*vars(self).values(), *self._owned, *(lookup.begins for lookup in self.lookups)]
-        for part in [*parts, *vars(self.groups).values()]:
+        parts = [*vars(self).values(), *self._owned_memory, *(lookup.bag_begins for lookup in self.lookups)]
+        for part in [*parts, *vars(self.positions_by_row).values()]:
             if isinstance(part, Tensor):
                 self.device.record_stream(part)
 
@@ -272,35 +272,35 @@ class Batch:
         memory = torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)
         return memory if self.size else memory[:0]
 
-    def _add(self, segment: Segment) -> None:
+    def _add_segment(self, segment: Segment) -> None:
         keys, _, bags, feature_columns = segment
         size, count, length, begins, features, columns = len(keys), len(keys), 1, None, None, None
         if isinstance(bags, Tensor):
             count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
-            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.wrong)
+            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.input_faults)
         elif bags is not None:
             count, length = size // bags, bags
         if feature_columns is not None:
-            features, columns = _on_device(feature_columns, keys.device)
+            features, columns = _copy_feature_columns(feature_columns, keys.device)
             count = count // len(columns) * len(features)
-        begin, source, pooled = self.size, self.sources, bags is not None
-        self.lookups.append(LookupSpan(begin, source, size, count, length, begins, pooled, features, columns))
+        begin, output_row, is_pooled = self.size, self.num_output_rows, bags is not None
+        self.lookups.append(LookupSpan(begin, output_row, size, count, length, begins, is_pooled, features, columns))
         self.size += size
-        self.sources += count
+        self.num_output_rows += count
 
     def _find_unique(self, hashes: Tensor, tables: Tensor) -> None:
         n = np.uint64(self.size)
         num_slots = 1 << max(2 * self.size - 1, 1).bit_length()
-        marks = torch.full((num_slots,), -1, dtype=torch.int32, device=hashes.device)
-        slots, firsts = self.empty(torch.int32), self.empty(torch.int32)
-        self._run("mark_rows", self.size, hashes, tables, n, marks, np.uint32(num_slots - 1), slots)
-        self._run("find_firsts", self.size, tables, marks, slots, n, firsts)
-        ranks = firsts.cumsum(0, dtype=torch.int32)
+        hash_set = torch.full((num_slots,), -1, dtype=torch.int32, device=hashes.device)
+        slots, first_flags = self.empty(torch.int32), self.empty(torch.int32)
+        self._run("insert_rows", self.size, hashes, tables, n, hash_set, np.uint32(num_slots - 1), slots)
+        self._run("flag_first_positions", self.size, tables, hash_set, slots, n, first_flags)
+        ranks = first_flags.cumsum(0, dtype=torch.int32)
         self.count = ranks[-1:] if self.size else torch.zeros(1, dtype=torch.int32, device=hashes.device)
         self.hashes, self.tables = self.empty(torch.int64), self.empty(torch.int32)
         self.inverse = self.empty(torch.int32)  # [size], each position's row, -1 for padding
         unique = self.inverse, self.hashes, self.tables
-        self._run("number_rows", self.size, hashes, tables, marks, slots, ranks, n, *unique)
+        self._run("number_rows", self.size, hashes, tables, hash_set, slots, ranks, n, *unique)
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
         launch(self.device, _PROGRAM, kernel, items, 1, *arguments)

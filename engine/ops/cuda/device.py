@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 
 from ...errors import StoreError
-from .program import Program, compiled
+from .program import Program, compile_program
 
 THREADS = 256  # per block
 # A tensor (passed as its address), a number with the parameter's type, a struct by value, or a null pointer.
 Argument = Tensor | np.generic | np.ndarray | None
 Event = Any  # a point in the order of a thread's launches
 R = TypeVar("R")
-_one_capture = Lock()  # a process captures one CUDA graph at a time
+_capture_lock = Lock()  # a process captures one CUDA graph at a time
 
 
 def launch(device: Device, program: Program, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
     """Launch a kernel over `items`, each shared by `lanes` threads. Does nothing for no items."""
     if items:
         blocks = min(-(-items * lanes // THREADS), device.blocks)
-        device.start(program, kernel, blocks, [_value(argument) for argument in arguments])
+        device.start(program, kernel, blocks, [_convert_argument(argument) for argument in arguments])
 
 
-def struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
+def make_struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
     """Return the NumPy dtype for a C++ struct. A field is a type and names ("uint32 count size") or a NumPy field."""
     declared: list[tuple[Any, ...]] = []
     for field in fields:
@@ -46,15 +46,15 @@ def struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
     return np.dtype(declared, align=True)
 
 
-def struct_of(dtype: np.dtype[Any], **fields: Any) -> np.ndarray:
+def make_struct(dtype: np.dtype[Any], **fields: Any) -> np.ndarray:
     """Make a struct from fields, to be passed by value. A tensor becomes its address, None a null pointer."""
     struct = np.zeros((), dtype)
     for name, field in fields.items():
-        struct[name] = _value(field)
+        struct[name] = _convert_argument(field)
     return struct
 
 
-def _value(argument: Argument) -> np.generic | np.ndarray:
+def _convert_argument(argument: Argument) -> np.generic | np.ndarray:
     if isinstance(argument, Tensor):
         return np.uint64(argument.data_ptr())
     return np.uint64(0) if argument is None else argument
@@ -77,7 +77,7 @@ class _Call:
         self._format.pack_into(self._values, 0, *[argument.tobytes() for argument in arguments])
 
 
-class _CallsOfThread(local):
+class _ThreadCalls(local):
     def __init__(self) -> None:
         self.by_kernel: dict[tuple[Program, str], _Call] = {}
 
@@ -92,7 +92,7 @@ class Device:
         self.blocks = properties.multi_processor_count * 16  # limit per launch; kernels stride over the remaining items
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._functions: dict[tuple[Program, str], Any] = {}
-        self._calls = _CallsOfThread()
+        self._calls = _ThreadCalls()
         self._second_stream = torch.cuda.Stream(self.torch_device)
         # has a priority, since torch reuses streams of default priority
         self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)
@@ -128,7 +128,7 @@ class Device:
 
     def _function(self, program: Program, kernel: str) -> Any:
         if (program, kernel) not in self._functions:
-            code = compiled(self._cupy.cuda.nvrtc, program, self._architecture)
+            code = compile_program(self._cupy.cuda.nvrtc, program, self._architecture)
             module = self._cupy.RawModule(path=os.fspath(code))
             for name in program.kernels():
                 self._functions[program, name] = module.get_function(name).kernel
@@ -152,7 +152,7 @@ class Device:
 
     def wait(self) -> None:
         """Wait until all threads' launches so far are complete."""
-        with _one_capture:  # waiting would make a capture fail
+        with _capture_lock:  # waiting would make a capture fail
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
@@ -163,9 +163,9 @@ class Device:
         """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         # The current stream is set again, since torch does not restore it if the capture fails.
-        with _one_capture, _without_garbage(), _without_warning(), torch.cuda.stream(self._stream):
+        with _capture_lock, _pause_garbage_collection(), _ignore_warning(), torch.cuda.stream(self._stream):
             try:
-                with self._capturing(graph, pool):
+                with self._enter_capture(graph, pool):
                     result = launches()
             except BaseException:
                 graph.reset()
@@ -173,7 +173,7 @@ class Device:
                 raise
         return graph.replay, result
 
-    def _capturing(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[object]:
+    def _enter_capture(self, graph: torch.cuda.CUDAGraph, pool: Any) -> AbstractContextManager[object]:
         mode = "thread_local"  # other threads may launch and allocate during the capture
         return torch.cuda.graph(graph, pool=pool, stream=self._capture_stream, capture_error_mode=mode)
 
@@ -182,7 +182,7 @@ class Device:
         with suppress(RuntimeError):  # raised if torch has already ended the capture
             torch._C._cuda_endAllocateToPool(self.torch_device.index, pool)
         # A successful capture resets the generator. If this capture fails too, the first error matters more.
-        with suppress(RuntimeError), self._capturing(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
+        with suppress(RuntimeError), self._enter_capture(torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()):
             torch.zeros(1, device=self.torch_device)
 
     @property
@@ -191,7 +191,7 @@ class Device:
 
 
 @contextmanager
-def _without_garbage() -> Iterator[None]:
+def _pause_garbage_collection() -> Iterator[None]:
     """Disable garbage collection: collecting a table closes it, and closing waits for the device."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -203,7 +203,7 @@ def _without_garbage() -> Iterator[None]:
 
 
 @contextmanager
-def _without_warning() -> Iterator[None]:
+def _ignore_warning() -> Iterator[None]:
     """Ignore torch's warning about an empty capture. As an error, the warning would hide why `launches` failed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")

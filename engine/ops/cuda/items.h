@@ -20,7 +20,7 @@ TIERBED_FN void for_each(u64 n, const Body& body) {
 }
 
 // Calls body(warp, item, data) for items [0, n), each on a whole warp. Each lane reads one item's Data by read(item),
-// and data.of_lane(warp, lane) passes it to the other lanes, so that a warp waits for memory once per 32 items.
+// and data.shuffle_from(warp, lane) passes it to the other lanes, so that a warp waits for memory once per 32 items.
 template <class Data, class Read, class Body>
 TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     const Tile warp{threadIdx.x % 32, 32};
@@ -29,7 +29,7 @@ TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     while (item < n) {
         Data own{};
         if (item + warp.lane * warps < n) own = read(item + warp.lane * warps);
-        for (u32 lane = 0; lane < 32 && item < n; ++lane, item += warps) body(warp, item, own.of_lane(warp, lane));
+        for (u32 lane = 0; lane < 32 && item < n; ++lane, item += warps) body(warp, item, own.shuffle_from(warp, lane));
     }
 }
 
@@ -47,12 +47,12 @@ struct Counters {
 
 // A thread's additions to N counters.
 template <u32 N>
-struct CountsOf {
-    u64 found[N] = {};
+struct ThreadCounts {
+    u64 values[N] = {};
 
     TIERBED_FN void add_to(u64* counts) const {
         for (u32 k = 0; k < N; ++k)
-            if (found[k]) atomicAdd(&counts[k], found[k]);
+            if (values[k]) atomicAdd(&counts[k], values[k]);
     }
 };
 
@@ -62,12 +62,12 @@ public:
     TIERBED_FN explicit Tally(u64* counts) : counts_(counts) {}
     TIERBED_FN explicit Tally(const Counters& all) : counts_(all.counts + blockIdx.x % COPIES * all.size) {}
     TIERBED_FN void add(u32 index) {
-        if (index != index_) end();
+        if (index != index_) flush();
         index_ = index;
         ++pending_;
     }
     // Call this after the last `add`.
-    TIERBED_FN void end() {
+    TIERBED_FN void flush() {
         if (pending_) atomicAdd(&counts_[index_], pending_);
         pending_ = 0;
     }
@@ -79,6 +79,6 @@ private:
 };
 
 // The index of a table's hits or misses in counters [tables, 2].
-TIERBED_FN u32 place_of(u32 table, bool missed) { return 2 * table + missed; }
+TIERBED_FN u32 hit_index(u32 table, bool is_miss) { return 2 * table + is_miss; }
 
 }  // namespace tierbed

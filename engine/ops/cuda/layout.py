@@ -9,16 +9,16 @@ from torch import Tensor
 
 from ...options.initializers import InitialValues
 from ...row_format import RECORD_BYTES, WORD, line_bytes_of, words_of
-from .device import Device, struct_of, struct_type
+from .device import Device, make_struct, make_struct_type
 from .program import Program
 
-_VALUES = struct_type("uint32 kind", "float32 a b", "float64 q0 q1")
-_ROW = struct_type(
+_VALUES = make_struct_type("uint32 kind", "float32 a b", "float64 q0 q1")
+_INITIAL_ROW = make_struct_type(
     "uint64 seed values group_ends", "uint32 groups", "uint64 states state_ends", "uint32 state_count has_zero_key",
     "uint64 zero_key",
 )  # fmt: skip
-_COUNTERS, _COPIES = struct_type("uint64 counts size"), 64  # as in items.h
-TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # structs in kernels/half.h
+_COUNTERS, _COPIES = make_struct_type("uint64 counts size"), 64  # as in items.h
+TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}  # structs in kernels/float_types.h
 
 
 class Layout:
@@ -28,13 +28,13 @@ class Layout:
         self.device = device
         self._programs: dict[tuple[str, ...], Program] = {}
         self.dim = int(sum(initial.columns))
-        self.tables = len(initial.kinds) // len(initial.columns)
+        self.num_tables = len(initial.kinds) // len(initial.columns)
         self.type, narrow = TYPES[initial.dtype], initial.narrow_states
         widths = [words_of(initial.state_dtype, self.dim)] * narrow + list(initial.state_widths)[narrow:]
         ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
         self.width = int(ends[-1])
         self.is_narrow = initial.dtype != "float32" or narrow > 0
-        self.wide_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # size of the line decoded to float32
+        self.wide_line_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # of the line decoded to float32
         self.seed = np.uint64(initial.seed)
         self.stored_bytes = self.width * WORD + RECORD_BYTES  # size of a line without padding
         self.line_bytes = line_bytes_of(self.width)
@@ -43,7 +43,7 @@ class Layout:
             ("TIERBED_EMBEDDING", self.type), ("TIERBED_STATES", TYPES[initial.state_dtype]),
             ("TIERBED_NARROW_STATES", narrow),
         )  # fmt: skip
-        self.copy_lanes, self.column_lanes = _lanes((self.dim + 3) // 4), _lanes(self.dim)  # as in layout.h
+        self.copy_lanes, self.column_lanes = _count_lanes((self.dim + 3) // 4), _count_lanes(self.dim)  # as in layout.h
         values = np.zeros(len(initial.kinds), _VALUES)
         values["kind"] = initial.kinds
         values["a"], values["b"] = np.asarray(initial.parameters).T
@@ -51,8 +51,8 @@ class Layout:
         group_ends, states = np.cumsum(initial.columns, dtype=np.uint32), np.asarray(initial.states, np.float32)
         arrays = {"values": values, "group_ends": group_ends, "states": states, "state_ends": ends[1:]}
         memory = {name: self._tensor(array) for name, array in arrays.items()}
-        self.initial = struct_of(
-            _ROW, seed=initial.seed, groups=len(initial.columns), state_count=len(initial.states),
+        self.initial = make_struct(
+            _INITIAL_ROW, seed=initial.seed, groups=len(initial.columns), state_count=len(initial.states),
             has_zero_key=initial.zero_key is not None, zero_key=initial.zero_key, **memory,
         )  # fmt: skip
         self._memory = list(memory.values())
@@ -69,7 +69,7 @@ class Layout:
         return torch.from_numpy(bytes_).to(self.device.torch_device)
 
 
-def _lanes(words: int) -> int:
+def _count_lanes(words: int) -> int:
     return min(1 << max(words - 1, 0).bit_length(), 32)
 
 
@@ -77,8 +77,8 @@ class HitCounters:
     """Hits and misses [tables, 2], in several copies on the device to avoid contention."""
 
     def __init__(self, layout: Layout) -> None:
-        self._copies = torch.zeros((_COPIES, layout.tables, 2), dtype=torch.int64, device=layout.device.torch_device)
-        self.struct = struct_of(_COUNTERS, counts=self._copies, size=2 * layout.tables)  # items.h's Counters
+        self._copies = torch.zeros(_COPIES, layout.num_tables, 2, dtype=torch.int64, device=layout.device.torch_device)
+        self.struct = make_struct(_COUNTERS, counts=self._copies, size=2 * layout.num_tables)  # items.h's Counters
 
     def total(self) -> NDArray[np.int64]:
         """Return hits and misses [tables, 2]. Waits for the device."""

@@ -12,30 +12,31 @@ extern "C" __global__ void copy_lines(const u64* from, const u64* to, u64 n) {
     });
 }
 
-// Writes initial values to the first `count` lines. Skips a line that is 0, or whose flag in `only` (may be null) is 0.
+// Writes initial values to the first `count` lines. Skips lines that are 0, and lines whose flag (if not null) is 0.
 extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables, const u32* count, const u64* lines,
-                                            const u8* only, InitialRow initial, const __grid_constant__ SlotHash slot_hash) {
+                                            const u8* flags, InitialRow initial,
+                                            const __grid_constant__ SlotHash slot_hash) {
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
-        if (lines[i] == 0 || (only && !only[i])) return;
+        if (lines[i] == 0 || (flags && !flags[i])) return;
         initialise_line(tile, lines[i], SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
     });
 }
 
-// Counts lines among the first `count` that were ever written, and adds the counts to written [tables].
-extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* written) {
-    Tally tally(written);
+// Counts lines among the first `count` that were ever written, and adds the numbers to counts [tables].
+extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* counts) {
+    Tally tally(counts);
     for_each(*count, [&](u64 i) {
         if (lines[i] && row_counters(lines[i], SHAPE)->updates) tally.add(tables[i]);
     });
-    tally.end();
+    tally.flush();
 }
 
-// Writes values [size, dim], one per position, to embeddings; last value wins. Adds first writes to written [tables].
+// Writes values [size, dim], one per position, to embeddings; last value wins. Counts first writes [tables].
 extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
-                                       const u32* count, const float* values, u32 step, u64* written,
+                                       const u32* count, const float* values, u32 step, u64* first_writes,
                                        const u32* faults) {
     if (*faults) return;
-    Tally tally(written);
+    Tally tally(first_writes);
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
         const u64 last = positions[offsets[i + 1] - 1];
         set_embedding(tile, lines[i], values + last * SHAPE.dim, SHAPE);
@@ -45,5 +46,5 @@ extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, cons
         if (counters->updates != 0xFFFFFFFFu) counters->updates += 1;
         counters->step = step;
     });
-    tally.end();
+    tally.flush();
 }

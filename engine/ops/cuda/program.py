@@ -43,14 +43,14 @@ class Program:
         return hash((self.file, self.macros))
 
     def source(self) -> str:
-        return "".join(f"#define {name} {value}\n" for name, value in self.macros) + _text(self.file)
+        return "".join(f"#define {name} {value}\n" for name, value in self.macros) + _read_text(self.file)
 
     def kernels(self) -> list[str]:
-        return re.findall(r'extern "C" __global__ void (\w+)\(', _text(self.file))
+        return re.findall(r'extern "C" __global__ void (\w+)\(', _read_text(self.file))
 
 
 @cache
-def _text(file: str) -> str:
+def _read_text(file: str) -> str:
     included: set[Path] = set()
 
     def expand(path: Path) -> str:
@@ -66,7 +66,7 @@ def _text(file: str) -> str:
     return expand(ENGINE / file)
 
 
-def compiled(nvrtc: Any, program: Program, architecture: str) -> Path:
+def compile_program(nvrtc: Any, program: Program, architecture: str) -> Path:
     """Return the path of a program's cubin for `architecture` ("sm_90"). Compiles it if missing. Raises StoreError."""
     source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])

@@ -5,35 +5,35 @@
 
 using namespace tierbed;
 
-// Writes tables and keys of flagged rows to host memory with room for `room` rows.
-extern "C" __global__ void list_flagged(const u64* hashes, u64 hash_stride, const u32* row_tables, u64 table_stride,
-                                        const i32* flags, const i32* ranks, u64 n, u64 room, u32* tables, u64* keys,
+// Writes tables and keys of flagged rows to host memory for `capacity` rows.
+extern "C" __global__ void keys_to_host(const u64* hashes, u64 hash_stride, const u32* row_tables, u64 table_stride,
+                                        const i32* flags, const i32* ranks, u64 n, u64 capacity, u32* tables, u64* keys,
                                         const __grid_constant__ SlotHash slot_hash) {
     for_each(n, [&](u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
-        if (!flags[i] || at >= room) return;
+        if (!flags[i] || at >= capacity) return;
         tables[at] = row_tables[i * table_stride];
         keys[at] = slot_hash.key(row_tables[i * table_stride], hashes[i * hash_stride]);
     });
 }
 
-// Copies flagged lines to host memory with room for `room` lines.
-extern "C" __global__ void lines_to_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, u64 room,
+// Copies flagged lines to host memory for `capacity` lines.
+extern "C" __global__ void lines_to_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, u64 capacity,
                                          u64 memory) {
     for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
-        if (flags[i] && at < room) copy_line(tile, memory + at * SHAPE.line_bytes, lines[i], SHAPE);
+        if (flags[i] && at < capacity) copy_line(tile, memory + at * SHAPE.line_bytes, lines[i], SHAPE);
     });
 }
 
 // Fills flagged lines from host memory, or with initial values if the tier below did not find them.
-extern "C" __global__ void lines_from_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, const u8* found,
-                                           u64 memory, const u64* hashes, const u32* tables, InitialRow initial,
-                                           const __grid_constant__ SlotHash slot_hash) {
+extern "C" __global__ void lines_from_host(const u64* lines, const i32* flags, const i32* ranks, u64 n,
+                                           const u8* is_hit, u64 memory, const u64* hashes, const u32* tables,
+                                           InitialRow initial, const __grid_constant__ SlotHash slot_hash) {
     for_each_item<WARP>(n, [&](Tile tile, u64 i) {
         if (!flags[i]) return;
         const u64 at = static_cast<u64>(ranks[i]) - 1;
-        if (found[at])
+        if (is_hit[at])
             copy_line(tile, lines[i], memory + at * SHAPE.line_bytes, SHAPE);
         else
             initialise_line(tile, lines[i], SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));

@@ -13,49 +13,49 @@ from .batch import SLOT_HASH, Batch
 from .device import launch
 from .layout import Layout
 
-Rows = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, line addresses
+RowArrays = tuple[NDArray[np.uint32], NDArray[np.uint64], NDArray[np.uint64]]  # tables, keys, line addresses
 
 WARP, MIN_ROWS = 32, 1024
 
 
 class Staging:
-    """Page-locked arrays for the tables, keys and lines of `room` rows. The arrays grow on demand."""
+    """Page-locked arrays for the tables, keys and lines of `capacity` rows. The arrays grow on demand."""
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
         self._run = partial(launch, layout.device, layout.program("ops/cuda/staging.cu"))
-        self.room = 0
+        self.capacity = 0
         self.reserve(MIN_ROWS)
 
     def reserve(self, rows: int) -> bool:
         """Make room for `rows`. Returns True if it reallocates; the device must not use the old memory then."""
-        if rows <= self.room:
+        if rows <= self.capacity:
             return False
         memory = self._layout.device.host_memory
-        self.room = max(rows, 2 * self.room)
-        self.tables, self.keys = memory(self.room, torch.int32), memory(self.room, torch.int64)
-        self.lines = memory(self.room * self._layout.line_bytes, torch.uint8)
-        self.found_flags = memory(self.room, torch.uint8)
+        self.capacity = max(rows, 2 * self.capacity)
+        self.tables, self.keys = memory(self.capacity, torch.int32), memory(self.capacity, torch.int64)
+        self.lines = memory(self.capacity * self._layout.line_bytes, torch.uint8)
+        self.hit_flags = memory(self.capacity, torch.uint8)
         return True
 
-    def rows(self, count: int) -> Rows:
+    def rows(self, count: int) -> RowArrays:
         """Return the first `count` rows as tier arguments."""
         addresses = self.lines.data_ptr() + self._layout.line_bytes * np.arange(count, dtype=np.uint64)
         tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
 
-    def identify(self, hashes: Tensor, tables: Tensor, flags: Tensor, ranks: Tensor) -> None:
+    def copy_keys(self, hashes: Tensor, tables: Tensor, flags: Tensor, ranks: Tensor) -> None:
         """Copy the flagged rows' tables and keys to the staging memory. ranks [n]: the running sum of flags [n]."""
         n, strides = len(flags), [np.uint64(tensor.stride(0)) for tensor in (hashes, tables)]
         self._run(
-            "list_flagged", n, 1, hashes, strides[0], tables, strides[1], flags, ranks, np.uint64(n),
-            np.uint64(self.room), self.tables, self.keys, SLOT_HASH,
+            "keys_to_host", n, 1, hashes, strides[0], tables, strides[1], flags, ranks, np.uint64(n),
+            np.uint64(self.capacity), self.tables, self.keys, SLOT_HASH,
         )  # fmt: skip
 
     def copy_lines(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
         """Copy flagged lines [n] to the staging memory."""
-        n, room = np.uint64(len(lines)), np.uint64(self.room)
-        self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, room, self.lines)
+        n, capacity = np.uint64(len(lines)), np.uint64(self.capacity)
+        self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, capacity, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
         """Wait for lines [n] and return their bytes [n, line_bytes], valid until the next `read` or `copy_lines`."""
@@ -74,20 +74,20 @@ class Staging:
         packed[:] = self.read(lines)[:, : self._layout.stored_bytes]
         return packed
 
-    def records(self, lines: Tensor) -> NDArray[np.uint32]:
+    def read_counters(self, lines: Tensor) -> NDArray[np.uint32]:
         """Return the update counts and last steps of lines [n], [n, 2]. Overwrites the staging memory."""
         end = self._layout.stored_bytes
         return self.read(lines)[:, end - 8 : end].copy().view(np.uint32)
 
     def describe(self, line: Tensor) -> dict[str, int]:
         """Return a line's update count and last step."""
-        updates, step = self.records(line)[0].tolist()
+        updates, step = self.read_counters(line)[0].tolist()
         return {"updates": updates, "last_step": step}
 
-    def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, found: NDArray[np.bool_]) -> None:
-        """Fill a batch's flagged lines from the staging memory, or with initial values for rows not `found` there."""
-        self.found_flags[: len(found)].numpy()[:] = found
+    def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, is_hit: NDArray[np.bool_]) -> None:
+        """Fill a batch's flagged lines from the staging memory, or with initial values if `is_hit` is False."""
+        self.hit_flags[: len(is_hit)].numpy()[:] = is_hit
         self._run(
-            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.found_flags,
+            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.hit_flags,
             self.lines, batch.hashes, batch.tables, self._layout.initial, SLOT_HASH,
         )  # fmt: skip

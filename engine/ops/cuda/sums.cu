@@ -1,11 +1,11 @@
 // Sums the gradients of a batch's rows. One warp works on one row.
-#include "sources.h"
+#include "row_gradient.h"
 #include "ops/kernels/update.h"
 
 using namespace tierbed;
 
 // Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
-extern "C" __global__ void sum_rows(const __grid_constant__ Sources from, const u32* count, const float* sums,
+extern "C" __global__ void sum_rows(const __grid_constant__ BatchGradients from, const u32* count, const float* sums,
                                     const i64* positions, float* out) {
     for_each_row(from, *count, nullptr, [&](Tile tile, u64 row, const RowStart& start) {
         const RowGradient gradient(from, start, sums);
@@ -15,8 +15,8 @@ extern "C" __global__ void sum_rows(const __grid_constant__ Sources from, const 
 }
 
 // Writes each row's squared gradient norm to squares [count]. memory [warps of the grid, dim]: scratch.
-extern "C" __global__ void square_rows(const __grid_constant__ Sources from, const u32* count,
-                                       const float* sums, float* memory, float* squares) {
+extern "C" __global__ void square_rows(const __grid_constant__ BatchGradients from, const u32* count, const float* sums,
+                                       float* memory, float* squares) {
     for_each_row(from, *count, nullptr, [&](Tile tile, u64 row, const RowStart& start) {
         const RowGradient gradient(from, start, sums);
         const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, 1.0f); };

@@ -1,6 +1,6 @@
 // Sums the gradients of a batch's rows and applies an optimizer rule. Compiled for one rule (TIERBED_RULE) and one
 // gradient type (TIERBED_GRADIENTS). One warp works on one row.
-#include "sources.h"
+#include "row_gradient.h"
 #include "items.h"
 #include "ops/kernels/hash.h"
 #include "ops/kernels/update.h"
@@ -17,7 +17,7 @@ constexpr LineShape WIDE = widened(SHAPE);
 constexpr u32 MAX_HYPERS = 504;
 
 // The numbers that change from step to step.
-struct Numbers {
+struct StepNumbers {
     double hyper[MAX_HYPERS];  // the rule's hyper-parameters, the limits, then what Rates reads (0 without past rates)
     float scale;               // multiplies gradients
     u32 step;                  // the embedding's step
@@ -26,7 +26,7 @@ struct Numbers {
 }  // namespace
 
 // Kernels read the numbers from memory, since a captured launch's arguments cannot change.
-extern "C" __global__ void write_hyper(const __grid_constant__ Numbers values, Numbers* numbers) {
+extern "C" __global__ void write_hyper(const __grid_constant__ StepNumbers values, StepNumbers* numbers) {
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = values;
 }
 
@@ -51,17 +51,17 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, con
     }
 }
 
-// Updates all rows. Adds first writes to written [tables]. memory [warps of the grid, dim]: scratch. hashes, seed: for
+// Updates all rows. Counts first writes [tables]. memory [warps of the grid, dim]: scratch. hashes, seed: for
 // stochastic rounding.
-extern "C" __global__ void update_rows(const __grid_constant__ Sources from, const u64* lines, const u32* tables,
-                                       const u32* count, const Numbers* numbers, const float* sums, float* memory,
-                                       u64* written, const u32* faults, u64 wide, const u64* hashes, u64 seed,
+extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients from, const u64* lines, const u32* tables,
+                                       const u32* count, const StepNumbers* numbers, const float* sums, float* memory,
+                                       u64* first_writes, const u32* faults, u64 wide, const u64* hashes, u64 seed,
                                        const __grid_constant__ SlotHash slot_hash) {
     if (*faults) return;
     const Rule rule(numbers->hyper);
     const float scale = numbers->scale;
     const u32 step = numbers->step;
-    Tally tally(written);
+    Tally tally(first_writes);
     for_each_row(from, *count, lines, [&](Tile tile, u64 row, const RowStart& start) {
         const RowGradient gradient(from, start, sums);
         if (gradient.occurrences() == 0) return;
@@ -75,7 +75,7 @@ extern "C" __global__ void update_rows(const __grid_constant__ Sources from, con
             encode_line(tile, line, decoded, SHAPE, Noise(seed, slot_hash.row_hash(tables[row], hashes[row]), step));
         });
     });
-    tally.end();
+    tally.flush();
 }
 
 // Templates, since a rule that does not catch up lacks the members used here. For such a rule nothing happens.
@@ -87,24 +87,25 @@ TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters
 }
 
 template <class Rule>
-TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* views, u64 wide) {
+TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* copies,
+                             u64 wide) {
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(count, [&](Tile tile, u64 row) {
             const RowCounters counters = *row_counters(lines[row], SHAPE);
             const bool behind = is_behind(counters, step, Rule::MISSES_UNWRITTEN);
-            const u64 line = behind && views ? memory + row * SHAPE.line_bytes : lines[row];
-            if (views && tile.lane == 0) views[row] = line;
+            const u64 line = behind && copies ? memory + row * SHAPE.line_bytes : lines[row];
+            if (copies && tile.lane == 0) copies[row] = line;
             if (!behind) return;
-            if (views) copy_line(tile, line, lines[row], SHAPE);
+            if (copies) copy_line(tile, line, lines[row], SHAPE);
             synchronise(tile);
             catch_up_line(tile, line, rule, counters, step, wide);
         });
 }
 
-// Catches up the first `count` lines to the beginning of the step. With views [count], lines do not change: rows that
-// missed steps are copied to `memory`, with room for `count` lines, and caught up there. views[i] becomes the copy's
+// Catches up the first `count` lines to the beginning of the step. With copies [count], lines do not change: rows that
+// missed steps are copied to `memory`, with room for `count` lines, and caught up there. copies[i] becomes the copy's
 // address, or the line's address if the row missed no step.
-extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const Numbers* numbers, u64 memory,
-                                          u64* views, u64 wide) {
-    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, views, wide);
+extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const StepNumbers* numbers, u64 memory,
+                                          u64* copies, u64 wide) {
+    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, copies, wide);
 }

@@ -1,7 +1,7 @@
 // Copies column ranges between matrices (`move_columns`), or adds them for the gradient (`add_columns`). `add_columns`
 // starts from zeros and adds the moves in order, rounding each sum to the type.
 #pragma once
-#include "half.h"
+#include "float_types.h"
 #include "portable.h"
 
 namespace tierbed {
@@ -24,22 +24,24 @@ struct Matrix {
 
 struct Move {
     u32 source, target;  // matrix indexes
-    u32 from, to;        // first columns
-    u32 count;
+    u32 source_column, target_column;  // first columns
+    u32 num_columns;
 };
 
 template <class Stored, class Body>
-TIERBED_FN void each_column(const Matrix* sources, const Matrix* targets, const Move& move, u64 row, const Body& body) {
-    const Stored* from = sources[move.source].row<const Stored>(row) + move.from;
-    Stored* to = targets[move.target].row<Stored>(row) + move.to;
+TIERBED_FN void for_each_column(const Matrix* sources, const Matrix* targets, const Move& move, u64 row,
+                                const Body& body) {
+    const Stored* from = sources[move.source].row<const Stored>(row) + move.source_column;
+    Stored* to = targets[move.target].row<Stored>(row) + move.target_column;
     TIERBED_NO_OVERLAP
-    for (u32 c = 0; c < move.count; ++c) body(to[c], from[c]);
+    for (u32 c = 0; c < move.num_columns; ++c) body(to[c], from[c]);
 }
 
 template <class Stored>
 TIERBED_FN void move_columns(const Matrix* sources, const Matrix* targets, const Move* moves, u64 count, u64 row) {
     for (u64 m = 0; m < count; ++m)
-        each_column<Stored>(sources, targets, moves[m], row, [](Stored& to, Stored from) TIERBED_INLINE { to = from; });
+        for_each_column<Stored>(sources, targets, moves[m], row,
+                                [](Stored& to, Stored from) TIERBED_INLINE { to = from; });
 }
 
 template <class Type>
@@ -51,7 +53,7 @@ TIERBED_FN void add_columns(const Matrix* sources, const Matrix* targets, u64 ma
         for (u64 c = 0; c < targets[t].columns; ++c) to[c] = Stored{};
     }
     const auto add = [](Stored& to, Stored from) TIERBED_INLINE { to = Type::store(Type::load(to) + Type::load(from)); };
-    for (u64 m = 0; m < count; ++m) each_column<Stored>(sources, targets, moves[m], row, add);
+    for (u64 m = 0; m < count; ++m) for_each_column<Stored>(sources, targets, moves[m], row, add);
 }
 
 }  // namespace tierbed

@@ -17,36 +17,37 @@ struct Entry {
 struct UniqueRow {
     u64 hash;
     u32 table;
-    u32 count;  // entries
+    u32 num_entries;
 };
 
 // A slot of the hash set. The tag has hash bits that do not choose the slot. Comparing tags settles most probes.
-struct Mark {
+struct HashSlot {
     u32 tag;
     u32 row;
 };
 
-// Writes each entry's unique row to local [n] and the unique rows to `rows`. Returns their number.
-// marks [size]: memory for an open-addressing hash set; size: a power of two, at least 2 * n.
-TIERBED_FN u32 unique_bucket(const Entry* entries, u32 n, Mark* marks, u32 size, u32* local, UniqueRow* rows) {
-    for (u32 i = 0; i < size; ++i) marks[i] = Mark{NONE, NONE};
+// Writes each entry's unique row to local_rows [n] and the unique rows to `rows`. Returns their number.
+// hash_slots [num_slots]: memory for an open-addressing hash set; num_slots: a power of two, at least 2 * n.
+TIERBED_FN u32 deduplicate_bucket(const Entry* entries, u32 n, HashSlot* hash_slots, u32 num_slots, u32* local_rows,
+                                  UniqueRow* rows) {
+    for (u32 i = 0; i < num_slots; ++i) hash_slots[i] = HashSlot{NONE, NONE};
     u32 unique = 0;
     for (u32 i = 0; i < n; ++i) {
         const Entry entry = entries[i];
         const u32 tag = static_cast<u32>(entry.hash >> 26);
-        u32 slot = static_cast<u32>(entry.hash) & (size - 1);
-        for (;; slot = (slot + 1) & (size - 1)) {
-            const Mark seen = marks[slot];
-            if (seen.row == NONE) {
-                marks[slot] = Mark{tag, unique};
+        u32 slot = static_cast<u32>(entry.hash) & (num_slots - 1);
+        for (;; slot = (slot + 1) & (num_slots - 1)) {
+            const HashSlot occupant = hash_slots[slot];
+            if (occupant.row == NONE) {
+                hash_slots[slot] = HashSlot{tag, unique};
                 rows[unique] = UniqueRow{entry.hash, entry.table, 1};
-                local[i] = unique++;
+                local_rows[i] = unique++;
                 break;
             }
-            UniqueRow& row = rows[seen.row];
-            if (seen.tag == tag && row.hash == entry.hash && row.table == entry.table) {
-                ++row.count;
-                local[i] = seen.row;
+            UniqueRow& row = rows[occupant.row];
+            if (occupant.tag == tag && row.hash == entry.hash && row.table == entry.table) {
+                ++row.num_entries;
+                local_rows[i] = occupant.row;
                 break;
             }
         }

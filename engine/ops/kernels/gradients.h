@@ -4,7 +4,7 @@
 // added in float32, ordered by position, in blocks of 256; then the blocks' sums are added in order. On a GPU, several
 // warps can thus sum a row with many occurrences.
 #pragma once
-#include "half.h"
+#include "float_types.h"
 #include "portable.h"
 
 namespace tierbed {
@@ -49,49 +49,49 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
 constexpr u32 SUM_BLOCK = 256;
 
 // One lookup's output gradient.
-struct GradientPart {
+struct OutputGradient {
     const void* rows;  // [output rows, dim]
     u32 begin;         // the first row's number among all lookups' output rows
 };
 
-struct Gradients {
-    const GradientPart* parts;  // [count], ordered by `begin`
+struct OutputGradients {
+    const OutputGradient* outputs;  // [count], ordered by `begin`
     u32 count;
     u32 dim;
 
     template <class Type>
-    TIERBED_FN const typename Type::Stored* row(u32 source) const {
-        u32 part = 0;
-        while (part + 1 < count && source >= parts[part + 1].begin) ++part;
-        return static_cast<const typename Type::Stored*>(parts[part].rows) +
-               static_cast<u64>(source - parts[part].begin) * dim;
+    TIERBED_FN const typename Type::Stored* row(u32 output_row) const {
+        u32 index = 0;
+        while (index + 1 < count && output_row >= outputs[index + 1].begin) ++index;
+        return static_cast<const typename Type::Stored*>(outputs[index].rows) +
+               static_cast<u64>(output_row - outputs[index].begin) * dim;
     }
 };
 
 struct Occurrences {
-    const u32* sources;   // [count] output rows, ascending by position
+    const u32* output_rows;  // [count], ascending by position
     const float* scales;  // [count], or null if all are 1
     u32 count;
-    const u32* end;  // end of the sources that may be prefetched: this row's and later rows'
+    const u32* end;  // end of the output rows that may be prefetched: this row's and later rows'
 };
 
-constexpr u32 SOURCES_AHEAD = 16;
+constexpr u32 OUTPUT_ROWS_AHEAD = 16;
 
-// Prefetches the gradient of the occurrence that is SOURCES_AHEAD after i.
+// Prefetches the gradient of the occurrence that is OUTPUT_ROWS_AHEAD after i.
 template <class Type>
-TIERBED_FN void prefetch_source(const Gradients& gradients, const Occurrences& row, u32 i) {
-    if (row.end - row.sources > i + SOURCES_AHEAD)
-        prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.sources[i + SOURCES_AHEAD])),
+TIERBED_FN void prefetch_output_row(const OutputGradients& gradients, const Occurrences& row, u32 i) {
+    if (row.end - row.output_rows > i + OUTPUT_ROWS_AHEAD)
+        prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.output_rows[i + OUTPUT_ROWS_AHEAD])),
                        gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
 }
 
 // Sums columns [begin, begin + n) over occurrences [first, last) to sum [n].
 template <class Type>
-TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
-                                u32 begin, u32 n) {
+TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, const Occurrences& row, u32 first,
+                                u32 last, u32 begin, u32 n) {
     for (u32 i = first; i < last; ++i) {
-        if (begin == 0) prefetch_source<Type>(gradients, row, i);
-        const typename Type::Stored* source = gradients.row<Type>(row.sources[i]) + begin;
+        if (begin == 0) prefetch_output_row<Type>(gradients, row, i);
+        const typename Type::Stored* source = gradients.row<Type>(row.output_rows[i]) + begin;
         const float scale = row.scales ? row.scales[i] : 1.0f;  // multiplying by 1 is exact
         if (i == first)
             for (u32 j = 0; j < n; ++j) sum[j] = scale * Type::load(source[j]);
@@ -102,8 +102,8 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
 
 // Writes columns [begin, begin + n) of a row's gradient to sum [n]. row.count > 0. block [n]: scratch.
 template <class Type>
-TIERBED_FN void sum_blocks_of(float* sum, float* block, const Gradients& gradients, const Occurrences& row, u32 begin,
-                              u32 n) {
+TIERBED_FN void sum_row_gradient(float* sum, float* block, const OutputGradients& gradients, const Occurrences& row,
+                                 u32 begin, u32 n) {
     sum_occurrences<Type>(sum, gradients, row, 0, row.count < SUM_BLOCK ? row.count : SUM_BLOCK, begin, n);
     for (u32 first = SUM_BLOCK; first < row.count; first += SUM_BLOCK) {
         const u32 last = row.count - first < SUM_BLOCK ? row.count : first + SUM_BLOCK;

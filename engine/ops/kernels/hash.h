@@ -26,14 +26,14 @@ TIERBED_FN u64 mix_key(u32 table, u64 key) {
     return x * 0x94D049BB133111EBull;
 }
 
-TIERBED_FN u64 last_shift(u64 mixed) { return mixed ^ mixed >> 31; }
+TIERBED_FN u64 apply_last_shift(u64 mixed) { return mixed ^ mixed >> 31; }
 
-TIERBED_FN u64 hash_row(u32 table, u64 key) { return last_shift(mix_key(table, key)); }
+TIERBED_FN u64 hash_row(u32 table, u64 key) { return apply_last_shift(mix_key(table, key)); }
 
-TIERBED_FN u32 bucket_of(u64 hash) { return static_cast<u32>(hash >> 58); }
+TIERBED_FN u32 get_bucket(u64 hash) { return static_cast<u32>(hash >> 58); }
 
 // Returns the rank that owns a row: each rank owns an interval of 16 bits of `hash_row`. ranks <= MAX_RANKS.
-TIERBED_FN u32 owner_of(u64 hash, u32 ranks) { return static_cast<u32>((hash >> 34 & 0xFFFF) * ranks >> 16); }
+TIERBED_FN u32 find_owner(u64 hash, u32 ranks) { return static_cast<u32>((hash >> 34 & 0xFFFF) * ranks >> 16); }
 
 TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
     x = (x & 0x00FF00FF00FF00FFull) << 8 | (x >> 8 & 0x00FF00FF00FF00FFull);
@@ -59,7 +59,7 @@ struct SlotHash {
         return reverse_bytes(fold(x) * factor[1]);
     }
     // Returns the row's `hash_row`.
-    TIERBED_FN u64 row_hash(u32 table, u64 hash) const { return last_shift(unmix(table, hash)); }
+    TIERBED_FN u64 row_hash(u32 table, u64 hash) const { return apply_last_shift(unmix(table, hash)); }
     // Recovers the key by undoing each step, multiplying by the factors' inverses.
     TIERBED_FN u64 key(u32 table, u64 hash) const {
         u64 x = unmix(table, hash) * 0x319642B2D24D8EC3ull;
@@ -81,7 +81,7 @@ private:
 // This process's slot hash. The environment variable TIERBED_HASH_SEED, an integer, fixes it.
 extern const SlotHash slot_hash __attribute__((visibility("hidden")));
 
-TIERBED_FN u64 key_of(u32 table, u64 hash) { return slot_hash.key(table, hash); }
+TIERBED_FN u64 get_key(u32 table, u64 hash) { return slot_hash.key(table, hash); }
 #endif
 
 }  // namespace tierbed

@@ -95,7 +95,7 @@ TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, con
     u32* const out = reinterpret_cast<u32*>(line);
     for (u32 k = 0; k < row.state_count; ++k) {
         const bool is_narrow = k < shape.narrow_states;
-        const u32 word = is_narrow ? pack_pair(shape.states, row.states[k]) : bits_of(row.states[k]);
+        const u32 word = is_narrow ? pack_pair(shape.states, row.states[k]) : as_bits(row.states[k]);
         const u32 begin = k == 0 ? words_of(shape.embedding, shape.dim) : row.state_ends[k - 1], end = row.state_ends[k];
         for (u32 i = begin + tile.lane; i < end; i += tile.size)
             out[i] = is_narrow && shape.dim % 2 == 1 && i + 1 == end ? word & 0xFFFFu : word;  // padding is zeros

@@ -3,7 +3,7 @@
 // Tiers copy a line as a sequence of 4-byte words. Number types matter only to code that reads numbers: such code uses
 // float32 lines in place, and converts other lines by codec.h.
 #pragma once
-#include "half.h"
+#include "float_types.h"
 
 namespace tierbed {
 

@@ -7,9 +7,9 @@ namespace tierbed {
 
 // Returns ln x for a normal number x > 0, by the series for 2 artanh((m - 1) / (m + 1)) around m = 1.
 TIERBED_FN double natural_log(double x) {
-    const u64 bits = bits_of(x);
+    const u64 bits = as_bits(x);
     int exponent = static_cast<int>((bits >> 52) & 0x7FF) - 1022;
-    double m = double_of((bits & 0x000FFFFFFFFFFFFFull) | 0x3FE0000000000000ull);  // [0.5, 1)
+    double m = as_double((bits & 0x000FFFFFFFFFFFFFull) | 0x3FE0000000000000ull);  // [0.5, 1)
     if (m < 0.7071067811865476) {
         m *= 2.0;
         exponent -= 1;
@@ -108,7 +108,7 @@ TIERBED_FN double exponential_near_zero(double x) {
 // Returns x^exponent for x >= 0, otherwise NaN. The result is 2^k e^r with ln(x^exponent) = k ln 2 + r, rounded once
 // from a double with a relative error below 2^-40.
 TIERBED_FN float power(float x, float exponent) {
-    const float zero = 0.0f, infinity = float_of(0x7F800000u), not_a_number = float_of(0x7FC00000u);
+    const float zero = 0.0f, infinity = as_float(0x7F800000u), not_a_number = as_float(0x7FC00000u);
     if (!(x >= 0.0f)) return not_a_number;
     if (exponent == 0.0f || x == 1.0f) return 1.0f;
     if (exponent == 0.5f) return square_root(x);
@@ -118,7 +118,7 @@ TIERBED_FN float power(float x, float exponent) {
     if (logarithm < -104.0) return zero;
     const double ln2 = 0.6931471805599453;
     const int k = static_cast<int>(logarithm / ln2 + (logarithm < 0.0 ? -0.5 : 0.5));
-    const double scale = double_of(static_cast<u64>(k + 1023) << 52);
+    const double scale = as_double(static_cast<u64>(k + 1023) << 52);
     return static_cast<float>(exponential_near_zero(logarithm - static_cast<double>(k) * ln2) * scale);
 }
 

@@ -5,7 +5,7 @@
 // Padding does not count as a row; an empty bag yields zeros. `Row` is the embeddings' float type, `Type` the output's.
 #pragma once
 #include "gradients.h"
-#include "half.h"
+#include "float_types.h"
 #include "line.h"
 #include "portable.h"
 
@@ -13,33 +13,35 @@ namespace tierbed {
 
 // Maps a lookup's bags to their ids and output rows.
 //
-// Without features, bag b has the ids from offsets[b] and output row b. With features, bag `column * batch + b` is the
-// bag of sample b for that column's feature, and its output row is `b * columns + column`.
+// Without features, bag b has the ids from offsets[b] and output row b. With features, bag `column * batch_size + b` is
+// the bag of sample b for that column's feature, and its output row is `b * num_columns + column`.
 struct Bags {
-    const i64* offsets = nullptr;   // [parts + 1] ascending; null if all bags have `length` ids
+    const i64* offsets = nullptr;  // [bags + 1] ascending; null if all bags have `length` ids
     u64 length = 1;
     const u32* features = nullptr;  // [columns], each column's feature; null without features
-    u32 columns = 0, batch = 0;     // with features: offsets are [features * batch + 1]
+    u32 num_columns = 0, batch_size = 0;  // with features: offsets are [features * batch_size + 1]
 
     // Returns the bag's index in `offsets`.
-    TIERBED_FN u64 part(u64 bag) const {
-        return features ? static_cast<u64>(features[column(bag)]) * batch + sample(bag) : bag;
+    TIERBED_FN u64 offset_index(u64 bag) const {
+        return features ? static_cast<u64>(features[column(bag)]) * batch_size + sample(bag) : bag;
     }
-    TIERBED_FN u64 begin(u64 bag) const { return at(part(bag)); }
-    TIERBED_FN u64 end(u64 bag) const { return at(part(bag) + 1); }
-    TIERBED_FN u64 row(u64 bag) const { return features ? static_cast<u64>(sample(bag)) * columns + column(bag) : bag; }
+    TIERBED_FN u64 begin(u64 bag) const { return at(offset_index(bag)); }
+    TIERBED_FN u64 end(u64 bag) const { return at(offset_index(bag) + 1); }
+    TIERBED_FN u64 output_row(u64 bag) const {
+        return features ? static_cast<u64>(sample(bag)) * num_columns + column(bag) : bag;
+    }
 
 private:
-    TIERBED_FN u64 at(u64 part) const { return offsets ? static_cast<u64>(offsets[part]) : part * length; }
-    TIERBED_FN u32 column(u64 bag) const { return static_cast<u32>(bag) / batch; }
-    TIERBED_FN u32 sample(u64 bag) const { return static_cast<u32>(bag) % batch; }
+    TIERBED_FN u64 at(u64 index) const { return offsets ? static_cast<u64>(offsets[index]) : index * length; }
+    TIERBED_FN u32 column(u64 bag) const { return static_cast<u32>(bag) / batch_size; }
+    TIERBED_FN u32 sample(u64 bag) const { return static_cast<u32>(bag) % batch_size; }
 };
 
 struct Bag {
     const i32* inverse;    // [count], each position's unique row or -1
     const float* weights;  // [count] or null
     u32 count;
-    bool mean;
+    bool is_mean;
     const i32* end;  // end of the positions that may be prefetched (this and later bags); null for none
 };
 
@@ -63,7 +65,7 @@ constexpr u32 POOL_BLOCK = 1;
 constexpr u32 POOL_BLOCK = 128;  // how many columns are summed together, in registers
 #endif
 
-TIERBED_FN u32 rows_of(const Bag& bag) {
+TIERBED_FN u32 count_rows(const Bag& bag) {
     u32 rows = 0;
     for (u32 i = 0; i < bag.count; ++i) rows += bag.inverse[i] >= 0;
     return rows;
@@ -73,7 +75,7 @@ TIERBED_FN u32 rows_of(const Bag& bag) {
 template <class Row, class Type>
 TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim, u32 begin, u32 n,
                            float rows) {
-    float memory[POOL_BLOCK], *const sum = opaque(memory);
+    float memory[POOL_BLOCK], *const sum = hide_origin(memory);
     for (u32 j = 0; j < n; ++j) sum[j] = 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
         if (begin == 0) prefetch_row<Row>(lines, bag.inverse + i, bag.end, dim);
@@ -86,7 +88,7 @@ TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const B
             for (u32 j = 0; j < n; ++j) sum[j] += Row::load(row[j]);
         }
     }
-    if (bag.mean && rows != 0.0f)
+    if (bag.is_mean && rows != 0.0f)
         for (u32 j = 0; j < n; ++j) sum[j] = sum[j] / rows;
     out += begin;
     for (u32 j = 0; j < n; ++j) out[j] = Type::store(sum[j]);
@@ -95,7 +97,7 @@ TIERBED_FN void pool_block(typename Type::Stored* out, const u64* lines, const B
 // Pools a bag to out [dim]. lines [unique]: each row's line.
 template <class Row, class Type>
 TIERBED_FN void pool_row(Tile tile, typename Type::Stored* out, const u64* lines, const Bag& bag, u32 dim) {
-    const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
+    const float rows = bag.is_mean ? static_cast<float>(count_rows(bag)) : 0.0f;
     u32 begin = tile.lane * POOL_BLOCK;
     for (; begin + POOL_BLOCK <= dim; begin += tile.size * POOL_BLOCK)
         pool_block<Row, Type>(out, lines, bag, dim, begin, POOL_BLOCK, rows);
@@ -128,14 +130,14 @@ TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 
 template <class Row, class Type>
 TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
                                   const typename Type::Stored* grad, u32 dim) {
-    const float rows = bag.mean ? static_cast<float>(rows_of(bag)) : 0.0f;
+    const float rows = bag.is_mean ? static_cast<float>(count_rows(bag)) : 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
         float product = 0.0f;
         if (bag.inverse[i] >= 0) {
             const auto* row = embedding<Row>(lines[bag.inverse[i]]);
             product = sum_columns(
                 tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * Row::load(row[c]); });
-            if (bag.mean) product = product / rows;
+            if (bag.is_mean) product = product / rows;
         }
         if (tile.lane == 0) out[i] = product;
     }

@@ -72,7 +72,7 @@ TIERBED_FN Vector<T> load_vector(const T* from) {
     return *reinterpret_cast<const Vector<T>*>(from);
 }
 
-TIERBED_FN float* opaque(float* address) { return address; }
+TIERBED_FN float* hide_origin(float* address) { return address; }
 TIERBED_FN void prefetch(const void*) {}
 TIERBED_FN void prefetch_bytes(u64, u32) {}
 // On a GPU, n is always VEC.
@@ -97,10 +97,10 @@ TIERBED_FN u32 ballot(Tile tile, bool predicate) {
     return __ballot_sync(lane_mask(tile), predicate) >> first_lane(tile);
 }
 TIERBED_FN u32 lowest_bit(u32 mask) { return __ffs(mask) - 1; }
-TIERBED_FN u32 bits_of(float x) { return __float_as_uint(x); }
-TIERBED_FN float float_of(u32 bits) { return __uint_as_float(bits); }
-TIERBED_FN u64 bits_of(double x) { return static_cast<u64>(__double_as_longlong(x)); }
-TIERBED_FN double double_of(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
+TIERBED_FN u32 as_bits(float x) { return __float_as_uint(x); }
+TIERBED_FN float as_float(u32 bits) { return __uint_as_float(bits); }
+TIERBED_FN u64 as_bits(double x) { return static_cast<u64>(__double_as_longlong(x)); }
+TIERBED_FN double as_double(u64 bits) { return __longlong_as_double(static_cast<long long>(bits)); }
 TIERBED_FN float square_root(float x) { return __fsqrt_rn(x); }
 TIERBED_FN double square_root(double x) { return __dsqrt_rn(x); }
 TIERBED_FN void synchronise(Tile tile) { __syncwarp(lane_mask(tile)); }
@@ -119,7 +119,7 @@ TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFF
 constexpr u32 VEC = 16;
 
 // Hides an address's origin from the compiler. Otherwise each iteration would set up a stack array anew.
-TIERBED_FN float* opaque(float* address) {
+TIERBED_FN float* hide_origin(float* address) {
     asm("" : "+r"(address));
     return address;
 }
@@ -141,10 +141,10 @@ TIERBED_FN void prefetch_to_write(u64 address, u32 bytes) {
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return static_cast<u32>((static_cast<u64>(a) * b) >> 32); }
 TIERBED_FN u32 ballot(Tile, bool predicate) { return predicate ? 1u : 0u; }
 TIERBED_FN u32 lowest_bit(u32 mask) { return static_cast<u32>(__builtin_ctz(mask)); }
-TIERBED_FN u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
-TIERBED_FN float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
-TIERBED_FN u64 bits_of(double x) { return __builtin_bit_cast(u64, x); }
-TIERBED_FN double double_of(u64 bits) { return __builtin_bit_cast(double, bits); }
+TIERBED_FN u32 as_bits(float x) { return __builtin_bit_cast(u32, x); }
+TIERBED_FN float as_float(u32 bits) { return __builtin_bit_cast(float, bits); }
+TIERBED_FN u64 as_bits(double x) { return __builtin_bit_cast(u64, x); }
+TIERBED_FN double as_double(u64 bits) { return __builtin_bit_cast(double, bits); }
 TIERBED_FN float square_root(float x) { return __builtin_sqrtf(x); }
 TIERBED_FN double square_root(double x) { return __builtin_sqrt(x); }
 TIERBED_FN void synchronise(Tile) {}

@@ -151,13 +151,13 @@ TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* gradient
 
 // True if `apply_rule` needs a row's whole gradient before it changes the first element.
 template <class Rule>
-TIERBED_FN bool reduces_rows(const Rule& rule) {
+TIERBED_FN bool needs_whole_gradient(const Rule& rule) {
     return Rule::REDUCES || Rule::NORMS > 0 || rule.clip_norm > 0.0f;
 }
 
 // Applies one step to a row. sum(g, begin, n) must write the gradient of columns [begin, begin + n) to g [n].
-// gradient [dim]: the tile's scratch memory, used if `reduces_rows(rule)`. Returns true if this was the row's first
-// write.
+// gradient [dim]: the tile's scratch memory, used if `needs_whole_gradient(rule)`. Returns true if this was the row's
+// first write.
 template <class Rule, class Sum>
 TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const Sum& sum, const Rule& rule, u32 step,
                            float* gradient) {
@@ -176,7 +176,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     row.step = step;
     row.dim = static_cast<float>(dim);
     row.total = 0.0f;
-    if (reduces_rows(rule)) {
+    if (needs_whole_gradient(rule)) {
         for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum_block(gradient + begin, begin, n); });
         synchronise(tile);
         if (rule.clip_norm > 0.0f) {
@@ -201,7 +201,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
             Elements<Rule> elements(line, dim, begin);
             float block[VEC];
             const float* g = block;
-            if (reduces_rows(rule))
+            if (needs_whole_gradient(rule))
                 g = load_block(block, gradient + begin, n);
             else
                 sum_block(block, begin, n);

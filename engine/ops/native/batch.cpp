@@ -17,8 +17,8 @@ constexpr std::size_t CHUNK = 4096;  // positions per task; fixed, so that the o
 // Positions [begin, end) in a segment. With features, all positions belong to one column's feature.
 struct Chunk {
     const Segment* segment;
-    std::size_t first;   // the segment's first position in the batch
-    std::size_t source;  // the segment's first output row in the batch
+    std::size_t first_position;    // the segment's first position in the batch
+    std::size_t first_output_row;  // the segment's first output row in the batch
     std::size_t begin, end;
     u32 column;
 };
@@ -28,7 +28,7 @@ struct Chunk {
 template <class Body>
 void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
     const Segment& segment = *chunk.segment;
-    if (!segment.pooled) {
+    if (!segment.is_pooled) {
         u32 cyclic = static_cast<u32>(chunk.begin % num_tables);
         for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
             body(i, i + 1, segment.tables ? segment.tables[i] : cyclic, i);
@@ -37,10 +37,10 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
         return;
     }
     const Bags& bags = segment.bags;
-    const u32 columns = bags.features ? bags.columns : 1;
+    const u32 columns = bags.features ? bags.num_columns : 1;
     const i64* const offsets =
-        bags.features ? bags.offsets + static_cast<u64>(bags.features[chunk.column]) * bags.batch : bags.offsets;
-    const std::size_t parts = bags.features ? bags.batch : segment.count;
+        bags.features ? bags.offsets + static_cast<u64>(bags.features[chunk.column]) * bags.batch_size : bags.offsets;
+    const std::size_t parts = bags.features ? bags.batch_size : segment.num_bags;
     std::size_t bag = offsets ? static_cast<std::size_t>(std::upper_bound(offsets, offsets + parts + 1,
                                                                           static_cast<i64>(chunk.begin)) -
                                                          offsets) -
@@ -58,22 +58,22 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
 }
 
 // Hashes positions chunk by chunk, then groups them by bucket. No two threads write the same chunk or bucket.
-class Grouping {
+class BucketGrouping {
 public:
-    // Sets `inverse` to -1 for padding. pooled: if true, keeps each entry's output row. Calls beyond(table, key,
+    // Sets `inverse` to -1 for padding. is_pooled: if true, keeps each entry's output row. Calls on_illegal(table, key,
     // position) for illegal ids; such ids become padding.
-    template <class Beyond>
-    Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding, i32* inverse,
-             bool pooled, const LegalIds& legal, const Beyond& beyond);
+    template <class OnIllegal>
+    BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
+                   i32* inverse, bool is_pooled, const LegalIds& legal, const OnIllegal& on_illegal);
 
-    Grouped grouped;
-    Buffer<u32> sources;  // the entries' output rows, if pooled
+    BucketedRows grouped;
+    Buffer<u32> output_rows;  // the entries' output rows, if pooled
 
-    // Sets inverse[position] = first[bucket] + local[entry] for all entries.
-    void invert(const std::size_t* first, const u32* local, i32* inverse) const;
+    // Sets inverse[position] = first[bucket] + local_rows[entry] for all entries.
+    void invert(const std::size_t* first, const u32* local_rows, i32* inverse) const;
 
 private:
-    const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first + chunks_[c].begin]; }
+    const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first_position + chunks_[c].begin]; }
 
     const std::vector<Chunk>& chunks_;
     Buffer<Entry> hashed_;                   // a chunk's entries begin at its first position
@@ -81,24 +81,25 @@ private:
     Buffer<std::size_t> ends_;  // for each chunk and bucket, where the chunk's entries in the bucket end
 };
 
-template <class Beyond>
-Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
-                   i32* inverse, bool pooled, const LegalIds& legal, const Beyond& beyond)
+template <class OnIllegal>
+BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables,
+                               std::optional<u64> padding, i32* inverse, bool is_pooled, const LegalIds& legal,
+                               const OnIllegal& on_illegal)
     : chunks_(chunks), entry_counts_(chunks.size()), ends_(chunks.size() * BUCKETS) {
     hashed_ = Buffer<Entry>(n);
-    Buffer<u32> source_of(pooled ? n : 0);
-    const u64* const last = legal.last.empty() ? nullptr : legal.last.data();
+    Buffer<u32> position_output_rows(is_pooled ? n : 0);
+    const u64* const last = legal.last_ids.empty() ? nullptr : legal.last_ids.data();
     parallel_for(chunks.size(), [&](std::size_t c) {
         const Chunk chunk = chunks[c];
         std::size_t* const counts = &ends_[c * BUCKETS];
         std::fill_n(counts, BUCKETS, std::size_t{0});
-        const std::size_t start = chunk.first + chunk.begin;
+        const std::size_t start = chunk.first_position + chunk.begin;
         Entry* const first_entry = hashed_.data() + start;
         Entry* entry = first_entry;
-        u32* const chunk_sources = source_of.data() + (pooled ? start : 0);
+        u32* const chunk_output_rows = position_output_rows.data() + (is_pooled ? start : 0);
         const u64* keys = chunk.segment->keys;
-        const auto hash_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) TIERBED_INLINE {
-            const u32 position = static_cast<u32>(chunk.first + i);
+        const auto add_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) TIERBED_INLINE {
+            const u32 position = static_cast<u32>(chunk.first_position + i);
             if (padding && keys[i] == *padding) {
                 inverse[position] = -1;
                 return;
@@ -109,81 +110,82 @@ Grouping::Grouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tabl
             if constexpr (decltype(limited)::value)
                 if (keys[i] > last[table]) {
                     inverse[position] = -1;
-                    beyond(table, keys[i], position);
+                    on_illegal(table, keys[i], position);
                     return;
                 }
             const u64 hash = slot_hash(table, keys[i]);
-            if (pooled) chunk_sources[entry - first_entry] = static_cast<u32>(chunk.source + row);
+            if (is_pooled) chunk_output_rows[entry - first_entry] = static_cast<u32>(chunk.first_output_row + row);
             *entry++ = Entry{hash, table, position};
-            ++counts[bucket_of(hash)];
+            ++counts[get_bucket(hash)];
         };
-        const auto hash_chunk = [&](auto limited) {
+        const auto add_chunk = [&](auto limited) {
             for_each_bag(chunk, num_tables, [&](std::size_t i, std::size_t end, u32 table, std::size_t row) {
-                for (; i < end; ++i) hash_id(limited, i, table, row);
+                for (; i < end; ++i) add_id(limited, i, table, row);
             });
         };
-        last ? hash_chunk(std::true_type{}) : hash_chunk(std::false_type{});
+        last ? add_chunk(std::true_type{}) : add_chunk(std::false_type{});
         entry_counts_[c] = static_cast<std::size_t>(entry - first_entry);
     });
     std::size_t total = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        grouped.begin[bucket] = total;
+        grouped.bucket_begins[bucket] = total;
         for (std::size_t c = 0; c < chunks.size(); ++c) {
             const std::size_t count = ends_[c * BUCKETS + bucket];
             ends_[c * BUCKETS + bucket] = total;
             total += count;
         }
     }
-    grouped.begin[BUCKETS] = total;
+    grouped.bucket_begins[BUCKETS] = total;
     grouped.entries = Buffer<Entry>(total);
-    if (pooled) sources = Buffer<u32>(total);
+    if (is_pooled) output_rows = Buffer<u32>(total);
     parallel_for(chunks.size(), [&](std::size_t c) {
         std::size_t* at = &ends_[c * BUCKETS];
         const Entry* entry = entries(c);
-        const u32* source = pooled ? &source_of[chunks[c].first + chunks[c].begin] : nullptr;
+        const u32* output_row = is_pooled ? &position_output_rows[chunks[c].first_position + chunks[c].begin] : nullptr;
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
-            const std::size_t index = at[bucket_of(entry->hash)]++;
+            const std::size_t index = at[get_bucket(entry->hash)]++;
             grouped.entries[index] = *entry;
-            if (source) sources[index] = source[i];
+            if (output_row) output_rows[index] = output_row[i];
         }
     });
 }
 
-void Grouping::invert(const std::size_t* first, const u32* local, i32* inverse) const {
+void BucketGrouping::invert(const std::size_t* first, const u32* local_rows, i32* inverse) const {
     parallel_for(chunks_.size(), [&](std::size_t c) {
         std::size_t at[BUCKETS];
-        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.begin, BUCKETS, at);  // the previous chunk's ends
+        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.bucket_begins, BUCKETS, at);  // the previous chunk's ends
         const Entry* entry = entries(c);
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
-            const u32 bucket = bucket_of(entry->hash);
-            inverse[entry->position] = static_cast<i32>(first[bucket] + local[at[bucket]++]);
+            const u32 bucket = get_bucket(entry->hash);
+            inverse[entry->position] = static_cast<i32>(first[bucket] + local_rows[at[bucket]++]);
         }
     });
 }
 
 // Appends positions [begin, end) of a segment to `chunks`.
-void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
+void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t output_row,
                    std::size_t begin, std::size_t end, u32 column = 0) {
     for (; begin < end; begin += CHUNK)
-        chunks.push_back({&segment, first, source, begin, std::min(end, begin + CHUNK), column});
+        chunks.push_back({&segment, first, output_row, begin, std::min(end, begin + CHUNK), column});
 }
 
 // Appends the looked-up features' positions, in memory order. Sets `inverse` to -1 for other positions.
-void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t source,
+void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t output_row,
                      i32* inverse) {
     const Bags& bags = segment.bags;
-    std::vector<u32> columns(bags.columns);
+    std::vector<u32> columns(bags.num_columns);
     std::iota(columns.begin(), columns.end(), u32{0});
     std::sort(columns.begin(), columns.end(), [&](u32 a, u32 b) { return bags.features[a] < bags.features[b]; });
     std::size_t done = 0;
     for (const u32 column : columns) {
-        const i64* const offsets = bags.offsets + static_cast<u64>(bags.features[column]) * bags.batch;
-        const auto begin = static_cast<std::size_t>(offsets[0]), end = static_cast<std::size_t>(offsets[bags.batch]);
+        const i64* const offsets = bags.offsets + static_cast<u64>(bags.features[column]) * bags.batch_size;
+        const auto begin = static_cast<std::size_t>(offsets[0]),
+                   end = static_cast<std::size_t>(offsets[bags.batch_size]);
         std::fill(inverse + done, inverse + begin, -1);
-        append_chunks(chunks, segment, first, source, begin, end, column);
+        append_chunks(chunks, segment, first, output_row, begin, end, column);
         done = end;
     }
-    std::fill(inverse + done, inverse + segment.n, -1);
+    std::fill(inverse + done, inverse + segment.num_ids, -1);
 }
 
 // Returns each table's chunks, ordered by position; empty if neighbouring bags may have different tables.
@@ -205,7 +207,7 @@ std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks,
 // entries. Returns the half of the memory that holds the result.
 //
 // A radix sort in few passes: digits are so long that there are about as many counters as entries.
-u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
+u64* sort_entries(u64* numbers, u32 n, u32 bits) {
     constexpr u32 MIN_DIGIT = 4, MAX_DIGIT = 11;  // bits per digit
     const u32 most = std::clamp<u32>(31 - static_cast<u32>(__builtin_clz(n | 1)), MIN_DIGIT, MAX_DIGIT);
     const u32 passes = (bits + most - 1) / most, digit = (bits + passes - 1) / passes, mask = (1u << digit) - 1;
@@ -226,26 +228,26 @@ u64* sort_numbers(u64* numbers, u32 n, u32 bits) {
 }
 
 // A table's ids from `first` to `last`.
-struct Part {
+struct TablePart {
     u32 table;
     u64 first, last;
-    std::size_t positions;  // number of positions in the whole table
+    std::size_t num_positions;  // in the whole table
     Buffer<u64> memory;
     const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
-    u32 entries = 0, rows = 0;
+    u32 num_entries = 0, num_rows = 0;
     u32 first_occurrence = 0, first_row = 0;  // indexes in the whole batch
 };
 
 // Makes one part per table, or several for a table with many of the ids, so that threads can share the work.
-std::vector<Part> make_parts(const std::vector<std::vector<Chunk>>& chunks, std::size_t size,
-                           const Numbering& numbering) {
-    constexpr std::size_t PARTS = 4;
-    std::vector<Part> parts;
+std::vector<TablePart> make_parts(const std::vector<std::vector<Chunk>>& chunks, std::size_t size,
+                                  const Numbering& numbering) {
+    constexpr std::size_t PARTS_PER_TABLE = 4;
+    std::vector<TablePart> parts;
     for (u32 table = 0; table < chunks.size(); ++table) {
         std::size_t positions = 0;
         for (const Chunk& chunk : chunks[table]) positions += chunk.end - chunk.begin;
         if (positions == 0) continue;
-        const u64 ids = numbering.ids(table), count = (positions * PARTS + size - 1) / size;
+        const u64 ids = numbering.num_ids(table), count = (positions * PARTS_PER_TABLE + size - 1) / size;
         for (u64 p = 0; p < count; ++p)
             if (const u64 first = ids * p / count, end = ids * (p + 1) / count; first < end)
                 parts.push_back({table, first, end - 1, positions, {}});
@@ -253,18 +255,19 @@ std::vector<Part> make_parts(const std::vector<std::vector<Chunk>>& chunks, std:
     return parts;
 }
 
-Deduplicated::LookupSpan make_span(const Segment& segment, std::size_t begin, std::size_t source) {
-    Deduplicated::LookupSpan span{begin, source, segment, {}, {}};
+UniqueRows::LookupSpan make_lookup_span(const Segment& segment, std::size_t begin, std::size_t output_row) {
+    UniqueRows::LookupSpan span{begin, output_row, segment, {}, {}};
     span.segment.keys = nullptr;
     span.segment.tables = nullptr;
     Bags& bags = span.segment.bags;
     if (bags.offsets) {
-        span.offsets = Buffer<i64>(segment.parts + 1);
-        bags.offsets = std::copy_n(bags.offsets, segment.parts + 1, span.offsets.data()) - (segment.parts + 1);
+        span.offsets = Buffer<i64>(segment.num_offset_bags + 1);
+        bags.offsets =
+            std::copy_n(bags.offsets, segment.num_offset_bags + 1, span.offsets.data()) - (segment.num_offset_bags + 1);
     }
     if (bags.features) {
-        span.features = Buffer<u32>(bags.columns);
-        bags.features = std::copy_n(bags.features, bags.columns, span.features.data()) - bags.columns;
+        span.features = Buffer<u32>(bags.num_columns);
+        bags.features = std::copy_n(bags.features, bags.num_columns, span.features.data()) - bags.num_columns;
     }
     return span;
 }
@@ -275,158 +278,159 @@ void check_size(std::size_t n, const char* unit) {
                                     " is too large; split it below 2^30");
 }
 
-void allocate(Deduplicated& out, std::size_t unique, std::size_t entries) {
-    out.unique = unique;
+void allocate(UniqueRows& out, std::size_t unique, std::size_t entries) {
+    out.num_unique = unique;
     out.hashes = Buffer<u64>(unique);
     out.tables = Buffer<u32>(unique);
     out.offsets = Buffer<u32>(unique + 1);
     out.offsets[unique] = static_cast<u32>(entries);
     out.occurrences = Buffer<u32>(entries);
-    if (out.pooled) out.occurrence_sources = Buffer<u32>(entries);
+    if (out.is_pooled) out.occurrence_output_rows = Buffer<u32>(entries);
 }
 
 // Finds each bucket's unique rows, ordered by first occurrence.
-void deduplicate_by_hash(Deduplicated& out, const Grouping& grouping,
+void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
                          std::array<std::size_t, BUCKETS + 1>& bucket_begin) {
-    const Grouped& grouped = grouping.grouped;
+    const BucketedRows& grouped = grouping.grouped;
     const std::size_t n = grouped.entries.size();
-    Buffer<u32> local(n);
+    Buffer<u32> local_rows(n);
     Buffer<UniqueRow> rows(n);
-    std::size_t uniques[BUCKETS];
+    std::size_t unique_counts[BUCKETS];
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
-        const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin;
-        const u32 slots = 2u << (31 - __builtin_clz(static_cast<u32>(2 * count) | 1));  // a power of two
-        Buffer<Mark> marks(slots);
-        uniques[bucket] = unique_bucket(&grouped.entries[begin], static_cast<u32>(count), marks.data(), slots,
-                                        &local[begin], &rows[begin]);
+        const std::size_t begin = grouped.bucket_begins[bucket], count = grouped.bucket_begins[bucket + 1] - begin;
+        const u32 num_slots = 2u << (31 - __builtin_clz(static_cast<u32>(2 * count) | 1));  // a power of two
+        Buffer<HashSlot> hash_slots(num_slots);
+        unique_counts[bucket] = deduplicate_bucket(&grouped.entries[begin], static_cast<u32>(count), hash_slots.data(),
+                                                   num_slots, &local_rows[begin], &rows[begin]);
     });
     bucket_begin[0] = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) bucket_begin[bucket + 1] = bucket_begin[bucket] + uniques[bucket];
+    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
+        bucket_begin[bucket + 1] = bucket_begin[bucket] + unique_counts[bucket];
     allocate(out, bucket_begin[BUCKETS], n);
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
-        const std::size_t begin = grouped.begin[bucket], count = grouped.begin[bucket + 1] - begin,
+        const std::size_t begin = grouped.bucket_begins[bucket], count = grouped.bucket_begins[bucket + 1] - begin,
                           base = bucket_begin[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket has as many occurrences as entries
-        for (std::size_t i = 0; i < uniques[bucket]; ++i) {
+        for (std::size_t i = 0; i < unique_counts[bucket]; ++i) {
             UniqueRow& row = rows[begin + i];
             out.hashes[base + i] = row.hash;
             out.tables[base + i] = row.table;
             out.offsets[base + i] = start;
-            start += row.count;
-            row.count = out.offsets[base + i];  // from here on, the index of the row's next occurrence
+            start += row.num_entries;
+            row.num_entries = out.offsets[base + i];  // from here on, the index of the row's next occurrence
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
-            const u32 index = rows[begin + local[i]].count++;
+            const u32 index = rows[begin + local_rows[i]].num_entries++;
             out.occurrences[index] = grouped.entries[i].position;
-            if (out.pooled) out.occurrence_sources[index] = grouping.sources[i];
+            if (out.is_pooled) out.occurrence_output_rows[index] = grouping.output_rows[i];
         }
     });
-    grouping.invert(bucket_begin.data(), local.data(), out.inverse.data());
+    grouping.invert(bucket_begin.data(), local_rows.data(), out.inverse.data());
 }
 
 // Finds each part's unique rows by sorting the part's ids. One thread does all work on a part, so that the core's cache
 // keeps the part's entries.
-template <class Beyond>
-void deduplicate_by_number(Deduplicated& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
-               const LegalIds& legal, const Beyond& beyond) {
-    std::vector<Part> parts = make_parts(chunks, out.size, out.numbering);
-    Buffer<u32> sources(out.pooled ? out.size : 0);  // each position's output row
+template <class OnIllegal>
+void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
+                           const LegalIds& legal, const OnIllegal& on_illegal) {
+    std::vector<TablePart> parts = make_parts(chunks, out.size, out.numbering);
+    Buffer<u32> output_rows(out.is_pooled ? out.size : 0);  // each position's output row
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
-        Part& part = parts[p];
-        part.memory = Buffer<u64>(2 * part.positions);
+        TablePart& part = parts[p];
+        part.memory = Buffer<u64>(2 * part.num_positions);
         u64* end = part.memory.data();
-        const u64 last = legal.last[part.table];
+        const u64 last = legal.last_ids[part.table];
         const bool first_part = part.first == 0;
         for (const Chunk& chunk : chunks[part.table]) {
             const u64* const keys = chunk.segment->keys;
             for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
                 const u64 key = keys[i];
-                const u32 position = static_cast<u32>(chunk.first + i);
+                const u32 position = static_cast<u32>(chunk.first_position + i);
                 if ((padding && key == *padding) || key > last) {
                     if (!first_part) continue;
                     out.inverse[position] = -1;
-                    if (!padding || key != *padding) beyond(part.table, key, position);
+                    if (!padding || key != *padding) on_illegal(part.table, key, position);
                     continue;
                 }
                 *end = key << 32 | position;
                 end += part.first <= key && key <= part.last;
             }
-            if (out.pooled && first_part)
+            if (out.is_pooled && first_part)
                 for_each_bag(chunk, 1, [&](std::size_t i, std::size_t bag_end, u32, std::size_t row) {
-                    std::fill(&sources[chunk.first + i], &sources[chunk.first + bag_end],
-                              static_cast<u32>(chunk.source + row));
+                    std::fill(&output_rows[chunk.first_position + i], &output_rows[chunk.first_position + bag_end],
+                              static_cast<u32>(chunk.first_output_row + row));
                 });
         }
-        part.entries = static_cast<u32>(end - part.memory.data());
-        if (part.entries == 0) return;
+        part.num_entries = static_cast<u32>(end - part.memory.data());
+        if (part.num_entries == 0) return;
         const u32 bits = 64 - static_cast<u32>(__builtin_clzll(part.last | 1));
-        part.sorted = sort_numbers(part.memory.data(), part.entries, bits);
+        part.sorted = sort_entries(part.memory.data(), part.num_entries, bits);
         u32 rows = 1;
-        for (u32 k = 1; k < part.entries; ++k) rows += part.sorted[k] >> 32 != part.sorted[k - 1] >> 32;
-        part.rows = rows;
+        for (u32 k = 1; k < part.num_entries; ++k) rows += part.sorted[k] >> 32 != part.sorted[k - 1] >> 32;
+        part.num_rows = rows;
     });
     u32 unique = 0, entries = 0;
-    for (Part& part : parts) {
-        part.first_row = std::exchange(unique, unique + part.rows);
-        part.first_occurrence = std::exchange(entries, entries + part.entries);
+    for (TablePart& part : parts) {
+        part.first_row = std::exchange(unique, unique + part.num_rows);
+        part.first_occurrence = std::exchange(entries, entries + part.num_entries);
     }
     allocate(out, unique, entries);
-    out.numbers = Buffer<u32>(unique);
+    out.id_numbers = Buffer<u32>(unique);
     parallel_for(parts.size(), out.size, [&](std::size_t p) {
-        const Part& part = parts[p];
+        const TablePart& part = parts[p];
         u32 row = part.first_row - 1, index = part.first_occurrence;
         u64 previous = ~u64{0};
-        for (u32 k = 0; k < part.entries; ++k, ++index) {  // no branches: most would be mispredicted
+        for (u32 k = 0; k < part.num_entries; ++k, ++index) {  // no branches: most would be mispredicted
             const u64 key = part.sorted[k] >> 32;
             const u32 position = static_cast<u32>(part.sorted[k]);
             const bool is_first = key != previous;
             previous = key;
             row += is_first;
             out.inverse[position] = static_cast<i32>(row);
-            out.numbers[row] = out.numbering.number(part.table, key);
+            out.id_numbers[row] = out.numbering.number(part.table, key);
             out.offsets[row] = is_first ? index : out.offsets[row];
             out.occurrences[index] = position;
-            if (out.pooled) out.occurrence_sources[index] = sources[position];
+            if (out.is_pooled) out.occurrence_output_rows[index] = output_rows[position];
         }
-        for (u32 i = part.first_row; i < part.first_row + part.rows; ++i) {
+        for (u32 i = part.first_row; i < part.first_row + part.num_rows; ++i) {
             out.tables[i] = part.table;
-            out.hashes[i] = slot_hash(part.table, out.numbering.key_of(out.numbers[i], part.table));
+            out.hashes[i] = slot_hash(part.table, out.numbering.find_key(out.id_numbers[i], part.table));
         }
     });
 }
 
 }  // namespace
 
-Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
+BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
     check_size(n, "ids");
     const Segment all{keys, tables, n, n, {}, 0, false};
     std::vector<Chunk> chunks;
     append_chunks(chunks, all, 0, 0, 0, n);
-    const auto beyond = [](u32, u64, u32) {};
-    return std::move(Grouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, beyond).grouped);
+    const auto on_illegal = [](u32, u64, u32) {};
+    return std::move(BucketGrouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, on_illegal).grouped);
 }
 
-Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
-                           const LegalIds& legal)
-    : dropped(legal.last.size()), numbering(legal.last) {
+UniqueRows::UniqueRows(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
+                       const LegalIds& legal)
+    : dropped_counts(legal.last_ids.size()), numbering(legal.last_ids) {
     for (const Segment& segment : segments) {
-        lookups.push_back(make_span(segment, size, sources));
-        size += segment.n;
-        sources += segment.count;
-        check_size(sources, "bags");
-        pooled = pooled || segment.pooled;
+        lookups.push_back(make_lookup_span(segment, size, num_output_rows));
+        size += segment.num_ids;
+        num_output_rows += segment.num_bags;
+        check_size(num_output_rows, "bags");
+        is_pooled = is_pooled || segment.is_pooled;
     }
     check_size(size, "ids");
     inverse = Buffer<i32>(size);
     std::mutex mutex;
     u32 earliest = NONE;  // first position with an illegal id
-    const auto beyond = [&](u32 table, u64 key, u32 position) {
+    const auto on_illegal = [&](u32 table, u64 key, u32 position) {
         const std::lock_guard lock(mutex);
         if (legal.drops[table]) {
-            ++dropped[table];
+            ++dropped_counts[table];
         } else if (position < earliest) {
             earliest = position;
-            illegal.emplace(table, key);
+            first_illegal_id.emplace(table, key);
         }
     };
     std::vector<Chunk> chunks;
@@ -434,43 +438,45 @@ Deduplicated::Deduplicated(const std::vector<Segment>& segments, u32 num_tables,
         const Segment& segment = segments[k];
         const LookupSpan& span = lookups[k];
         if (segment.bags.features)
-            append_features(chunks, segment, span.begin, span.source, inverse.data() + span.begin);
+            append_features(chunks, segment, span.first_position, span.first_output_row,
+                            inverse.data() + span.first_position);
         else
-            append_chunks(chunks, segment, span.begin, span.source, 0, segment.n);
+            append_chunks(chunks, segment, span.first_position, span.first_output_row, 0, segment.num_ids);
     }
     std::vector<std::vector<Chunk>> table_chunks;
     if (numbering.size()) table_chunks = group_by_table(chunks, num_tables);
     if (table_chunks.empty())
-        deduplicate_by_hash(*this, Grouping(chunks, size, num_tables, padding, inverse.data(), pooled, legal, beyond),
-                            buckets_.begin);
+        deduplicate_by_hash(
+            *this, BucketGrouping(chunks, size, num_tables, padding, inverse.data(), is_pooled, legal, on_illegal),
+            buckets_.bucket_begins);
     else
-        deduplicate_by_number(*this, table_chunks, padding, legal, beyond);
+        deduplicate_by_number(*this, table_chunks, padding, legal, on_illegal);
 }
 
-const BucketOrder& Deduplicated::buckets() const {
+const BucketOrder& UniqueRows::buckets() const {
     std::call_once(ordered_, [this] {
-        if (numbers.size() == 0) return;
+        if (id_numbers.size() == 0) return;
         std::size_t at[BUCKETS] = {};
-        for (std::size_t row = 0; row < unique; ++row) ++at[bucket_of(hashes[row])];
+        for (std::size_t row = 0; row < num_unique; ++row) ++at[get_bucket(hashes[row])];
         for (u32 b = 0; b < BUCKETS; ++b) {
-            buckets_.begin[b + 1] = buckets_.begin[b] + at[b];
-            at[b] = buckets_.begin[b];
+            buckets_.bucket_begins[b + 1] = buckets_.bucket_begins[b] + at[b];
+            at[b] = buckets_.bucket_begins[b];
         }
-        buckets_.rows = Buffer<u32>(unique);
-        for (std::size_t row = 0; row < unique; ++row)
-            buckets_.rows[at[bucket_of(hashes[row])]++] = static_cast<u32>(row);
+        buckets_.rows = Buffer<u32>(num_unique);
+        for (std::size_t row = 0; row < num_unique; ++row)
+            buckets_.rows[at[get_bucket(hashes[row])]++] = static_cast<u32>(row);
     });
     return buckets_;
 }
 
-Batch::Batch(std::shared_ptr<const Deduplicated> shared) : shared_(std::move(shared)), lines(unique) {
-    std::fill_n(lines.data(), unique, u64{0});
+Batch::Batch(std::shared_ptr<const UniqueRows> shared) : shared_(std::move(shared)), lines(num_unique) {
+    std::fill_n(lines.data(), num_unique, u64{0});
 }
 
 Buffer<u64>& Batch::keys() {
-    if (keys_.size() != unique) {
-        keys_ = Buffer<u64>(unique);
-        parallel_ranges(unique, CHUNK, [&](std::size_t begin, std::size_t end) {
+    if (keys_.size() != num_unique) {
+        keys_ = Buffer<u64>(num_unique);
+        parallel_ranges(num_unique, CHUNK, [&](std::size_t begin, std::size_t end) {
             for (std::size_t row = begin; row < end; ++row) keys_[row] = key(row);
         });
     }

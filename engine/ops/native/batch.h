@@ -22,47 +22,46 @@ namespace tierbed {
 struct Segment {
     const u64* keys;          // [n]
     const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
-    std::size_t n;            // positions, including features that are not looked up
-    std::size_t count;        // bags, each with one output row
+    std::size_t num_ids;      // including features that are not looked up
+    std::size_t num_bags;     // each with one output row
     Bags bags;                // offsets ascend from 0 to n
-    std::size_t parts;        // bags in the offsets, including features that are not looked up
-    bool pooled;
+    std::size_t num_offset_bags;  // including features that are not looked up
+    bool is_pooled;
 };
 
 // The ids that a table accepts.
 struct LegalIds {
-    std::vector<u64> last;    // [tables], the last legal id; empty if all ids are legal
-    std::vector<bool> drops;  // [tables], true if ids beyond `last` become padding instead of errors
+    std::vector<u64> last_ids;  // [tables]; empty if all ids are legal
+    std::vector<bool> drops;    // [tables], true if ids beyond `last_ids` become padding instead of errors
 };
 
 // Rows grouped by bucket, and ordered by position within each bucket.
-struct Grouped {
+struct BucketedRows {
     Buffer<Entry> entries;
-    std::size_t begin[BUCKETS + 1];
+    std::size_t bucket_begins[BUCKETS + 1];
 };
 
 // Groups row keys. A row's position is its index.
-Grouped group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
+BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
 // A batch's unique rows by bucket.
 struct BucketOrder {
     Buffer<u32> rows;                       // [unique], in ascending order of buckets; empty if rows are in this order
-    std::array<std::size_t, BUCKETS + 1> begin{};
+    std::array<std::size_t, BUCKETS + 1> bucket_begins{};
 
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
 };
 
 // The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Sorted rows
 // are ordered by id number; rows deduplicated by hash are ordered by bucket, then by first occurrence.
-struct Deduplicated {
+struct UniqueRows {
     // Keys equal to `padding` are padding. Throws std::out_of_range for a table id >= num_tables.
-    Deduplicated(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
-                 const LegalIds& legal);
+    UniqueRows(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding, const LegalIds& legal);
 
     // A segment without its ids and table ids.
     struct LookupSpan {
-        std::size_t begin;   // the lookup's first position
-        std::size_t source;  // the lookup's first row among all output rows
+        std::size_t first_position;    // the lookup's first position
+        std::size_t first_output_row;  // the lookup's first row among all output rows
         Segment segment;     // `keys` and `tables` are null
         Buffer<i64> offsets;
         Buffer<u32> features;
@@ -70,18 +69,18 @@ struct Deduplicated {
 
     std::vector<LookupSpan> lookups;
     std::size_t size = 0;     // positions
-    std::size_t sources = 0;  // output rows
-    std::size_t unique = 0;   // unique rows
-    bool pooled = false;                    // true if any segment is pooled
+    std::size_t num_output_rows = 0;
+    std::size_t num_unique = 0;             // rows
+    bool is_pooled = false;                 // true if any segment is pooled
     Buffer<u64> hashes;                     // [unique]
     Buffer<u32> tables;                     // [unique]
-    Buffer<u32> numbers;                    // [unique], as in Numbering; empty if rows are ordered by bucket
+    Buffer<u32> id_numbers;                 // [unique], as in Numbering; empty if rows are ordered by bucket
     Buffer<i32> inverse;                    // [size], each position's row, -1 for padding
     Buffer<u32> occurrences;                // [size - padding], positions grouped by row
-    Buffer<u32> occurrence_sources;         // [size - padding], the positions' output rows; empty if equal
+    Buffer<u32> occurrence_output_rows;     // [size - padding], the positions' output rows; empty if equal
     Buffer<u32> offsets;                    // [unique + 1], where each row's occurrences begin
-    std::vector<u64> dropped;               // [tables], how many ids were dropped; empty if all ids are legal
-    std::optional<std::pair<u32, u64>> illegal;  // the first illegal (table, key); illegal ids count as padding
+    std::vector<u64> dropped_counts;        // [tables], how many ids were dropped; empty if all ids are legal
+    std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); illegal ids count as padding
     const Numbering numbering;
 
     // Thread-safe; the first call may sort rows.
@@ -94,16 +93,16 @@ private:
 
 // Unique rows and their lines in one embedding.
 class Batch {
-    const std::shared_ptr<const Deduplicated> shared_;
+    const std::shared_ptr<const UniqueRows> shared_;
 
 public:
-    explicit Batch(std::shared_ptr<const Deduplicated> shared);
+    explicit Batch(std::shared_ptr<const UniqueRows> shared);
     Batch(const Batch&) = delete;
 
-    using LookupSpan = Deduplicated::LookupSpan;
-    const std::shared_ptr<const Deduplicated>& shared() const { return shared_; }
+    using LookupSpan = UniqueRows::LookupSpan;
+    const std::shared_ptr<const UniqueRows>& shared() const { return shared_; }
     const BucketOrder& buckets() const { return shared_->buckets(); }
-    u64 key(std::size_t row) const { return key_of(tables[row], hashes[row]); }
+    u64 key(std::size_t row) const { return get_key(tables[row], hashes[row]); }
     u64 row_hash(std::size_t row) const { return slot_hash.row_hash(tables[row], hashes[row]); }
     // The keys [unique], computed by the first call.
     Buffer<u64>& keys();
@@ -116,18 +115,19 @@ public:
     }
 
     const std::vector<LookupSpan>& lookups = shared_->lookups;
-    const std::size_t size = shared_->size, sources = shared_->sources, unique = shared_->unique;
-    const bool pooled = shared_->pooled;
+    const std::size_t size = shared_->size, num_unique = shared_->num_unique;
+    const std::size_t num_output_rows = shared_->num_output_rows;
+    const bool is_pooled = shared_->is_pooled;
     const Buffer<u64>& hashes = shared_->hashes;
     const Buffer<u32>& tables = shared_->tables;
-    const Buffer<u32>& numbers = shared_->numbers;
+    const Buffer<u32>& id_numbers = shared_->id_numbers;
     const Buffer<i32>& inverse = shared_->inverse;
     const Buffer<u32>& occurrences = shared_->occurrences;
-    const Buffer<u32>& occurrence_sources = shared_->occurrence_sources;
+    const Buffer<u32>& occurrence_output_rows = shared_->occurrence_output_rows;
     const Buffer<u32>& offsets = shared_->offsets;
 
     Buffer<u64> lines;      // [unique], addresses
-    Buffer<u64> views;      // [unique], the lines that lookups read; empty if lookups read `lines`
+    Buffer<u64> lookup_lines;     // [unique], the lines that lookups read; empty if lookups read `lines`
     bool has_wide_lines = false;  // true if `lines` hold float32 embeddings, but the table narrower ones
     Buffer<u64> own_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 

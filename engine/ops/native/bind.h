@@ -71,7 +71,7 @@ void require_one_length(const First& first, const Rest&... rest) {
 }
 
 template <class T>
-T as(nb::handle source, const char* message) {
+T require_type(nb::handle source, const char* message) {
     T value;
     if (!nb::try_cast(source, value)) throw nb::type_error(message);
     return value;
@@ -79,7 +79,7 @@ T as(nb::handle source, const char* message) {
 
 // Moves a vector or Buffer into a NumPy array that owns the memory.
 template <class Values>
-auto own(Values&& values) {
+auto to_numpy(Values&& values) {
     auto* moved = new Values(std::move(values));
     using T = std::remove_pointer_t<decltype(moved->data())>;
     nb::capsule owner(moved, [](void* p) noexcept { delete static_cast<Values*>(p); });
@@ -96,13 +96,13 @@ auto without_gil(const Body& body) {
 
 // Calls body without the interpreter lock. Returns body's row keys as arrays (tables, keys).
 template <class Body>
-std::pair<Array<u32>, Array<u64>> arrays_of(const Body& body) {
+std::pair<Array<u32>, Array<u64>> to_arrays(const Body& body) {
     auto rows = without_gil(body);
-    return {own(std::move(rows.tables)), own(std::move(rows.keys))};
+    return {to_numpy(std::move(rows.tables)), to_numpy(std::move(rows.keys))};
 }
 
 // Returns the type of this name. Throws std::invalid_argument for an unknown name.
-FloatType type_named(const std::string& dtype);
+FloatType parse_float_type(const std::string& dtype);
 
 // Returns a row's counters as a dict. `locate` adds the location.
 inline nb::dict to_dict(const RowCounters& counters) {
@@ -114,12 +114,12 @@ inline nb::dict to_dict(const RowCounters& counters) {
 
 // Returns each table's hits and misses, [tables * 2].
 template <class Store>
-Array<u64> hit_counts(const Store& store) {
-    return own(without_gil([&] { return store.hit_counts(); }));
+Array<u64> read_hit_counts(const Store& store) {
+    return to_numpy(without_gil([&] { return store.hit_counts(); }));
 }
 
 template <class Store>
-nb::typed<nb::dict, nb::str, double> metrics_of(const Store& store) {
+nb::typed<nb::dict, nb::str, double> read_metrics(const Store& store) {
     const Metrics metrics = without_gil([&] { return store.metrics(); });
     nb::dict all;
     for (const auto& [name, value] : metrics.counts) all[name.c_str()] = value;

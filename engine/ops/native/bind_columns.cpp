@@ -26,17 +26,18 @@ bool are_valid(const std::vector<Move>& moves, const std::vector<Matrix>& source
         return matrix < all.size() && u64{first} + count <= all[matrix].columns;
     };
     for (const Move& move : moves)
-        if (!within(sources, move.source, move.from, move.count) || !within(targets, move.target, move.to, move.count))
+        if (!within(sources, move.source, move.source_column, move.num_columns) ||
+            !within(targets, move.target, move.target_column, move.num_columns))
             return false;
     if (!complete) return true;
     std::vector<Move> order = moves;
     std::sort(order.begin(), order.end(), [](const Move& a, const Move& b) {
-        return std::tie(a.target, a.to, a.count) < std::tie(b.target, b.to, b.count);
+        return std::tie(a.target, a.target_column, a.num_columns) < std::tie(b.target, b.target_column, b.num_columns);
     });
     std::vector<u64> filled(targets.size());
     for (const Move& move : order) {
-        if (filled[move.target] != move.to) return false;
-        filled[move.target] += move.count;
+        if (filled[move.target] != move.target_column) return false;
+        filled[move.target] += move.num_columns;
     }
     for (std::size_t t = 0; t < targets.size(); ++t)
         if (filled[t] != targets[t].columns) return false;
@@ -61,7 +62,7 @@ void bind_columns(nb::module_& m) {
         if (!are_valid(moves, sources, targets, !is_gradient)) return false;
         const ColumnsJob job{sources.data(), targets.data(), targets.size(), moves.data(), moves.size(), is_gradient};
         const bool wide = dtype == "float64";
-        const auto run = loops().columns[wide ? FLOAT_TYPES : static_cast<u32>(type_named(dtype))];
+        const auto run = loops().columns[wide ? FLOAT_TYPES : static_cast<u32>(parse_float_type(dtype))];
         u64 columns = 1;
         for (const Matrix& matrix : targets) columns += matrix.columns;
         nb::gil_scoped_release unlocked;

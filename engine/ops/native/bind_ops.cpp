@@ -23,42 +23,42 @@ Segment parse_segment(nb::tuple lookup, std::vector<nb::object>& owners) {
         owners.push_back(nb::cast(values));
         return values;
     };
-    const auto keys = array(as<InVector<u64>>(lookup[0], "keys must be contiguous uint64"));
+    const auto keys = array(require_type<InVector<u64>>(lookup[0], "keys must be contiguous uint64"));
     Segment segment{keys.data(), nullptr, keys.size(), keys.size(), {}, 0, false};
     if (nb::isinstance<nb::int_>(lookup[2])) {
         const auto length = nb::cast<std::size_t>(lookup[2]);
-        segment.pooled = true;
+        segment.is_pooled = true;
         segment.bags.length = length;
         require(length > 0 ? keys.size() % length == 0 : keys.size() == 0, "bags differ in length");
-        segment.count = length > 0 ? keys.size() / length : 0;
+        segment.num_bags = length > 0 ? keys.size() / length : 0;
     } else if (!lookup[2].is_none()) {
-        const auto offsets = array(as<InVector<i64>>(lookup[2], "offsets must be contiguous int64"));
+        const auto offsets = array(require_type<InVector<i64>>(lookup[2], "offsets must be contiguous int64"));
         require(offsets.size() > 0 && offsets.data()[0] == 0 &&
                     offsets.data()[offsets.size() - 1] == static_cast<i64>(keys.size()) &&
                     std::is_sorted(offsets.data(), offsets.data() + offsets.size()),
                 "offsets must ascend from 0 to the number of keys");
-        segment.pooled = true;
+        segment.is_pooled = true;
         segment.bags.offsets = offsets.data();
-        segment.count = segment.parts = offsets.size() - 1;
+        segment.num_bags = segment.num_offset_bags = offsets.size() - 1;
     }
     if (lookup.size() > 3) {
-        const auto features = array(as<InVector<u32>>(lookup[3], "features must be contiguous uint32"));
+        const auto features = array(require_type<InVector<u32>>(lookup[3], "features must be contiguous uint32"));
         const auto batch = nb::cast<std::size_t>(lookup[4]);
         require(segment.bags.offsets && !lookup[1].is_none(), "features need offsets and table ids");
-        std::vector<bool> seen(batch > 0 ? segment.parts / batch : 0);
+        std::vector<bool> seen(batch > 0 ? segment.num_offset_bags / batch : 0);
         for (std::size_t i = 0; i < features.size(); ++i) {
             const u32 feature = features.data()[i];
             require(batch == 0 || (feature < seen.size() && !seen[feature]), "give each feature once, with offsets");
             if (batch > 0) seen[feature] = true;
         }
         segment.bags.features = features.data();
-        segment.bags.columns = static_cast<u32>(features.size());
-        segment.bags.batch = static_cast<u32>(batch);
-        segment.count = features.size() * batch;
+        segment.bags.num_columns = static_cast<u32>(features.size());
+        segment.bags.batch_size = static_cast<u32>(batch);
+        segment.num_bags = features.size() * batch;
     }
     if (!lookup[1].is_none()) {
-        const auto tables = array(as<InVector<u32>>(lookup[1], "table ids must be contiguous uint32"));
-        const std::size_t owners = segment.bags.features ? segment.bags.columns : segment.count;
+        const auto tables = array(require_type<InVector<u32>>(lookup[1], "table ids must be contiguous uint32"));
+        const std::size_t owners = segment.bags.features ? segment.bags.num_columns : segment.num_bags;
         require(tables.size() == owners, "give one table id for each bag, or for each feature");
         segment.tables = tables.data();
     }
@@ -76,7 +76,7 @@ Array<const T> view(const Buffer<T>& values) {
 }
 
 u64* require_counts(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
-    require(!by_table || by_table->size() == layout.tables, "by_table must be [tables]");
+    require(!by_table || by_table->size() == layout.num_tables, "by_table must be [tables]");
     return by_table ? by_table->data() : nullptr;
 }
 
@@ -94,25 +94,26 @@ void bind_batch(nb::module_& m) {
                 if (last_ids) {
                     if (drops.empty()) drops.resize(num_tables);
                     legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops)};
-                    require(legal.last.size() == num_tables && legal.drops.size() == num_tables,
+                    require(legal.last_ids.size() == num_tables && legal.drops.size() == num_tables,
                             "last_ids and drops must be [num_tables]");
                 }
                 nb::gil_scoped_release unlocked;
-                new (self) Batch(std::make_shared<const Deduplicated>(views, num_tables, padding, legal));
+                new (self) Batch(std::make_shared<const UniqueRows>(views, num_tables, padding, legal));
             },
             "segments"_a, "num_tables"_a, "padding"_a.none(), "last_ids"_a.none() = nb::none(),
             "drops"_a = std::vector<bool>{})
         .def(
-            "sibling", [](const Batch& batch) { return new Batch(batch.shared()); }, Unlocked())
+            "make_sibling", [](const Batch& batch) { return new Batch(batch.shared()); }, Unlocked())
         .def_ro("size", &Batch::size)
-        .def_ro("sources", &Batch::sources)
-        .def_ro("unique", &Batch::unique)
-        .def_prop_ro("dropped", [](const Batch& batch) { return batch.shared()->dropped; })
-        .def_prop_ro("illegal", [](const Batch& batch) { return batch.shared()->illegal; })
+        .def_ro("num_output_rows", &Batch::num_output_rows)
+        .def_ro("num_unique", &Batch::num_unique)
+        .def_prop_ro("dropped_counts", [](const Batch& batch) { return batch.shared()->dropped_counts; })
+        .def_prop_ro("first_illegal_id", [](const Batch& batch) { return batch.shared()->first_illegal_id; })
         .def_prop_ro("keys", [](Batch& batch) { return view(batch.keys()); })
         .def_prop_ro("tables", [](const Batch& batch) { return view(batch.tables); })
         .def_prop_ro("lines", [](Batch& batch) { return view(batch.lines); })
-        .def_prop_ro("views", [](Batch& batch) { return view(batch.views.size() ? batch.views : batch.lines); })
+        .def_prop_ro("lookup_lines",
+                     [](Batch& batch) { return view(batch.lookup_lines.size() ? batch.lookup_lines : batch.lines); })
         .def_prop_ro("inverse", [](const Batch& batch) { return view(batch.inverse); })
         .def_prop_ro("occurrences", [](const Batch& batch) { return view(batch.occurrences); })
         .def_prop_ro("offsets", [](const Batch& batch) { return view(batch.offsets); })
@@ -122,52 +123,54 @@ void bind_batch(nb::module_& m) {
 using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using OutRows = Exact<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
-Pooling pooling_of(const Batch& batch, std::size_t lookup, bool mean, const std::optional<InVector<float>>& weights,
-                   const std::string& dtype) {
+Pooling make_pooling(const Batch& batch, std::size_t lookup, bool mean, const std::optional<InVector<float>>& weights,
+                     const std::string& dtype) {
     require(lookup < batch.lookups.size(), "the batch has no such lookup");
     const Segment& segment = batch.lookups[lookup].segment;
-    require(segment.pooled || (!mean && !weights), "mean and weights are for bags");
-    require(!weights || weights->size() == segment.n, "weights must be [positions]");
-    return {mean, weights ? weights->data() : nullptr, type_named(dtype)};
+    require(segment.is_pooled || (!mean && !weights), "mean and weights are for bags");
+    require(!weights || weights->size() == segment.num_ids, "weights must be [positions]");
+    return {mean, weights ? weights->data() : nullptr, parse_float_type(dtype)};
 }
 
 // Checks that rows are [the lookup's output rows, dim], float32, or uint16 for 16-bit floats.
 template <class RowSpan>
 void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
-    require(rows.dtype() == (pooling.type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
+    require(rows.dtype() == (pooling.output_type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
             "rows must be float32, or uint16 if dtype has 16 bits");
-    require(rows.shape(0) == batch.lookups[lookup].segment.count && rows.shape(1) == layout.shape.dim,
+    require(rows.shape(0) == batch.lookups[lookup].segment.num_bags && rows.shape(1) == layout.shape.dim,
             "rows must be [output rows, dim]");
 }
 
 // Parses each lookup's gradient, and keeps the gradients' arrays alive.
-struct Upstreams {
+struct LookupGradients {
     std::vector<nb::object> owners;
-    std::vector<Upstream> upstream;
+    std::vector<LookupGradient> gradients;
 
-    Upstreams(const Batch& batch, const Layout& layout, const nb::list& grads, const std::vector<bool>& means,
-              const nb::list& weights, const std::string& dtype) {
+    LookupGradients(const Batch& batch, const Layout& layout, const nb::list& grads, const std::vector<bool>& means,
+                    const nb::list& weights, const std::string& dtype) {
         require(grads.size() == batch.lookups.size() && means.size() == grads.size() && weights.size() == grads.size(),
                 "grads, means and weights must have one entry for each lookup");
         for (std::size_t k = 0; k < grads.size(); ++k) {
-            const auto rows = as<InRows>(grads[k], "gradients must be contiguous");
+            const auto rows = require_type<InRows>(grads[k], "gradients must be contiguous");
             std::optional<InVector<float>> scale;
-            if (!weights[k].is_none()) scale = as<InVector<float>>(weights[k], "weights must be contiguous float32");
-            const Pooling pooling = pooling_of(batch, k, means[k], scale, dtype);
+            if (!weights[k].is_none())
+                scale = require_type<InVector<float>>(weights[k], "weights must be contiguous float32");
+            const Pooling pooling = make_pooling(batch, k, means[k], scale, dtype);
             require_outputs(batch, layout, k, rows, pooling);
             owners.push_back(nb::cast(rows));
             if (scale) owners.push_back(nb::cast(*scale));
-            upstream.push_back({rows.data(), pooling});
+            gradients.push_back({rows.data(), pooling});
         }
     }
 };
 
 // Checks that `positions` has a position below `rows` for each unique row; if null, that there are `rows` unique rows.
 void require_positions(const Batch& batch, const std::optional<InVector<i64>>& positions, std::size_t rows) {
-    require(positions ? positions->size() == batch.unique : rows == batch.unique, "give one place per unique row");
-    for (std::size_t row = 0; positions && row < batch.unique; ++row)
-        require(static_cast<u64>(positions->data()[row]) < rows, "a place is out of range");
+    require(positions ? positions->size() == batch.num_unique : rows == batch.num_unique,
+            "give one position per unique row");
+    for (std::size_t row = 0; positions && row < batch.num_unique; ++row)
+        require(static_cast<u64>(positions->data()[row]) < rows, "a position is out of range");
 }
 
 void bind_step(nb::module_& m) {
@@ -185,7 +188,7 @@ void bind_step(nb::module_& m) {
         "gather",
         [](const Batch& batch, const Layout& layout, std::size_t lookup, OutRows out, bool mean,
            std::optional<InVector<float>> weights, const std::string& dtype) {
-            const Pooling pooling = pooling_of(batch, lookup, mean, weights, dtype);
+            const Pooling pooling = make_pooling(batch, lookup, mean, weights, dtype);
             require_outputs(batch, layout, lookup, out, pooling);
             gather(batch, layout, lookup, pooling, out.data());
         },
@@ -195,9 +198,9 @@ void bind_step(nb::module_& m) {
         "weights_grad",
         [](const Batch& batch, const Layout& layout, std::size_t lookup, InRows grads, OutVector<float> out, bool mean,
            const std::string& dtype) {
-            const Pooling pooling = pooling_of(batch, lookup, mean, std::nullopt, dtype);
+            const Pooling pooling = make_pooling(batch, lookup, mean, std::nullopt, dtype);
             require_outputs(batch, layout, lookup, grads, pooling);
-            require(out.size() == batch.lookups[lookup].segment.n, "out must be [positions]");
+            require(out.size() == batch.lookups[lookup].segment.num_ids, "out must be [positions]");
             weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
         },
         "batch"_a, "layout"_a, "lookup"_a, "grads"_a, "out"_a, "mean"_a = false, "dtype"_a = "float32", Unlocked());
@@ -207,10 +210,10 @@ void bind_step(nb::module_& m) {
            const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype, float scale,
            std::optional<OutVector<u64>> by_table) {
             u64* const counts = require_counts(layout, by_table);
-            const Upstreams upstreams(batch, layout, grads, means, weights, dtype);
+            const LookupGradients gradients(batch, layout, grads, means, weights, dtype);
             const BoundRule bound(layout, rule, std::move(hyper));
             nb::gil_scoped_release unlocked;
-            return update(batch, layout, upstreams.upstream, bound, step, scale, counts);
+            return update(batch, layout, gradients.gradients, bound, step, scale, counts);
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "rule"_a, "hyper"_a, "step"_a, "dtype"_a = "float32",
         "scale"_a = 1.0f, "by_table"_a.none() = nb::none());
@@ -218,52 +221,54 @@ void bind_step(nb::module_& m) {
         "square_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
            const std::string& dtype) {
-            const Upstreams upstreams(batch, layout, grads, means, weights, dtype);
-            Buffer<float> squares(batch.unique);
-            without_gil([&] { square_gradients(batch, layout.shape.dim, upstreams.upstream, squares.data()); });
-            return own(std::move(squares));
+            const LookupGradients gradients(batch, layout, grads, means, weights, dtype);
+            Buffer<float> squares(batch.num_unique);
+            without_gil([&] { square_gradients(batch, layout.shape.dim, gradients.gradients, squares.data()); });
+            return to_numpy(std::move(squares));
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "dtype"_a = "float32");
     m.def(
         "sum_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
            Out<float, nb::ndim<2>> out, std::optional<InVector<i64>> positions, const std::string& dtype) {
-            const Upstreams upstreams(batch, layout, grads, means, weights, dtype);
+            const LookupGradients gradients(batch, layout, grads, means, weights, dtype);
             require(out.shape(1) == layout.shape.dim, "out must be [*, dim]");
             require_positions(batch, positions, out.shape(0));
             nb::gil_scoped_release unlocked;
-            sum_gradients(batch, layout.shape.dim, upstreams.upstream, positions ? positions->data() : nullptr,
+            sum_gradients(batch, layout.shape.dim, gradients.gradients, positions ? positions->data() : nullptr,
                           out.data());
         },
-        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "places"_a.none() = nb::none(),
+        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "positions"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[places[u]]. places[u] = len(rows) + i stands for the row that lookups of another
-    // batch, `rest`, read at position `position` + i.
+    // Sets the line of row u to rows[positions[u]]. positions[u] = len(rows) + i stands for the row that lookups of
+    // another batch, `rest`, read at position `rest_begin` + i.
     m.def(
         "set_lines",
-        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> places, const Batch* rest,
-           std::size_t position) {
+        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> positions, const Batch* rest,
+           std::size_t rest_begin) {
             require(rows.shape(1) == layout.shape.dim, "rows must be [*, dim]");
-            require(!rest || position <= rest->size, "position must be one of the batch");
+            require(!rest || rest_begin <= rest->size, "rest_begin must be a position of the batch or its end");
             const std::size_t count = rows.shape(0);
-            require_positions(batch, places, count + (rest ? rest->size - position : 0));
-            const u64* const others = !rest ? nullptr : rest->views.size() ? rest->views.data() : rest->lines.data();
+            require_positions(batch, positions, count + (rest ? rest->size - rest_begin : 0));
+            const Buffer<u64>* rest_lines = rest && rest->lookup_lines.size() ? &rest->lookup_lines
+                                            : rest                            ? &rest->lines
+                                                                              : nullptr;
             const bool is_narrow = layout.shape.embedding != FloatType::float32;
             std::vector<std::size_t> from_rest;
-            for (std::size_t row = 0; row < batch.unique; ++row) {
-                const std::size_t place = static_cast<std::size_t>(places.data()[row]);
-                if (place >= count) {
-                    const i32 other = rest->inverse[position + place - count];
-                    require(other >= 0, "a place is padding");
-                    batch.lines[row] = others[other];
+            for (std::size_t row = 0; row < batch.num_unique; ++row) {
+                const std::size_t position = static_cast<std::size_t>(positions.data()[row]);
+                if (position >= count) {
+                    const i32 rest_row = rest->inverse[rest_begin + position - count];
+                    require(rest_row >= 0, "a position is padding");
+                    batch.lines[row] = (*rest_lines)[rest_row];
                     if (is_narrow) from_rest.push_back(row);
                 } else {
-                    batch.lines[row] = reinterpret_cast<u64>(rows.data() + place * rows.shape(1));
+                    batch.lines[row] = reinterpret_cast<u64>(rows.data() + position * rows.shape(1));
                 }
             }
             if (is_narrow) use_wide_lines(batch, layout, from_rest);
         },
-        "batch"_a, "layout"_a, "rows"_a, "places"_a, "rest"_a.none() = nb::none(), "position"_a = 0,
+        "batch"_a, "layout"_a, "rows"_a, "positions"_a, "rest"_a.none() = nb::none(), "rest_begin"_a = 0,
         nb::keep_alive<1, 3>());
     m.def(
         "preview_catch_up",
@@ -288,9 +293,9 @@ void bind_step(nb::module_& m) {
         "batch"_a, "layout"_a, "values"_a, "step"_a, "by_table"_a.none() = nb::none(), Unlocked());
     m.def("count_new", &count_new, Unlocked());
     m.def("count_written", [](const Batch& batch, const Layout& layout) {
-        std::vector<u64> by_table(layout.tables);
+        std::vector<u64> by_table(layout.num_tables);
         without_gil([&] { count_written(batch, layout, by_table.data()); });
-        return own(std::move(by_table));
+        return to_numpy(std::move(by_table));
     });
 }
 
@@ -315,7 +320,7 @@ void bind_layout(nb::module_& m) {
                 std::size_t width = dim;
                 for (const u32 w : state_widths) width += w;
                 require(width <= std::size_t{1} << 28, "a line has more than 2^28 words");
-                const std::pair types{type_named(dtype), type_named(state_dtype)};
+                const std::pair types{parse_float_type(dtype), parse_float_type(state_dtype)};
                 require(
                     (narrow_states > 0) == (types.second != FloatType::float32) && narrow_states <= state_widths.size(),
                     "give narrow_states if and only if state_dtype has 16 bits, at most the number of states");
@@ -346,22 +351,23 @@ Array<T> map_hashes(const InVector<u32>& tables, const InVector<u64>& keys, cons
     Buffer<T> all(keys.size());
     for (std::size_t i = 0; i < all.size(); ++i)
         all[i] = static_cast<T>(map(hash_row(tables.data()[i], keys.data()[i])));
-    return own(std::move(all));
+    return to_numpy(std::move(all));
 }
 
 void bind_hashes(nb::module_& m) {
     m.def("slot_hash", [] {
         const SlotHash& h = slot_hash;
-        return own(std::vector<u64>{h.addend, h.table_factor, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
+        return to_numpy(
+            std::vector<u64>{h.addend, h.table_factor, h.factor[0], h.factor[1], h.inverse[0], h.inverse[1]});
     });
     m.def(
-        "buckets", [](InVector<u32> tables, InVector<u64> keys) { return map_hashes<u8>(tables, keys, bucket_of); },
+        "buckets", [](InVector<u32> tables, InVector<u64> keys) { return map_hashes<u8>(tables, keys, get_bucket); },
         "tables"_a, "keys"_a);
     m.def(
         "owners",
         [](InVector<u32> tables, InVector<u64> keys, u32 ranks) {
             require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024");
-            return map_hashes<u16>(tables, keys, [&](u64 hash) { return owner_of(hash, ranks); });
+            return map_hashes<u16>(tables, keys, [&](u64 hash) { return find_owner(hash, ranks); });
         },
         "tables"_a, "keys"_a, "ranks"_a);
 }
@@ -372,7 +378,7 @@ void bind_ops(nb::module_& m) {
     m.def("set_threads", &set_threads);
     m.def("instruction_sets", &instruction_sets);
     m.def("use_instruction_set", &use_instruction_set, "name"_a);
-    m.def("scratch", [](std::size_t bytes) { return own(Buffer<u8>(bytes)); });
+    m.def("scratch", [](std::size_t bytes) { return to_numpy(Buffer<u8>(bytes)); });
     m.def("normal_quantile", [](double p) {
         require(p > 0.0 && p < 1.0, "p must lie between 0 and 1");
         return normal_quantile(p);
@@ -383,7 +389,7 @@ void bind_ops(nb::module_& m) {
     bind_step(m);
 }
 
-FloatType type_named(const std::string& dtype) {
+FloatType parse_float_type(const std::string& dtype) {
     const char* names[FLOAT_TYPES] = {"float32", "float16", "bfloat16"};
     const auto type = std::find(names, names + FLOAT_TYPES, dtype) - names;
     require(type < FLOAT_TYPES, "dtype must be float32, float16 or bfloat16");

@@ -20,7 +20,7 @@ namespace tierbed {
 class Histogram {
 public:
     void add(std::uint64_t nanoseconds) {
-        buckets_[bucket_of(nanoseconds)].fetch_add(1, std::memory_order_relaxed);
+        buckets_[get_bucket(nanoseconds)].fetch_add(1, std::memory_order_relaxed);
         std::uint64_t seen = max_.load(std::memory_order_relaxed);
         while (seen < nanoseconds && !max_.compare_exchange_weak(seen, nanoseconds, std::memory_order_relaxed)) {
         }
@@ -48,7 +48,7 @@ public:
 private:
     static constexpr std::size_t kBuckets = 8 * 40;  // up to 2^40 ns (18 minutes); the last bucket takes larger values
 
-    static std::size_t bucket_of(std::uint64_t nanoseconds) {
+    static std::size_t get_bucket(std::uint64_t nanoseconds) {
         int exponent;
         const double part = std::frexp(static_cast<double>(nanoseconds) + 1, &exponent);  // in [1/2, 1)
         const auto bucket = static_cast<std::size_t>(8 * exponent + static_cast<int>(16 * part) - 16);

@@ -12,7 +12,7 @@ extern const Loops avx2_loops, avx512_loops;
 
 namespace {
 
-std::vector<const Loops*> available() {
+std::vector<const Loops*> list_available() {
     std::vector<const Loops*> sets;
 #ifdef TIERBED_X86
     __builtin_cpu_init();
@@ -23,22 +23,22 @@ std::vector<const Loops*> available() {
     return sets;
 }
 
-std::atomic<const Loops*> chosen{available().front()};
+std::atomic<const Loops*> chosen_loops{list_available().front()};
 
 }  // namespace
 
-const Loops& loops() { return *chosen; }
+const Loops& loops() { return *chosen_loops; }
 
 std::vector<std::string> instruction_sets() {
     std::vector<std::string> names;
-    for (const Loops* set : available()) names.emplace_back(set->name);
+    for (const Loops* set : list_available()) names.emplace_back(set->name);
     return names;
 }
 
 void use_instruction_set(const std::string& name) {
-    for (const Loops* set : available()) {
+    for (const Loops* set : list_available()) {
         if (set->name != name) continue;
-        chosen = set;
+        chosen_loops = set;
         return;
     }
     throw std::invalid_argument("this processor does not support the instruction set " + name);

@@ -28,10 +28,9 @@ Numbering::Numbering(const std::vector<u64>& last) {
 
 Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
                const std::vector<u32>& columns, std::vector<InitialValues> values,
-               std::pair<FloatType, FloatType> types, u32 narrow_states, Numbering numbers,
-               std::optional<u64> zero_key)
+               std::pair<FloatType, FloatType> types, u32 narrow_states, Numbering numbers, std::optional<u64> zero_key)
     : shape(make_shape(dim, state_widths, types, narrow_states)),
-      tables(static_cast<u32>(values.size() / columns.size())),
+      num_tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
       numbering(std::move(numbers)),
       states_(std::move(states)),

@@ -22,14 +22,14 @@ public:
     // last [tables]: each table's last id.
     explicit Numbering(const std::vector<u64>& last);
 
-    u32 ids(u32 table) const { return first_[table + 1] - first_[table]; }
+    u32 num_ids(u32 table) const { return first_[table + 1] - first_[table]; }
     u32 size() const { return first_.empty() ? 0 : first_.back(); }
-    bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < ids(table); }
+    bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < num_ids(table); }
     u32 number(u32 table, u64 key) const { return first_[table] + static_cast<u32>(key); }
-    u32 table_of(u32 number) const {
+    u32 find_table(u32 number) const {
         return static_cast<u32>(std::upper_bound(first_.begin(), first_.end(), number) - first_.begin()) - 1;
     }
-    u64 key_of(u32 number, u32 table) const { return number - first_[table]; }
+    u64 find_key(u32 number, u32 table) const { return number - first_[table]; }
     bool operator==(const Numbering& other) const { return first_ == other.first_; }
 
 private:
@@ -49,7 +49,7 @@ public:
     void initialise(u64 line, u32 table, u64 key) const { initialise_line(THREAD, line, shape, initial_, table, key); }
 
     const LineShape shape;
-    const u32 tables;
+    const u32 num_tables;
     const u64 seed;
     const Numbering numbering;
 

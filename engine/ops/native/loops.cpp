@@ -14,13 +14,13 @@ namespace {
 constexpr Tile ONE_THREAD{0, 1};
 constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // how many bytes to prefetch ahead
 
-u64 line_at(const GatherJob& job, std::size_t position) {
+u64 find_line(const GatherJob& job, std::size_t position) {
     const i32 row = job.inverse[position];
     return row < 0 ? 0 : job.lines[row];
 }
 
 // Returns how many rows to prefetch ahead.
-std::size_t prefetch_distance(u32 row_bytes) {
+std::size_t choose_prefetch_distance(u32 row_bytes) {
     const std::size_t rows = ROW_BYTES_AHEAD / row_bytes;
     return rows < 4 ? 4 : rows > 32 ? 32 : rows;
 }
@@ -30,18 +30,18 @@ __attribute__((noinline)) void gather_from(const GatherJob& shared, std::size_t 
     const GatherJob job = shared;
     auto* out = static_cast<typename Type::Stored*>(job.out);
     const i32* const last = job.inverse + job.n;
-    if (!job.pooled) {
+    if (!job.is_pooled) {
         for (std::size_t i = begin; i < end; ++i) {
             prefetch_row<Row>(job.lines, job.inverse + i, last, job.dim);
-            gather_row<Row, Type>(ONE_THREAD, out + i * job.dim, line_at(job, i), job.dim);
+            gather_row<Row, Type>(ONE_THREAD, out + i * job.dim, find_line(job, i), job.dim);
         }
         return;
     }
     for (std::size_t bag = begin; bag < end; ++bag) {
         const std::size_t first = job.bags.begin(bag), next = job.bags.end(bag);
         const Bag rows{job.inverse + first, job.weights ? job.weights + first : nullptr, static_cast<u32>(next - first),
-                       job.mean, last};
-        pool_row<Row, Type>(ONE_THREAD, out + job.bags.row(bag) * job.dim, job.lines, rows, job.dim);
+                       job.is_mean, last};
+        pool_row<Row, Type>(ONE_THREAD, out + job.bags.output_row(bag) * job.dim, job.lines, rows, job.dim);
     }
 }
 
@@ -55,9 +55,10 @@ __attribute__((noinline)) void weights_grad_from(const WeightsGradJob& job, std:
     const auto* grads = static_cast<const typename Type::Stored*>(job.grads);
     for (std::size_t bag = begin; bag < end; ++bag) {
         const std::size_t first = job.lookup.bags.begin(bag), next = job.lookup.bags.end(bag);
-        const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.mean, nullptr};
+        const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.is_mean,
+                       nullptr};
         pool_weights_grad<Row, Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows,
-                                     grads + job.lookup.bags.row(bag) * job.lookup.dim, job.lookup.dim);
+                                     grads + job.lookup.bags.output_row(bag) * job.lookup.dim, job.lookup.dim);
     }
 }
 
@@ -72,7 +73,7 @@ void decode(const CodecJob& job, std::size_t begin, std::size_t end) {
         decode_line(ONE_THREAD, job.wide + (i - begin) * bytes, job.lines[i], job.shape);
 }
 
-Noise noise_of(const CodecJob& job, std::size_t row) {
+Noise make_noise(const CodecJob& job, std::size_t row) {
     return Noise(job.seed, slot_hash.row_hash(job.tables[row], job.hashes[row]), job.step);
 }
 
@@ -81,45 +82,45 @@ void encode(const CodecJob& job, std::size_t begin, std::size_t end) {
     for (std::size_t i = begin; i < end; ++i) {
         const u64 wide = job.wide + (i - begin) * bytes;
         if (job.hashes)
-            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, noise_of(job, i));
+            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, make_noise(job, i));
         else
             encode_line(ONE_THREAD, job.lines[i], wide, job.shape, NoNoise{});
     }
 }
 
-using SumRow = void (*)(float*, float*, const Gradients&, const Occurrences&);
+using SumRow = void (*)(float*, float*, const OutputGradients&, const Occurrences&);
 
 // Not inlined into `update`, so that rules are not compiled once per gradient type.
 template <class Type>
-__attribute__((noinline)) void sum_whole_row(float* sum, float* block, const Gradients& gradients,
+__attribute__((noinline)) void sum_whole_row(float* sum, float* block, const OutputGradients& gradients,
                                              const Occurrences& row) {
-    sum_blocks_of<Type>(sum, block, gradients, row, 0, gradients.dim);
+    sum_row_gradient<Type>(sum, block, gradients, row, 0, gradients.dim);
 }
 
 constexpr SumRow SUM_ROW[FLOAT_TYPES] = {sum_whole_row<Float32>, sum_whole_row<Float16>, sum_whole_row<BFloat16>};
 
-TIERBED_FN Occurrences occurrences_of(const UpdateJob& job, std::size_t row) {
+TIERBED_FN Occurrences find_occurrences(const UpdateJob& job, std::size_t row) {
     const u32 first = job.offsets[row], count = job.offsets[row + 1] - first;
-    return {job.sources + first, job.scales ? job.scales + first : nullptr, count, job.sources_end};
+    return {job.output_rows + first, job.scales ? job.scales + first : nullptr, count, job.output_rows_end};
 }
 
 template <class Rule>
 std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, float* memory) {
     const UpdateJob job = shared;  // a local copy, because writes to lines could alias `shared`
-    const Gradients gradients = shared.gradients;
+    const OutputGradients gradients = shared.gradients;
     const Rule rule(job.hyper);
     const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];
-    const std::size_t ahead = prefetch_distance(job.shape.line_bytes);
+    const std::size_t ahead = choose_prefetch_distance(job.shape.line_bytes);
     float *sum = memory, *block = sum + job.shape.dim, *scratch = block + job.shape.dim;
     const bool in_place = job.type == FloatType::float32 && !job.scales;  // a single gradient needs no copy
     std::size_t written = 0;
     for (std::size_t row = begin; row < end; ++row) {
         if (row + ahead < end) prefetch_to_write(job.lines[row + ahead], job.shape.line_bytes);
-        const Occurrences occurrences = occurrences_of(job, row);
+        const Occurrences occurrences = find_occurrences(job, row);
         const float* gradient = sum;
         if (occurrences.count == 1 && in_place) {  // the common case, without a copy
-            gradient = gradients.row<Float32>(*occurrences.sources);
-            prefetch_source<Float32>(gradients, occurrences, 0);
+            gradient = gradients.row<Float32>(*occurrences.output_rows);
+            prefetch_output_row<Float32>(gradients, occurrences, 0);
         } else {
             sum_row(sum, block, gradients, occurrences);
         }
@@ -140,9 +141,9 @@ template <class Type>
 void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, float* out) {
     float block[VEC];
     for (std::size_t row = begin; row < end; ++row) {
-        const Occurrences occurrences = occurrences_of(job, row);
+        const Occurrences occurrences = find_occurrences(job, row);
         const auto sum_block = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
-            sum_blocks_of<Type>(g, block, job.gradients, occurrences, from, n);
+            sum_row_gradient<Type>(g, block, job.gradients, occurrences, from, n);
         };
         out[row] = occurrences.count == 0 ? 0.0f : square_row(ONE_THREAD, job.gradients.dim, sum_block, memory);
     }
@@ -151,7 +152,7 @@ void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* mem
 template <class Type>
 void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* positions, float* out) {
     for (std::size_t row = begin; row < end; ++row) {
-        const Occurrences occurrences = occurrences_of(job, row);
+        const Occurrences occurrences = find_occurrences(job, row);
         const std::size_t position = positions ? static_cast<std::size_t>(positions[row]) : row;
         sum_whole_row<Type>(out + position * job.gradients.dim, memory, job.gradients, occurrences);
     }
@@ -179,7 +180,7 @@ void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
 }
 
 template <class Rule>
-constexpr RuleLoops loops_of() {
+constexpr RuleLoops make_rule_loops() {
     RuleLoops loops{Rule::NAME,
                     Rule::ELEMENT_STATES,
                     Rule::ROW_STATES,
@@ -193,10 +194,10 @@ constexpr RuleLoops loops_of() {
 
 template <class... Rule>
 struct Table {
-    static constexpr RuleLoops loops[] = {loops_of<Rule>()...};
+    static constexpr RuleLoops loops[] = {make_rule_loops<Rule>()...};
 };
 template <class... Rule>
-constexpr const RuleLoops* table_of(Rules<Rule...>) {
+constexpr const RuleLoops* list_rule_loops(Rules<Rule...>) {
     return Table<Rule...>::loops;
 }
 
@@ -211,7 +212,7 @@ const Loops TIERBED_LOOPS{TIERBED_ISA,
                           {square<Float32>, square<Float16>, square<BFloat16>},
                           {sum<Float32>, sum<Float16>, sum<BFloat16>},
                           {columns<Float32>, columns<Float16>, columns<BFloat16>, columns<Float64>},
-                          table_of(AllRules{}),
+                          list_rule_loops(AllRules{}),
                           AllRules::COUNT};
 
 }  // namespace tierbed

@@ -21,7 +21,7 @@ struct GatherJob {
     const float* weights;  // [n] or null
     u32 dim;
     FloatType row_type;  // embedding type in `lines`
-    bool pooled, mean;
+    bool is_pooled, is_mean;
     void* out;
 };
 
@@ -36,10 +36,10 @@ struct WeightsGradJob {
 struct UpdateJob {
     const u64* lines;     // [unique]
     const u32* offsets;   // [unique + 1], where each row's occurrences begin
-    const u32* sources;   // [occurrences]
-    const u32* sources_end;
+    const u32* output_rows;  // [occurrences]
+    const u32* output_rows_end;
     const float* scales;  // [occurrences] or null
-    Gradients gradients;
+    OutputGradients gradients;
     FloatType type;  // gradient type
     float scale;  // multiplies each row's sum
     LineShape shape;
@@ -77,8 +77,8 @@ struct ColumnsJob {
 
 struct RuleLoops {
     const char* name;
-    u32 element_states, row_states;
-    u32 hypers;  // how many hyper-parameters, including limits
+    u32 num_element_states, num_row_states;
+    u32 num_hypers;         // hyper-parameters, including limits
     bool misses_unwritten;  // true if rows that were never written miss steps
     // Returns how many rows were written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);

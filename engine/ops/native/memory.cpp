@@ -7,48 +7,48 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t SMALLEST = std::size_t{64} << 10;
+constexpr std::size_t MIN_KEPT_BYTES = std::size_t{64} << 10;
 #ifdef __SANITIZE_ADDRESS__
-constexpr std::size_t MAX_BYTES = 0;  // a reused block would hide a use after free
+constexpr std::size_t MAX_KEPT_BYTES = 0;  // a reused block would hide a use after free
 #else
-constexpr std::size_t MAX_BYTES = std::size_t{512} << 20;
+constexpr std::size_t MAX_KEPT_BYTES = std::size_t{512} << 20;
 #endif
-constexpr std::size_t BLOCKS = 32;  // per size class
+constexpr std::size_t MAX_KEPT_BLOCKS = 32;  // per size class
 
-u32 size_class(std::size_t bytes) { return 64 - static_cast<u32>(__builtin_clzll((bytes - 1) / SMALLEST | 1)); }
+u32 size_class(std::size_t bytes) { return 64 - static_cast<u32>(__builtin_clzll((bytes - 1) / MIN_KEPT_BYTES | 1)); }
 
 // Free blocks, by power of two. A thread that finds the lock taken does not wait, but allocates from the system. In a
 // child that was forked meanwhile, the lock stays taken.
 struct FreeBlocks {
-    std::atomic_flag locked = ATOMIC_FLAG_INIT;
+    std::atomic_flag is_locked = ATOMIC_FLAG_INIT;
     std::array<std::vector<void*>, 64> blocks;
     std::size_t bytes = 0;
     FreeBlocks() {
-        for (auto& class_blocks : blocks) class_blocks.reserve(BLOCKS);
+        for (auto& class_blocks : blocks) class_blocks.reserve(MAX_KEPT_BLOCKS);
     }
 };
 
-FreeBlocks& free_blocks() {
+FreeBlocks& get_free_blocks() {
     static FreeBlocks* const instance = new FreeBlocks;  // outlives every buffer
     return *instance;
 }
 
 }  // namespace
 
-void* take_scratch(std::size_t bytes) {
+void* allocate_scratch(std::size_t bytes) {
     void* block = nullptr;
     std::size_t size = bytes;
-    if (bytes > SMALLEST) {
+    if (bytes > MIN_KEPT_BYTES) {
         const u32 c = size_class(bytes);
-        size = SMALLEST << c;
-        FreeBlocks& all = free_blocks();
-        if (!all.locked.test_and_set(std::memory_order_acquire)) {
+        size = MIN_KEPT_BYTES << c;
+        FreeBlocks& all = get_free_blocks();
+        if (!all.is_locked.test_and_set(std::memory_order_acquire)) {
             if (!all.blocks[c].empty()) {
                 block = all.blocks[c].back();
                 all.blocks[c].pop_back();
                 all.bytes -= size;
             }
-            all.locked.clear(std::memory_order_release);
+            all.is_locked.clear(std::memory_order_release);
         }
     }
     if (!block) {
@@ -60,17 +60,17 @@ void* take_scratch(std::size_t bytes) {
     return block;
 }
 
-void give_scratch(void* block, std::size_t bytes) {
-    if (bytes > SMALLEST) {
+void free_scratch(void* block, std::size_t bytes) {
+    if (bytes > MIN_KEPT_BYTES) {
         const u32 c = size_class(bytes);
-        FreeBlocks& all = free_blocks();
-        if (!all.locked.test_and_set(std::memory_order_acquire)) {
-            if (all.bytes + (SMALLEST << c) <= MAX_BYTES && all.blocks[c].size() < BLOCKS) {
+        FreeBlocks& all = get_free_blocks();
+        if (!all.is_locked.test_and_set(std::memory_order_acquire)) {
+            if (all.bytes + (MIN_KEPT_BYTES << c) <= MAX_KEPT_BYTES && all.blocks[c].size() < MAX_KEPT_BLOCKS) {
                 all.blocks[c].push_back(block);
-                all.bytes += SMALLEST << c;
+                all.bytes += MIN_KEPT_BYTES << c;
                 block = nullptr;
             }
-            all.locked.clear(std::memory_order_release);
+            all.is_locked.clear(std::memory_order_release);
         }
     }
     std::free(block);

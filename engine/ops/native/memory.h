@@ -18,8 +18,8 @@ constexpr std::size_t HUGE_PAGE = std::size_t{2} << 20;
 
 // Allocate and free uninitialised scratch memory, aligned for vector instructions. Large blocks are kept for the next
 // batch, because new blocks are slow: the system clears each new page.
-void* take_scratch(std::size_t bytes);
-void give_scratch(void* block, std::size_t bytes);
+void* allocate_scratch(std::size_t bytes);
+void free_scratch(void* block, std::size_t bytes);
 
 // An array whose elements are not initialised.
 template <class T>
@@ -27,9 +27,9 @@ class Buffer {
 public:
     Buffer() = default;
     explicit Buffer(std::size_t size)
-        : data_(static_cast<T*>(take_scratch((size + 1) * sizeof(T)))), size_(size) {}  // data() is never null
+        : data_(static_cast<T*>(allocate_scratch((size + 1) * sizeof(T)))), size_(size) {}  // data() is never null
     ~Buffer() {
-        if (data_) give_scratch(data_, (size_ + 1) * sizeof(T));
+        if (data_) free_scratch(data_, (size_ + 1) * sizeof(T));
     }
     Buffer(Buffer&& other) noexcept { *this = std::move(other); }
     Buffer& operator=(Buffer&& other) noexcept {
@@ -56,8 +56,8 @@ public:
     explicit Pages(std::size_t bytes, bool may_be_huge = true) {
         const bool huge = may_be_huge && bytes >= 2 * HUGE_PAGE;
         size_ = bytes;
-        mapped_ = bytes + (huge ? HUGE_PAGE : 0);
-        base_ = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        mapped_bytes_ = bytes + (huge ? HUGE_PAGE : 0);
+        base_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (base_ == MAP_FAILED) {
             base_ = nullptr;
             throw std::bad_alloc();
@@ -69,7 +69,7 @@ public:
         }
     }
     ~Pages() {
-        if (base_) munmap(base_, mapped_);
+        if (base_) munmap(base_, mapped_bytes_);
     }
     Pages(Pages&& other) noexcept { swap(other); }
     Pages& operator=(Pages&& other) noexcept {
@@ -83,13 +83,13 @@ public:
 private:
     void swap(Pages& other) {
         std::swap(base_, other.base_);
-        std::swap(mapped_, other.mapped_);
+        std::swap(mapped_bytes_, other.mapped_bytes_);
         std::swap(start_, other.start_);
         std::swap(size_, other.size_);
     }
 
     void* base_ = nullptr;
-    std::size_t mapped_ = 0, size_ = 0;
+    std::size_t mapped_bytes_ = 0, size_ = 0;
     u64 start_ = 0;
 };
 
@@ -100,22 +100,22 @@ public:
         constexpr std::size_t page = 4096, max_chunk = std::size_t{64} << 20;
         std::lock_guard lock(mutex_);
         bytes = (bytes + 63) / 64 * 64;
-        if (chunks_.empty() || used_ + bytes > chunks_.back().size()) {
-            const std::size_t size = std::max(bytes, std::min(max_chunk, total_));
+        if (chunks_.empty() || used_bytes_ + bytes > chunks_.back().size()) {
+            const std::size_t size = std::max(bytes, std::min(max_chunk, total_bytes_));
             chunks_.emplace_back((size + page - 1) / page * page);
-            total_ += chunks_.back().size();
-            used_ = 0;
+            total_bytes_ += chunks_.back().size();
+            used_bytes_ = 0;
         }
-        const u64 start = chunks_.back().start() + used_;
-        used_ += bytes;
+        const u64 start = chunks_.back().start() + used_bytes_;
+        used_bytes_ += bytes;
         return start;
     }
-    std::size_t bytes() const { return total_; }
+    std::size_t bytes() const { return total_bytes_; }
 
 private:
     std::mutex mutex_;
     std::vector<Pages> chunks_;
-    std::size_t used_ = 0, total_ = 0;
+    std::size_t used_bytes_ = 0, total_bytes_ = 0;
 };
 
 }  // namespace tierbed

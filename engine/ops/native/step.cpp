@@ -17,8 +17,8 @@ constexpr std::size_t AHEAD = 4;  // rows to prefetch
 
 // Calls body(row) -> bool for every unique row, and add(begin, end, how many results were true) for row ranges.
 template <class Body, class Add>
-void count_rows(const Batch& batch, const Body& body, const Add& add) {
-    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+void count_matching_rows(const Batch& batch, const Body& body, const Add& add) {
+    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
             if (row + AHEAD < end) prefetch(floats(batch.lines[row + AHEAD]));
@@ -42,25 +42,26 @@ std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, c
     return added;
 }
 
-GatherJob gather_job(const Batch& batch, const Layout& layout, std::size_t lookup) {
+GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t lookup) {
     const Batch::LookupSpan& span = batch.lookups.at(lookup);
     GatherJob job{};
-    job.lines = batch.views.size() ? batch.views.data() : batch.lines.data();
-    job.inverse = batch.inverse.data() + span.begin;
-    job.n = span.segment.n;
+    job.lines = batch.lookup_lines.size() ? batch.lookup_lines.data() : batch.lines.data();
+    job.inverse = batch.inverse.data() + span.first_position;
+    job.n = span.segment.num_ids;
     job.bags = span.segment.bags;
     job.dim = layout.shape.dim;
     job.row_type = batch.has_wide_lines ? FloatType::float32 : layout.shape.embedding;
-    job.pooled = span.segment.pooled;
+    job.is_pooled = span.segment.is_pooled;
     return job;
 }
 
 // Returns how many bags have about ROWS ids.
-std::size_t bags_per_task(const Segment& segment) {
-    return std::max<std::size_t>(ROWS * segment.count / std::max<std::size_t>({segment.n, segment.count, 1}), 1);
+std::size_t count_bags_per_task(const Segment& segment) {
+    return std::max<std::size_t>(
+        ROWS * segment.num_bags / std::max<std::size_t>({segment.num_ids, segment.num_bags, 1}), 1);
 }
 
-// Counts a batch's first writes, in total and, unless null, in by_table [layout.tables].
+// Counts a batch's first writes, in total and, unless null, in by_table [layout.num_tables].
 struct FirstWrites {
     const Batch& batch;
     const Layout& layout;
@@ -74,7 +75,7 @@ struct FirstWrites {
         const std::lock_guard lock(mutex);
         total += count;
         for (std::size_t row = begin; by_table && row < end; ++row)
-            if (row_counters(batch.lines[row], layout.shape)->updates == 1 && batch.tables[row] < layout.tables)
+            if (row_counters(batch.lines[row], layout.shape)->updates == 1 && batch.tables[row] < layout.num_tables)
                 ++by_table[batch.tables[row]];
     }
 };
@@ -82,23 +83,23 @@ struct FirstWrites {
 }  // namespace
 
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out) {
-    GatherJob job = gather_job(batch, layout, lookup);
-    job.mean = pooling.mean;
+    GatherJob job = make_gather_job(batch, layout, lookup);
+    job.is_mean = pooling.is_mean;
     job.weights = pooling.weights;
     job.out = out;
-    const auto run = loops().gather[static_cast<u32>(pooling.type)];
+    const auto run = loops().gather[static_cast<u32>(pooling.output_type)];
     const Segment& segment = batch.lookups[lookup].segment;
-    parallel_ranges(segment.count, bags_per_task(segment),
+    parallel_ranges(segment.num_bags, count_bags_per_task(segment),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out) {
-    WeightsGradJob job{gather_job(batch, layout, lookup), grads, out};
-    job.lookup.mean = pooling.mean;
-    const auto run = loops().weights_grad[static_cast<u32>(pooling.type)];
+    WeightsGradJob job{make_gather_job(batch, layout, lookup), grads, out};
+    job.lookup.is_mean = pooling.is_mean;
+    const auto run = loops().weights_grad[static_cast<u32>(pooling.output_type)];
     const Segment& segment = batch.lookups[lookup].segment;
-    parallel_ranges(segment.count, bags_per_task(segment),
+    parallel_ranges(segment.num_bags, count_bags_per_task(segment),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
@@ -114,8 +115,9 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
         counters->step = step;
         return first;
     };
-    count_rows(batch, write,
-               [&](std::size_t begin, std::size_t end, std::size_t count) { first_writes.add(begin, end, count); });
+    count_matching_rows(batch, write, [&](std::size_t begin, std::size_t end, std::size_t count) {
+        first_writes.add(begin, end, count);
+    });
     return first_writes.total;
 }
 
@@ -124,14 +126,14 @@ std::size_t count_new(const Batch& batch, const Layout& layout) {
     const auto is_new = [&](std::size_t row) {
         return !batch.lines[row] || row_counters(batch.lines[row], layout.shape)->updates == 0;
     };
-    count_rows(batch, is_new, [&](std::size_t, std::size_t, std::size_t count) { total += count; });
+    count_matching_rows(batch, is_new, [&](std::size_t, std::size_t, std::size_t count) { total += count; });
     return total;
 }
 
 void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
-    for (std::size_t row = 0; row < batch.unique; ++row)
+    for (std::size_t row = 0; row < batch.num_unique; ++row)
         if (batch.lines[row] && row_counters(batch.lines[row], layout.shape)->updates > 0 &&
-            batch.tables[row] < layout.tables)
+            batch.tables[row] < layout.num_tables)
             ++by_table[batch.tables[row]];
 }
 
@@ -144,7 +146,7 @@ void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::s
 
 void initialise_missing(Batch& batch, const Layout& layout) {
     std::vector<std::size_t> missing;
-    for (std::size_t row = 0; row < batch.unique; ++row)
+    for (std::size_t row = 0; row < batch.num_unique; ++row)
         if (!batch.lines[row]) missing.push_back(row);
     add_lines(batch, missing, layout.shape, batch.lines,
               [&](u64 line, std::size_t row) { layout.initialise(line, batch.tables[row], batch.key(row)); });
@@ -152,7 +154,7 @@ void initialise_missing(Batch& batch, const Layout& layout) {
 
 namespace {
 
-const RuleLoops& rule_named(const std::string& name) {
+const RuleLoops& find_rule(const std::string& name) {
     const Loops& all = loops();
     for (u32 i = 0; i < all.rule_count; ++i)
         if (name == all.rules[i].name) return all.rules[i];
@@ -160,51 +162,51 @@ const RuleLoops& rule_named(const std::string& name) {
 }
 
 // Returns the factors for occurrences' gradients, or nothing if all are 1.
-Buffer<float> occurrence_scales(const Batch& batch, const std::vector<Upstream>& grads) {
+Buffer<float> compute_occurrence_scales(const Batch& batch, const std::vector<LookupGradient>& grads) {
     bool any = false;
-    for (const Upstream& grad : grads) any = any || grad.pooling.mean || grad.pooling.weights;
+    for (const LookupGradient& grad : grads) any = any || grad.pooling.is_mean || grad.pooling.weights;
     if (!any) return {};
-    Buffer<float> scale_of(batch.size);
+    Buffer<float> position_scales(batch.size);
     for (std::size_t k = 0; k < grads.size(); ++k) {
         const Batch::LookupSpan& lookup = batch.lookups[k];
         const Pooling& pooling = grads[k].pooling;
         const Bags& bags = lookup.segment.bags;
-        parallel_ranges(lookup.segment.count, ROWS, [&](std::size_t from, std::size_t to) {
+        parallel_ranges(lookup.segment.num_bags, ROWS, [&](std::size_t from, std::size_t to) {
             for (std::size_t bag = from; bag < to; ++bag) {
                 const std::size_t begin = bags.begin(bag), end = bags.end(bag);
-                const Bag rows{&batch.inverse[lookup.begin + begin], nullptr, static_cast<u32>(end - begin), true,
-                               nullptr};
-                const float factor = pooling.mean ? 1.0f / static_cast<float>(rows_of(rows)) : 1.0f;
+                const Bag rows{&batch.inverse[lookup.first_position + begin], nullptr, static_cast<u32>(end - begin),
+                               true, nullptr};
+                const float factor = pooling.is_mean ? 1.0f / static_cast<float>(count_rows(rows)) : 1.0f;
                 for (std::size_t i = begin; i < end; ++i)
-                    scale_of[lookup.begin + i] = pooling.weights ? pooling.weights[i] * factor : factor;
+                    position_scales[lookup.first_position + i] = pooling.weights ? pooling.weights[i] * factor : factor;
             }
         });
     }
     Buffer<float> scales(batch.occurrences.size());
     parallel_ranges(scales.size(), 4096, [&](std::size_t begin, std::size_t end) {
-        for (std::size_t i = begin; i < end; ++i) scales[i] = scale_of[batch.occurrences[i]];
+        for (std::size_t i = begin; i < end; ++i) scales[i] = position_scales[batch.occurrences[i]];
     });
     return scales;
 }
 
 // An update job's batch and gradients, with the memory that the job refers to.
 struct GradientJob {
-    std::vector<GradientPart> parts;
+    std::vector<OutputGradient> outputs;
     Buffer<float> scales;
     UpdateJob job{};
 
-    GradientJob(const Batch& batch, u32 dim, const std::vector<Upstream>& grads)
-        : scales(occurrence_scales(batch, grads)) {
+    GradientJob(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads)
+        : scales(compute_occurrence_scales(batch, grads)) {
         for (std::size_t k = 0; k < grads.size(); ++k)
-            parts.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].source)});
+            outputs.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].first_output_row)});
         job.lines = batch.lines.data();
         job.offsets = batch.offsets.data();
-        const Buffer<u32>& sources = batch.pooled ? batch.occurrence_sources : batch.occurrences;
-        job.sources = sources.data();
-        job.sources_end = sources.data() + sources.size();
+        const Buffer<u32>& output_rows = batch.is_pooled ? batch.occurrence_output_rows : batch.occurrences;
+        job.output_rows = output_rows.data();
+        job.output_rows_end = output_rows.data() + output_rows.size();
         job.scales = scales.size() ? scales.data() : nullptr;
-        job.gradients = {parts.data(), static_cast<u32>(parts.size()), dim};
-        job.type = grads.empty() ? FloatType::float32 : grads[0].pooling.type;
+        job.gradients = {outputs.data(), static_cast<u32>(outputs.size()), dim};
+        job.type = grads.empty() ? FloatType::float32 : grads[0].pooling.output_type;
     }
 };
 
@@ -266,23 +268,24 @@ std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundR
 }  // namespace
 
 BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> numbers)
-    : loops(rule_named(name)), hyper(std::move(numbers)) {
-    if (hyper.size() + 1 == loops.hypers) hyper.push_back(0.0);  // a last limit of 0 may be left out
-    bool fits = hyper.size() == loops.hypers;
+    : loops(find_rule(name)), hyper(std::move(numbers)) {
+    if (hyper.size() + 1 == loops.num_hypers) hyper.push_back(0.0);  // a last limit of 0 may be left out
+    bool fits = hyper.size() == loops.num_hypers;
     if (loops.catch_up) {
         if (fits) hyper.push_back(0.0);  // no past rates
-        fits = hyper.size() > loops.hypers &&
-               hyper[loops.hypers] * 2 + 1 == static_cast<double>(hyper.size() - loops.hypers);
+        fits = hyper.size() > loops.num_hypers &&
+               hyper[loops.num_hypers] * 2 + 1 == static_cast<double>(hyper.size() - loops.num_hypers);
     }
     if (!fits)
-        throw std::invalid_argument("rule " + name + " needs " + std::to_string(loops.hypers) + " hyper-parameters");
+        throw std::invalid_argument("rule " + name + " needs " + std::to_string(loops.num_hypers) +
+                                    " hyper-parameters");
     const LineShape& shape = layout.shape;
-    if (widened(shape).width != shape.dim * (1 + loops.element_states) + loops.row_states ||
-        (shape.narrow_states > 0 && shape.narrow_states != loops.element_states))
+    if (widened(shape).width != shape.dim * (1 + loops.num_element_states) + loops.num_row_states ||
+        (shape.narrow_states > 0 && shape.narrow_states != loops.num_element_states))
         throw std::invalid_argument("the line has no room for the state of rule " + name);
 }
 
-std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
+std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* by_table) {
     const GradientJob gradients(batch, layout.shape.dim, grads);
     UpdateJob job = gradients.job;
@@ -291,7 +294,7 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstrea
     job.hyper = rule.hyper.data();
     job.step = step;
     FirstWrites first_writes{batch, layout, by_table};
-    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
         first_writes.add(begin, end,
                          layout.shape.is_narrow() ? update_narrow(batch, layout, rule, job, begin, end, memory.data())
@@ -300,19 +303,20 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstrea
     return first_writes.total;
 }
 
-void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out) {
+void square_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out) {
     const GradientJob gradients(batch, dim, grads);
     const auto square = loops().square[static_cast<u32>(gradients.job.type)];
-    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
         square(gradients.job, begin, end, memory.data(), out);
     });
 }
 
-void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* positions, float* out) {
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* positions,
+                   float* out) {
     const GradientJob gradients(batch, dim, grads);
     const auto sum = loops().sum[static_cast<u32>(gradients.job.type)];
-    parallel_ranges(batch.unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
         sum(gradients.job, begin, end, memory.data(), positions, out);
     });
@@ -332,15 +336,16 @@ void catch_up(const Layout& layout, const u64* lines, std::size_t n, const Bound
 void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
     std::vector<std::size_t> behind;
-    for (std::size_t row = 0; row < batch.unique; ++row) {
+    for (std::size_t row = 0; row < batch.num_unique; ++row) {
         const RowCounters& counters = *row_counters(batch.lines[row], layout.shape);
         if (is_behind(counters, step, rule.loops.misses_unwritten)) behind.push_back(row);
     }
-    if (batch.views.size() != batch.unique) batch.views = Buffer<u64>(batch.unique);  // reused: Python may hold a view
-    std::copy_n(batch.lines.data(), batch.unique, batch.views.data());
-    const std::vector<u64> copies = add_lines(
-        batch, behind, layout.shape, batch.views,
-        [&](u64 line, std::size_t row) { copy_line(THREAD, line, batch.lines[row], layout.shape); });
+    if (batch.lookup_lines.size() != batch.num_unique)
+        batch.lookup_lines = Buffer<u64>(batch.num_unique);  // reused: Python may hold a view
+    std::copy_n(batch.lines.data(), batch.num_unique, batch.lookup_lines.data());
+    const std::vector<u64> copies =
+        add_lines(batch, behind, layout.shape, batch.lookup_lines,
+                  [&](u64 line, std::size_t row) { copy_line(THREAD, line, batch.lines[row], layout.shape); });
     catch_up(layout, copies.data(), copies.size(), rule, step);
 }
 

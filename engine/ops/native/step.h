@@ -9,9 +9,9 @@
 namespace tierbed {
 
 struct Pooling {
-    bool mean;
+    bool is_mean;
     const float* weights;  // [positions] or null
-    FloatType type;        // the output's type
+    FloatType output_type;
 };
 
 // Writes the sum or mean of each bag's weighted rows to out [bags, dim]; zeros for padding and empty bags.
@@ -22,19 +22,19 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
                   const void* grads, float* out);
 
 // Writes values [size, dim], one per position, to the embeddings; a row's last occurrence wins. Returns how many rows
-// were written for the first time, and adds the counts to by_table [layout.tables] unless it is null.
+// were written for the first time, and adds the counts to by_table [layout.num_tables] unless it is null.
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
 // Returns how many rows were never written. A row without a line counts as new.
 std::size_t count_new(const Batch& batch, const Layout& layout);
-// Counts rows with updates > 0 per table, and adds the counts to by_table [layout.tables].
+// Counts rows with updates > 0 per table, and adds the counts to by_table [layout.num_tables].
 void count_written(const Batch& batch, const Layout& layout, u64* by_table);
 // Replaces the lines of `rows` by float32 copies owned by the batch. All other lines must be float32 already.
 void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
 // Gives each row without a line a new line with initial values, owned by the batch.
 void initialise_missing(Batch& batch, const Layout& layout);
 
-// One lookup's output gradient: rows [output rows, dim] of type `pooling.type`.
-struct Upstream {
+// One lookup's output gradient: rows [output rows, dim] of type `pooling.output_type`.
+struct LookupGradient {
     const void* rows;
     Pooling pooling;
 };
@@ -52,15 +52,17 @@ struct BoundRule {
 
 // Applies the rule to each row. grads: one per lookup, all of one type. scale: multiplies each row's gradient. Counts
 // and returns first writes, like `assign`.
-std::size_t update(Batch& batch, const Layout& layout, const std::vector<Upstream>& grads, const BoundRule& rule,
+std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* by_table);
 // Writes each row's squared gradient norm to out [unique].
-void square_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, float* out);
+void square_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out);
 // Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
-void sum_gradients(const Batch& batch, u32 dim, const std::vector<Upstream>& grads, const i64* positions, float* out);
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* positions,
+                   float* out);
 // Brings lines to the beginning of `step`. Does nothing for a rule that does not catch up.
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step);
-// Makes lookups read rows as of the beginning of `step`: `views` gets caught-up copies of rows that missed steps.
+// Makes lookups read rows as of the beginning of `step`: rows that missed steps get caught-up
+// copies in `lookup_lines`.
 void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step);
 
 }  // namespace tierbed

@@ -82,7 +82,7 @@ private:
 class Pool {
 public:
     // Starts fewer workers if the system lacks threads or memory.
-    explicit Pool(std::size_t workers) : requested_(workers) {
+    explicit Pool(std::size_t workers) : num_requested_(workers) {
         threads_.reserve(workers);
         try {
             while (threads_.size() < workers) threads_.emplace_back([this, n = threads_.size() + 1] { work(n); });
@@ -93,28 +93,28 @@ public:
     ~Pool() {
         {
             std::lock_guard lock(mutex_);
-            stopping_ = true;
+            is_stopping_ = true;
         }
         wake_.notify_all();
         for (auto& thread : threads_) thread.join();
     }
 
-    std::size_t requested() const { return requested_; }
+    std::size_t num_requested() const { return num_requested_; }
 
     void run(Tasks& tasks) {
-        bool asleep;
+        bool has_sleeping;
         {
             std::lock_guard lock(mutex_);
             tasks_ = &tasks;
-            busy_ = threads_.size();
+            num_busy_ = threads_.size();
             ++round_;
-            asleep = sleeping_ > 0;
+            has_sleeping = num_sleeping_ > 0;
         }
-        if (asleep) wake_.notify_all();
+        if (has_sleeping) wake_.notify_all();
         tasks.run(0);
-        spin([this] { return busy_ == 0; });
+        spin([this] { return num_busy_ == 0; });
         std::unique_lock lock(mutex_);
-        done_.wait(lock, [this] { return busy_ == 0; });
+        done_.wait(lock, [this] { return num_busy_ == 0; });
     }
 
 private:
@@ -122,18 +122,18 @@ private:
         std::fesetenv(FE_DFL_ENV);
         std::size_t seen = 0;
         for (;;) {
-            spin([&] { return stopping_ || round_ != seen; });
+            spin([&] { return is_stopping_ || round_ != seen; });
             std::unique_lock lock(mutex_);
-            ++sleeping_;
-            wake_.wait(lock, [&] { return stopping_ || round_ != seen; });
-            --sleeping_;
-            if (stopping_) return;
+            ++num_sleeping_;
+            wake_.wait(lock, [&] { return is_stopping_ || round_ != seen; });
+            --num_sleeping_;
+            if (is_stopping_) return;
             seen = round_;
             Tasks* const tasks = tasks_;
             lock.unlock();
             tasks->run(number);
             lock.lock();
-            if (--busy_ == 0) done_.notify_one();
+            if (--num_busy_ == 0) done_.notify_one();
         }
     }
 
@@ -144,18 +144,18 @@ private:
         while (!condition() && std::chrono::steady_clock::now() < end) std::this_thread::yield();
     }
 
-    const std::size_t requested_;
+    const std::size_t num_requested_;
     std::vector<std::thread> threads_;
     std::mutex mutex_;
     std::condition_variable wake_, done_;
     Tasks* tasks_ = nullptr;
-    std::size_t sleeping_ = 0;
-    std::atomic<std::size_t> busy_{0}, round_{0};
-    std::atomic<bool> stopping_{false};
+    std::size_t num_sleeping_ = 0;
+    std::atomic<std::size_t> num_busy_{0}, round_{0};
+    std::atomic<bool> is_stopping_{false};
 };
 
-std::atomic<std::size_t> step_threads{1};
-thread_local bool runs_steps = false;
+std::atomic<std::size_t> num_step_threads{1};
+thread_local bool is_step_thread = false;
 thread_local std::unique_ptr<Pool> own_pool;
 
 // OpenMP's entry point GOMP_parallel: calls run(data) on `threads` threads, including the caller.
@@ -177,20 +177,20 @@ bool was_started_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The pool for steps' loops. A forked child lacks the parent's threads, so the child leaks the parent's Process (pool
-// and mutex) and starts with a new Process.
-struct Process {
+// The pool for steps' loops. A forked child lacks the parent's threads, so the child leaks the parent's ProcessPool
+// (pool and mutex) and starts with a new ProcessPool.
+struct ProcessPool {
     bool may_use_openmp = false;  // torch's OpenMP threads may be workers
-    std::mutex in_use{};
+    std::mutex mutex{};
     std::unique_ptr<Pool> pool{};
 };
 
-Process* process = new Process{was_started_by_exec()};
-[[maybe_unused]] const int on_fork = pthread_atfork(nullptr, nullptr, [] { process = new Process; });
+ProcessPool* process_pool = new ProcessPool{was_started_by_exec()};
+[[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { process_pool = new ProcessPool; });
 
 // Returns torch's OpenMP if its threads spin after their work, because a pool's threads would have to wait for cores.
 // Returns null if OpenMP's threads sleep, if the calling thread runs no steps, and in a forked child.
-RunParallel torch_threads() {
+RunParallel find_openmp() {
 #ifdef __SANITIZE_THREAD__
     return nullptr;  // ThreadSanitizer does not see how OpenMP synchronises its threads
 #else
@@ -199,11 +199,11 @@ RunParallel torch_threads() {
         const bool is_passive = policy && (*policy == 'p' || *policy == 'P');
         return is_passive ? nullptr : reinterpret_cast<RunParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     }();
-    return runs_steps && process->may_use_openmp ? entry : nullptr;
+    return is_step_thread && process_pool->may_use_openmp ? entry : nullptr;
 #endif
 }
 
-void run_on(RunParallel parallel, std::size_t threads, Tasks& tasks) {
+void run_on_openmp(RunParallel parallel, std::size_t threads, Tasks& tasks) {
     const auto run = [](void* data) {
         const DefaultArithmetic arithmetic;
         static const auto number = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
@@ -218,28 +218,28 @@ void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::
 
 void set_threads(std::size_t threads) {
     if (own_pool) return;  // this thread does not run steps
-    runs_steps = true;
-    step_threads = std::max<std::size_t>(threads, 1);
+    is_step_thread = true;
+    num_step_threads = std::max<std::size_t>(threads, 1);
 }
 
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task) {
     const DefaultArithmetic arithmetic;
     if (own_pool && tasks > 1) {
-        Tasks all(tasks, own_pool->requested() + 1, task);
+        Tasks all(tasks, own_pool->num_requested() + 1, task);
         own_pool->run(all);
         return all.rethrow();
     }
-    const std::size_t workers = step_threads - 1;
+    const std::size_t workers = num_step_threads - 1;
     if (workers > 0 && tasks > 1) {
         Tasks all(tasks, workers + 1, task);
-        std::unique_lock lock(process->in_use, std::try_to_lock);
+        std::unique_lock lock(process_pool->mutex, std::try_to_lock);
         if (lock.owns_lock()) {
-            if (const RunParallel parallel = torch_threads()) {
-                run_on(parallel, workers + 1, all);
+            if (const RunParallel parallel = find_openmp()) {
+                run_on_openmp(parallel, workers + 1, all);
                 return all.rethrow();
             }
-            std::unique_ptr<Pool>& pool = process->pool;
-            if (pool && pool->requested() != workers) pool.reset();
+            std::unique_ptr<Pool>& pool = process_pool->pool;
+            if (pool && pool->num_requested() != workers) pool.reset();
             if (!pool) pool = std::make_unique<Pool>(workers);
             pool->run(all);
             return all.rethrow();

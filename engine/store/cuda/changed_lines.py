@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ... import _core
-from ...ops.cuda.batch import Batch, keys_of
+from ...ops.cuda.batch import Batch, recover_keys
 from ...row_format import BUCKETS, Keys, TableIds
 from .full_table import CudaFullTable
 
@@ -40,7 +40,7 @@ class ChangedLines:
             hashes, tables, lines, _ = self._table.list_rows()
             line_numbers = (self._flags[1 : len(lines) + 1] & (lines[: len(self._flags) - 1] != 0)).nonzero()[:, 0]
             hashes, tables = hashes[line_numbers], tables[line_numbers]
-            keys = keys_of(self._table.device, hashes, tables)
+            keys = recover_keys(self._table.device, hashes, tables)
             return tables.cpu().numpy().view(np.uint32), keys.cpu().numpy().view(np.uint64)
 
     def forget(self) -> None:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ... import _core
-from ...ops.cuda.batch import Batch, Faults, find_lines, keys_of, one_row, rows_of
+from ...ops.cuda.batch import Batch, Faults, find_lines, make_row_batch, make_single_row_batch, recover_keys
 from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
@@ -84,7 +84,7 @@ class CudaTableImage:
             self.before_image_bytes += host_positions.nbytes + before.nbytes
 
     def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
-        self.save_before_images(rows_of(self._layout.device, tables, keys, self._faults))
+        self.save_before_images(make_row_batch(self._layout.device, tables, keys, self._faults))
 
     def open_bucket(self, bucket: int) -> None:
         self._bucket, self._position = bucket, int(self._rows.bounds[bucket])
@@ -160,7 +160,7 @@ class CudaFullStore(TopTier[Batch]):
         """Write distinct rows from host memory. Raises CapacityError."""
         self.staging.reserve(len(keys))
         _core.copy_lines(self._host_layout, lines, self.staging.rows(len(keys))[2])
-        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
+        batch = make_row_batch(self.layout.device, tables, keys, self._faults.word)
         self.table.insert_missing(batch, self.table.find(batch))
         self._faults.check()
         all_rows = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
@@ -169,7 +169,7 @@ class CudaFullStore(TopTier[Batch]):
         ranks.cpu()  # waits, because the staging memory will be reused
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
+        batch = make_row_batch(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
         pinned = find_lines([] if self._pinned is None else [self._pinned], batch, self._faults.word) != 0
         initialise_lines(batch, self.layout, pinned)
@@ -191,7 +191,7 @@ class CudaFullStore(TopTier[Batch]):
             hashes, tables, lines, updates = self.table.list_rows()
             numbers = updates.nonzero()[:, 0]
             hashes, tables = hashes[numbers], tables[numbers]
-            keys = keys_of(self.layout.device, hashes, tables)
+            keys = recover_keys(self.layout.device, hashes, tables)
             buckets = (hashes >> 58) & (BUCKETS - 1)
             order = (keys ^ torch.iinfo(torch.int64).min).argsort()  # flips the sign bits, to order int64 as unsigned
             for sort_key in (tables, buckets):
@@ -209,10 +209,10 @@ class CudaFullStore(TopTier[Batch]):
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
         """Copy rows to their lines in host memory, except rows that the table lacks."""
-        batch = rows_of(self.layout.device, tables, keys, self._faults.word)
+        batch = make_row_batch(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)
         resident = (batch.lines != 0).nonzero()[:, 0]
-        records = self.staging.records(batch.lines[resident])
+        records = self.staging.read_counters(batch.lines[resident])
         rows = resident.cpu().numpy()
         is_hit = np.zeros(len(keys), np.bool_)
         is_hit[rows] = records[:, 0] != 0
@@ -221,11 +221,11 @@ class CudaFullStore(TopTier[Batch]):
         return is_hit
 
     def close(self) -> None:
-        self._faults.seen(wait=True)  # waits until no kernel accesses host memory
+        self._faults.read(wait=True)  # waits until no kernel accesses host memory
         self.table = CudaFullTable(self.layout, None)
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        batch = one_row(self.layout.device, table, key, self._faults.word)
+        batch = make_single_row_batch(self.layout.device, table, key, self._faults.word)
         self.table.find(batch)
         line = int(self.table.find_line_numbers(batch))
         return [] if line < 0 else [{"tier": self._tier, **self.staging.describe(batch.lines), "line": line}]

@@ -82,8 +82,8 @@ extern "C" __global__ void count_inserted(const i32* ranks, u64 n, u64* counts, 
 // Counts the first `count` rows in lookups [tables, 2]: a miss where `ranks` increases, otherwise a hit.
 extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* ranks, Counters lookups) {
     Tally tally(lookups);
-    for_each(*count, [&](u64 i) { tally.add(place_of(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
-    tally.end();
+    for_each(*count, [&](u64 i) { tally.add(hit_index(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
+    tally.flush();
 }
 
 // Writes clusters [n]: for each row, the free slot before the run of used slots that contains the row. Rows beyond

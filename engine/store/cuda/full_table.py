@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops.cuda.batch import SLOT_HASH, Batch
-from ...ops.cuda.device import launch, struct_of, struct_type
+from ...ops.cuda.device import launch, make_struct, make_struct_type
 from ...ops.cuda.layout import HitCounters, Layout
 
 SLOT_BYTES = 16
@@ -19,7 +19,7 @@ MIN_BITS = 10  # log2 of the lines in the first segment of a growing table
 MAX_ROWS = (1 << 32) * 3 // 4
 PROBE_LANES, WARP = 8, 32  # as in full_table.cu
 
-_INDEX = struct_type("uint64 slots", "uint32 mask", "uint64 addresses num_lines", "uint32 base_bits")
+_INDEX = make_struct_type("uint64 slots", "uint32 mask", "uint64 addresses num_lines", "uint32 base_bits")
 
 
 class CudaFullTable:
@@ -125,7 +125,9 @@ class CudaFullTable:
     def by_value(self) -> np.ndarray:
         """The LineIndex struct of segments.h, passed by value."""
         mask, memory = self._slots.nbytes // SLOT_BYTES - 1, {"addresses": self._addresses, "num_lines": self.num_lines}
-        return struct_of(_INDEX, slots=self._slots, mask=mask, **memory, base_bits=self._base_bits)
+        return make_struct(
+            _INDEX, slots=self._slots, mask=mask, **memory, base_bits=self._base_bits
+        )
 
     def _find(self, batch: Batch, lines: Tensor, numbers: Tensor | None) -> Tensor:
         """Set `lines` [size]. Returns a flag for each row, int32 [size]: 1 if absent."""

@@ -84,7 +84,7 @@ void bind_rocksdb(nb::module_& m) {
                  const auto counters = without_gil([&] { return tier.locate(table, key); });
                  return counters ? std::optional(to_dict(*counters)) : std::nullopt;
              })
-        .def("metrics", &metrics_of<RocksTier>)
+        .def("metrics", &read_metrics<RocksTier>)
         .def("info", &info_dict)
         .def(
             "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),

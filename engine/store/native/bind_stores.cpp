@@ -21,7 +21,7 @@ Array<bool> read_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVe
         tier.read(hashed.rows(), hashed_hits.data(), touch);
         for (std::size_t i = 0; i < keys.size(); ++i) is_hit[hashed.position(i)] = hashed_hits[i];
     });
-    return own(std::move(is_hit));
+    return to_numpy(std::move(is_hit));
 }
 
 void write_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines) {
@@ -54,8 +54,8 @@ void bind_tiers(nb::module_& m) {
         .def("find", &FullTable::find, Unlocked())
         .def("gather_few", &gather_few, "keys"_a, "last_ids"_a.none(), "out"_a, Unlocked())
         .def("insert_missing", &FullTable::insert_missing, Unlocked())
-        .def("scan",
-             [](const FullTable& table, u32 bucket) { return own(without_gil([&] { return table.scan(bucket); })); })
+        .def("scan", [](const FullTable& table,
+                        u32 bucket) { return to_numpy(without_gil([&] { return table.scan(bucket); })); })
         .def("locate",
              [](const FullTable& table, u32 id, u64 key) -> std::optional<nb::dict> {
                  const auto location = without_gil([&] { return table.locate(id, key); });
@@ -64,8 +64,8 @@ void bind_tiers(nb::module_& m) {
                  row["line"] = location->line;
                  return row;
              })
-        .def("metrics", &metrics_of<FullTable>)
-        .def("hit_counts", &hit_counts<FullTable>);
+        .def("metrics", &read_metrics<FullTable>)
+        .def("hit_counts", &read_hit_counts<FullTable>);
 }
 
 void bind_changes(nb::module_& m) {
@@ -83,7 +83,7 @@ void bind_changes(nb::module_& m) {
         .def("list_keys",
              [](const ChangedRows& changed, u32 bucket) {
                  require(bucket < BUCKETS, "no such bucket");
-                 return arrays_of([&] { return changed.list_keys(bucket); });
+                 return to_arrays([&] { return changed.list_keys(bucket); });
              })
         .def_prop_ro("size", &ChangedRows::size)
         .def_prop_ro("bytes", &ChangedRows::bytes);
@@ -136,7 +136,7 @@ void bind_packed_rows(nb::module_& m) {
             require(row_bytes >= packed_row_bytes(0), "row_bytes is too small for a row with its counters");
             const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes);
             RowDiff diff = without_gil([&] { return diff_rows(older, newer); });
-            return std::make_pair(own(std::move(diff.removed)), own(std::move(diff.states)));
+            return std::make_pair(to_numpy(std::move(diff.removed)), to_numpy(std::move(diff.states)));
         },
         "before"_a, "after"_a, "row_bytes"_a);
     m.def(
@@ -146,7 +146,7 @@ void bind_packed_rows(nb::module_& m) {
             std::vector<PackedRows> sides;
             for (const InVector<u8>& part : parts) sides.push_back(packed(part, row_bytes));
             MergedRows merged = without_gil([&] { return merge_parts(sides, has_more); });
-            return std::make_pair(own(std::move(merged.rows)), merged.rows_read);
+            return std::make_pair(to_numpy(std::move(merged.rows)), merged.rows_read);
         },
         "parts"_a, "has_more"_a, "row_bytes"_a);
     m.def(
@@ -156,7 +156,7 @@ void bind_packed_rows(nb::module_& m) {
                              erased = packed(erased_keys, KEY_BYTES);
             MergedRows merged = without_gil([&] { return merge_rows(older, newer, erased); });
             const auto& read = merged.rows_read;
-            return std::make_tuple(own(std::move(merged.rows)), read[0], read[1], read[2], merged.has_conflict);
+            return std::make_tuple(to_numpy(std::move(merged.rows)), read[0], read[1], read[2], merged.has_conflict);
         },
         "before"_a, "after"_a, "erased_keys"_a, "row_bytes"_a);
 }

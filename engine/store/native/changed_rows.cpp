@@ -16,9 +16,9 @@ ChangedRows::ChangedRows(std::size_t rows) {
 }
 
 void ChangedRows::add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
-    parallel_for(BUCKETS, order.begin[BUCKETS], [&](std::size_t b) {
+    parallel_for(BUCKETS, order.bucket_begins[BUCKETS], [&](std::size_t b) {
         RowMap& bucket = buckets_[b];
-        const std::size_t first = order.begin[b], end = order.begin[b + 1];
+        const std::size_t first = order.bucket_begins[b], end = order.bucket_begins[b + 1];
         if (first == end) return;
         reserve_rows(bucket, static_cast<u32>(b), bucket.size() + end - first);
         for (std::size_t k = first; k < std::min(first + AHEAD, end); ++k) bucket.prefetch_slot(hashes[order.row(k)]);
@@ -51,7 +51,7 @@ void ChangedRows::merge(const ChangedRows& other) {
 RowKeys ChangedRows::list_keys(u32 bucket) const {
     std::vector<std::pair<u32, u64>> rows;
     rows.reserve(buckets_[bucket].size());
-    buckets_[bucket].for_each([&](const Slot& slot) { rows.push_back({slot.table, key_of(slot.table, slot.hash)}); });
+    buckets_[bucket].for_each([&](const Slot& slot) { rows.push_back({slot.table, get_key(slot.table, slot.hash)}); });
     std::sort(rows.begin(), rows.end());
     RowKeys sorted;
     for (const auto& [table, key] : rows) {

@@ -65,21 +65,21 @@ void LinePool::release(u32 row, const LineShape& shape) {
 }
 
 FullTable::FullTable(const Layout& layout)
-    : shape_(layout.shape), index_(layout.numbering), hit_counts_(layout.tables) {}
+    : shape_(layout.shape), index_(layout.numbering), hit_counts_(layout.num_tables) {}
 
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
     const u64* const own_lines = batch.own_lines.data();
     const u64* const hashes = batch.hashes.data();
-    const u32 *const tables = batch.tables.data(), *const numbers = batch.numbers.data();
+    const u32 *const tables = batch.tables.data(), *const numbers = batch.id_numbers.data();
     u64* const lines = batch.lines.data();
     std::atomic<std::size_t> missing{0};
     const NumberIndex& numbered = index_.numbered();
-    if (batch.numbers.size()) {
+    if (batch.id_numbers.size()) {
         if (!(batch.shared()->numbering == numbered.numbering))
             throw std::invalid_argument("the batch numbers its ids differently from the table");
-        const std::size_t grain = std::max(ROWS, (batch.unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
-        parallel_ranges(batch.unique, grain, [&](std::size_t begin, std::size_t end) {
+        const std::size_t grain = std::max(ROWS, (batch.num_unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
+        parallel_ranges(batch.num_unique, grain, [&](std::size_t begin, std::size_t end) {
             HitCounts::Part counter = hit_counts_.part(begin / grain);
             u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
             for (std::size_t i = begin; i < end; ++i) {
@@ -88,7 +88,7 @@ std::size_t FullTable::find(Batch& batch) {
                     lines[i] = own_lines[i];
                 } else {
                     const u32 line = numbered.entry(numbers[i]);
-                    lines[i] = line ? line_address(bucket_of(hashes[i]), line) : 0;
+                    lines[i] = line ? line_address(get_bucket(hashes[i]), line) : 0;
                     ++counts[line != 0];
                 }
                 if (i + 1 < end && tables[i + 1] == tables[i]) continue;
@@ -99,7 +99,7 @@ std::size_t FullTable::find(Batch& batch) {
             }
         });
     } else {
-        const auto& begins = batch.buckets().begin;
+        const auto& begins = batch.buckets().bucket_begins;
         const auto find_bucket = [&, own_lines, hashes, tables, lines](std::size_t b, const auto& index) {
             const LinePool& bucket_lines = lines_[b];
             const std::size_t begin = begins[b], end = begins[b + 1];
@@ -118,7 +118,7 @@ std::size_t FullTable::find(Batch& batch) {
             }
             missing += misses;
         };
-        parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+        parallel_for(BUCKETS, batch.num_unique, [&](std::size_t b) {
             const RowIndex::Reader index = index_.reader(static_cast<u32>(b));
             numbered.numbering.size() ? find_bucket(b, index) : find_bucket(b, index.hashed);
         });
@@ -131,12 +131,12 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
     u64 hashes[FEW], lines[FEW];
     for (std::size_t i = 0; i < n; ++i) {
         hashes[i] = slot_hash(0, keys[i]);
-        index_.reader(bucket_of(hashes[i])).prefetch_row(hashes[i], 0);
+        index_.reader(get_bucket(hashes[i])).prefetch_row(hashes[i], 0);
     }
     u16 first[2 * FEW] = {};  // a hash table of the distinct ids, each stored as index + 1
     std::size_t unique = 0;
     for (std::size_t i = 0; i < n; ++i) {
-        const u32 bucket = bucket_of(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
+        const u32 bucket = get_bucket(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
         if (!line || keys[i] > last) return 0;
         lines[i] = line_address(bucket, line);
         prefetch_bytes(lines[i], shape_.dim * 4);
@@ -159,15 +159,15 @@ u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
 
 void FullTable::insert_missing(Batch& batch, const Layout& layout) {
     if (layout.shape.line_bytes != shape_.line_bytes ||
-        std::any_of(batch.tables.data(), batch.tables.data() + batch.unique,
-                    [&](u32 table) { return table >= layout.tables; }))
+        std::any_of(batch.tables.data(), batch.tables.data() + batch.num_unique,
+                    [&](u32 table) { return table >= layout.num_tables; }))
         throw std::invalid_argument("the layout differs from the table's");
     const std::lock_guard lock(mutex_);
     const BucketOrder& order = batch.buckets();
     const std::size_t before = num_used();
-    parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+    parallel_for(BUCKETS, batch.num_unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
-        for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {
+        for (std::size_t k = order.bucket_begins[b]; k < order.bucket_begins[b + 1]; ++k) {
             const std::size_t i = order.row(k);
             if (batch.lines[i]) continue;
             batch.lines[i] = insert(bucket, batch.hashes[i], batch.tables[i]);
@@ -230,9 +230,9 @@ void FullTable::erase(const RowSpan& rows) {
 std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
     const std::lock_guard lock(mutex_);
     const u64 hash = slot_hash(table, key);
-    const u32 row = index_.reader(bucket_of(hash)).find(hash, table);
+    const u32 row = index_.reader(get_bucket(hash)).find(hash, table);
     if (!row) return std::nullopt;
-    return Location{row - 1, *row_counters(line_address(bucket_of(hash), row), shape_)};
+    return Location{row - 1, *row_counters(line_address(get_bucket(hash), row), shape_)};
 }
 
 std::vector<TableRow> FullTable::list_rows_locked(u32 bucket) const {

@@ -29,7 +29,7 @@ public:
     // Returns the array entry of the row; null if its id has no number.
     u32* find_entry(u64 hash, u32 table) const {
         if (numbering.size() == 0) return nullptr;
-        const u64 key = key_of(table, hash);
+        const u64 key = get_key(table, hash);
         return numbering.has(table, key) ? &entry(numbering.number(table, key)) : nullptr;
     }
     // entry: the result of `find_entry`.
@@ -41,8 +41,8 @@ public:
         const std::vector<u32>& numbers = numbers_[bucket];
         for (u32 i = 0; i < numbers.size(); ++i) {
             if (numbers[i] == NONE || entry(numbers[i]) != i + 1) continue;
-            const u32 table = numbering.table_of(numbers[i]);
-            body(table, numbering.key_of(numbers[i], table), i + 1);
+            const u32 table = numbering.find_table(numbers[i]);
+            body(table, numbering.find_key(numbers[i], table), i + 1);
         }
     }
     std::size_t bytes() const;
@@ -103,7 +103,7 @@ public:
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         numbered_.for_each(bucket, body);
-        hashed_[bucket].for_each([&](const Slot& slot) { body(slot.table, key_of(slot.table, slot.hash), slot.row); });
+        hashed_[bucket].for_each([&](const Slot& slot) { body(slot.table, get_key(slot.table, slot.hash), slot.row); });
     }
     std::size_t bytes() const { return numbered_.bytes() + total_bytes(hashed_); }
 

@@ -17,8 +17,8 @@ const char* RowValidator::find_problem(const PackedRows& rows) {
         const auto [table, key] = row_key;
         if (table >= tables_) return "it has rows of tables that do not exist";
         const u64 hash = hash_row(table, key);
-        if (bucket_of(hash) != bucket_) return "it has rows of another bucket";
-        if (owner_of(hash, parts_) != part_) return "it has rows of another part";
+        if (get_bucket(hash) != bucket_) return "it has rows of another bucket";
+        if (find_owner(hash, parts_) != part_) return "it has rows of another part";
         if (is_int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
             return "it has keys that are not int32";
         if (has_record) {

@@ -206,7 +206,7 @@ std::vector<std::vector<RocksTier::SortedRow>> RocksTier::sort_rows(const RowSpa
         std::vector<SortedRow>& sorted = all[shard];
         for (u32 bucket = static_cast<u32>(shard); bucket < BUCKETS; bucket += static_cast<u32>(shards_.size()))
             for (std::size_t row = begin[bucket]; row < begin[bucket + 1]; ++row)
-                sorted.push_back({key_of(rows.tables[row], rows.hashes[row]), bucket, rows.tables[row], row});
+                sorted.push_back({get_key(rows.tables[row], rows.hashes[row]), bucket, rows.tables[row], row});
         std::sort(sorted.begin(), sorted.end());
     });
     return all;
@@ -268,7 +268,7 @@ std::size_t RocksTier::read_sorted(rocksdb::DB& db, const RowSpan& rows, const S
 std::optional<RowCounters> RocksTier::locate(u32 table, u64 key) const {
     require_open();
     const std::shared_lock lock(open_mutex_);
-    const u32 bucket = bucket_of(hash_row(table, key));
+    const u32 bucket = get_bucket(hash_row(table, key));
     rocksdb::DB& db = *find_shard(bucket).db;
     rocksdb::ReadOptions options;
     options.fill_cache = false;

@@ -55,7 +55,7 @@ public:
     std::size_t position(std::size_t i) const { return grouped_.entries[i].position; }
 
 private:
-    Grouped grouped_;
+    BucketedRows grouped_;
     Buffer<u32> tables_;
     Buffer<u64> hashes_, lines_;
 };
@@ -69,7 +69,7 @@ public:
 
     // Returns the rows by bucket, in the order of `add` within a bucket. Valid until the list changes.
     RowSpan rows() {
-        const auto earlier = [](const Row& a, const Row& b) { return bucket_of(a.hash) < bucket_of(b.hash); };
+        const auto earlier = [](const Row& a, const Row& b) { return get_bucket(a.hash) < get_bucket(b.hash); };
         if (!std::is_sorted(list_.begin(), list_.end(), earlier)) std::stable_sort(list_.begin(), list_.end(), earlier);
         tables_.clear(), hashes_.clear(), lines_.clear();
         for (const Row& row : list_) {

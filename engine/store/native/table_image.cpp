@@ -16,7 +16,7 @@ bool TableImage::is_read(u32 bucket, u64 hash, u32 table) const {
     if (bucket != bucket_ || !is_listed_) return bucket < bucket_;
     if (next_ == rows_.size()) return true;
     const TableRow& next = rows_[next_];
-    return next_ > 0 && (table != next.table ? table < next.table : key_of(table, hash) < next.key);
+    return next_ > 0 && (table != next.table ? table < next.table : get_key(table, hash) < next.key);
 }
 
 void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* stored) {
@@ -25,18 +25,18 @@ void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* 
     const std::size_t bytes = packed_row_bytes(shape_.width), end = saved.rows.size();
     saved.index.reserve(saved.index.size() + 1);
     saved.rows.resize(end + bytes);
-    pack_row(saved.rows.data() + end, table, key_of(table, hash), stored, shape_);
+    pack_row(saved.rows.data() + end, table, get_key(table, hash), stored, shape_);
     saved.index.insert(hash, table, static_cast<u32>(end / bytes) + 1);
 }
 
 void TableImage::save_before_images(const Batch& batch) {
     const u64* const own_lines = batch.own_lines.data();
     const BucketOrder& order = batch.buckets();
-    parallel_for(BUCKETS, batch.unique, [&](std::size_t b) {
+    parallel_for(BUCKETS, batch.num_unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const RowMap& index = before_images_[bucket].index;
-        for (std::size_t k = order.begin[b]; k < order.begin[b + 1]; ++k) {
-            if (k + AHEAD < order.begin[b + 1]) {
+        for (std::size_t k = order.bucket_begins[b]; k < order.bucket_begins[b + 1]; ++k) {
+            if (k + AHEAD < order.bucket_begins[b + 1]) {
                 const std::size_t ahead = order.row(k + AHEAD);
                 index.prefetch_slot(batch.hashes[ahead]);
                 prefetch_bytes(batch.lines[ahead], shape_.line_bytes);
@@ -58,7 +58,7 @@ void TableImage::save_before_images(const u32* tables, const u64* keys, std::siz
     RowList unsaved;
     for (std::size_t i = 0; i < n; ++i) {
         const u64 hash = hashed.rows().hashes[i];
-        const u32 table = hashed.rows().tables[i], bucket = bucket_of(hash);
+        const u32 table = hashed.rows().tables[i], bucket = get_bucket(hash);
         if (is_read(bucket, hash, table) || before_images_[bucket].index.find(hash, table)) continue;
         unsaved.add(table, hash, line);
         line += shape_.line_bytes;
@@ -67,7 +67,7 @@ void TableImage::save_before_images(const u32* tables, const u64* keys, std::siz
     const auto is_hit = std::make_unique<bool[]>(rows.n);
     top_.read(rows, is_hit.get(), false);
     for (std::size_t i = 0; i < rows.n; ++i)
-        save_before_image(bucket_of(rows.hashes[i]), rows.hashes[i], rows.tables[i],
+        save_before_image(get_bucket(rows.hashes[i]), rows.hashes[i], rows.tables[i],
                           is_hit[i] ? floats(rows.lines[i]) : nullptr);
 }
 

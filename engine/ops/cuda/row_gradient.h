@@ -13,20 +13,20 @@ namespace tierbed {
 
 using Type = TIERBED_GRADIENTS;
 
-constexpr u32 MAX_PARTS = 8;
+constexpr u32 MAX_OUTPUTS = 8;
 
-struct Sources {
-    GradientPart parts[MAX_PARTS];
+struct BatchGradients {
+    OutputGradient outputs[MAX_OUTPUTS];
     u32 count;
-    const i32* rows;      // [n], each occurrence's row; padding (-1) comes first
-    const u32* offsets;   // [unique + 1]
-    const u32* sources;   // [n]
-    const float* scales;  // [n] or null
+    const i32* rows;         // [n], each occurrence's row; padding (-1) comes first
+    const u32* offsets;      // [unique + 1]
+    const u32* output_rows;  // [n]
+    const float* scales;     // [n] or null
     u64 n;
 
-    TIERBED_FN Gradients gradients() const { return Gradients{parts, count, SHAPE.dim}; }
-    TIERBED_FN Occurrences of(u32 begin, u32 count) const {
-        return Occurrences{sources + begin, scales ? scales + begin : nullptr, count, nullptr};
+    TIERBED_FN OutputGradients gradients() const { return OutputGradients{outputs, count, SHAPE.dim}; }
+    TIERBED_FN Occurrences find_occurrences(u32 begin, u32 count) const {
+        return Occurrences{output_rows + begin, scales ? scales + begin : nullptr, count, nullptr};
     }
 };
 
@@ -35,26 +35,26 @@ constexpr u32 AHEAD = 4, BLOCK_AHEAD = 16;
 
 // The next N occurrences' output rows.
 template <u32 N>
-struct Next {
-    u32 sources[N];
+struct NextOutputRows {
+    u32 output_rows[N];
 
     TIERBED_FN void read(const u32* from, u32 count) {
-        for (u32 k = 0; k < N; ++k) sources[k] = k < count ? from[k] : 0;
+        for (u32 k = 0; k < N; ++k) output_rows[k] = k < count ? from[k] : 0;
     }
 };
 
 // Sums columns [begin, begin + VEC) over occurrences [first, last), in order, to sum [VEC]. next: read from `first` on.
 template <u32 N>
-TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Occurrences& row, u32 first, u32 last,
-                                u32 begin, Next<N> next) {
+TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, const Occurrences& row, u32 first,
+                                u32 last, u32 begin, NextOutputRows<N> next) {
     for (u32 i = first; i < last; i += N) {
         float scales[N];
         Vector<typename Type::Stored> numbers[N];
         for (u32 k = 0; k < N; ++k) {
-            if (i + k < last) numbers[k] = load_vector(gradients.row<Type>(next.sources[k]) + begin);
+            if (i + k < last) numbers[k] = load_vector(gradients.row<Type>(next.output_rows[k]) + begin);
             scales[k] = row.scales && i + k < last ? row.scales[i + k] : 1.0f;  // multiplying by 1 is exact
         }
-        if (i + N < last) next.read(row.sources + i + N, last - i - N);
+        if (i + N < last) next.read(row.output_rows + i + N, last - i - N);
         for (u32 k = 0; k < N; ++k)
             if (i + k < last)
                 for (u32 j = 0; j < VEC; ++j) {
@@ -67,39 +67,39 @@ TIERBED_FN void sum_occurrences(float* sum, const Gradients& gradients, const Oc
 // A row's line and occurrences, read by one lane. Then the whole warp works on the lanes' rows, one after another.
 struct RowStart {
     u32 begin, count;  // occurrences
-    Next<AHEAD> next;
+    NextOutputRows<AHEAD> next;
     u64 line;
 
-    TIERBED_FN static RowStart read(const Sources& from, const u64* lines, u64 row) {
+    TIERBED_FN static RowStart read(const BatchGradients& from, const u64* lines, u64 row) {
         const u32 begin = from.offsets[row];
         RowStart start{begin, from.offsets[row + 1] - begin, {}, lines ? lines[row] : 0};
-        start.next.read(from.sources + begin, start.count);
+        start.next.read(from.output_rows + begin, start.count);
         return start;
     }
-    TIERBED_FN RowStart of_lane(Tile warp, u32 lane) const {
+    TIERBED_FN RowStart shuffle_from(Tile warp, u32 lane) const {
         RowStart start{shuffle(warp, begin, lane), shuffle(warp, count, lane), {}, shuffle(warp, line, lane)};
-        for (u32 k = 0; k < AHEAD; ++k) start.next.sources[k] = shuffle(warp, next.sources[k], lane);
+        for (u32 k = 0; k < AHEAD; ++k) start.next.output_rows[k] = shuffle(warp, next.output_rows[k], lane);
         return start;
     }
 };
 
 // Calls body(warp, row, start) for rows [0, count). lines: the rows' lines, or null.
 template <class Body>
-TIERBED_FN void for_each_row(const Sources& from, u64 count, const u64* lines, const Body& body) {
+TIERBED_FN void for_each_row(const BatchGradients& from, u64 count, const u64* lines, const Body& body) {
     for_each_ahead<RowStart>(count, [&](u64 row) { return RowStart::read(from, lines, row); }, body);
 }
 
 // Sums a row's gradients. sums: the results of `sum_blocks`, by slot.
 class RowGradient {
 public:
-    TIERBED_FN RowGradient(const Sources& from, const RowStart& start, const float* sums)
+    TIERBED_FN RowGradient(const BatchGradients& from, const RowStart& start, const float* sums)
         : from_(from), start_(start), sums_(sums) {}
 
     TIERBED_FN u32 occurrences() const { return start_.count; }
 
     // Writes the sum of columns [begin, begin + VEC), times `scale`, to sum [VEC].
     TIERBED_FN void operator()(float* sum, u32 begin, float scale) const {
-        const Occurrences row = from_.of(start_.begin, start_.count);
+        const Occurrences row = from_.find_occurrences(start_.begin, start_.count);
         const u32 first = start_.count < SUM_BLOCK ? start_.count : SUM_BLOCK;
         float total[VEC];
         sum_occurrences(total, from_.gradients(), row, 0, first, begin, start_.next);
@@ -112,7 +112,7 @@ public:
     }
 
 private:
-    const Sources& from_;
+    const BatchGradients& from_;
     RowStart start_;
     const float* sums_;
 };
@@ -124,21 +124,21 @@ TIERBED_FN float* warp_memory(float* memory) {
 }
 
 // Writes the sums of all blocks except each row's first to sums [n / SUM_BLOCK + 1, dim], by slot.
-extern "C" __global__ void sum_blocks(const __grid_constant__ Sources from, float* sums) {
+extern "C" __global__ void sum_blocks(const __grid_constant__ BatchGradients from, float* sums) {
     for_each_item<WARP>(from.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
         // a block has this slot only if the slot's first occurrence and the preceding one belong to the same row
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= from.n || from.rows[middle] < 0 || from.rows[middle - 1] != from.rows[middle])
             return;
         const u32* const offset = from.offsets + from.rows[middle];
-        const Occurrences all = from.of(offset[0], offset[1] - offset[0]);
+        const Occurrences all = from.find_occurrences(offset[0], offset[1] - offset[0]);
         const u64 first = middle + offset[0] % SUM_BLOCK - offset[0];
         if (first >= all.count) return;
         const u32 last = all.count - first < SUM_BLOCK ? all.count : static_cast<u32>(first) + SUM_BLOCK;
         for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {
             float sum[VEC];
-            Next<BLOCK_AHEAD> next;
-            next.read(all.sources + first, last - static_cast<u32>(first));
+            NextOutputRows<BLOCK_AHEAD> next;
+            next.read(all.output_rows + first, last - static_cast<u32>(first));
             sum_occurrences(sum, from.gradients(), all, static_cast<u32>(first), last, begin, next);
             store_floats(sums + slot * SHAPE.dim + begin, sum, n);
         });

@@ -29,14 +29,14 @@ struct Float32 {
 struct BFloat16 {
     static constexpr FloatType TYPE = FloatType::bfloat16;
     using Stored = u16;
-    TIERBED_FN static float load(Stored x) { return float_of(static_cast<u32>(x) << 16); }
+    TIERBED_FN static float load(Stored x) { return as_float(static_cast<u32>(x) << 16); }
     TIERBED_FN static Stored store(float x) {
-        const u32 bits = bits_of(x);
+        const u32 bits = as_bits(x);
         const u32 rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
         return static_cast<Stored>((bits & 0x7FFFFFFFu) > 0x7F800000u ? 0x7FC0u : rounded);
     }
     TIERBED_FN static Stored store_stochastic(float x, u32 noise) {
-        const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+        const u32 bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
         const u32 finite = sign | minimum((magnitude + (noise >> 16)) >> 16, 0x7F7Fu);
         const u32 special = select(less_mask(0x7F800000u, magnitude), 0x7FC0u, sign | 0x7F80u);
         return static_cast<Stored>(select(less_mask(magnitude, 0x7F800000u), finite, special));
@@ -49,22 +49,22 @@ struct Float16 {
     using Stored = u16;
     TIERBED_FN static float load(Stored x) {
         const u32 sign = (x & 0x8000u) << 16, magnitude = (x & 0x7FFFu) << 13;
-        const u32 small = bits_of(float_of(magnitude + 0x38800000u) - SMALLEST_NORMAL);
+        const u32 small = as_bits(as_float(magnitude + 0x38800000u) - SMALLEST_NORMAL);
         const u32 normal = magnitude + 0x38000000u + (less_mask(0xF7FFFFFu, magnitude) & 0x38000000u);
-        return float_of(sign | select(less_mask(magnitude, 0x800000u), small, normal));
+        return as_float(sign | select(less_mask(magnitude, 0x800000u), small, normal));
     }
     TIERBED_FN static Stored store(float x) {
-        const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+        const u32 bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
         // adding 0.5 rounds a subnormal to a multiple of 2^-24, its last place
-        const u32 small = bits_of(float_of(magnitude) + 0.5f) - 0x3F000000u;
+        const u32 small = as_bits(as_float(magnitude) + 0.5f) - 0x3F000000u;
         const u32 normal = (magnitude - 0x38000000u + 0xFFFu + ((magnitude >> 13) & 1u)) >> 13;
         const u32 large = select(less_mask(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);
         const u32 finite = sign | select(less_mask(magnitude, 0x38800000u), small, normal);
         return static_cast<Stored>(select(less_mask(magnitude, 0x47800000u), finite, large));
     }
     TIERBED_FN static Stored store_stochastic(float x, u32 noise) {
-        const u32 bits = bits_of(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
-        const u32 small = bits_of(float_of(magnitude) + SMALLEST_NORMAL) - 0x38800000u;  // in units of 2^-37
+        const u32 bits = as_bits(x), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7FFFFFFFu;
+        const u32 small = as_bits(as_float(magnitude) + SMALLEST_NORMAL) - 0x38800000u;  // in units of 2^-37
         const u32 units = select(less_mask(magnitude, 0x38800000u), small, magnitude - 0x38000000u);
         const u32 finite = sign | minimum((units + (noise >> 19)) >> 13, 0x7BFFu);
         const u32 special = select(less_mask(0x7F800000u, magnitude), 0x7E00u, sign | 0x7C00u);

@@ -37,7 +37,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     op_id: int  # the number by which the ops find the module
     shadow: nn.Parameter  # [1, 1] float32; stands for the rows in optimizers and autograd
     parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
-    misses_rows: bool  # True if caches over SSD missed rows at a run's last check
+    has_cache_misses: bool  # True if caches over SSD missed rows at a run's last check
     row_optimizer: RowOptimizer | None  # makes the next update
     world: Any = None  # the ranks that own the rows
     group: Any = None  # the training group
