@@ -25,7 +25,7 @@ F64 = NDArray[np.float64]
 
 ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
 PER_ROW = 100  # entries per unit of load in the tables below
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; with 80, GROUP ways are practically never enough
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; with 80, GROUP_WAYS ways are practically never enough
 
 
 class Uses(NamedTuple):
@@ -119,7 +119,7 @@ def depths(uses: Uses) -> Depths:
 class Model:
     """Predicts each use's hit probability, for a set-associative cache: a new row replaces a row of its own group.
 
-    Rows fall into groups with GROUP ways at random. So how many of a group's rows are above a given row in the LRU
+    Rows fall into groups with GROUP_WAYS ways at random. So how many of a group's rows are above a given row in the LRU
     stack is Poisson distributed. The mean is the row's depth divided by the number of groups (Smith, "A comparative
     study of set associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows
     in a group than the group has ways, the group keeps the batch's hits and the first misses.
