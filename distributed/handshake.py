@@ -1,8 +1,8 @@
 """The handshake before every collective operation.
 
 A handshake checks that all ranks are in the same call, can make the call, and agree on its arguments. It is a single
-all-to-all of headers with a fixed size, so it works even if ranks are in different calls. Other transfers would crash
-if calls differ.
+all-to-all of headers with a fixed size, so it works even if ranks are in different calls, where any other transfer
+would crash.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_NAMES = 3  # an error names at most this many differing values
 
 
 class HandshakeResult(NamedTuple):
-    """The headers of all ranks, by rank."""
+    """The headers of all ranks, in rank order."""
 
     counts: list[int]  # how many items each rank will send to this rank
     notes: list[int]  # each rank's `note`
@@ -58,7 +58,7 @@ class Handshake:
             return
         rank_group.check_thread()
         if rank_group.pending_handshake is not None:
-            rank_group.pending_handshake.wait()  # if ranks were in different calls, all ranks must raise first
+            rank_group.pending_handshake.wait()  # if ranks are in different calls, all ranks raise here first
         headers = np.empty((rank_group.size, NUM_FIELDS), np.int64)  # NumPy is faster than torch for small arrays
         headers[:] = (error is not None, _hash(op), _hash(self._shared_values), 0, note, wants_more)
         if counts is not None:

@@ -362,7 +362,7 @@ class ShardedTable:
             world.num_step_collectives += 1
         assert local_batch is not None
         if is_step:
-            self.id_prefetcher.advance()  # not before the handshake: a failed rank takes part in no later one
+            self.id_prefetcher.advance()  # not before the handshake: a failed rank takes part in no later handshake
         if answer.wants_more:
             self._requests.serve()
         has_pooling = any(note & 1 for note in answer.notes)

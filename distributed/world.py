@@ -76,7 +76,7 @@ def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> 
         return PrefixStore(start, store)
     deadline, token = monotonic() + timeout.total_seconds(), secrets.token_hex(16)
     while monotonic() < deadline:
-        start = store.get(_START).decode()  # may belong to an earlier start
+        start = store.get(_START).decode()  # this name may belong to an earlier start
         store.set(f"{start}/{rank}", token)
         if store.check([f"{start}/{token}"]):
             return PrefixStore(start, store)

@@ -67,7 +67,7 @@ class Clicks:
             logits, values = 0.3 * dense @ self.weights, []
             for rows, hot, effects in zip(self.rows, HOTS, self.effects, strict=True):
                 draws = torch.rand(size, hot, generator=self.generator, dtype=torch.float64)
-                ids = (rows**draws).long() - 1  # 0 to rows - 2, low ids more often
+                ids = (rows**draws).long() - 1  # ids from 0 to rows - 2; low ids are more frequent
                 logits += 0.3 * effects[ids].sum(1)
                 values.append(ids.flatten())
             clicked = torch.rand(size, generator=self.generator) < logits.sigmoid()

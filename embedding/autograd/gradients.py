@@ -78,7 +78,7 @@ class _LookupGradient:
 
 
 class RowGradients:
-    """The gradients of one embedding. Lookups and backward passes add to the gradients until they are dropped."""
+    """The gradients of one embedding. Lookups and backward passes add gradients, until all of them are dropped."""
 
     def __init__(self, embedding: EmbeddingBase) -> None:
         self._embedding = weakref.ref(embedding)  # weak, because the embedding holds this object
@@ -290,7 +290,8 @@ def is_reached(leaf: Tensor, refusal: str) -> bool:
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
-    """True if the running backward pass reaches the embedding's parameter. In a trace, this is unknown: returns True.
+    """True if the running backward pass reaches the embedding's parameter. In a trace, this is unknown, and the result
+    is True.
 
     Raises GraphError for torch.autograd.grad of the parameter itself, and for create_graph=True.
     """
@@ -344,7 +345,7 @@ def set_grad(embedding: EmbeddingBase, grad: Tensor | None) -> Tensor | None:
 
 
 def get_gradients(embedding: EmbeddingBase) -> RowGradients | None:
-    """Return the row gradients in the parameter's `.grad`. Raises OptimizerError for any other gradient."""
+    """Return the row gradients in the parameter's `.grad`. Raises OptimizerError for a gradient that no lookup made."""
     with torch._C.DisableTorchFunctionSubclass():
         grad = embedding.shadow.grad
         if grad is None:

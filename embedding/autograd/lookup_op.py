@@ -51,7 +51,7 @@ os.register_at_fork(after_in_child=_forget_optimizers)
 
 
 def make_lookup(ids: Any, table_ids: Any, offsets: Any, pooling: Any, feature_columns: Sequence[int] | None) -> Lookup:
-    """Return the `Lookup` in an op's arguments."""
+    """Return an op's arguments as a `Lookup`."""
     return Lookup(ids, table_ids, offsets, pooling, None if feature_columns is None else tuple(feature_columns))
 
 

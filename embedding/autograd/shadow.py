@@ -137,7 +137,7 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
         raise InputError(
             f"{name} = of embedding {embedding.name!r}: no parameter has rows, so no row would change; {_WRITE_REMEDY}"
         )
-    if type(parameter) is nn.Parameter:  # in a trace, the type differs
+    if type(parameter) is nn.Parameter:  # in a trace, the parameter has another type
         shadow: Any = parameter
         shadow.__class__ = Shadow
         shadow.owner = ref(embedding)

@@ -93,7 +93,7 @@ def convert_dense(
     for number, own in states_by_number.items():
         if number not in weights:
             raise InputError(f"states of table {spec.labels[number]} are given without its weights; give both")
-        if own or table.state.names:  # if both are empty, only a step was given
+        if own or table.state.names:  # if both are empty, `states` only gives a step
             _check_states(table, number, own, len(weights[number]))
     for number, rows in weights.items():
         _check_rows(spec, number, rows)

@@ -76,7 +76,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if tables is None:
             tables = [default_initializer if default_initializer is not None else make_normal_initializer(0.0, 0.05)]
         elif default_initializer is not None:
-            raise OptionError("default_initializer is for tables=None alone; leave it out, or give each table its own")
+            raise OptionError("default_initializer is for tables=None alone; leave it out, or set it in each table")
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
@@ -247,7 +247,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             shadow, weight = weight, None  # an Embedding's shadow is named "weight"
         if shadow is not None:
             state_dict[prefix + self.parameter_name] = shadow
-        elif weight is not None:  # from nn.Embedding or nn.EmbeddingBag
+        elif weight is not None:  # a weight from nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
                 is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # rounded to float32
                 replace_weights(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
@@ -455,7 +455,7 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
             to 16 bits stochastically; everything else rounds to nearest even.
         key_type: ids are torch.int32, int64 or uint64. Every value is a legal id.
         tables: a list with `make_table_options(...)` for each table. Lookups select tables by index, or by name if
-            named. None for one table with `default_initializer`.
+            named. None: a single table with `default_initializer`.
         store_options: the result of a `make_*_store_options` function, or the dict that the function prints.
         default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
         padding_idx: an id without a row. Lookups of this id return zeros, and the id gets no gradient.

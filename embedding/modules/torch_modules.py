@@ -322,7 +322,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         Args:
             input, offsets: as in `forward`.
         """
-        pooling = self.mode if self.padding_idx is None else "sum"  # the same as in forward
+        pooling = self.mode if self.padding_idx is None else "sum"  # the same pooling as in forward
         super().prefetch(input, None, self._complete_offsets(input, offsets), pooling)
 
     def extra_repr(self) -> str:

@@ -39,7 +39,7 @@ def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbeddin
 
 
 def warn_of_state(embedding: SnapshotEmbedding) -> bool:
-    """Warn if rows have optimizer state, but their optimizer lacks state. Returns True in this case."""
+    """Warn if rows have optimizer state, but their optimizer lacks state. Returns True if it warned."""
     handle: Any = embedding.table_handle()
     table = handle.open_table
     has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)

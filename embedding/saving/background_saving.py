@@ -107,8 +107,8 @@ class BackgroundSaving:
     def wait(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until all snapshots are complete. Returns False if the save continues.
 
-        Ctrl-C ends only the wait. All ranks call `wait`. If the save failed, `wait` raises the save's error on all
-        ranks, and no snapshot exists, unless the error says otherwise.
+        Ctrl-C ends only the wait, not the save. All ranks call `wait`. If the save failed, `wait` raises the save's
+        error on all ranks, and no snapshot exists, unless the error says otherwise.
         """
         end = None if timeout is None else monotonic() + timeout
         error = None

@@ -153,7 +153,7 @@ class ShardedTableHandle:
             raise
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train the rows with `optimizer`. Every rank calls this. If a rank loses its rows, all ranks close theirs."""
+        """Train the rows with `optimizer`. Every rank calls this. If one rank closes its rows, all ranks do."""
         op = f"optimizer of embedding {self.name!r}"
         # check on all ranks first, because a rank without rows accepts any optimizer
         self.world.call_on_all_ranks(op, lambda: self.local.check_optimizer(optimizer))

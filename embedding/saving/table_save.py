@@ -44,7 +44,7 @@ class TableSave:
     def begin_image(self, ending: ExitStack) -> bool:
         """Begin an image of the rows as they are now, so that other threads can train during the save.
 
-        `ending` ends the image. Returns False if no image is possible. Scan the rows under the table's lock then.
+        `ending` ends the image. Returns False if no image is possible; the rows must then be scanned under the lock.
         """
         if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
             self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")

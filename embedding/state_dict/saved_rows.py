@@ -252,7 +252,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """Return the extra state of `state_dict()`: JSON as uint8 [1024], padded with blanks.
 
         The JSON fields are the rows' `step` and `version`, and a `snapshot` with its `digest`. A field that does not
-        apply is None, for example in an unused embedding. With state_dict_snapshots, this call saves the snapshot.
+        apply is None, for example in an unused embedding. With state_dict_snapshots, this call also saves the snapshot.
         """
         return make_extra_state(self._make_rows_reference())
 

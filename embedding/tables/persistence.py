@@ -401,7 +401,7 @@ class TablePersistence:
             report = LoadReport(snapshot.manifest.rows)
         else:
             chunks = ids.note_padding(snapshot.chunks())
-            for _ in selection.chunks(chunks, description, report):  # count first: `capacity` depends on it
+            for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
         stored = {**selection.description(description), "rows": report.rows}
         selected = ids.count(selection.rows_of(snapshot, LoadReport()))

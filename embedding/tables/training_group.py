@@ -1,4 +1,4 @@
-"""The embeddings that one process trains together. Recovery takes all of them back to the same moment.
+"""The embeddings that one process trains together. Recovery takes all these embeddings back to one moment.
 
 A `Graph`, an `EagerOptimizer` or a collection calls `train_together` with its embeddings. Their tables share a gate, so
 that a save can wait until a step has ended. If a step or a backward pass raises after it updated only some tables, the
@@ -90,7 +90,7 @@ class TrainingGroup:
 
 
 def train_together(modules: Iterable[Any]) -> None:
-    """Put all embeddings in `modules` that have a store folder into one group. Merges the groups they are in."""
+    """Put all embeddings in `modules` that have a store folder into one group. Merges their present groups."""
     options = (
         (module, getattr(module, "store_options", None)) for module in modules if isinstance(module, EmbeddingBase)
     )
