@@ -87,7 +87,7 @@ class Device:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._cupy = _cupy()
+        self._cupy = _import_cupy()
         properties = torch.cuda.get_device_properties(index)
         self.blocks = properties.multi_processor_count * 16  # limit per launch; kernels stride over the remaining items
         self._architecture = f"sm_{properties.major}{properties.minor}"
@@ -216,7 +216,7 @@ def cuda_device(index: int) -> Device:
     return Device(index)
 
 
-def _cupy() -> Any:
+def _import_cupy() -> Any:
     try:
         import cupy  # type: ignore[import-not-found]
     except ImportError as error:
