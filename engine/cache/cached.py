@@ -15,19 +15,19 @@ from ..store.contract import CapacityLimit, NativeTier, Tier, TopTier
 from ..store.full import check_capacity
 
 MB = 1 << 20
-FLUSH_PIECE_ROWS = 1 << 13  # rows flushed at a time; other threads wait meanwhile
+FLUSH_PIECE_ROWS = 1 << 13  # rows per flush call; other threads wait during the call
 
 log = logging.getLogger("tierbed")
 
 
 def make_budget_error(option: str, budget_mb: float, line_bytes: int, error: Exception) -> OptionError:
-    """Return an OptionError that calls the budget too small if the cache raised ValueError, otherwise too large."""
+    """Return an OptionError: the budget is too small if the cache raised ValueError, otherwise too large."""
     problem = "too small for" if isinstance(error, ValueError) else "more than this machine has memory for, with"
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
 class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
-    """A write-back cache. `tier` is its name in metrics, `option` its budget's in errors. Budgets include metadata."""
+    """A write-back cache. tier: its name in metrics. option: its budget's name in errors. Budgets include metadata."""
 
     def __init__(
         self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
@@ -46,7 +46,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         except (ValueError, MemoryError) as error:
             raise make_budget_error(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._capacity = int(self.native.metrics()["capacity"])  # in rows; the first batch beyond logs a warning
+        self._capacity = int(self.native.metrics()["capacity"])  # in rows; the first larger batch logs a warning
         self._peek_counts = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:
@@ -70,7 +70,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
             self._warn_small_cache(batch.num_unique)
 
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """Release the pinned batch. Ignores `dirty`, because each line's counters show if the line was written."""
+        """Release the pinned batch. Ignores `dirty`, because each row's update counter shows if the row was written."""
         self.native.unpin(batch)
 
     def peek(self, batch: _core.Batch, trains: bool = False) -> None:
@@ -103,10 +103,10 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         self._below.flush()
 
     def flush_pieces(self) -> Iterator[bool]:
-        """Flush most dirty rows, one piece per `next`. Does not make the last tier durable."""
+        """Write most dirty rows back, some of them at each `next` call. Does not make the last tier durable."""
         begin, metrics = 0, self.native.metrics()
         pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // FLUSH_PIECE_ROWS
-        for _ in range(pieces):  # a fixed number of pieces, because steps write more rows meanwhile
+        for _ in range(pieces):  # limited, because steps write more rows meanwhile
             begin = self.native.flush_some(begin, FLUSH_PIECE_ROWS)
             yield True
             if begin == 0:

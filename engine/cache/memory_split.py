@@ -12,20 +12,20 @@ from ..store.rocksdb import WRITE_BUFFER_BYTES
 MB = 1 << 20
 LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # cache metadata per line: a way and a tag
 OVERFLOW_OVERHEAD_BYTES = 91  # overflow area metadata per line
-MIN_CACHE_ROWS = WAYS * BUCKETS  # with fewer rows, buckets share sets, so a batch's rows are inserted in another order
+MIN_CACHE_ROWS = WAYS * BUCKETS  # with fewer rows, buckets share sets, and a batch's rows are inserted in another order
 
-# What shares the memory with the cache: RocksDB and the page cache, a full table, or the other data of a GPU
+# What else uses the memory: RocksDB and the page cache, a full table, or the other data of a GPU
 SharedWith = Literal["rocksdb", "table", "device"]
 CACHE_SHARES = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW_SHARES = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
 ROCKSDB_SHARES = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # for write buffers, and files' indexes and filters
 REST_NAMES = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
-LINES_PER_ROW = 1.5  # rows hash to sets at random; with so many lines per row, a cache hardly evicts
+LINES_PER_ROW = 1.5  # rows hash to sets at random; a cache with 1.5 lines per row evicts hardly any rows
 INDEX_BYTES = 3  # bytes per row, for the index of RocksDB's files
 
 
 class MemorySplit(NamedTuple):
-    """A division of free memory, in MiB. The other sizes add up to `free_mb`."""
+    """A division of free memory, in MiB. The other sizes, from `cache_mb` to `rest_mb`, add up to `free_mb`."""
 
     free_mb: float
     cache_mb: float

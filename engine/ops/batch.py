@@ -1,6 +1,6 @@
 """Converts lookups and their gradients to flat arrays for the native core.
 
-Values (table ids, offsets, ids) are checked here, when the step runs: a trace sees only shapes and dtypes.
+Table ids, offsets and ids are checked here, when the step runs, because a trace sees only shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..options.table_spec import TableSpec
 
 LARGE = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
 
-# (keys [n], each bag's table id or None, bags: None without pooling; otherwise the bags' length or offsets [bags + 1])
+# (keys [n], each bag's table id or None, bags); bags: None without pooling, else the bags' length or offsets [bags + 1]
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# the items of a Segment, then each column's feature [columns] and the batch size
+# a Segment's items, then each result column's feature [columns] and the batch size
 FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
@@ -32,7 +32,7 @@ class Gradients(NamedTuple):
     """The gradients of a batch's lookup results. A row's gradient is summed over its occurrences in all lookups."""
 
     lookups: Sequence[Lookup]
-    grads: Sequence[Tensor]  # each lookup.shape + (dim,), of `dtype`
+    grads: Sequence[Tensor]  # one per lookup: lookup.shape + (dim,), of `dtype`
     weights: Sequence[Tensor | None]  # each lookup's pooling weights
     dtype: torch.dtype
 
@@ -55,7 +55,7 @@ def check_gradients(
 
 
 def convert_gradients(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """Return the core's arguments, per lookup: gradients, True if bags are averaged, weights."""
+    """Return the core's arguments, one item per lookup: gradients, True for mean pooling, pooling weights."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
     weights = [None if tensor is None else flatten_weights(tensor) for tensor in gradients.weights]
     return [as_array(grad) for grad in gradients.grads], means, weights
@@ -97,7 +97,7 @@ def _make_table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np
 
 
 def make_batch(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
-    """Deduplicate lookups on the CPU. Raises InputError. `strict`: also for ids that `bad_ids='drop'` leaves out."""
+    """Deduplicate lookups on the CPU. Raises InputError; with `strict`, also for ids that `bad_ids='drop'` drops."""
     segments = [make_segment(spec, lookup) for lookup in lookups]
     try:
         batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)
@@ -150,7 +150,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def as_array(tensor: Tensor) -> NDArray[Any]:
-    """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if not contiguous."""
+    """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if rows are not contiguous."""
     if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
         return tensor.numpy().reshape(-1, tensor.shape[-1])
     rows = tensor.detach().contiguous()
@@ -159,12 +159,12 @@ def as_array(tensor: Tensor) -> NDArray[Any]:
 
 
 def flatten_weights(weights: Tensor) -> NDArray[np.float32]:
-    """Convert weights to an array [n], one number per id. Copies only if not contiguous."""
+    """Convert weights to an array [n], one number per id. Copies only if the weights are not contiguous."""
     return weights.detach().contiguous().view(-1).numpy()
 
 
 def to_keys(ids: Tensor) -> NDArray[np.uint64]:
-    """Convert ids to uint64 keys [n]. int32 is sign-extended, so -1 is the same row in either type."""
+    """Convert ids to uint64 keys [n]. int32 ids are sign-extended, so -1 is the same row in int32 and int64."""
     if ids.dtype == torch.int64 and ids.is_contiguous():
         return ids.numpy().reshape(-1).view(np.uint64)
     flat = ids.detach().reshape(-1)
@@ -191,7 +191,7 @@ def _convert_bags(lookup: Lookup) -> int | NDArray[np.int64] | None:
         return None
     if lookup.offsets is not None:
         return _convert_offsets(lookup.offsets)
-    # if all bags are empty, offsets tell the core their number
+    # if all bags are empty, only offsets tell the core how many bags there are
     return lookup.ids.shape[-1] or np.zeros(lookup.ids.shape[:-1].numel() + 1, np.int64)
 
 

@@ -34,14 +34,14 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     store_options: StoreOptions
     output_dtype: torch.dtype  # dtype of lookup results and their gradients
     device: torch.device  # the device where lookups run; Module.to() changes it
-    op_id: int  # the number by which the ops find the module
+    op_id: int  # torch ops find the module by this number
     shadow: nn.Parameter  # [1, 1] float32; stands for the rows in optimizers and autograd
     parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
-    has_cache_misses: bool  # True if caches over SSD missed rows at a run's last check
-    row_optimizer: RowOptimizer | None  # makes the next update
+    has_cache_misses: bool  # True if a cache over SSD missed rows when a run last checked
+    row_optimizer: RowOptimizer | None  # applies the next update to the rows
     world: Any = None  # the ranks that own the rows
     group: Any = None  # the training group
-    # "path": unnamed until its path in a model is known; "default": the name may change; "given": the user's name
+    # "path": no name until its path in a model is known; "default": the name may change; "given": the user's name
     naming: str = "given"
 
     @property
@@ -58,7 +58,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
-        """Return a checked lookup's result, lookup.shape + (dim,). Inserts no rows."""
+        """Return a checked lookup's result, of shape lookup.shape + (dim,). Inserts no rows."""
         raise NotImplementedError
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def announce(self, lookups: list[Lookup]) -> None:
-        """Announce a future step's checked lookups, to prefetch the step's rows. Call this in step order."""
+        """Announce a future step's checked lookups, to prefetch the step's rows. Steps must be announced in order."""
         raise NotImplementedError
 
     def forget_announced(self) -> None:

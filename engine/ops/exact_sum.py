@@ -54,7 +54,7 @@ def sum_squares(tensors: Sequence[Tensor]) -> float:
 
 def _sum_squares_on_device(flats: list[Tensor]) -> float:
     """Sum the squares in 1-D tensors on one device. Waits for the device once."""
-    small = [flat for flat in flats if len(flat) < _NUM_LANES]  # joined, since a launch costs more than a small op
+    small = [flat for flat in flats if len(flat) < _NUM_LANES]  # small tensors are joined, since launches are slow
     flats = [torch.cat(small), *(flat for flat in flats if len(flat) >= _NUM_LANES)] if small else flats
     lanes = flats[0].new_zeros(min(max(map(len, flats)), _NUM_LANES), dtype=torch.float64)
     memory = torch.empty_like(lanes)

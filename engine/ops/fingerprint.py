@@ -18,7 +18,7 @@ def read_write_count(tensor: Tensor) -> int | None:
 def fingerprint(tensor: Tensor | None, by_memory: bool = False) -> Hashable:
     """Return a value that changes when torch writes to the tensor. Keep the tensor alive while you compare values.
 
-    Equal values mean the same tensor object; with `by_memory`, the same elements of memory, even in another view.
+    Equal values mean the same tensor object; with `by_memory`, the same memory, even in another view.
     """
     if tensor is None:
         return None

@@ -27,7 +27,7 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
             pandas column; or an Arrow column of strings or binary in any layout (also dictionary-encoded or chunked).
             NumPy pads `U` and `S` strings with zeros, so trailing zeros of such strings are ignored.
         seed: The hash's seed, 64 bits.
-        null: The id of None, NaN, pandas' NA, Arrow nulls and masked elements.
+        null: The id for None, NaN, pandas' NA, Arrow nulls and masked elements.
 
     Returns:
         The hashes as a signed int64 tensor on the CPU, with the shape of `values`.
@@ -113,14 +113,14 @@ def _raise_input_error(values: Any, detail: str = "") -> NoReturn:
 
 
 def _convert_to_arrow(values: Any) -> Any:
-    """Convert a pyarrow or pandas column to an Arrow array. Returns None for others, or if pyarrow is not loaded."""
+    """Convert a pyarrow or pandas column to an Arrow array. Returns None for other values, or without pyarrow."""
     pyarrow = sys.modules.get("pyarrow")  # a caller with an Arrow column has imported pyarrow
     if pyarrow is None:
         return None
     if isinstance(values, pyarrow.Array | pyarrow.ChunkedArray):
         return values
     if isinstance(getattr(values, "dtype", None), np.dtype):
-        return None  # `_hash_objects` treats nulls and bytes alike with and without pyarrow
+        return None  # `_hash_objects` gives the same ids with and without pyarrow
     if hasattr(values, "to_numpy") and getattr(values, "ndim", None) == 1:
         try:
             column = pyarrow.array(values, from_pandas=True)

@@ -1,4 +1,4 @@
-// A set-associative cache in device memory, and the decisions of an admission.
+// A set-associative cache in device memory, and the slots that it gives to a batch's rows.
 #pragma once
 #include "cache/kernels/cache_set.h"
 #include "ops/cuda/layout.h"
@@ -25,7 +25,7 @@ struct Cache {
 
 enum Eviction : u8 { NOTHING, CLEAN, DIRTY };
 
-// For each row of a batch: the slot or NONE, the line or 0, 1 for a hit, an Eviction value, and the evicted row's way.
+// Arrays with one element per row of a batch: slot or NONE, line or 0, 1 for a hit, Eviction, the evicted row's Way.
 struct Admission {
     u32* slots;
     u64* lines;

@@ -1,7 +1,7 @@
 // A set-associative write-back cache in device memory.
 //
-// The rows of a call are distinct. The caller sorts them, stably, by set and (if a set has rows of several buckets) by
-// bucket. One tile handles all rows of a set in this order, so the GPU decides like the CPU cache.
+// The rows of a call are distinct. The caller sorts the rows stably by set, and by bucket if a set has several buckets.
+// One tile (threads of a warp) admits a set's rows in this order, so the GPU evicts the same rows as the CPU cache.
 #include "admission.h"
 #include "ops/cuda/items.h"
 
@@ -9,7 +9,7 @@ using namespace tierbed;
 
 namespace {
 
-// The elements of `counts`.
+// The indexes of counters in `counts`.
 enum CountIndex : u32 { EVICTIONS_CLEAN, EVICTIONS_DIRTY, OVERFLOWS };
 
 using Counts = ThreadCounts<3>;
@@ -52,7 +52,7 @@ TIERBED_FN void admit_miss(const Cache& cache, const Admission& admission, u64 r
 
 }  // namespace
 
-// Writes set_keys [n], the sort keys of the first `count` rows. Later elements get a larger key than any row.
+// Writes set_keys [n], the sort keys of the first `count` rows. Elements after `count` get a larger key than any row.
 extern "C" __global__ void compute_set_keys(const u64* hashes, const u32* count, u64 n, u32 num_sets, u32* set_keys) {
     const u32 parts = count_set_parts(num_sets);
     for_each(n, [&](u64 i) {
@@ -107,7 +107,7 @@ extern "C" __global__ void mark_clean(Cache cache, const i64* slots, u64 n) {
     for_each(n, [&](u64 i) { cache.ways[slots[i]].stored_updates = cache.updates(static_cast<u64>(slots[i])); });
 }
 
-// Undoes an admission. With `restore`, victims return to their slots; otherwise the slots become free.
+// Undoes an admission. With `restore`, evicted rows return to their slots; otherwise these slots become free.
 extern "C" __global__ void cancel_rows(Cache cache, Admission admission, const u32* count, u32 restore) {
     for_each(*count, [&](u64 i) {
         const u32 slot = admission.slots[i];
@@ -147,7 +147,7 @@ extern "C" __global__ void find_dirty(Cache cache, u8* flags) {
     for_each(static_cast<u64>(cache.num_sets) * WAYS, [&](u64 slot) { flags[slot] = cache.is_dirty(slot); });
 }
 
-// Sets flags [n] to 0 or 1: victims (dirty rows to evict), absent (rows to fetch), overflows (rows without a slot).
+// Sets flags to 0 or 1: victims [n] (dirty rows to evict), absent [n] (rows to fetch), overflows [n] (no slot).
 extern "C" __global__ void flag_rows(Admission admission, const u32* count, u64 n, i32* victims, i32* absent,
                                      i32* overflows) {
     for_each(n, [&](u64 i) {

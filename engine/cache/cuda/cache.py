@@ -1,12 +1,12 @@
-"""The set-associative cache in device memory: the top tier of a stack, which decides like the CPU cache.
+"""The set-associative cache in device memory, a table's fastest tier. It evicts the same rows as the CPU cache.
 
 Kernels find rows and choose victims; `Cache` launches these kernels and copies no row itself. Look-ahead hides the time
 to fetch missing rows: the caller announces the batches of future steps, and a prefetch thread admits and fetches their
-rows on its own stream, in step order. A step fetches its batch's rows itself if they are not resident yet.
+rows on its own stream, in step order. If a batch's rows are not resident yet, its step fetches them.
 
 `CudaWindow` keeps the announced batches, and lets only one thread at a time use the cache and the staging memory. The
-table's lock cannot ensure this, because the prefetch thread fetches rows without holding that lock. The lines of
-resident batches are pinned, so a step may use them while the next batch is fetched. Events order the two streams.
+table's lock is not enough, because the prefetch thread fetches rows without holding that lock. The lines of resident
+batches are pinned, so a step may use them while the next batch is fetched. CUDA events order the streams.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class CudaWindow:
         self._pinned: Admission | None = None
         self._announced: deque[_AnnouncedBatch] = deque()
         self._changed = Condition()
-        self._num_waiting_steps = 0  # steps that wait for prefetch
+        self._num_waiting_steps = 0  # steps that wait for a prefetch to end
         self.is_fetching = False  # True while a thread is in `fetch`
-        # The event after a step's launches, which prefetch waits for, and the last batch completed at that event.
+        # An event after a step's launches that prefetch waits for, and the last batch completed by then.
         self._step_end: tuple[Event, int] = (device.record_event(), cache.latest_number)
-        self._prefetch_end = device.record_event()  # an event after prefetch's launches
+        self._prefetch_end = device.record_event()  # the event after the last prefetch's launches
 
     @property
     def last_completed(self) -> int:
@@ -96,8 +96,8 @@ class CudaWindow:
     def fetch(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
         """Call `admit(last_completed)` to fetch an announced batch's rows before its step.
 
-        Returns False if `admit` could not fetch the rows (it returned None), or if another batch must be fetched first.
-        Otherwise returns True, even if the batch was cancelled in the meantime.
+        Returns False if `admit` returned None (it could not fetch the rows), or if another batch must be fetched first.
+        Returns True if the rows were fetched or the batch was cancelled.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting_steps)
@@ -105,7 +105,7 @@ class CudaWindow:
             if not any(entry.batch is batch for entry in waiting):
                 return True
             announced = waiting[0]
-            if announced.batch is not batch:  # the earlier batch's own step is about to fetch its rows
+            if announced.batch is not batch:  # an earlier batch's step is about to fetch its rows
                 return False
             event, last_completed = self._step_end
             self._device.wait_event(event)
@@ -119,7 +119,7 @@ class CudaWindow:
             return admission is not None
 
     def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Pin a batch. If its rows were resident, return True; otherwise fetch the rows by `admit(last_completed)`."""
+        """Pin a batch. Returns True if its rows were resident; otherwise `admit(last_completed)` fetches the rows."""
         if self._pin_if_resident(batch):
             return True
         with self.exclusive():
@@ -170,14 +170,14 @@ _ADMISSION = make_struct_type("uint64 slots lines is_hit evictions victim_ways")
 
 @dataclass(frozen=True)
 class Admission:
-    """The decisions of `Cache.admit` for a batch. The caller must copy rows accordingly before it uses the lines."""
+    """The decisions of `Cache.admit` for a batch. The caller must then copy the rows to their lines."""
 
     batch: Batch
     slots: Tensor  # [size], each row's slot; -1 if its set is full
     lines: Tensor  # [size], each row's line address; 0 if its set is full
     is_hit: Tensor  # [size], 1 if the row was resident
     evictions: Tensor  # [size], what the slot held before: an `Eviction` of admission.h
-    victim_ways: Tensor  # [size, WAY_BYTES / 4] int32, the way of the row that the slot held before
+    victim_ways: Tensor  # [size, WAY_BYTES / 4] int32, the evicted row's `Way` of cache_set.h
     batch_number: int
 
     def has_all_slots(self) -> bool:
@@ -212,11 +212,11 @@ class Cache:
         self._ways = torch.zeros(num_sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._lines = torch.empty(num_sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNT_NAMES), dtype=torch.int64, device=device)
-        self.hit_counters = HitCounters(layout)  # counts rows of `admit`
-        self.latest_number = 0  # the latest batch number
+        self.hit_counters = HitCounters(layout)  # hits and misses of the rows in `admit`
+        self.latest_number = 0  # number of the latest batch
 
     def admit(self, batch: Batch, last_completed: int) -> Admission:
-        """Give slots to the batch's rows; after a fault, only to resident rows. last_completed: see `CudaWindow`."""
+        """Choose a slot for each row; after a fault, only for resident rows. last_completed: see `CudaWindow`."""
         self.latest_number = (self.latest_number + 1) % (1 << 32)
         n = np.uint64(batch.size)
         set_keys = batch.empty(torch.int32)
@@ -244,7 +244,7 @@ class Cache:
         self._run("cancel_rows", batch.size, 1, cache, admission.as_struct(), batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
-        """Set `batch.lines`, 0 for a miss. Returns a flag for each row, int32 [size]: 1 for a miss."""
+        """Set each row's line in `batch.lines`, 0 for a miss. Returns flags, int32 [size]: 1 for a miss."""
         missing = batch.empty(torch.int32)
         self._run(
             "find_cached", batch.size, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables, batch.count,
@@ -254,9 +254,8 @@ class Cache:
 
     def erase(self, batch: Batch, is_kept: Tensor) -> None:
         """Erase rows. Rows flagged in `is_kept` [size] bool stay, but count as absent from the tier below."""
-        self._run(
-            "erase_cached", batch.size, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables, batch.count, is_kept
-        )
+        rows = batch.hashes, batch.tables, batch.count
+        self._run("erase_cached", batch.size, GROUP_WAYS, self.as_struct(), *rows, is_kept)
 
     def dirty_slots(self) -> Tensor:
         """Return the slots of dirty rows, ascending. Waits for the device."""
@@ -281,7 +280,7 @@ class Cache:
         self._run("mark_clean", len(slots), 1, self.as_struct(), slots, np.uint64(len(slots)))
 
     def close(self) -> None:
-        """Release the sets' memory. No kernel may be using it; the cache is unusable afterwards."""
+        """Release the sets' memory. No kernel may be using the memory; the cache is unusable afterwards."""
         self._tags, self._ways, self._lines = (part.new_empty(0) for part in (self._tags, self._ways, self._lines))
 
     def as_struct(self) -> np.ndarray:
@@ -358,7 +357,7 @@ class DeviceCache(TopTier[Batch]):
         raise NotImplementedError
 
     def _erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
-        """Erase rows from the sets, in an `exclusive` block. A pinned row stays with its initial value.
+        """Erase rows from the sets, in an `exclusive` block. A pinned row keeps its slot and gets its initial value.
 
         Returns the rows as a batch, and a bool flag for each row [size]: True if the row stays.
         """

@@ -28,8 +28,8 @@ class CudaCachedStore(DeviceCache):
         super().__init__(layout, below, cache, faults, Staging(layout))  # staging for write-back
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._fetch_staging = Staging(layout)
-        self._overflow_rows: tuple[Tensor, int] | None = None  # the pinned batch's rows without a slot: flags, count
-        self._read_counts: HitCounts = np.zeros((layout.num_tables, 2), np.int64)  # hits and misses of `peek`
+        self._overflow_rows: tuple[Tensor, int] | None = None  # the pinned batch's rows that got no slot: flags, count
+        self._read_counts: HitCounts = np.zeros((layout.num_tables, 2), np.int64)  # hits and misses counted by `peek`
         self._peek_counts = (0, 0, 0)
         self._byte_counts = {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
@@ -38,7 +38,7 @@ class CudaCachedStore(DeviceCache):
         return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_ahead=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device, and raises a fault's error."""
+        """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device, and raises errors of faults."""
         if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, is_ahead=False)):
             return
         self._faults.post(batch)
@@ -59,7 +59,7 @@ class CudaCachedStore(DeviceCache):
             (flags, count), self._overflow_rows = self._overflow_rows, None
             if dirty:
                 ranks = flags.cumsum(0, dtype=torch.int32)
-                self._staging.reserve(count)  # not in use, because `pin` waited for the device
+                self._staging.reserve(count)  # the staging memory is free, because `pin` waited for the device
                 self._staging.copy_keys(batch.hashes, batch.tables, flags, ranks)
                 self._staging.copy_lines(batch.lines, flags, ranks)
                 ranks.cpu()  # waits
@@ -96,7 +96,7 @@ class CudaCachedStore(DeviceCache):
             self._below.erase(tables, keys)
 
     def flush(self) -> None:
-        self._below.native.forget_errors()  # the writes below raise any new error
+        self._below.native.forget_errors()  # writes to the tier below raise any new error
         self._write_back()
         self._below.flush()
 
@@ -118,7 +118,7 @@ class CudaCachedStore(DeviceCache):
     ) -> Admission | None:
         """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
 
-        is_ahead: True before the batch's step. A call ahead returns None, without changes, if a row cannot be fetched.
+        is_ahead: True for a prefetch. If a row cannot be fetched, a prefetch changes nothing and returns None.
         """
         if is_ahead and self._overflow_rows is not None:  # the pinned batch has rows that the tier below lacks
             return None

@@ -21,7 +21,7 @@ from .cache import Admission, Cache, DeviceCache
 
 
 class CachedTable(DeviceCache):
-    """A write-back cache above a full table. The host copies nothing.
+    """A write-back cache above a full table. The host copies no rows.
 
     Pinning gives each row a line in the table below, so every row can be written back. If a row's set is full, the step
     uses the row's line in the table below. A step waits for the device only if the table grows.
@@ -31,11 +31,11 @@ class CachedTable(DeviceCache):
         super().__init__(layout, below, cache, faults, below.staging)
         below.table.exclusive = self._window.exclusive
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
-        # Counts of cached_table.cu: hits and misses in the table below, rows written back, lookups the cache served.
+        # Counters of cached_table.cu: hits and misses in the table below, rows written back, hits in the cache.
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
-        self._peek_counts = torch.zeros_like(self._counts)  # like `_counts`, but for `peek`
+        self._peek_counts = torch.zeros_like(self._counts)  # the same counters for `peek`
         self._hit_counters = HitCounters(layout)  # hits of read-only lookups, and all misses
-        self._inserted_flags: dict[Batch, Tensor] = {}  # per announced batch: flags [size] of its rows inserted below
+        self._inserted_flags: dict[Batch, Tensor] = {}  # flags [size]: rows that an announced batch inserted below
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, partial(self._fetch, batch, is_ahead=True))
@@ -112,7 +112,7 @@ class CachedTable(DeviceCache):
     def _fetch(self, batch: Batch, last_completed: int, is_ahead: bool) -> Admission | None:
         """Fetch a batch's rows. last_completed: as in `Cache.admit`.
 
-        is_ahead: True before the batch's step. Such a call waits for the device; returns None if a row has no room.
+        is_ahead: True for a prefetch. A prefetch waits for the device, and returns None if a row does not fit.
         """
         table = self._below.table
         ranks = table.find(batch)

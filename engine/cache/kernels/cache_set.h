@@ -1,12 +1,12 @@
-// One set of the set-associative cache: probes it and chooses victims.
+// One set of the set-associative cache: finds rows in the set, and chooses the row to evict.
 //
 // A set has 64 ways and a one-byte tag per way (0: free). A probe reads one CPU cache line of tags, then only the ways
 // with a matching tag. A row's home is the group of 16 ways where the search for a victim begins. If all rows of a
-// group are pinned or needed by an announced batch, the search goes on in the next group. One tile works on a set at a
-// time, and no other thread uses that set. The tile's size does not change which victim is chosen.
+// group are pinned or needed by an announced batch, the search goes on in the next group. Only one tile (a CPU thread,
+// or threads of one GPU warp) uses a set at a time. The tile's size does not change which row is evicted.
 //
 // Batch numbers ascend in step order. A row is pinned until the last batch that touched it (`Way::last_batch`) has
-// completed, so the end of a step changes no row. A row is dirty if the tier below lacks some of the row's updates.
+// completed, so ending a step changes no row. A row is dirty if the tier below lacks some of the row's updates.
 #pragma once
 #include "ops/kernels/hash.h"
 #include "ops/kernels/deduplicate.h"
@@ -34,7 +34,7 @@ struct SetView {
 
 enum CachePolicy : u32 { LRU = 0, LFU = 1 };
 
-// Returns a row's tag, never 0. With fewer than 2^25 sets per bucket, tag bits select neither the bucket nor the set.
+// Returns a row's tag, never 0. With fewer than 2^25 sets per bucket, the tag shares no bits with bucket and set.
 TIERBED_FN u8 get_tag(u64 hash) { return static_cast<u8>(0x80 | (hash & 0x7F)); }
 
 // Returns a bucket's first set. There must be at least BUCKETS sets, so that each set belongs to one bucket.
@@ -102,20 +102,20 @@ TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
     return NONE;
 }
 
-// True if a row differs from its copy in the tier below. A row with a saturated `updates` always counts as dirty.
+// True if a row differs from its copy in the tier below. A row whose `updates` is at its maximum counts as dirty.
 TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || updates == 0xFFFFFFFFu; }
 
-// True if batch `number` comes after `other`. Batch numbers wrap around, so their difference decides.
+// True if batch `number` comes after `other`. Batch numbers wrap around, so the sign of their difference decides.
 TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }
 
-// Returns how many batches after `number` the batch `next` comes; NEVER if `next` is 0 or does not come after.
+// Returns by how many batches `next` comes after `number`; NEVER if `next` is 0 or does not come after `number`.
 TIERBED_FN u32 count_batches_until(u32 next, u32 number) {
     return next != 0 && is_after(next, number) ? next - number : NEVER;
 }
 
 // Returns the way that a new row of batch `number` gets: the first free way, searched from `home` on. If none is free,
 // searches groups from `home` on for rows that are neither pinned nor needed by an announced batch. In the first group
-// with such rows, takes the least recently used row (LRU) or the least used row (LFU). Returns NONE without such rows.
+// with such rows, takes the least recently used row (LRU) or the least used row (LFU). Returns NONE for no such row.
 TIERBED_FN u32 find_victim(const SetView& set, u32 home, u32 number, u32 last_completed, CachePolicy policy) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP_WAYS) {
         const u32 first = (home + turn) % WAYS, free = find_free_way(set.tags + first);

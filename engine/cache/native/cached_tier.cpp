@@ -12,7 +12,7 @@ namespace {
 constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the tier below
 constexpr std::size_t GRAIN = 512, AHEAD = 4;
 
-// A batch's rows by bucket. If the batch stores its rows by id number instead, this class copies the rows.
+// Presents a batch's rows in bucket order. If the batch stores rows by id number, this class copies the rows.
 class BatchRows {
 public:
     BatchRows(Batch& batch, bool with_own_lines) : batch_(batch) {
@@ -432,7 +432,7 @@ void CachedTier::erase(const RowSpan& rows) {
 
 void CachedTier::forget_errors() {
     below_.forget_errors();
-    const std::lock_guard admission(threads_->admission);  // no thread may wait for the writer meanwhile
+    const std::lock_guard admission(threads_->admission);  // so that no thread waits for the writer meanwhile
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (!writer) return;
@@ -458,7 +458,7 @@ u32 CachedTier::flush_some(u32 begin, u32 max_rows) {
 template <class ForEach>
 bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     const std::lock_guard admission(threads_->admission);
-    below_.forget_errors();  // the writes below throw any new error
+    below_.forget_errors();  // writes to the tier below throw any new error
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (writer) {

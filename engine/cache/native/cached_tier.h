@@ -3,15 +3,15 @@
 // Batches get numbers when they are announced or pinned, and end in the order of their numbers. `admit` looks up a
 // batch's rows, chooses victims for missing rows and pins all its rows; then `fetch` reads the missing rows from the
 // tier below. `prefetch` admits and fetches an announced batch before its step, in another thread. If no prefetch did
-// so, `pin` does. Rows that announced batches need are not chosen as victims. A row is pinned until the last batch that
-// touched the row has ended, so ending a batch changes no row.
+// this, `pin` admits and fetches the batch. Rows that announced batches need are not chosen as victims. A row is pinned
+// until the last batch that touched the row has ended, so ending a batch changes no row.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
 // Above a tier in memory, `admit` writes evicted rows back itself. The overflow area also holds rows without a slot.
 //
-// There are three locks, taken in this order. `admission` is held to fetch or write back rows. `directory` guards the
-// sets, the overflow area and the window. `queue` guards the queue of batches. Lines need no lock: a pinned row's line
-// belongs to its step, and a missing row's line to the thread that admits the row.
+// Threads take three locks in this order: `admission`, `directory`, `queue`. `admission` is held to fetch or write back
+// rows. `directory` guards the sets, the overflow area and the window. `queue` guards the queue of batches. Lines need
+// no lock: a pinned row's line belongs to its step, and a missing row's line to the thread that admits the row.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -31,7 +31,7 @@
 namespace tierbed {
 
 struct CacheOptions {
-    std::size_t budget_bytes;    // size of the sets
+    std::size_t budget_bytes;    // memory for the sets
     std::size_t overflow_bytes;  // limit for prefetched rows and rows that wait for write-back
     CachePolicy policy;
     std::size_t io_threads;      // threads that write to a disk
@@ -46,7 +46,7 @@ public:
     CachedTier(const CachedTier&) = delete;
 
     // Documented in engine/store/contract.py. `announce` and `prefetch` may run in another thread. If the write-behind
-    // thread fails, the next call that fetches rows throws the error, or `flush` drops the error. No row is lost.
+    // thread fails, the next call that fetches rows throws the error; `flush` drops the error. No row is lost.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);
@@ -63,8 +63,8 @@ public:
     bool is_on_disk() const override { return false; }
     // Writes all dirty rows back.
     void flush();
-    // Flushes at most `max_rows` dirty rows: first rows in the sets, from slot `begin` on, then rows in the overflow
-    // area. Returns the `begin` of the next call, or 0 at the end.
+    // Writes at most `max_rows` dirty rows back: rows in the sets from slot `begin` on, then rows in the overflow area.
+    // Returns `begin` for the next call, or 0 at the end.
     u32 flush_some(u32 begin, u32 max_rows);
     // Ends the write-behind thread and drops all batches. Does not flush.
     void close();
@@ -101,15 +101,15 @@ private:
     // Call these with `admission` held. `begin_internal_batch` and `end_internal_batch` surround reads and writes.
     u32 begin_internal_batch();
     void end_internal_batch();
-    // Returns false if a prefetched batch might need too much of the overflow area now.
+    // Returns false if a prefetch might need too much of the overflow area now.
     bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Takes the locks itself. Flushes up to `max_rows` dirty rows that `for_each` visits. True if dirty rows remain.
+    // Takes the locks itself. Writes up to `max_rows` dirty rows of `for_each` back. True if dirty rows remain.
     template <class ForEach>
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Copies resident rows to the lines `to`, and returns the missing rows. touch: the copy counts as a use.
     std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* to, bool touch);
-    // Call these with `directory` held too.
+    // Call the next three functions with `directory` held too.
     void write_back_overflow();
     void write_back_victims();
     void write_back(const RowSpan& rows);

@@ -2,7 +2,7 @@
 //
 // `Directory` combines three classes. `CacheSets` holds most rows. `Overflow` (overflow.h) holds evicted dirty rows and
 // rows without a slot. `Window` records which announced batches need which rows; each resident row also stores the next
-// batch that needs the row. Rows that announced batches need are never victims. If a set has too few slots, the rows
+// batch that needs the row. Rows that announced batches need are never evicted. If a set has too few slots, the rows
 // that are needed soonest get the slots: this is Belady's rule, applied to the announced batches.
 //
 // Most calls run one task per bucket in parallel. A task uses only its bucket's sets and maps, so tasks need no locks.
@@ -52,8 +52,8 @@ public:
 
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
-    // The next functions, called in this order, prefetch memory for later calls with the same row. They are inlined,
-    // because GCC drops calls to functions that only prefetch.
+    // The next functions, called in this order, prefetch memory for later calls with the same row. These functions are
+    // inlined, because GCC drops calls to functions that only prefetch.
     TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(get_set(hash, sets_)).tags); }
     // Returns true if the row seems to be in the set.
     TIERBED_INLINE bool prefetch_way(u64 hash) const {
@@ -86,9 +86,8 @@ private:
     Pages tags_, ways_, lines_;
 };
 
-// The look-ahead window records which announced batches need which rows, with one bit per row and batch. A window has
-// at most SPAN batches, with consecutive numbers. A batch leaves the window when the batch begins. Threads may change
-// different buckets concurrently.
+// The look-ahead window records which announced batches need which rows, one bit per row and batch. A window has at
+// most SPAN batches with consecutive numbers. A batch leaves when it begins. Threads may change different buckets.
 class Window {
 public:
     static constexpr u32 SPAN = 32;
@@ -112,7 +111,7 @@ public:
         return !bits;
     }
 
-    // Removes batch `number`, the earliest one, when it begins.
+    // Removes batch `number`, the window's earliest batch, when it begins.
     void remove(u32 number) {
         if (empty()) return;
         first_ = number + 1;
@@ -169,7 +168,7 @@ struct Miss {
     u32 new_entry = NONE;       // the overflow entry that the row gets if it gets no slot
     bool is_slot_free = false;  // the slot was free: there is no victim
     bool is_victim_dirty = false;
-    Way way{};           // the victim's way; the missing row's way if it gets no slot
+    Way way{};  // the evicted row's way; the missing row's way if it gets no slot
 };
 
 struct CacheCounts {
@@ -177,8 +176,8 @@ struct CacheCounts {
     CacheCounts& operator+=(const CacheCounts& more);
 };
 
-// Admits a batch in stages: `probe` (then `pin`, unless `probe` pinned), `choose_victims`, `place_misses`. If a later
-// stage fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that could not be fetched.
+// Admits a batch by `probe` (then `pin`, unless `probe` pinned), `choose_victims` and `place_misses`. If a later call
+// fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that could not be fetched.
 class Directory {
 public:
     Directory(const LineShape& shape, std::size_t budget_bytes, CachePolicy policy, std::size_t overflow_rows)
@@ -187,24 +186,24 @@ public:
     // Adds a batch to the look-ahead window.
     void announce(const RequestedRows& batch, u32 number);
 
-    // Writes the lines of resident rows, and lists the misses. pins: also pin the resident rows.
+    // Sets the lines of resident rows, and lists the misses. pins: also pin the resident rows.
     void probe(const RequestedRows& batch, u32 number, bool pins);
     // Pins the resident rows of the batch that was just probed.
     void pin(const RequestedRows& batch, u32 number);
     // Returns how many overflow entries the batch may still need.
     std::size_t overflow_demand() const;
 
-    // Chooses a slot for each miss. Rows that are needed soonest choose first.
+    // Chooses a slot for each miss. Rows that announced batches need soonest choose first.
     void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
     void undo_victims();
-    // Gives each miss its line. Rows in the overflow area keep their values. keep_victims: dirty victims move there.
+    // Gives each miss its line. Rows in the overflow area keep their values. keep_victims: move dirty victims there.
     void place_misses(const RequestedRows& batch, bool keep_victims);
     // Records how many updates each fetched row has in the tier below.
     void set_fetched(const u32* updates);
     void drop_unfetched();
-    // The counts of the last `choose_victims`.
+    // The counts of the last `choose_victims` call.
     const CacheCounts& counts() const { return counts_; }
-    // Adds the batch's hits and misses by table.
+    // Adds the batch's hits and misses to each table's counts.
     void count_hits(const RequestedRows& batch, HitCounts& counts) const;
 
     // Calls body(miss) for each miss, in ascending order of buckets.
@@ -234,7 +233,7 @@ public:
     struct Location {
         Way* way;  // null if the row is not resident
         u64 line;
-        u32 slot, entry;  // the row's slot or overflow entry; the other is NONE
+        u32 slot, entry;  // the row's slot or overflow entry; one of the two is NONE
     };
     Location find(u64 hash, u32 table);
     void erase(const Location& location);

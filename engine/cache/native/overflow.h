@@ -15,18 +15,18 @@ namespace tierbed {
 struct OverflowEntry {
     Way way;
     bool is_being_written;     // a thread is writing the line to the tier below
-    bool is_erased;            // the row was removed while `is_being_written`; the entry is freed when the write ends
+    bool is_erased;            // the row was removed during the write; the entry is freed when the write ends
     bool is_evictable;         // the row only waits for write-back: no batch needed it when it left its set
     bool is_eviction_counted;  // the row came from a set, where its eviction was counted
     u32 previous, next;  // neighbours in a chain, in order of arrival; `next` also links free entries
 };
 
-// Rows in numbered entries. Threads may call `find` concurrently, but no other method.
+// Stores rows in numbered entries. Threads may call `find` concurrently, but no other method.
 class Overflow {
     static constexpr u32 CHUNK = 1024;  // maximum number of entries per chunk
 
 public:
-    // capacity: how many rows keep their memory after they are removed.
+    // capacity: memory for this many rows is kept when rows are removed.
     Overflow(const LineShape& shape, std::size_t capacity) : shape_(shape), capacity_(capacity) {}
 
     // Returns the row's entry, or NONE.
@@ -40,7 +40,7 @@ public:
     void remove(u32 entry);
     // Frees the memory beyond the capacity, if no row uses it.
     void trim();
-    // Raises the capacity to `rows` in whole chunks, unless memory beyond it is in use. True if the capacity grew.
+    // Raises the capacity to `rows` in whole chunks, unless memory beyond the capacity is in use. True if it grew.
     bool grow(std::size_t rows);
     static std::size_t round_up_to_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
     std::size_t capacity() const { return capacity_; }
@@ -51,7 +51,7 @@ public:
     };
     // Evicts rows until the limits hold. Clean rows are evicted immediately. Up to `max_rows` dirty rows are sorted by
     // hash, written to the tier below by `write`, and then evicted. Evictable rows go first, in order of arrival. Rows
-    // of batches after `last_completed` stay. Returns the number of rows written.
+    // that batches after `last_completed` use stay. Returns the number of rows written.
     std::size_t write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
                            const std::function<void(const RowSpan&)>& write);
 
@@ -79,7 +79,7 @@ public:
     // Evictions from the overflow area, except rows whose eviction from a set was already counted.
     u64 evictions() const { return evictions_; }
     std::size_t bytes() const;
-    // Upper bound of the bytes per row, up to the capacity.
+    // Upper bound for the memory per row, while the rows fit the capacity.
     static std::size_t row_bytes(const LineShape& shape) {
         return shape.line_bytes + sizeof(OverflowEntry) + RowMap::MAX_ROW_BYTES;
     }
@@ -108,7 +108,7 @@ private:
     void finish_write(const std::vector<u32>& entries, const std::vector<u32>* updates, u32 last_completed);
     void link(u32 entry);
     void unlink(u32 entry);
-    void mark_needed(u32 entry);  // for an evictable row that a batch needs again
+    void mark_needed(u32 entry);  // marks an evictable row that a batch needs again
     void evict(u32 entry);
     void release(u32 entry);
 

@@ -13,9 +13,8 @@
 
 namespace tierbed {
 
-// A thread writes rows of completed batches (numbers up to `last_completed`), a bounded number at a time. After an
-// error, the thread writes nothing until `rethrow_error` or `drop_error` is called. The mutex `directory` guards the
-// overflow area: hold this mutex in all calls except `stop`.
+// A thread writes rows of completed batches (numbers up to `last_completed`), some at a time. After an error, it writes
+// nothing until `rethrow_error` or `drop_error` is called. Hold the mutex `directory`, except to call `stop`.
 class WriteBehind {
 public:
     WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,

@@ -1,8 +1,8 @@
 // Finds a batch's unique rows, numbered by first occurrence. The order in which threads run does not matter.
 //
-// `insert_rows` inserts every position into an open-addressing hash set of rows. A row's smallest position, its first
-// occurrence, wins. The caller numbers rows by prefix sums over first occurrences, and groups each row's positions by a
-// stable sort. Positions with table NONE are padding.
+// `insert_rows` inserts every position into an open-addressing hash set of rows. The slot of a row keeps the row's
+// smallest position, its first occurrence. The caller numbers rows by prefix sums over first occurrences, and groups
+// each row's positions by a stable sort. Positions with table NONE are padding.
 #include "items.h"
 #include "ops/kernels/deduplicate.h"
 
@@ -42,10 +42,10 @@ struct LegalIds {
     }
 };
 
-// Writes a lookup's hashes, tables and (unless null) output rows to the batch's arrays, from `first` on. Bags begin
-// at begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table b % num_tables.
-// With feature_columns [features] (each feature's column, -1 for none), there are features * batch_size bags, and
-// table_ids are [num_columns].
+// Writes a lookup's hashes, tables and (unless null) output rows to the batch's arrays, from `first` on. Bags begin at
+// begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table b % num_tables. With
+// feature_columns [features] (each feature's column or -1), there are features * batch_size bags and num_columns table
+// ids.
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
                                     u64 n, const __grid_constant__ LegalIds ids, const i32* feature_columns,
                                     u64 num_columns, u64 batch_size, u64 first, u64 first_output_row,
@@ -61,7 +61,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
                 else
                     end = middle;
             }
-        // without bags, ids have no column: the offsets are bad
+        // ids without bags have no column: the offsets are bad
         const i32 column = bags == 0 ? -1 : feature_columns ? feature_columns[bag / batch_size] : 0;
         u32 table = NONE;
         if (column >= 0) {
@@ -75,7 +75,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
     });
 }
 
-// Inserts positions into hash_set [mask + 1], all NONE at first. A slot keeps its row's first position. slots [n]: out.
+// Inserts positions into hash_set [mask + 1], all NONE at first. A slot keeps its row's first position. Sets slots [n].
 extern "C" __global__ void insert_rows(const u64* hashes, const u32* tables, u64 n, u32* hash_set, u32 mask,
                                        u32* slots) {
     for_each(n, [&](u64 i) {

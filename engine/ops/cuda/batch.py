@@ -1,8 +1,8 @@
 """Deduplicates a step's lookups on the GPU.
 
-The host never waits for the number of unique rows. The host launches kernels for as many rows as positions (ids),
-and the kernels stop at `count`, a number on the device. Kernels also check the input. After an error, kernels set a
-bit in a fault word and change no rows; a later call raises the error on the host.
+The host never waits for the number of unique rows. The host launches kernels for as many rows as there are positions
+(ids). The kernels stop at `count`, the number of unique rows on the device. Kernels also check the input. After an
+error, kernels set a bit in a fault word and change no rows; a later call raises the error on the host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEGAL_IDS = make_struct_type("uint64 padding last_ids drops dropped_counts", "u
 
 
 class Faults:
-    """A table's fault word, `word` [1], is uint32, stored as int32 on the device. Kernels set the word's bits."""
+    """A table's fault word: `word` [1], uint32 stored as int32 on the device. Kernels set a bit per kind of error."""
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
@@ -41,7 +41,7 @@ class Faults:
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
     def post(self, batch: Batch) -> None:
-        """Add the batch's faults to the word and start copying it to the host, without waiting."""
+        """Add the batch's faults to the table's word, and start to copy the word to the host."""
         if batch.faults is not self.word:
             self.word |= batch.faults | batch.input_faults
         self._host_word.copy_(self.word, non_blocking=True)
@@ -51,7 +51,7 @@ class Faults:
         return int(self.word if wait else self._host_word)
 
     def take_error(self, bits: int) -> TierbedError | None:
-        """Clear the word and return the error for `bits`, or None for no bits."""
+        """Clear the fault word and return the error for `bits`, or None if no bit is set."""
         if not bits:
             return None
         self.read(wait=True)  # an earlier copy must not arrive after the word is cleared
@@ -113,7 +113,7 @@ class LookupSpan:
     first_position: int  # the lookup's first position
     first_output_row: int  # the lookup's first output row
     num_ids: int
-    num_bags: int  # and output rows
+    num_bags: int  # also the number of output rows
     bag_length: int  # positions per bag, if `bag_begins` is None
     bag_begins: Tensor | None  # [bags + 1] int64, each bag's first position
     is_pooled: bool
@@ -211,7 +211,7 @@ class Batch:
                 np.uint64(lookup.first_output_row), SLOT_HASH, hashes, tables, self._output_rows, self.input_faults,
             )  # fmt: skip
         self._find_unique(hashes, tables)
-        self._positions_by_row: list[PositionsByRow] = []  # shared with siblings; filled by the first that needs it
+        self._positions_by_row: list[PositionsByRow] = []  # shared with sibling batches; filled at first use
         self._reset_lines(faults)
 
     def make_sibling(self, faults: Tensor) -> Batch:
@@ -224,8 +224,8 @@ class Batch:
         self.faults = faults
         faults |= self.input_faults
         self.lines = torch.zeros_like(self.hashes)  # addresses
-        self.lookup_lines = self.lines  # the lines that lookups read: for rules that catch up, caught-up copies
-        self.has_wide_lines = False  # True if `lookup_lines` have float32 embeddings, but the table narrower ones
+        self.lookup_lines = self.lines  # the lines that lookups read; copies, if rules catch up missed steps
+        self.has_wide_lines = False  # True if `lookup_lines` are float32 though the table stores 16-bit floats
         self._owned_memory: list[Tensor] = []
 
     @property

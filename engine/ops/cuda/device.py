@@ -28,14 +28,14 @@ _capture_lock = Lock()  # a process captures one CUDA graph at a time
 
 
 def launch(device: Device, program: Program, kernel: str, items: int, lanes: int, *arguments: Argument) -> None:
-    """Launch a kernel over `items`, each shared by `lanes` threads. Does nothing for no items."""
+    """Launch a kernel over `items`, with `lanes` threads per item. Does nothing if there are no items."""
     if items:
         blocks = min(-(-items * lanes // THREADS), device.blocks)
         device.start(program, kernel, blocks, [_convert_argument(argument) for argument in arguments])
 
 
 def make_struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
-    """Return the NumPy dtype for a C++ struct. A field is a type and names ("uint32 count size") or a NumPy field."""
+    """Return the NumPy dtype for a C++ struct. A field is a type with names ("uint32 count size") or a NumPy field."""
     declared: list[tuple[Any, ...]] = []
     for field in fields:
         if isinstance(field, tuple):
@@ -87,14 +87,14 @@ class Device:
 
     def __init__(self, index: int) -> None:
         self.torch_device = torch.device("cuda", index)
-        self._cupy = _cupy()
+        self._cupy = _import_cupy()
         properties = torch.cuda.get_device_properties(index)
         self.blocks = properties.multi_processor_count * 16  # limit per launch; kernels stride over the remaining items
         self._architecture = f"sm_{properties.major}{properties.minor}"
         self._functions: dict[tuple[Program, str], Any] = {}
         self._calls = _ThreadCalls()
         self._second_stream = torch.cuda.Stream(self.torch_device)
-        # has a priority, since torch reuses streams of default priority
+        # not the default priority, since torch hands out such streams again
         self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)
 
     def free_memory(self) -> int:
@@ -216,7 +216,7 @@ def cuda_device(index: int) -> Device:
     return Device(index)
 
 
-def _cupy() -> Any:
+def _import_cupy() -> Any:
     try:
         import cupy  # type: ignore[import-not-found]
     except ImportError as error:

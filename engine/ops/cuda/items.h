@@ -1,4 +1,4 @@
-// Distributes a kernel's items to its threads. Each item goes to one tile of SIZE lanes; tiles stride over the items.
+// Distributes items to threads. Each item goes to one tile (SIZE threads of a warp); tiles stride over the items.
 #pragma once
 #include "ops/kernels/portable.h"
 
@@ -45,7 +45,7 @@ struct Counters {
     u64 size;
 };
 
-// A thread's additions to N counters.
+// One thread's additions to N counters, added to device memory at the end.
 template <u32 N>
 struct ThreadCounts {
     u64 values[N] = {};
@@ -78,7 +78,7 @@ private:
     u32 index_ = 0;
 };
 
-// The index of a table's hits or misses in counters [tables, 2].
+// Returns the index of a table's hits or misses in counters [tables, 2].
 TIERBED_FN u32 hit_index(u32 table, bool is_miss) { return 2 * table + is_miss; }
 
 }  // namespace tierbed

@@ -34,7 +34,7 @@ class Layout:
         ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
         self.width = int(ends[-1])
         self.is_narrow = initial.dtype != "float32" or narrow > 0
-        self.wide_line_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # of the line decoded to float32
+        self.wide_line_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # of a line decoded to float32
         self.seed = np.uint64(initial.seed)
         self.stored_bytes = self.width * WORD + RECORD_BYTES  # size of a line without padding
         self.line_bytes = line_bytes_of(self.width)

@@ -12,7 +12,7 @@ extern "C" __global__ void copy_lines(const u64* from, const u64* to, u64 n) {
     });
 }
 
-// Writes initial values to the first `count` lines. Skips lines that are 0, and lines whose flag (if not null) is 0.
+// Writes initial values to the first `count` lines. Skips lines whose address or (with `flags`) flag is 0.
 extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables, const u32* count, const u64* lines,
                                             const u8* flags, InitialRow initial,
                                             const __grid_constant__ SlotHash slot_hash) {
@@ -22,7 +22,7 @@ extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables
     });
 }
 
-// Counts lines among the first `count` that were ever written, and adds the numbers to counts [tables].
+// Adds to counts [tables] how many of the first `count` lines were ever written.
 extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* counts) {
     Tally tally(counts);
     for_each(*count, [&](u64 i) {
@@ -31,7 +31,7 @@ extern "C" __global__ void count_written(const u64* lines, const u32* tables, co
     tally.flush();
 }
 
-// Writes values [size, dim], one per position, to embeddings; last value wins. Counts first writes [tables].
+// Writes values [size, dim], one per position, to embeddings. A row's last value wins. Counts first writes by table.
 extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
                                        const u32* count, const float* values, u32 step, u64* first_writes,
                                        const u32* faults) {

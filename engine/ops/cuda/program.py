@@ -19,8 +19,8 @@ from ...errors import StoreError
 from ...optim.kernel import generate_header
 
 ENGINE = Path(__file__).parents[2]
-# NVRTC's options: the same floating-point results as on a CPU; generic lambdas as device code also before CUDA 13.2; no
-# warnings for unused constants in headers (177), and for loops over states or norms of a rule without these (186)
+# NVRTC's options. Floating-point results are the same as on a CPU. Generic lambdas are device code also before CUDA
+# 13.2. Warnings are off for unused constants in headers (177) and for loops that never run (186).
 OPTIONS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
     "--device-as-default-execution-space", "--diag-suppress=177", "--diag-suppress=186",
@@ -57,7 +57,7 @@ def _read_text(file: str) -> str:
         if path in included:
             return ""
         included.add(path)
-        # rules.h is generated from the rules' Python files, for a CPU by the build, for a GPU here at run time
+        # rules.h is generated from the rules' Python files: for the CPU by the build, for a GPU here at run time
         text = generate_header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
         # an include names a header in the same folder, or gives a path relative to engine/
@@ -67,7 +67,7 @@ def _read_text(file: str) -> str:
 
 
 def compile_program(nvrtc: Any, program: Program, architecture: str) -> Path:
-    """Return the path of a program's cubin for `architecture` ("sm_90"). Compiles it if missing. Raises StoreError."""
+    """Return the path of a program's cubin for `architecture` ("sm_90"). Compiles a new cubin. Raises StoreError."""
     source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()

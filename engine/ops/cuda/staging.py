@@ -28,7 +28,7 @@ class Staging:
         self.reserve(MIN_ROWS)
 
     def reserve(self, rows: int) -> bool:
-        """Make room for `rows`. Returns True if it reallocates; the device must not use the old memory then."""
+        """Make room for `rows`. Returns True if it reallocates; the device must not be using the old memory then."""
         if rows <= self.capacity:
             return False
         memory = self._layout.device.host_memory
@@ -39,7 +39,7 @@ class Staging:
         return True
 
     def rows(self, count: int) -> RowArrays:
-        """Return the first `count` rows as tier arguments."""
+        """Return the first `count` rows as arguments of `Tier.read` and `Tier.write`."""
         addresses = self.lines.data_ptr() + self._layout.line_bytes * np.arange(count, dtype=np.uint64)
         tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)

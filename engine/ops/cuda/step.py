@@ -1,4 +1,4 @@
-"""Launches a step's kernels for a batch whose lines are set: gather, pool, update, catch up, assign."""
+"""Launches a step's kernels for a batch whose line addresses are set: gather, pool, update, catch up, assign."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .program import Program
 
 LINES, LOOKUPS = "ops/cuda/lines.cu", "ops/cuda/lookups.cu"
 WARP, SUM_BLOCK, MAX_OUTPUTS, MAX_HYPERS = 32, 256, 8, 504  # as in update.cu and row_gradient.h
-# per lookup: the gradient [output rows, dim], in one dtype; True if bags are averaged; pooling weights
+# one item per lookup: gradients [output rows, dim] of one dtype, True for mean pooling, pooling weights
 Grads = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _TYPE_STRUCTS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
@@ -42,14 +42,14 @@ def gather(
 
 
 def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: Tensor, mean: bool = False) -> None:
-    """Write each pooling weight's gradient to `out` [n], float32, 0 for padding. grads [bags, dim]: of the result."""
+    """Write each pooling weight's gradient to `out` [n], float32, 0 for padding. grads [bags, dim]: the result's."""
     lookup = batch.lookups[index]
     program, ids = _lookup_program(layout, grads.dtype, batch), _make_pooled_ids(batch, lookup, mean, None)
     launch(layout.device, program, "weights_grad", lookup.num_bags, WARP, batch.lookup_lines, ids, grads, out)
 
 
 def write_hyper(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-    """Write an update's numbers, as in `Processor.set_hyper`, to memory from `allocate_hyper`, for kernels to read."""
+    """Write the numbers of `Processor.set_hyper` to memory from `allocate_hyper`, where kernels read them."""
     values = np.zeros((), _STEP_NUMBERS)
     values["hyper"][: len(hyper)], values["scale"], values["step"] = hyper, scale, step
     launch(layout.device, _update_program(layout, rule), "write_hyper", 1, WARP, values, numbers)
@@ -69,7 +69,7 @@ def update(
 
 
 def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -> None:
-    """Make lookups read caught-up copies: rows as of the beginning of the step. For rules that catch up."""
+    """Make lookups read copies of rows with missed steps applied. For optimizer rules that catch up."""
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     batch.keep_alive(memory)
     copies = batch.empty(torch.int64)
@@ -102,7 +102,7 @@ def square_rows(layout: Layout, batch: Batch, gradients: Grads) -> Tensor:
 
 
 def allocate_hyper(device: torch.device) -> Tensor:
-    """Allocate memory for an update's hyper-parameters. Captured launches read each step's values there."""
+    """Allocate memory for an update's hyper-parameters. Captured CUDA graphs read each step's values there."""
     return torch.zeros(_STEP_NUMBERS.itemsize, dtype=torch.uint8, device=device)
 
 
@@ -151,7 +151,7 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
 
 
 def widen_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
-    """Return the lines at positions [n]. Narrow lines are copied to float32, in memory owned by `owner`."""
+    """Return the lines at positions [n]. Lines of 16-bit floats are decoded to float32, in memory owned by `owner`."""
     inverse = batch.inverse[positions]
     if not layout.is_narrow:
         return batch.lookup_lines[inverse.to(torch.int64)]
@@ -214,7 +214,7 @@ def _sum_blocks(
 
 
 def _lookup_program(layout: Layout, dtype: torch.dtype, batch: Batch | None = None) -> Program:
-    """Return the program for lookups with this output dtype. batch: needed if its lines may be wide."""
+    """Return the program for lookups with this output dtype. batch: needed if its lines may be decoded to float32."""
     row = "Float32" if batch is not None and batch.has_wide_lines else layout.type
     return layout.program(LOOKUPS, TIERBED_GRADIENTS=_TYPE_STRUCTS[dtype], TIERBED_ROW=row)
 
@@ -229,7 +229,7 @@ def _allocate_row_memory(layout: Layout, batch: Batch) -> Tensor:
 
 
 def _allocate_line_memory(layout: Layout, batch: Batch) -> Tensor:
-    """Allocate one float32 line per warp if lines are narrow."""
+    """Allocate one float32 line per warp if lines hold 16-bit floats."""
     size = _count_warps(layout, batch) * layout.wide_line_bytes if layout.is_narrow else 0
     return torch.empty(size, dtype=torch.uint8, device=batch.lines.device)
 

@@ -18,7 +18,7 @@ constexpr u32 MAX_HYPERS = 504;
 
 // The numbers that change from step to step.
 struct StepNumbers {
-    double hyper[MAX_HYPERS];  // the rule's hyper-parameters, the limits, then what Rates reads (0 without past rates)
+    double hyper[MAX_HYPERS];  // the rule's hyper-parameters, the limits, then past learning rates (0: none)
     float scale;               // multiplies gradients
     u32 step;                  // the embedding's step
 };
@@ -30,12 +30,12 @@ extern "C" __global__ void write_hyper(const __grid_constant__ StepNumbers value
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = values;
 }
 
-// Returns this warp's float32 line in `wide`, memory for [warps of the grid] lines. Used if lines are narrow.
+// Returns this warp's float32 line in `wide`, memory for [warps of the grid] lines. Used if lines hold 16-bit floats.
 TIERBED_FN u64 warp_line(u64 wide) {
     return wide + (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP * WIDE.line_bytes;
 }
 
-// Calls body(line) to change a float32 line. A narrow line is decoded first, and encode(line, decoded) writes it back.
+// Calls body(line) to change a float32 line. A 16-bit line is decoded first, and encode(line, decoded) writes it back.
 template <class Body, class Encode>
 TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, const Encode& encode) {
     if constexpr (SHAPE.is_narrow()) {
@@ -51,8 +51,7 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, con
     }
 }
 
-// Updates all rows. Counts first writes [tables]. memory [warps of the grid, dim]: scratch. hashes, seed: for
-// stochastic rounding.
+// Updates all rows. Counts first writes by table. memory [warps of the grid, dim]: scratch. hashes, seed: for rounding.
 extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients from, const u64* lines, const u32* tables,
                                        const u32* count, const StepNumbers* numbers, const float* sums, float* memory,
                                        u64* first_writes, const u32* faults, u64 wide, const u64* hashes, u64 seed,
@@ -87,10 +86,9 @@ TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters
 }
 
 template <class Rule>
-TIERBED_FN void catch_up_all(const u64* lines, u64 count, const Rule& rule, u32 step, u64 memory, u64* copies,
-                             u64 wide) {
+TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step, u64 memory, u64* copies, u64 wide) {
     if constexpr (Rule::CATCHES_UP)
-        for_each_item<WARP>(count, [&](Tile tile, u64 row) {
+        for_each_item<WARP>(n, [&](Tile tile, u64 row) {
             const RowCounters counters = *row_counters(lines[row], SHAPE);
             const bool behind = is_behind(counters, step, Rule::MISSES_UNWRITTEN);
             const u64 line = behind && copies ? memory + row * SHAPE.line_bytes : lines[row];

@@ -29,8 +29,7 @@ struct Move {
 };
 
 template <class Stored, class Body>
-TIERBED_FN void for_each_column(const Matrix* sources, const Matrix* targets, const Move& move, u64 row,
-                                const Body& body) {
+TIERBED_FN void map_columns(const Matrix* sources, const Matrix* targets, const Move& move, u64 row, const Body& body) {
     const Stored* from = sources[move.source].row<const Stored>(row) + move.source_column;
     Stored* to = targets[move.target].row<Stored>(row) + move.target_column;
     TIERBED_NO_OVERLAP
@@ -40,8 +39,7 @@ TIERBED_FN void for_each_column(const Matrix* sources, const Matrix* targets, co
 template <class Stored>
 TIERBED_FN void move_columns(const Matrix* sources, const Matrix* targets, const Move* moves, u64 count, u64 row) {
     for (u64 m = 0; m < count; ++m)
-        for_each_column<Stored>(sources, targets, moves[m], row,
-                                [](Stored& to, Stored from) TIERBED_INLINE { to = from; });
+        map_columns<Stored>(sources, targets, moves[m], row, [](Stored& to, Stored from) TIERBED_INLINE { to = from; });
 }
 
 template <class Type>
@@ -53,7 +51,7 @@ TIERBED_FN void add_columns(const Matrix* sources, const Matrix* targets, u64 ma
         for (u64 c = 0; c < targets[t].columns; ++c) to[c] = Stored{};
     }
     const auto add = [](Stored& to, Stored from) TIERBED_INLINE { to = Type::store(Type::load(to) + Type::load(from)); };
-    for (u64 m = 0; m < count; ++m) for_each_column<Stored>(sources, targets, moves[m], row, add);
+    for (u64 m = 0; m < count; ++m) map_columns<Stored>(sources, targets, moves[m], row, add);
 }
 
 }  // namespace tierbed

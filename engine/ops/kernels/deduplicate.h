@@ -1,4 +1,4 @@
-// Deduplicates one bucket's rows. One tile works on one bucket.
+// Deduplicates one bucket's rows. One thread works on one bucket.
 //
 // Entries are ordered by position, so unique rows are numbered by first occurrence, with any number of threads.
 #pragma once
@@ -20,7 +20,7 @@ struct UniqueRow {
     u32 num_entries;
 };
 
-// A slot of the hash set. The tag has hash bits that do not choose the slot. Comparing tags settles most probes.
+// A slot of the hash set. The tag has hash bits that do not choose the slot. Most comparisons need only the tag.
 struct HashSlot {
     u32 tag;
     u32 row;

@@ -1,8 +1,8 @@
 // Sums a row's gradient over its occurrences in a batch.
 //
-// An occurrence is a row of an output's gradient, times a scale if its bag was weighted or averaged. Occurrences are
-// added in float32, ordered by position, in blocks of 256; then the blocks' sums are added in order. On a GPU, several
-// warps can thus sum a row with many occurrences.
+// An occurrence is an output's gradient row, scaled if its bag was weighted or averaged. Occurrences are added in
+// float32 by position, in blocks of 256; then the blocks' sums are added in order, so several GPU warps can share a
+// row.
 #pragma once
 #include "float_types.h"
 #include "portable.h"
@@ -20,8 +20,7 @@ TIERBED_FN void add_halves(float* sums) {
 
 // Sums value(c) over columns c in [0, n), in an order that suits both vector registers and warps. Columns ascend, and
 // column c is added to partial sum c % 32. Then the 32 partial sums are added by halves: 16 + 16, 8 + 8, 4 + 4, 2 + 2,
-// 1 + 1. Columns are signed, since compilers vectorise only indexes that cannot wrap around. Returns the sum on every
-// lane.
+// 1 + 1. Columns are signed, since compilers vectorise only indexes that cannot wrap around. Every lane gets the sum.
 template <class Value>
 TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
 #ifdef TIERBED_GPU
@@ -72,7 +71,7 @@ struct Occurrences {
     const u32* output_rows;  // [count], ascending by position
     const float* scales;  // [count], or null if all are 1
     u32 count;
-    const u32* end;  // end of the output rows that may be prefetched: this row's and later rows'
+    const u32* end;  // end of the output rows that may be prefetched, for this and later rows
 };
 
 constexpr u32 OUTPUT_ROWS_AHEAD = 16;

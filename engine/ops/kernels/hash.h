@@ -1,7 +1,6 @@
 // The two hashes of a row key (table, key).
 //
-// `hash_row` is the same on every machine. The top 6 bits of `hash_row` are the bucket; other bits choose the owner
-// among ranks.
+// `hash_row` is the same on every machine. Its top 6 bits are the bucket; other bits choose the owning rank.
 //
 // `SlotHash` is seeded with a random number per process, so nobody can choose ids that collide. The top 6 bits of
 // `SlotHash` are the same bucket; other bits choose slots, cache sets and tags. Batches and all structures in memory
@@ -41,14 +40,13 @@ TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
     return x << 32 | x >> 32;
 }
 
-// Multiplies `mix_key` by a random factor, folds the product and multiplies by a second factor. To keep the bucket, the
-// top byte is rotated to the bottom meanwhile, where factors that are 1 modulo 256 do not change this byte.
+// Multiplies `mix_key` by a random factor, folds the product and multiplies by a second factor. The top byte holds the
+// bucket and must not change. It is rotated to the bottom meanwhile, where factors that are 1 modulo 256 keep it.
 //
-// With a random odd factor, two keys agree in their m leading bits with probability at most 2 / 2^m (Dietzfelbinger,
-// Hagerup, Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). This is not
-// enough for linear probing: a product maps arithmetic sequences to arithmetic sequences (Patrascu, Thorup: On the
-// k-independence required by linear probing and minwise independence, 2010). The random addend, the fold and the second
-// factor break such sequences up.
+// With a random odd factor, two keys agree in m leading bits with probability at most 2 / 2^m (Dietzfelbinger, Hagerup,
+// Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). This is not enough for
+// linear probing, since products keep arithmetic sequences (Patrascu, Thorup: On the k-independence required by linear
+// probing and minwise independence, 2010). The addend, the fold and the second factor break such sequences.
 struct SlotHash {
     u64 addend, table_factor;    // multiples of 256
     u64 factor[2], inverse[2];  // modulo 2^64

@@ -1,5 +1,5 @@
-// Computes a row's initial values. Values depend only on (seed, table, key, column), so rows never updated need
-// not be stored. The row of `zero_key`, if there is one, starts as zeros.
+// Computes a row's initial values. Values depend only on (seed, table, key, column), so rows that were never updated
+// need not be stored. The row of `zero_key`, if there is one, starts as zeros.
 //
 // One tile writes one whole line: embedding, optimizer state, counters, padding. Column c uses word c % 4 of Philox
 // with counter (c / 4, table, key low, key high) and the seed as Philox key, so every column gets its own 32 bits.

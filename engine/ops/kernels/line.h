@@ -1,7 +1,7 @@
 // The layout of a row's line: embedding, optimizer state, counters (docs/architecture.md).
 //
-// Tiers copy a line as a sequence of 4-byte words. Number types matter only to code that reads numbers: such code uses
-// float32 lines in place, and converts other lines by codec.h.
+// Tiers copy a line as a sequence of 4-byte words. Only code that reads numbers needs their types. It uses float32
+// lines in place, and converts other lines by codec.h.
 #pragma once
 #include "float_types.h"
 
@@ -9,10 +9,10 @@ namespace tierbed {
 
 struct LineShape {
     u32 dim;         // embedding columns
-    u32 width;       // words in embedding and states
+    u32 width;       // 4-byte words in embedding and states
     u32 line_bytes;  // including counters and padding, a multiple of 16
-    // The embedding and each of the first `narrow_states` states have `dim` numbers of these types, padded to a word.
-    // All other states are float32.
+    // Types of the embedding and the first `narrow_states` states: `dim` numbers, padded to a word. Other states:
+    // float32.
     FloatType embedding = FloatType::float32, states = FloatType::float32;
     u32 narrow_states = 0;
 
@@ -21,7 +21,7 @@ struct LineShape {
 
 struct RowCounters {
     u32 updates;  // how often the row was written
-    u32 step;     // the last write's step
+    u32 step;     // the step of the last write
 };
 
 TIERBED_FN constexpr u32 line_bytes_of(u32 width) {

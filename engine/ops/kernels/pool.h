@@ -1,7 +1,7 @@
 // Computes one row of a lookup's output: a bag's sum or mean, or a copy of the id's row if nothing is pooled.
 //
-// One tile works on one bag. Rows are multiplied by their weights, if any, and added in float32, ordered by
-// position, starting from 0. A mean divides the sum by the row count. The result is rounded to the output type.
+// One tile (a thread, or part of a warp) works on one bag. Rows (times weights, if any) are added in float32, ordered
+// by position, starting from 0. A mean divides the sum by the row count. The result is rounded to the output type.
 // Padding does not count as a row; an empty bag yields zeros. `Row` is the embeddings' float type, `Type` the output's.
 #pragma once
 #include "gradients.h"
@@ -13,8 +13,8 @@ namespace tierbed {
 
 // Maps a lookup's bags to their ids and output rows.
 //
-// Without features, bag b has the ids from offsets[b] and output row b. With features, bag `column * batch_size + b` is
-// the bag of sample b for that column's feature, and its output row is `b * num_columns + column`.
+// Without features, bag b has the ids from offsets[b] on, and output row b. With features, bag `column * batch_size +
+// b` is the bag of sample b for that column's feature, and its output row is `b * num_columns + column`.
 struct Bags {
     const i64* offsets = nullptr;  // [bags + 1] ascending; null if all bags have `length` ids
     u64 length = 1;

@@ -1,9 +1,8 @@
 // Macros and functions with which the same kernel body compiles for CPU and GPU.
 //
 // A body processes one item (a row, a key, a set) with a *tile*: on a GPU a warp or part of it, on a CPU one thread.
-// The inner loops start at `tile.lane` and advance by `tile.size`; the caller gives each item to exactly one tile.
-// Bodies do not allocate and call no library function except sqrt, so the same sequence of IEEE operations runs
-// everywhere (build with FP contraction off).
+// Inner loops start at `tile.lane` and advance by `tile.size`; each item goes to one tile. Bodies do not allocate and
+// call no library function but sqrt, so the same IEEE operations run everywhere (build with FP contraction off).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -62,7 +61,7 @@ constexpr u32 VEC = 2;
 constexpr u32 VEC = 1;
 #endif
 
-// VEC numbers, which a lane reads and writes with one instruction.
+// VEC numbers that a lane reads or writes with one instruction.
 template <class T>
 struct alignas(sizeof(T) * VEC) Vector {
     T x[VEC];
@@ -118,7 +117,7 @@ TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFF
 // The compiler keeps blocks of VEC floats in vector registers.
 constexpr u32 VEC = 16;
 
-// Hides an address's origin from the compiler. Otherwise each iteration would set up a stack array anew.
+// Hides an address's origin from the compiler. Otherwise each iteration would set up the stack array anew.
 TIERBED_FN float* hide_origin(float* address) {
     asm("" : "+r"(address));
     return address;

@@ -45,7 +45,7 @@ public:
         if (index_ == 0) return b[1];
         return b[-1] + (b[1] - b[-1]) * ((x - b[-2]) / (b[0] - b[-2]));
     }
-    // Returns the last step whose rate lies on the same line segment as the last call's.
+    // Returns the last step on the same line segment of the rates as the last `at` call's step.
     TIERBED_FN u32 last() const { return index_ < count_ ? static_cast<u32>(knots_[2 * index_]) : 0xFFFFFFFFu; }
 
 private:

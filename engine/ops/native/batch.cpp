@@ -23,8 +23,7 @@ struct Chunk {
     u32 column;
 };
 
-// Calls body(begin, end, table, row) for each bag in a chunk, with the bag's positions [begin, end) and its output row
-// in the segment.
+// Calls body(begin, end, table, row) for each bag in a chunk: its positions [begin, end) and the segment's output row.
 template <class Body>
 void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
     const Segment& segment = *chunk.segment;
@@ -60,8 +59,8 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
 // Hashes positions chunk by chunk, then groups them by bucket. No two threads write the same chunk or bucket.
 class BucketGrouping {
 public:
-    // Sets `inverse` to -1 for padding. is_pooled: if true, keeps each entry's output row. Calls on_illegal(table, key,
-    // position) for illegal ids; such ids become padding.
+    // Sets `inverse` to -1 for padding and illegal ids. Calls on_illegal(table, key, position) for illegal ids.
+    // is_pooled: keep each entry's output row.
     template <class OnIllegal>
     BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
                    i32* inverse, bool is_pooled, const LegalIds& legal, const OnIllegal& on_illegal);
@@ -153,7 +152,7 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
 void BucketGrouping::invert(const std::size_t* first, const u32* local_rows, i32* inverse) const {
     parallel_for(chunks_.size(), [&](std::size_t c) {
         std::size_t at[BUCKETS];
-        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.bucket_begins, BUCKETS, at);  // the previous chunk's ends
+        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.bucket_begins, BUCKETS, at);  // the previous ends
         const Entry* entry = entries(c);
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const u32 bucket = get_bucket(entry->hash);
@@ -179,8 +178,7 @@ void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::si
     std::size_t done = 0;
     for (const u32 column : columns) {
         const i64* const offsets = bags.offsets + static_cast<u64>(bags.features[column]) * bags.batch_size;
-        const auto begin = static_cast<std::size_t>(offsets[0]),
-                   end = static_cast<std::size_t>(offsets[bags.batch_size]);
+        const auto begin = static_cast<u64>(offsets[0]), end = static_cast<u64>(offsets[bags.batch_size]);
         std::fill(inverse + done, inverse + begin, -1);
         append_chunks(chunks, segment, first, output_row, begin, end, column);
         done = end;
@@ -304,8 +302,7 @@ void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
                                                    num_slots, &local_rows[begin], &rows[begin]);
     });
     bucket_begin[0] = 0;
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket)
-        bucket_begin[bucket + 1] = bucket_begin[bucket] + unique_counts[bucket];
+    for (u32 b = 0; b < BUCKETS; ++b) bucket_begin[b + 1] = bucket_begin[b] + unique_counts[b];
     allocate(out, bucket_begin[BUCKETS], n);
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
         const std::size_t begin = grouped.bucket_begins[bucket], count = grouped.bucket_begins[bucket + 1] - begin,
@@ -328,8 +325,7 @@ void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
     grouping.invert(bucket_begin.data(), local_rows.data(), out.inverse.data());
 }
 
-// Finds each part's unique rows by sorting the part's ids. One thread does all work on a part, so that the core's cache
-// keeps the part's entries.
+// Finds each part's unique rows by sorting its ids. One thread works on a part, so that its core caches the entries.
 template <class OnIllegal>
 void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                            const LegalIds& legal, const OnIllegal& on_illegal) {

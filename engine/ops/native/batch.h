@@ -1,8 +1,8 @@
 // Deduplicates a step's lookups to unique rows, in an order that depends only on the ids.
 //
-// Any ids are deduplicated by hash, in 64 buckets that threads process independently. If all tables have a known number
-// of ids and consecutive bags share a table, each table's ids are radix-sorted instead. Either way, positions are
-// grouped by row (`occurrences`), so that a row's gradient is summed in a fixed order, independent of threads.
+// Ids are deduplicated by hash, in 64 buckets that threads process independently. If all tables have a known number of
+// ids and consecutive bags share a table, each table's ids are radix-sorted instead. Either way, positions are grouped
+// by row (`occurrences`), so that a row's gradient is summed in a fixed order, independent of threads.
 #pragma once
 #include <array>
 #include <memory>
@@ -22,10 +22,10 @@ namespace tierbed {
 struct Segment {
     const u64* keys;          // [n]
     const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
-    std::size_t num_ids;      // including features that are not looked up
-    std::size_t num_bags;     // each with one output row
-    Bags bags;                // offsets ascend from 0 to n
-    std::size_t num_offset_bags;  // including features that are not looked up
+    std::size_t num_ids;      // also of features that are not looked up
+    std::size_t num_bags;     // bags, each with one output row
+    Bags bags;                // its offsets ascend from 0 to num_ids
+    std::size_t num_offset_bags;  // bags in the offsets, also of features that are not looked up
     bool is_pooled;
 };
 
@@ -41,12 +41,12 @@ struct BucketedRows {
     std::size_t bucket_begins[BUCKETS + 1];
 };
 
-// Groups row keys. A row's position is its index.
+// Groups row keys by bucket. Each row's position is its index in the arrays.
 BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
 // A batch's unique rows by bucket.
 struct BucketOrder {
-    Buffer<u32> rows;                       // [unique], in ascending order of buckets; empty if rows are in this order
+    Buffer<u32> rows;  // [unique], rows by bucket; empty if the batch's rows are in this order
     std::array<std::size_t, BUCKETS + 1> bucket_begins{};
 
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
@@ -62,7 +62,7 @@ struct UniqueRows {
     struct LookupSpan {
         std::size_t first_position;    // the lookup's first position
         std::size_t first_output_row;  // the lookup's first row among all output rows
-        Segment segment;     // `keys` and `tables` are null
+        Segment segment;               // the lookup's segment with null `keys` and `tables`
         Buffer<i64> offsets;
         Buffer<u32> features;
     };
@@ -76,8 +76,8 @@ struct UniqueRows {
     Buffer<u32> tables;                     // [unique]
     Buffer<u32> id_numbers;                 // [unique], as in Numbering; empty if rows are ordered by bucket
     Buffer<i32> inverse;                    // [size], each position's row, -1 for padding
-    Buffer<u32> occurrences;                // [size - padding], positions grouped by row
-    Buffer<u32> occurrence_output_rows;     // [size - padding], the positions' output rows; empty if equal
+    Buffer<u32> occurrences;                // [size - padding], all positions, grouped by row
+    Buffer<u32> occurrence_output_rows;     // [size - padding], the positions' output rows; empty without pooling
     Buffer<u32> offsets;                    // [unique + 1], where each row's occurrences begin
     std::vector<u64> dropped_counts;        // [tables], how many ids were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); illegal ids count as padding
@@ -128,7 +128,7 @@ public:
 
     Buffer<u64> lines;      // [unique], addresses
     Buffer<u64> lookup_lines;     // [unique], the lines that lookups read; empty if lookups read `lines`
-    bool has_wide_lines = false;  // true if `lines` hold float32 embeddings, but the table narrower ones
+    bool has_wide_lines = false;  // true if `lines` are float32 though the table stores 16-bit floats
     Buffer<u64> own_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 
 private:

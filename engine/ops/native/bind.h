@@ -101,10 +101,10 @@ std::pair<Array<u32>, Array<u64>> to_arrays(const Body& body) {
     return {to_numpy(std::move(rows.tables)), to_numpy(std::move(rows.keys))};
 }
 
-// Returns the type of this name. Throws std::invalid_argument for an unknown name.
+// Returns the float type with this name. Throws std::invalid_argument for an unknown name.
 FloatType parse_float_type(const std::string& dtype);
 
-// Returns a row's counters as a dict. `locate` adds the location.
+// Returns a row's counters as a dict. `locate` adds the row's location.
 inline nb::dict to_dict(const RowCounters& counters) {
     nb::dict row;
     row["updates"] = counters.updates;

@@ -9,7 +9,7 @@
 namespace tierbed {
 namespace {
 
-constexpr u64 BYTES = 1 << 18;  // size of a task's rows
+constexpr u64 BYTES = 1 << 18;  // size of the rows that one task copies
 
 // Parses (address, bytes from row to row, columns) for each matrix.
 std::vector<Matrix> parse_matrices(const std::vector<u64>& numbers) {

@@ -11,13 +11,12 @@
 namespace tierbed {
 namespace {
 
-// Parses one lookup, (keys [n], table ids, bags) or (keys, table ids, bags, features, batch). Appends all arrays to
-// `owners`, to keep the arrays alive.
+// Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `owners`, to keep them alive.
 //
-// bags: None without pooling, each bag's length, or offsets [bags + 1] that ascend from 0 to n. table ids: [bags], or
-// None if bag i belongs to table i % num_tables. features [columns]: the features to look up, each at most once. With
-// features, offsets are [features * batch + 1], feature by feature, and table ids are [columns]. Bag b * columns + c is
-// sample b of feature features[c].
+// bags: None without pooling, each bag's length, or ascending offsets [bags + 1] from 0 to n. table ids: [bags], or
+// None if bag i belongs to table i % num_tables. features [columns]: distinct features to look up. With features,
+// offsets are [features * batch + 1], feature by feature, and table ids are [columns]. Bag b * columns + c is sample b
+// of features[c].
 Segment parse_segment(nb::tuple lookup, std::vector<nb::object>& owners) {
     const auto array = [&](auto values) {
         owners.push_back(nb::cast(values));
@@ -167,8 +166,7 @@ struct LookupGradients {
 
 // Checks that `positions` has a position below `rows` for each unique row; if null, that there are `rows` unique rows.
 void require_positions(const Batch& batch, const std::optional<InVector<i64>>& positions, std::size_t rows) {
-    require(positions ? positions->size() == batch.num_unique : rows == batch.num_unique,
-            "give one position per unique row");
+    require(positions ? positions->size() == batch.num_unique : rows == batch.num_unique, "give one position per row");
     for (std::size_t row = 0; positions && row < batch.num_unique; ++row)
         require(static_cast<u64>(positions->data()[row]) < rows, "a position is out of range");
 }
@@ -250,9 +248,8 @@ void bind_step(nb::module_& m) {
             require(!rest || rest_begin <= rest->size, "rest_begin must be a position of the batch or its end");
             const std::size_t count = rows.shape(0);
             require_positions(batch, positions, count + (rest ? rest->size - rest_begin : 0));
-            const Buffer<u64>* rest_lines = rest && rest->lookup_lines.size() ? &rest->lookup_lines
-                                            : rest                            ? &rest->lines
-                                                                              : nullptr;
+            const Batch& source = rest ? *rest : batch;
+            const Buffer<u64>& rest_lines = source.lookup_lines.size() ? source.lookup_lines : source.lines;
             const bool is_narrow = layout.shape.embedding != FloatType::float32;
             std::vector<std::size_t> from_rest;
             for (std::size_t row = 0; row < batch.num_unique; ++row) {
@@ -260,7 +257,7 @@ void bind_step(nb::module_& m) {
                 if (position >= count) {
                     const i32 rest_row = rest->inverse[rest_begin + position - count];
                     require(rest_row >= 0, "a position is padding");
-                    batch.lines[row] = (*rest_lines)[rest_row];
+                    batch.lines[row] = rest_lines[rest_row];
                     if (is_narrow) from_rest.push_back(row);
                 } else {
                     batch.lines[row] = reinterpret_cast<u64>(rows.data() + position * rows.shape(1));
@@ -299,8 +296,7 @@ void bind_step(nb::module_& m) {
     });
 }
 
-// Entries t * columns + c of `kinds`, `parameters` (a, b) and `quantiles` (q0, q1) are the InitialValues of table t and
-// column group c.
+// Entries t * columns + c of `kinds`, `parameters` (a, b) and `quantiles` (q0, q1) are for table t, column group c.
 void bind_layout(nb::module_& m) {
     nb::class_<Layout>(m, "Layout")
         .def(

@@ -38,8 +38,8 @@ private:
 
 class Layout {
 public:
-    // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or
-    // `dim`. types: of the embedding, of the first `narrow_states` states. zero_key: this key's row starts as zeros.
+    // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or `dim`.
+    // types: of the embedding and of the first `narrow_states` states. zero_key: this key's row starts as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0,

@@ -66,7 +66,7 @@ struct CodecJob {
     u32 step;
 };
 
-// Copies columns from sources to targets in rows [begin, end). With `adds`, adds the columns instead (for gradients).
+// Copies columns from sources to targets in rows [begin, end). If `adds`, adds the columns instead (for gradients).
 struct ColumnsJob {
     const Matrix *sources, *targets;
     std::size_t target_count;
@@ -87,15 +87,14 @@ struct RuleLoops {
 
 struct Loops {
     const char* name;
-    // Indexed by output type.
+    // These two arrays are indexed by output type.
     void (*gather[FLOAT_TYPES])(const GatherJob&, std::size_t begin, std::size_t end);
     void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
     void (*decode)(const CodecJob&, std::size_t begin, std::size_t end);
     void (*encode)(const CodecJob&, std::size_t begin, std::size_t end);
     // Writes each row's squared gradient norm to out [unique]. Reads only the job's gradients.
     void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
-    // Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
-    // memory [dim]: scratch.
+    // Writes row u's gradient to row positions[u] (or u, if null) of out [*, dim]. memory [dim]: scratch.
     void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* positions,
                              float* out);
     // Indexed by type; the last function is for float64.

@@ -18,7 +18,7 @@ constexpr std::size_t MAX_KEPT_BLOCKS = 32;  // per size class
 u32 size_class(std::size_t bytes) { return 64 - static_cast<u32>(__builtin_clzll((bytes - 1) / MIN_KEPT_BYTES | 1)); }
 
 // Free blocks, by power of two. A thread that finds the lock taken does not wait, but allocates from the system. In a
-// child that was forked meanwhile, the lock stays taken.
+// child process that was forked while the lock was taken, the lock stays taken.
 struct FreeBlocks {
     std::atomic_flag is_locked = ATOMIC_FLAG_INIT;
     std::array<std::vector<void*>, 64> blocks;

@@ -15,9 +15,9 @@ namespace {
 
 constexpr std::size_t AHEAD = 4;  // rows to prefetch
 
-// Calls body(row) -> bool for every unique row, and add(begin, end, how many results were true) for row ranges.
+// Calls body(row) for every unique row, and add(begin, end, number of true results) for each range of rows.
 template <class Body, class Add>
-void count_matching_rows(const Batch& batch, const Body& body, const Add& add) {
+void count_rows_if(const Batch& batch, const Body& body, const Add& add) {
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
@@ -115,9 +115,8 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
         counters->step = step;
         return first;
     };
-    count_matching_rows(batch, write, [&](std::size_t begin, std::size_t end, std::size_t count) {
-        first_writes.add(begin, end, count);
-    });
+    count_rows_if(batch, write,
+                  [&](std::size_t begin, std::size_t end, std::size_t count) { first_writes.add(begin, end, count); });
     return first_writes.total;
 }
 
@@ -126,7 +125,7 @@ std::size_t count_new(const Batch& batch, const Layout& layout) {
     const auto is_new = [&](std::size_t row) {
         return !batch.lines[row] || row_counters(batch.lines[row], layout.shape)->updates == 0;
     };
-    count_matching_rows(batch, is_new, [&](std::size_t, std::size_t, std::size_t count) { total += count; });
+    count_rows_if(batch, is_new, [&](std::size_t, std::size_t, std::size_t count) { total += count; });
     return total;
 }
 
@@ -210,7 +209,7 @@ struct GradientJob {
     }
 };
 
-// Decodes narrow lines to float32, a few at a time, in a thread's memory.
+// Decodes lines of 16-bit floats to float32, a few at a time, in one thread's memory.
 class WideLines {
 public:
     WideLines(const Layout& layout, const u64* lines)
@@ -224,7 +223,7 @@ public:
     LineShape shape() const { return widened(job_.shape); }
 
     // Decodes lines [begin, end) block by block to `wide`, calls body(first, n) for each block [first, first + n), and
-    // writes the block back. Rounds to nearest, or stochastically if a batch is given, by its rows' noise at `step`.
+    // writes the block back. Rounds to nearest; with a batch, rounds stochastically by the rows' noise at `step`.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
         job_.tables = batch ? batch->tables.data() : nullptr;
@@ -341,7 +340,7 @@ void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule,
         if (is_behind(counters, step, rule.loops.misses_unwritten)) behind.push_back(row);
     }
     if (batch.lookup_lines.size() != batch.num_unique)
-        batch.lookup_lines = Buffer<u64>(batch.num_unique);  // reused: Python may hold a view
+        batch.lookup_lines = Buffer<u64>(batch.num_unique);  // reused, since Python may hold a view
     std::copy_n(batch.lines.data(), batch.num_unique, batch.lookup_lines.data());
     const std::vector<u64> copies =
         add_lines(batch, behind, layout.shape, batch.lookup_lines,

@@ -1,4 +1,4 @@
-// The ops of a step, for a batch whose lines are set.
+// A step's operations on a batch whose line addresses are set.
 #pragma once
 #include <string>
 #include <vector>
@@ -42,16 +42,14 @@ struct LookupGradient {
 // An optimizer rule with its numbers, in order: the kernel's hyper-parameters (engine/optim), the clipping limits, and
 // optional numbers for Rates (ops/kernels/rule.h). Only rules that catch up have numbers for Rates.
 struct BoundRule {
-    // Throws std::invalid_argument for an unknown rule, a wrong number of hyper-parameters, or lines without room for
-    // the rule's states.
+    // Throws std::invalid_argument if the rule is unknown, or does not fit the hyper-parameters or the lines.
     BoundRule(const Layout& layout, const std::string& name, std::vector<double> hyper);
 
     const RuleLoops& loops;
     std::vector<double> hyper;
 };
 
-// Applies the rule to each row. grads: one per lookup, all of one type. scale: multiplies each row's gradient. Counts
-// and returns first writes, like `assign`.
+// Applies the rule to rows. grads: one per lookup, of one type. scale: multiplies gradients. Counts like `assign`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* by_table);
 // Writes each row's squared gradient norm to out [unique].
@@ -59,10 +57,9 @@ void square_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradi
 // Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
 void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* positions,
                    float* out);
-// Brings lines to the beginning of `step`. Does nothing for a rule that does not catch up.
+// Applies the steps before `step` that the lines missed. Does nothing for a rule that does not catch up.
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step);
-// Makes lookups read rows as of the beginning of `step`: rows that missed steps get caught-up
-// copies in `lookup_lines`.
+// Makes lookups read rows with all steps before `step`: rows that missed steps get copies in `lookup_lines`.
 void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step);
 
 }  // namespace tierbed

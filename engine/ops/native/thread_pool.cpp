@@ -163,7 +163,7 @@ using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, u
 
 // True if this process was started by exec. In a process forked without exec, libgomp's state names threads that exist
 // only in the parent, and a parallel region would wait for these threads forever. Linux marks such a process by flag
-// PF_FORKNOEXEC in the ninth field of /proc/self/stat. If there are no flags, as in some sandboxes, false is safe.
+// PF_FORKNOEXEC in the ninth field of /proc/self/stat. Some sandboxes show no flags; then false is the safe answer.
 bool was_started_by_exec() {
     constexpr unsigned long FORKED = 0x40;
     std::ifstream file("/proc/self/stat");
@@ -180,7 +180,7 @@ bool was_started_by_exec() {
 // The pool for steps' loops. A forked child lacks the parent's threads, so the child leaks the parent's ProcessPool
 // (pool and mutex) and starts with a new ProcessPool.
 struct ProcessPool {
-    bool may_use_openmp = false;  // torch's OpenMP threads may be workers
+    bool may_use_openmp = false;  // true if torch's OpenMP threads may run tasks
     std::mutex mutex{};
     std::unique_ptr<Pool> pool{};
 };
@@ -188,7 +188,7 @@ struct ProcessPool {
 ProcessPool* process_pool = new ProcessPool{was_started_by_exec()};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { process_pool = new ProcessPool; });
 
-// Returns torch's OpenMP if its threads spin after their work, because a pool's threads would have to wait for cores.
+// Returns torch's OpenMP if its threads spin after their work, because other threads would have to wait for cores.
 // Returns null if OpenMP's threads sleep, if the calling thread runs no steps, and in a forked child.
 RunParallel find_openmp() {
 #ifdef __SANITIZE_THREAD__

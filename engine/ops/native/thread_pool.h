@@ -18,7 +18,7 @@ void use_own_pool(std::size_t threads);
 // Calls task(i) for i in [0, tasks).
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
-// Calls task(i) for tasks with `items` items in total. The calling thread runs few items alone, to wake no worker.
+// Calls task(i) for tasks with `items` items in total. Few items wake no worker: the caller runs them.
 void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
 
 // Calls body(begin, end) for ranges of at most `grain` items that cover [0, n).
