@@ -519,7 +519,7 @@ class Graph(ModelSnapshots, HasBuild):
             )
         self.__optimizers.attach(self)
         self.__optimizers.check_parameters_in_graph(self)
-        begin, name, base = perf_counter(), type(self).__name__, signature[:-1]
+        begin, name, base_key = perf_counter(), type(self).__name__, signature[:-1]
         is_compiled = False
 
         def compile_call(dynamic: Dims | None) -> CompiledStep:
@@ -527,7 +527,7 @@ class Graph(ModelSnapshots, HasBuild):
             retrace = partial(trace, self, call, tensors, self.__optimizers, dynamic)
             new_trace = retrace()
             self.__guards.add(new_trace.reads)
-            key = base, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
+            key = base_key, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
             candidates, program = [cached for cached in self.__steps.all() if cached.key == key], new_trace.program()
             step: CompiledStep | None = self.__guards.find_equal_step(candidates, program, lambda: retrace().program())
             if step is not None:
@@ -553,8 +553,8 @@ class Graph(ModelSnapshots, HasBuild):
                 name,
             )
         if is_compiled:
-            dense = "off" if self.__inductor is None else str(self.__inductor)
-            settings = {"cuda_graph": str(self.__uses_cuda_graph), "compile_dense": dense}
+            dense_setting = "off" if self.__inductor is None else str(self.__inductor)
+            settings = {"cuda_graph": str(self.__uses_cuda_graph), "compile_dense": dense_setting}
             value_texts = self.__guards.describe_values()
             facts = collect_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, value_texts)
             self.__recompile_log.add(name, facts, perf_counter() - begin)

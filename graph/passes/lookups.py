@@ -24,7 +24,7 @@ from ...engine.errors import GraphError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace import alias
-from ..trace.alias import call_target, external_storages, find_storages, is_random, storages, written_storages
+from ..trace.alias import call_target, external_storages, find_storages, is_random, node_storages, written_storages
 from .nodes import add_attribute, replace_node
 from .step_epilogue import accumulate
 
@@ -200,7 +200,7 @@ def _make_shared_lookup(node: fx.Node) -> SharedLookup:
     if weights is None:
         return SharedLookup(_read_lookup(node), None, None)
     last_writer = node.prev
-    while last_writer.op != "root" and not written_storages(last_writer) & storages(weights):
+    while last_writer.op != "root" and not written_storages(last_writer) & node_storages(weights):
         last_writer = last_writer.prev
     return SharedLookup(_read_lookup(node), weights, last_writer)
 

@@ -21,7 +21,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ...engine.errors import GraphError
 from ...engine.options.lookup import Lookup
-from ..trace.alias import external_storages, is_reshape, live_nodes, preserve_value, reshaped_storages, storages
+from ..trace.alias import external_storages, is_reshape, live_nodes, node_storages, preserve_value, reshaped_storages
 from ..trace.names import make_identifiers
 from ..trace.trace import MODULE_TENSOR
 from .collectives import sum_over_ranks
@@ -47,7 +47,7 @@ def drop_detach(graph: fx.Graph) -> None:
     # the trace added a detach for each argument, but build reshapes the caller's tensor itself
     arguments = [n for n in detaches if n.args[0].op == "placeholder" and MODULE_TENSOR not in n.args[0].meta]
     for node in detaches:
-        if node in arguments or not storages(node) & reshaped:
+        if node in arguments or not node_storages(node) & reshaped:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -57,7 +57,7 @@ def drop_double_transpose(graph: fx.Graph) -> None:
     transpose = torch.ops.aten.t.default
     reshaped = reshaped_storages(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
-        if node.args[0].target is transpose and not storages(node) & reshaped:
+        if node.args[0].target is transpose and not node_storages(node) & reshaped:
             node.replace_all_uses_with(node.args[0].args[0])
             graph.erase_node(node)
 
@@ -68,7 +68,7 @@ def cut_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
     returned: Any = output.args[0]
     values = [*returned]
     for i, value in enumerate(values[:count]):
-        if storages(value) & external:
+        if node_storages(value) & external:
             with graph.inserting_before(output):
                 values[i] = graph.call_function(torch.ops.aten.detach.default, (value,))
     output.update_arg(0, values[:count])

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
 from ..passes.rewrite import EFFECTS, bind_ops
-from ..trace.alias import call_target, is_random, storages, written_storages
+from ..trace.alias import call_target, is_random, node_storages, written_storages
 
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
@@ -26,19 +26,19 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, effects: set[Any]) ->
     graph: a copy of the module's graph. The first half returns (results, arguments of the second half).
     """
     output, tail = graph.output_node(), fx.Graph()
-    moved = [node for node in graph.nodes if call_target(node) in effects]
-    sources = dict.fromkeys(source for node in moved for source in node.all_input_nodes if source not in moved)
+    moved_nodes = [node for node in graph.nodes if call_target(node) in effects]
+    sources = dict.fromkeys(arg for node in moved_nodes for arg in node.all_input_nodes if arg not in moved_nodes)
     inputs = [source for source in sources if source.op != "get_attr"]
     copies: dict[fx.Node, fx.Node] = {}
     for source in inputs:
         copies[source] = tail.placeholder(source.name)
         copies[source].meta.update(source.meta)
     for node in graph.nodes:
-        if node in moved or (node in sources and node.op == "get_attr"):
+        if node in moved_nodes or (node in sources and node.op == "get_attr"):
             copies[node] = tail.node_copy(node, copies.__getitem__)
     tail.output(None)
     output.update_arg(0, (output.args[0], inputs))
-    for node in reversed(moved):
+    for node in reversed(moved_nodes):
         graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
@@ -66,9 +66,9 @@ class RollbackStep:
         first_graph = self._first_half.graph
         changed_storages: set[int] = set().union(*map(written_storages, first_graph.nodes))
         placeholders = first_graph.find_nodes(op="placeholder")
-        self._changed_inputs = [i for i, node in enumerate(placeholders) if storages(node) & changed_storages]
+        self._changed_inputs = [i for i, node in enumerate(placeholders) if node_storages(node) & changed_storages]
         attributes = {n: getattr(self._first_half, str(n.target)) for n in first_graph.find_nodes(op="get_attr")}
-        self._constants: list[Tensor] = [value for n, value in attributes.items() if storages(n) & changed_storages]
+        self._constants: list[Tensor] = [v for n, v in attributes.items() if node_storages(n) & changed_storages]
         self._random_generators = [value for value in attributes.values() if isinstance(value, torch.Generator)]
         self._random_generators += _find_generators(first_graph)
         bind_ops(self._first_half)
@@ -80,15 +80,15 @@ class RollbackStep:
         If torch raises before parameters or rows change, this method restores buffers, arguments and random generators,
         and raises DynamicStepFailed. After a TierbedError or an error in the second half, nothing is restored.
         """
-        changed = [*(tensors[i] for i in self._changed_inputs), *self._constants]
-        old_values = [tensor.clone() for tensor in changed]
+        changed_tensors = [*(tensors[i] for i in self._changed_inputs), *self._constants]
+        old_values = [tensor.clone() for tensor in changed_tensors]
         random_states = [generator.get_state() for generator in self._random_generators]
         try:
             outputs, arguments = forward(self._first_half, tensors)
         except TierbedError:
             raise  # a static-shape step would raise this error too
         except Exception as error:
-            for tensor, value in zip(changed, old_values, strict=True):
+            for tensor, value in zip(changed_tensors, old_values, strict=True):
                 tensor.copy_(value)
             for generator, state in zip(self._random_generators, random_states, strict=True):
                 generator.set_state(state)

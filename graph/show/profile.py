@@ -32,7 +32,7 @@ _PRODUCT_OPS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolut
 _FUSED_SHARE = 0.25  # fraction of step time in fusible ops; above this, the profile gives advice
 
 
-def _waiting_advice(waited_s: float, elapsed_s: float) -> str:
+def _advise_on_waits(waited_s: float, elapsed_s: float) -> str:
     """Return advice if threads waited for cores that torch's idle threads may occupy, otherwise an empty string."""
     may_spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
     if not may_spin or waited_s <= _WAITING_SHARE * elapsed_s:
@@ -104,8 +104,8 @@ class Timer:
 
     def take_ops(self) -> list[tuple[Op, Span]]:
         """Return the ops that ran since the last `take_ops`, with their times."""
-        ran, self._timed_ops = self._timed_ops, []
-        return ran
+        timed_ops, self._timed_ops = self._timed_ops, []
+        return timed_ops
 
 
 class Profile:
@@ -122,13 +122,13 @@ class Profile:
         self._name, self._steps, self._advice, self._may_compile = name, steps, advice, may_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compile_ns for step in steps) / 1e9
-        spent: dict[str, int] = dict.fromkeys(["loader", *STAGES, _PYTHON], 0)
+        spent_ns: dict[str, int] = dict.fromkeys(["loader", *STAGES, _PYTHON], 0)
         for step in steps:
             spans = [("loader", span) for span in step.loader] + [(op.stage, span) for op, span in step.ops]
             for stage, (begin, end) in spans:
-                spent[stage] += end - begin
-            spent[_PYTHON] += step.span.end - step.span.begin - step.compile_ns - sum(e - b for _, (b, e) in spans)
-        self.stages = {stage: ns / 1e9 for stage, ns in spent.items() if ns}
+                spent_ns[stage] += end - begin
+            spent_ns[_PYTHON] += step.span.end - step.span.begin - step.compile_ns - sum(e - b for _, (b, e) in spans)
+        self.stages = {stage: ns / 1e9 for stage, ns in spent_ns.items() if ns}
 
     def __str__(self) -> str:
         """Return a table with each stage's total, mean per step and share.
@@ -141,20 +141,20 @@ class Profile:
         lines += [f"{name:14}{self._format_times(spent, seconds)}" for name, spent in rows]
         if self.compile_seconds:
             lines.append(f"and {self.compile_seconds:.2f} s to compile and to add the clock, not counted above")
-        return "\n".join([*lines, *filter(None, [self._compile_advice(seconds), self._advice])])
+        return "\n".join([*lines, *filter(None, [self._advise_compiling(seconds), self._advice])])
 
     def by_op(self, most: int = 20) -> str:
         """Return a table of the `most` slowest ops, named as in `print(graph)`. Raises InputError for most < 1."""
         if as_int(most, minimum=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
-        spent: Counter[Op] = Counter()
+        spent_ns: Counter[Op] = Counter()
         for step in self._steps:
             for op, (begin, end) in step.ops:
-                spent[op] += end - begin
+                spent_ns[op] += end - begin
         seconds = sum(self.stages.values())
-        width = max((len(op.name) for op in spent), default=0) + 2
+        width = max((len(op.name) for op in spent_ns), default=0) + 2
         lines = [f"{'':{width}}{'stage':12}{'total ms':>11}{'mean ms':>11}{'share':>8}"]
-        for op, ns in spent.most_common(most):
+        for op, ns in spent_ns.most_common(most):
             lines.append(f"{op.name:{width}}{op.stage:12}{self._format_times(ns / 1e9, seconds)}  {op.result}".rstrip())
         return "\n".join(lines)
 
@@ -176,7 +176,7 @@ class Profile:
                 add(op.name, op.stage, span, step=number, makes=op.result)
         as_path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
-    def _compile_advice(self, seconds: float) -> str:
+    def _advise_compiling(self, seconds: float) -> str:
         fused = sum(span.end - span.begin for step in self._steps for op, span in step.ops if op.is_fusible) / 1e9
         if not self._may_compile or fused <= _FUSED_SHARE * seconds:
             return ""
@@ -206,7 +206,7 @@ def profile(
         loader_spans.clear()
         begin, compiled = perf_counter_ns(), timer.compile_ns()
     waited = sum(ns - waits_before.get(thread, 0) for thread, ns in _core_wait_times().items())
-    return Profile(name, steps, _waiting_advice(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
+    return Profile(name, steps, _advise_on_waits(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
 
 
 def _time_loader(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[Any]:

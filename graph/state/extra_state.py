@@ -219,8 +219,8 @@ def check_modules(root: nn.Module, state: dict[str, Any], owner: str) -> None:
         for path, module in root.named_modules(remove_duplicate=False)
         if path in versions and versions[path].get("version") != module._version
     )
-    both = root.state_dict(), state
-    current, saved = ({k: v for k, v in tensors.items() if not k.startswith(prefixes)} for tensors in both)
+    state_dicts = root.state_dict(), state
+    current, saved = ({k: v for k, v in tensors.items() if not k.startswith(prefixes)} for tensors in state_dicts)
     missing, unexpected = sorted(current.keys() - saved.keys()), sorted(saved.keys() - current.keys())
     if missing or unexpected:
         raise GraphError(

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
-def storages(node: fx.Node) -> set[int]:
+def node_storages(node: fx.Node) -> set[int]:
     """Return the storages of a node's tensors. All views of a tensor share one storage."""
     return {
         value.untyped_storage()._cdata
@@ -28,7 +28,7 @@ def storages(node: fx.Node) -> set[int]:
 
 
 def find_storages(nodes: Iterable[fx.Node]) -> set[int]:
-    return set().union(*map(storages, nodes))
+    return set().union(*map(node_storages, nodes))
 
 
 def call_target(node: fx.Node) -> Callable[..., Any] | str | None:
@@ -50,14 +50,14 @@ def written_storages(node: fx.Node) -> set[int]:
         return set()
     schema = node.target._schema
     if schema.name in _BATCH_NORMS:
-        changed = list(node.args[3:5]) if node.args[5] else []
+        changed_arguments = list(node.args[3:5]) if node.args[5] else []
     else:
-        changed = [
+        changed_arguments = [
             node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
             for i, argument in enumerate(schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-    return find_storages(n for n in pytree.tree_leaves(changed) if isinstance(n, fx.Node))
+    return find_storages(n for n in pytree.tree_leaves(changed_arguments) if isinstance(n, fx.Node))
 
 
 def reshaped_storages(graph: fx.Graph) -> set[int]:
@@ -71,12 +71,12 @@ def is_reshape(node: fx.Node) -> bool:
 
 def preserve_value(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
     """Return the argument `value` as it is at `node`: a copy, if a later op writes to the argument's memory."""
-    later = node.next
-    while isinstance(value, fx.Node) and later.op != "output":
-        if written_storages(later) & storages(value):
+    later_node = node.next
+    while isinstance(value, fx.Node) and later_node.op != "output":
+        if written_storages(later_node) & node_storages(value):
             with graph.inserting_before(node):
                 return graph.call_function(torch.ops.aten.clone.default, (value,))
-        later = later.next
+        later_node = later_node.next
     return value
 
 
@@ -91,10 +91,10 @@ def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
     return add_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
 
 
-def add_sources(nodes: Iterable[fx.Node], before: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and all nodes that they depend on, including nodes in `before` that write to memory they read."""
+def add_sources(nodes: Iterable[fx.Node], earlier_nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """Return `nodes` and all nodes that they depend on, including `earlier_nodes` that write to memory they read."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
-    for node in before:
+    for node in earlier_nodes:
         for storage in written_storages(node):
             writers[storage].append(node)
     closure: set[fx.Node] = set()
@@ -104,7 +104,7 @@ def add_sources(nodes: Iterable[fx.Node], before: Iterable[fx.Node]) -> set[fx.N
         if node not in closure:
             closure.add(node)
             pending += node.all_input_nodes
-            pending += [writer for storage in storages(node) for writer in writers[storage]]
+            pending += [writer for storage in node_storages(node) for writer in writers[storage]]
     return closure
 
 
@@ -113,7 +113,7 @@ def _has_effect(node: fx.Node, external: set[int]) -> bool:
         return node.op not in ("call_method", "get_attr")
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
-    changed = written_storages(node)
-    if changed & external or is_random(node.target, node.args):
+    changed_storages = written_storages(node)
+    if changed_storages & external or is_random(node.target, node.args):
         return True
-    return not changed and (node.is_impure() or not node.target._schema.returns)
+    return not changed_storages and (node.is_impure() or not node.target._schema.returns)

@@ -72,13 +72,13 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 def map_unwrapped_names(root: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Map paths of modules and tensors under `root` to their paths without wrappers."""
-    plain = {name: f"{name}." for name in names}
+    plain_names = {name: f"{name}." for name in names}
     for path, module in reversed([*root.named_modules(remove_duplicate=False)]):  # inner wrappers first
         if (child := _find_wrapped_attribute(module)) is not None:
             inner = f"{path}.{child}."
-            changed = (name for name, plain_name in plain.items() if plain_name.startswith(inner))
-            plain |= {name: f"{path}.{plain[name].removeprefix(inner)}" for name in changed}
-    return {name: plain_name[:-1] for name, plain_name in plain.items()}
+            wrapped = (name for name, plain_name in plain_names.items() if plain_name.startswith(inner))
+            plain_names |= {name: f"{path}.{plain_names[name].removeprefix(inner)}" for name in wrapped}
+    return {name: plain_name[:-1] for name, plain_name in plain_names.items()}
 
 
 def as_path(path: Any) -> Path:

@@ -146,11 +146,11 @@ class ValueGuards:
                 else:
                     uses.append("written")
         unused = {expr for expr, (_, uses) in probes.items() if is_equal and not uses}
-        retained = [expr not in unused for expr in self._labels]
+        is_retained = [expr not in unused for expr in self._labels]
         self._dropped_expressions |= unused
         self._labels = {expr: label for expr, label in self._labels.items() if expr not in unused}
-        self._values, self._keys = [*compress(self._values, retained)], tuple(compress(self._keys, retained))
-        merged = [(tuple(compress(keys, retained)), version) for keys, version in self._versions.items()]
+        self._values, self._keys = [*compress(self._values, is_retained)], tuple(compress(self._keys, is_retained))
+        merged = [(tuple(compress(keys, is_retained)), version) for keys, version in self._versions.items()]
         self._versions = dict(reversed(merged))  # of equal keys, keep the oldest version
         self._compile_checks()
         self._renumber()
@@ -160,9 +160,9 @@ class ValueGuards:
         names = self._globals
         exec(f"reads = [{', '.join(f'lambda: {expr}' for expr in self._labels)}]", names)
         self._readers = names["reads"]
-        self._is_missing = missing = [_read(read) is MISSING for read in self._readers]
+        self._is_missing = is_missing = [_read(read) is MISSING for read in self._readers]
         tests = [
-            f"{f'read(reads[{i}])' if missing[i] else expr} {'==' if expr[:4] == 'len(' else 'is'} v{i}"
+            f"{f'read(reads[{i}])' if is_missing[i] else expr} {'==' if expr[:4] == 'len(' else 'is'} v{i}"
             for i, expr in enumerate(self._labels)
         ]
         exec(f"def holds():\n try: return {' and '.join(tests) or True}\n except Exception: return False", names)
