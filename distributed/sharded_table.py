@@ -56,7 +56,7 @@ class ShardedBatch:
         dtype: torch.dtype,
     ) -> None:
         """has_pooling: True if any rank pools rows. owner_batch: requested rows; None after an `error`."""
-        self.core: Any = local_batch.batch
+        self.batch: Any = local_batch.batch
         self.lookups, self.dtype = local_batch.lookups, dtype
         self.local_batch, self.requested_lookups, self.owner_batch = local_batch, requested_lookups, owner_batch
         self._table, self._world, self._op = table, table.world, op
@@ -102,18 +102,18 @@ class ShardedBatch:
         self._unpin_on_error(lambda: self._table.check_capacity(answer.notes, answer.counts))
         self._rows = self._received_buffers.rows.to(self.local_batch.processor.device, torch.float32)
         assert self.owner_batch is not None
-        own = (self.owner_batch.core, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
-        self.local_batch.processor.set_lines(self.core, self._rows, self.local_batch.by_owner.positions, own)
+        own = (self.owner_batch.batch, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
+        self.local_batch.processor.set_lines(self.batch, self._rows, self.local_batch.by_owner.positions, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """Return the rows of lookup number `index`, as `PinnedBatch.gather` does."""
         with self._while_pinned():
-            return self.local_batch.processor.gather(self.core, index, self.lookups[index], weights, self.dtype)
+            return self.local_batch.processor.gather(self.batch, index, self.lookups[index], weights, self.dtype)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
         """Return the weight gradient of lookup number `index`, as `PinnedBatch.weights_grad` does."""
         with self._while_pinned():
-            return self.local_batch.processor.weights_grad(self.core, index, self.lookups[index], grad)
+            return self.local_batch.processor.weights_grad(self.batch, index, self.lookups[index], grad)
 
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
         """Sum the gradients per unique row, and start to send the sums to the owners.
@@ -145,7 +145,7 @@ class ShardedBatch:
         blocks = RankBuffers(self._world, local_batch.counts, self._dim, wire_dtype)
         needs_no_copy = wire_dtype == torch.float32 and device.type == "cpu"
         sums = blocks.rows if needs_no_copy else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
-        local_batch.processor.sum_gradients(self.core, gradients, local_batch.by_owner.positions, sums)
+        local_batch.processor.sum_gradients(self.batch, gradients, local_batch.by_owner.positions, sums)
         if not needs_no_copy:
             blocks.rows.copy_(sums)
         return blocks
@@ -493,8 +493,8 @@ class ShardedTable:
         """Return this rank's row count and the number of rows that a pinned batch adds; (0, 0) without `capacity`."""
         if self.capacity is None:
             return 0, 0
-        num_written = int(owner_batch.table.processor.count_written(owner_batch.core).sum())
-        return self.open_table.counts.num_rows, owner_batch.core.num_unique - num_written
+        num_written = int(owner_batch.table.processor.count_written(owner_batch.batch).sum())
+        return self.open_table.counts.num_rows, owner_batch.batch.num_unique - num_written
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Called after this rank failed in an update. No rank can use the rows until a load."""

@@ -56,9 +56,9 @@ class RowsReplacedError(ClosedError):
 class PinnedBatch:
     """The unique rows of all lookups in a step, pinned in the top tier until `update` or `release`."""
 
-    def __init__(self, table: OpenTable, core: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
-        """`core` is the processor's batch; gathered rows have `dtype`."""
-        self.table, self.core, self.lookups, self.dtype = table, core, lookups, dtype
+    def __init__(self, table: OpenTable, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> None:
+        """`batch` is the processor's batch; gathered rows have `dtype`."""
+        self.table, self.batch, self.lookups, self.dtype = table, batch, lookups, dtype
 
     def gather(self, index: int, weights: Tensor | None = None, out: Tensor | None = None) -> Tensor:
         """Returns the rows or pooled bags of lookup number `index`: [*lookup.shape, dim], in `dtype`.
@@ -67,13 +67,13 @@ class PinnedBatch:
         """
         with self.table.lock:
             self.table.check_pinned(self)
-            return self.table.processor.gather(self.core, index, self.lookups[index], weights, self.dtype, out)
+            return self.table.processor.gather(self.batch, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
         """Returns the gradient of a lookup's weights, in the shape of the ids. `grad` has the result's shape."""
         with self.table.lock:
             self.table.check_pinned(self)
-            return self.table.processor.weights_grad(self.core, index, self.lookups[index], grad)
+            return self.table.processor.weights_grad(self.batch, index, self.lookups[index], grad)
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
@@ -84,7 +84,7 @@ class PinnedBatch:
         gradients = self.gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
-            return compute_partial_sum(self.table.processor.square_gradients(self.core, gradients).cpu().numpy())
+            return compute_partial_sum(self.table.processor.square_gradients(self.batch, gradients).cpu().numpy())
 
     def update(
         self,
@@ -358,7 +358,7 @@ class OpenTable:
             pinned = self._pin(lookups, dtype, dedup_from)
             if self.catch_up_rule:
                 self.set_hyper()
-                self.preview_catch_up(pinned.core)
+                self.preview_catch_up(pinned.batch)
             return pinned
 
     def yield_to_reader(self) -> None:
@@ -383,7 +383,7 @@ class OpenTable:
 
         def write() -> None:
             self.processor.set_hyper(rule, hyper, step, scale)
-            self.processor.update(pinned.core, gradients, rule)
+            self.processor.update(pinned.batch, gradients, rule)
             self.note_update(step, hyper)
 
         if self.observers.is_active:
@@ -410,8 +410,8 @@ class OpenTable:
         def write() -> None:
             if rule := self.catch_up_rule:
                 self.set_hyper()
-                self.processor.catch_up(pinned.core, rule)
-            self.processor.assign(pinned.core, values, self.step)
+                self.processor.catch_up(pinned.batch, rule)
+            self.processor.assign(pinned.batch, values, self.step)
 
         self.observers.wait_for_memory()
         with self.lock, uninterrupted():
@@ -482,7 +482,7 @@ class OpenTable:
         with self.use_announced(lookups if is_step else None) as batch:
             if batch is None:
                 self.check(wait=False)
-                batch = self.processor.make_batch(lookups, None if dedup_from is None else dedup_from.core)
+                batch = self.processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
             step = self.step + is_step
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
@@ -499,7 +499,7 @@ class OpenTable:
         return _NO_PREFETCHER if self.prefetcher is None else self.prefetcher.enter_step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
-        self.require_open().unpin(pinned.core, dirty)
+        self.require_open().unpin(pinned.batch, dirty)
         if self.prefetcher is not None:
             self.prefetcher.note_step_end()
 
@@ -534,13 +534,13 @@ class OpenTable:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""
         self.check_pinned(pinned)
         if self.observers.is_active:
-            self.observers.before_update(pinned.core)
+            self.observers.before_update(pinned.batch)
         self.before_write(step)
         is_written = False
         try:
             write()
             if self.lifecycle.has_ledger:
-                self.lifecycle.note_written(pinned.core, step)
+                self.lifecycle.note_written(pinned.batch, step)
             is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:

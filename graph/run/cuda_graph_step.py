@@ -43,18 +43,18 @@ def capture_pin(
 ) -> PinnedBatch:
     """Launch the kernels of `embedding.pin`. `_begin_replay` does the host work before each replay."""
     table = embedding.table_handle().open_table
-    batch = table.processor.make_batch(lookups, None if dedup_from is None else dedup_from.core)
+    batch = table.processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
     table.require_open().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
     return table.set_pinned(batch, lookups, embedding.output_dtype)
 
 
-def capture_update(batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
-    """Launch the kernels of `batch.update`, and unpin the batch."""
-    table, gradients = batch.table, batch.gradients(grads, weights)
-    table.check_pinned(batch)
-    table.observers.before_update(batch.core)
-    table.processor.update(batch.core, gradients, table.rule)
+def capture_update(pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+    """Launch the kernels of `pinned.update`, and unpin the batch."""
+    table, gradients = pinned.table, pinned.gradients(grads, weights)
+    table.check_pinned(pinned)
+    table.observers.before_update(pinned.batch)
+    table.processor.update(pinned.batch, gradients, table.rule)
     table.release()
 
 

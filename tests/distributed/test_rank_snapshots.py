@@ -179,7 +179,7 @@ def test_a_save_in_the_background_has_the_rows_of_its_begin(world: World, tmp_pa
         shares = world.all_gather_object("rows", rows.tobytes)
         assert stored(place / "s") == in_order(np.frombuffer(b"".join(shares), rows.dtype))
         return
-    with pytest.raises(StoreError, match="closed before all ranks had written it"):
+    with pytest.raises(StoreError, match="closed before all ranks wrote it"):
         save.wait()
     assert all(name.startswith(".tmp-") for name in os.listdir(place))
     with opened(world, tmp_path, store) as embedding:
