@@ -139,7 +139,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             table_options = [table.table_options() for table in tables]
             embedding = MultiTableEmbedding(group, *types, table_options, stores[group], seed=own_seed, **options)
             self.embeddings[group] = embedding
-            embedding.set_spec(has_own_seed=False)  # stored rows keep their own seed, from an older formula
+            embedding.set_spec(has_own_seed=False)  # stored rows may have a seed from an older formula
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
             for number, table in enumerate(tables):
