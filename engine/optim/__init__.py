@@ -1,6 +1,6 @@
-"""Row optimizers, one file each: formula, kernel and hyper-parameters.
+"""Row optimizers. Each has its own file with the formula, the kernel and the hyper-parameters.
 
-For optimizers missing in torch.optim, the file also defines an optimizer class, usable for dense parameters as well.
+If torch.optim lacks the optimizer, the file also defines an optimizer class, usable for dense parameters as well.
 """
 
 import lazy_loader

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import ParamsT as ParamsT  # which other optimizers import from here
+from torch.optim.optimizer import ParamsT as ParamsT  # other optimizers import this type from here
 
 from ..checks import as_number
 from ..errors import OptimizerError
@@ -31,7 +31,7 @@ def read_number(group: ParamGroup, name: str, low: float = 0.0, high: float = MA
 
 
 def positive(name: str, value: float | None) -> float | None:
-    """Returns `value`: None, or a positive number that is normal in float32. Otherwise raises OptimizerError."""
+    """Returns `value`. Raises OptimizerError unless it is None, or a positive number that is normal in float32."""
     if value is None:
         return None
     number = as_number(value)
@@ -91,13 +91,13 @@ class DenseOptimizer(CheckedOptimizer):
         """Update every parameter with a gradient.
 
         Args:
-            closure: Recomputes the loss and the gradients first.
+            closure: A function that recomputes the loss and the gradients; called first.
 
         Returns:
             The result of `closure`, or None.
 
         Raises:
-            OptimizerError: A gradient is sparse. No parameter has changed.
+            OptimizerError: A gradient is sparse. In this case, no parameter changes.
         """
         loss = None
         if closure is not None:
@@ -133,7 +133,7 @@ class DenseAdam(DenseOptimizer):
 
     @staticmethod
     def second_moment_input(squares: Tensor) -> Tensor:
-        """Returns the values that the second moment averages, computed from the squared gradients."""
+        """Returns the values that the second moment averages: by default, the squared gradients."""
         return squares
 
     def update_moments(
@@ -142,7 +142,7 @@ class DenseAdam(DenseOptimizer):
         """Update a parameter's step count and moments. Returns (hyper-parameters, first moment, its divisor)."""
         if not state:
             state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
-        count = state.setdefault("step", torch.tensor(0.0))  # a tensor, like torch's optimizers
+        count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
         count += 1
         hyper, m, v = compute_hyper(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if group["maximize"] else g
@@ -157,7 +157,7 @@ def row_mean(squares: Tensor) -> Tensor:
 
 
 def compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
-    """Returns `adam.compute_hyper` and the group's checked settings. Raises OptimizerError."""
+    """Returns the hyper-parameters of `adam.compute_hyper` and the group's checked settings. Raises OptimizerError."""
     read_betas(group)
     settings = {name: read_number(group, name) for name in ("lr", "eps", "weight_decay")}
     return {**settings, **adam.compute_hyper(group, step)}

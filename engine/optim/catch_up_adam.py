@@ -1,7 +1,7 @@
 """Adam and AdamW that update rows lazily, but give them the values of dense torch.optim.Adam and AdamW.
 
 A row is written only in steps that touch the row. When the row is next looked up or updated, its missed steps are
-applied first. The row's gradient was zero in these steps, so step s = last + 1 ... t - 1, with the lr of step s, is
+applied first. The row's gradient was zero in these steps. So each step s = last + 1 ... t - 1, with that step's lr, is
 
     CatchUpAdam     g  = weight_decay * w
                     m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
@@ -11,7 +11,7 @@ applied first. The row's gradient was zero in these steps, so step s = last + 1 
 With weight decay, a row that was never written has missed all steps before t.
 
 CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
-The other rules apply at most `terms` steps one by one. For the other steps, these rules multiply m and v by powers of
+The other rules apply at most `terms` steps one by one. For the remaining steps, they multiply m and v by powers of
 beta1 and beta2, and w by a power of the decay. The error is bounded: with r = beta1 / sqrt(beta2), the j-th step after
 the first missed step changes w by at most r^j sqrt(1 + j) times the first change, because sqrt(1 - beta2^s) grows by at
 most sqrt(1 + j). `terms` is chosen so that the bounds of the remaining steps sum to less than 2^-24, which is less than
@@ -138,8 +138,8 @@ class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
 class CatchUpAdamW(CheckedOptimizer, torch.optim.AdamW):
     """`torch.optim.AdamW` that gives rows the values of dense AdamW, however rarely their ids occur.
 
-    The arguments are the same as for `torch.optim.AdamW`, and dense parameters train in the same way. Lazy updates of
-    rows and errors are as in `CatchUpAdam`.
+    The arguments are the same as for `torch.optim.AdamW`, and dense parameters train in the same way. Rows are updated
+    lazily, and errors are raised, as in `CatchUpAdam`.
     """
 
 
@@ -148,7 +148,7 @@ def terms(beta1: float, beta2: float) -> int:
     """Returns the number of missed steps to apply one by one; `ALL` if later steps never become negligible."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
-    def is_negligible(count: int) -> bool:  # bounds the steps from `count` on by a geometric series
+    def is_negligible(count: int) -> bool:  # a geometric series bounds the steps from `count` on
         growth = ratio * math.sqrt((count + 2) / (count + 1))
         return growth < 1.0 and ratio**count * math.sqrt(count + 1) <= 2.0**-24 * (1.0 - growth)
 

@@ -49,12 +49,12 @@ class Ftrl(DenseOptimizer):
         lr: The learning rate, above 0.
         weight_decay: The coefficient of L2 decay, added to the gradient.
         lr_power: The negated power of the accumulator; -0.5 takes its square root.
-        initial_accumulator_value: The initial accumulator `n`; above 0 if its power is negative.
+        initial_accumulator_value: The initial accumulator `n`. Must be above 0 if the accumulator's power is negative.
         lambda1: The strength of L1 regularization.
         lambda2: The strength of L2 regularization.
         beta: Added to the accumulator's power.
-        power_sign: "-lr_power", or "lr_power" to not negate `lr_power`, like OneFlow's kernel: a negative `lr_power`
-            then makes steps grow with the accumulator.
+        power_sign: The accumulator's power: "-lr_power", or "lr_power" as in OneFlow's kernel. With "lr_power", a
+            negative `lr_power` makes steps grow with the accumulator.
 
     Raises:
         OptimizerError: An argument other than `lr_power` is negative, or 0 where it must be above 0.

@@ -33,7 +33,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Every rule has these settings, after the rule's hyper-parameters. 0 means no limit.
+# Every rule has these settings; their numbers follow the rule's hyper-parameters. 0 means no limit.
 LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 
 
@@ -41,19 +41,19 @@ LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 class CatchUp:
     """How a row catches up on missed steps before the row is looked up or updated.
 
-    The bodies run in the order of these fields. Bodies can use hyper-parameters (`lr` is the current step's rate, in
-    double), and pass `values` and `doubles` on to each other.
+    The bodies, C++ texts, run in the order of these fields. Bodies can use hyper-parameters (`lr` is the current step's
+    rate, in double), and share the variables named in `values` and `doubles`.
     """
 
     limit: str  # the largest number of steps that are applied one by one; a C++ expression of hyper-parameters
-    values: tuple[str, ...]  # names, float32
+    values: tuple[str, ...]  # names of float32 variables
     doubles: tuple[str, ...]
-    begin: str  # may use `last`, the step of the row's last update
-    step: str  # for each step up to `limit`, before `element`; `rate` is the step's learning rate (past_rates.py)
-    element: str  # updates w and element states
+    begin: str  # runs once; may use `last`, the step of the row's last update
+    step: str  # runs for each step up to `limit`, before `element`; `rate` is the step's learning rate (past_rates.py)
+    element: str  # runs for each element; updates w and element states
     # For the steps beyond `limit`, `rest` and then `rest_element` run: once if these steps have the same learning rate,
-    # otherwise several times. In the bodies, `rest` counts steps, `rate` is their mean rate, and `is_constant` is true
-    # if their rates are equal.
+    # otherwise several times. In these two bodies, `rest` is the number of steps, `rate` is the mean of their learning
+    # rates, and `is_constant` is true if these rates are equal.
     rest: str = ""
     rest_element: str = ""
     unwritten: str = ""  # "steps" if rows that were never written miss steps too, "rest" if only `rest` changes them
@@ -61,10 +61,10 @@ class CatchUp:
 
 @dataclass(frozen=True)
 class Kernel:
-    """The kernel of one rule.
+    """The kernel of one optimizer rule. The file's docstring describes the bodies.
 
-    Without `term` and `row`, a kernel makes no pass over the row before `element`. Without `norms`, `after` and
-    `finish`, a kernel makes no pass after `element`.
+    A kernel without `term` and `row` makes no pass over the row before `element`. A kernel without `norms`, `after` and
+    `finish` makes no pass after `element`.
     """
 
     name: str
@@ -88,7 +88,7 @@ class Kernel:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """The names of the states, in a line's order."""
+        """The names of the states, in the order in which a row stores them."""
         return self.element_states + self.row_states
 
     def state_widths(self, dim: int) -> tuple[int, ...]:
@@ -97,7 +97,7 @@ class Kernel:
 
 
 def find_kernels(folder: Path = Path(__file__).parent) -> list[Kernel]:
-    """Returns the kernels in a folder's files, sorted by name. Raises ValueError if an argument is no literal."""
+    """Returns the kernels in a folder's files, sorted by name. Raises ValueError if an argument is not a literal."""
     kernels = []
     for path in folder.glob("*.py"):
         names: dict[str, Any] = {"__builtins__": {}, "Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
@@ -108,7 +108,7 @@ def find_kernels(folder: Path = Path(__file__).parent) -> list[Kernel]:
                         names[name] = eval(compile(ast.Expression(call), path.name, "eval"), names)
                     except NameError as error:
                         where = f"{path.name}, line {node.lineno}"
-                        raise ValueError(f"{where}: a kernel is made of literals alone: {error}") from error
+                        raise ValueError(f"{where}: a kernel's arguments must be literals: {error}") from error
         kernels += [value for value in names.values() if isinstance(value, Kernel)]
     return sorted(kernels, key=lambda kernel: str(kernel.name))
 
@@ -214,7 +214,7 @@ def _make_references(states: dict[str, str], fields: dict[str, str], owner: str 
 
 
 def _define_function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
-    """Returns a member function. Leaves out unused references, and names of unused arguments."""
+    """Returns the C++ text of a member function, without unused references and without names of unused arguments."""
     lines = [line.strip() for line in body.strip().splitlines()]
     lines = [f"auto& {name} = {target};" for name, target in references.items() if _uses(body, name)] + lines
     text = "\n".join(lines)

@@ -5,7 +5,7 @@ before the first knot have the first knot's rate, and steps after the last knot 
 rate needs no knot. Up to `MAX_KNOTS` knots describe the past exactly. If there are more, knots of the older half are
 dropped, first the knots closest to the line through their neighbors.
 
-In a rule's numbers, the limits are followed by the number of knots, then by each knot's step and rate.
+`RowOptimizer.compute_hyper` returns the knots after the limits: the number of knots, then each knot's step and rate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import chain, pairwise
 from .kernel import LIMITS, Kernel
 
 MAX_KNOTS = 240  # the largest number that the GPU kernels support
-NUM_DROPPED = 24  # knots dropped at a time
+NUM_DROPPED = 24  # number of knots that are dropped at a time
 Knot = tuple[float, float]
 
 
@@ -29,13 +29,13 @@ def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], fl
 def append_past_rates(
     kernel: Kernel, numbers: list[float], previous: Sequence[float], step: int, warn: Callable[[float], object] = abs
 ) -> list[float]:
-    """Returns the numbers of `step`, extended by the rates of earlier steps.
+    """Returns the `numbers` of a step, followed by the learning rates of earlier steps.
 
     `previous` is as in `RowOptimizer.compute_hyper`. When knots are dropped, `warn` gets the largest change of a past
     rate, relative to the largest rate.
     """
     knots, rate = read_knots(kernel, previous) if previous else ([], 0.0)  # before its first step, a rule's rate is 0
-    while knots and knots[-1][0] >= step:  # knots of steps that a GPU has undone
+    while knots and knots[-1][0] >= step:  # drops knots of steps that were undone because of a GPU's deferred error
         rate = knots.pop()[1]
     first = knots[-1][0] + 1 if knots else 1.0
     if first < step and rate != numbers[kernel.all_hypers.index("lr")]:
@@ -49,7 +49,7 @@ def append_past_rates(
 
 
 def is_past_rates(past: Sequence[float], step: int) -> bool:
-    """True if `past`, the numbers stored after the limits at `step`, has the form of `append_past_rates`."""
+    """True if `past`, the stored numbers that follow the limits at `step`, are legal knots."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))
@@ -67,7 +67,7 @@ def interpolate(a: Knot, b: Knot, step: float) -> float:
 def _drop_knots(knots: list[Knot]) -> float:
     """Drop `NUM_DROPPED` knots of the older half. Returns the largest change of a knot's rate."""
 
-    def find_change(index: int) -> float:  # changes the rates' sum if the knot is dropped
+    def find_change(index: int) -> float:  # change of the rates' sum if this knot is dropped
         a, knot, b = knots[index - 1 : index + 2]
         return abs(knot[1] - interpolate(a, b, knot[0])) * (b[0] - a[0])
 

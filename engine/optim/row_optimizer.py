@@ -21,9 +21,9 @@ from .rule import ParamGroup, Rule, all_rules
 
 log = logging.getLogger("tierbed")
 _UNSUPPORTED = ("amsgrad", "centered", "differentiable")
-# Param group keys from torch, its schedulers and users that do not affect a step.
+# Keys of a param group, set by torch, its schedulers or users, that do not affect a step.
 _INERT = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
-_LAZY_RULES = ("adam", "adamw", "sgd_momentum", "rmsprop")  # torch.optim's rules that give other results if lazy
+_LAZY_RULES = ("adam", "adamw", "sgd_momentum", "rmsprop")  # their lazy updates differ from torch.optim's dense updates
 _EQUIVALENT = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}
 _PARTLY_EQUIVALENT = "Adagrad, or SGD without momentum, and a penalty in place of weight_decay, give"
 _RATE_TOLERANCE = 1e-3  # a past lr may be off by this fraction of the largest lr without a warning
@@ -31,7 +31,7 @@ _NONNEGATIVE_SETTINGS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  #
 
 
 class RowOptimizer:
-    """An optimizer's param group that trains rows. Reads the group's settings at each step. Made by `row_optimizer`."""
+    """Trains rows by the settings of an optimizer's param group, read at each step. `row_optimizer` makes it."""
 
     shift = 0  # added to the embedding's step number
 
@@ -54,10 +54,10 @@ class RowOptimizer:
     def compute_hyper(
         self, step: int, clip_value: float | None = None, previous: Sequence[float] | None = None
     ) -> list[float]:
-        """Returns the rule's numbers for the embedding's step, from 1: hyper-parameters, limits, past learning rates.
+        """Returns the rule's numbers for one step (counted from 1): hyper-parameters, limits, past learning rates.
 
         `clip_value` clips each gradient element in this step, in addition to the group's `clip_grad_value`. For a rule
-        that catches up, `previous` holds the previous step's numbers, or is empty if another rule ran that step; None
+        that catches up, `previous` is the result for the previous step, or empty if another rule ran that step; None
         omits past rates. Raises OptimizerError if a setting is wrong, or the settings now belong to another rule.
         """
         group = self._optimizer.param_groups[self._index]
@@ -77,7 +77,7 @@ class RowOptimizer:
         return append_past_rates(self._rule.kernel, numbers, previous, step, self._warn_of_rate_error)
 
     def set_step_shift(self, shift: int) -> None:
-        """Set the `shift` that is added to the embedding's step number."""
+        """Set the number that is added to the embedding's step number."""
         self.shift = shift
 
     def _warn_of_rate_error(self, change: float) -> None:
@@ -100,7 +100,7 @@ class RowOptimizer:
 
     @property
     def is_lazy(self) -> bool:
-        """True if the optimizer would also change a dense table's rows that a step does not look up."""
+        """True if in a dense table, a step of this optimizer would also change rows that the step does not look up."""
         decays = self.rule in ("sgd", "adagrad") and self._optimizer.param_groups[self._index].get("weight_decay")
         return self.rule in _LAZY_RULES or bool(decays)
 
@@ -118,7 +118,7 @@ class RowOptimizer:
             self._should_warn_of_changes = False
             log.warning(
                 "%s of %s changed: steps that a row has missed use the new value, unlike in a dense table. Keep it "
-                "constant, and give OneCycleLR and CyclicLR cycle_momentum=False",
+                "constant, and give cycle_momentum=False to OneCycleLR and CyclicLR",
                 " and ".join(changed), type(self._optimizer).__name__,
             )  # fmt: skip
         for name in _NONNEGATIVE_SETTINGS:
@@ -167,7 +167,7 @@ def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
 
 
 def _inner_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer:
-    """Returns a group's optimizer: if `optimizer` is a wrapper like TorchRec's KeyedOptimizer, the wrapped one."""
+    """Returns the optimizer of `group`. If `optimizer` is a wrapper such as TorchRec's KeyedOptimizer, unwraps it."""
     kind = type(optimizer)
     clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
     if clips and optimizer._clipping.name != "NONE":
@@ -186,7 +186,7 @@ def _inner_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer
 
 
 def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptimizerError for a torchrec.optim class that only names a fused optimizer and lacks `step`."""
+    """Raise OptimizerError for a torchrec.optim class without `step`, which only names a fused optimizer."""
     if not hasattr(optimizer, "param_groups"):
         raise _unsupported_error(type(optimizer))
 

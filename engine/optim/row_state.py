@@ -13,7 +13,7 @@ from ..row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
 
 @dataclass(frozen=True)
 class RowState:
-    """The optimizer states in a row, in a line's order."""
+    """The optimizer states of a row, in the order in which the row stores them."""
 
     rule: str | None = None  # None if `put` wrote the rows without an optimizer
     names: tuple[str, ...] = ()
@@ -28,7 +28,7 @@ class RowState:
 
     @property
     def narrow(self) -> tuple[str, int]:
-        """The dtype of the narrow (not float32) states, and their count. Narrow states precede float32 states."""
+        """The dtype and number of the narrow (16-bit) states. A row stores narrow states before float32 states."""
         narrow = [type for type in self.types if type != "float32"]
         return (narrow[0] if narrow else "float32"), len(narrow)
 
@@ -53,7 +53,7 @@ class RowState:
         return RowState(stored["optimizer"], names, widths, initial, types if {*types} - {"float32"} else ())
 
     def add_initial_state(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
-        """Add the initial optimizer state to scanned rows without state (`dim` numbers in `dtype`)."""
+        """Add the initial optimizer state to rows that were scanned without state (`dim` numbers in `dtype`)."""
         bare, form = RowForm(dim, dtype), self.form(dim, dtype)
         for bucket, rows in chunks:
             full = np.zeros(len(rows), form.dtype)

@@ -48,12 +48,11 @@ class RowWiseAdagrad(DenseOptimizer):
         lr: The learning rate.
         eps: Added to the divisor.
         weight_decay: The weight decay coefficient.
-        weight_decay_mode: "l2" adds `weight_decay * w` to the gradient; "decoupled" multiplies `w` by
-            `1 - lr * weight_decay`.
+        weight_decay_mode: "l2" adds `weight_decay * w` to the gradient; "decoupled" scales w by 1 - lr * weight_decay.
         initial_accumulator_value: The initial value of the accumulator.
 
     Raises:
-        OptimizerError: A number is negative, or `weight_decay_mode` is neither of the two.
+        OptimizerError: A number is negative, or `weight_decay_mode` is neither "l2" nor "decoupled".
     """
 
     def __init__(

@@ -22,7 +22,7 @@ class Rule:
 
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]  # the exact type
-    # (group, embedding's step from 1) -> hyper-parameters by name. Settings supply missing ones; others are ignored.
+    # (group, embedding's step from 1) -> hyper-parameters by name. The group's settings supply the missing ones.
     compute_hyper: Callable[[ParamGroup, int], Mapping[str, float]] = lambda group, step: {}
     initial: Callable[[ParamGroup], Mapping[str, float]] = lambda group: {}  # initial values of states; 0 if missing
     applies_to: Callable[[ParamGroup], bool] = lambda group: True  # true if the rule applies to a param group

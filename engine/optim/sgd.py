@@ -4,8 +4,7 @@
     sgd_momentum   b  = momentum * b + (1 - dampening) * g    (b = g when the row is first written)
                    w -= lr * b                                (w -= lr * (g + momentum * b) with nesterov)
 
-`maximize` negates `g`; weight decay then adds `weight_decay * w` to `g`. A row's `b` decays only in steps that touch
-the row.
+`maximize` negates `g`; weight decay then adds `weight_decay * w` to `g`. `b` decays only in steps that touch the row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Initial values of new rows: initializers, table options, and the arrays that kernels draw rows from."""
+"""Initial values of new rows: initializers, table options, and their form as arrays for kernels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .table_names import check_table_name
 MASK64 = 0xFFFFFFFFFFFFFFFF
 CONSTANT, UNIFORM, NORMAL = 0, 1, 2
 FLOAT32_MAX = float(np.finfo(np.float32).max)
-MIN_PROBABILITY = 1e-6  # the least probability of a truncated normal's interval
+MIN_PROBABILITY = 1e-6  # a truncated normal's interval has at least this probability
 MAX_DEVIATIONS = 7.0  # a normal draw is at most this many standard deviations from the mean
 InitializerEntry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
 ID_OPTIONS = ("name", "ids", "bad_ids")  # table options that do not affect initial values
@@ -136,8 +136,7 @@ class TruncNormalInitializer(NormalInitializer):
         b: The upper bound, also an absolute value.
 
     Raises:
-        OptionError: `std < 0`, `a >= b`, less than 1e-6 of the distribution lies in [a, b], or float32 cannot hold the
-            values.
+        OptionError: `std < 0`, `a >= b`, the probability of [a, b] is below 1e-6, or float32 cannot hold the values.
     """
 
     type: str = field(default="trunc_normal", init=False)
@@ -219,7 +218,7 @@ class ColumnOptions(PlainDict):
 
 @options_class
 class NamedOptions(PlainDict):
-    """Base class for a table's options. Iteration yields `name`, `ids` and `bad_ids` only if they are not defaults."""
+    """Base class for a table's options. Iteration skips `name`, `ids` and `bad_ids` if they have their defaults."""
 
     name: str | None = field(default=None, kw_only=True)
     ids: int | None = field(default=None, kw_only=True)
@@ -231,7 +230,7 @@ class NamedOptions(PlainDict):
             expected = "the number of ids, from 1 to 2**64 (ids are below it), or None for any id"
             self._set("ids", int_option("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
-            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids outside 0 to `ids` - 1")
+            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not 0 to `ids` - 1")
         if self.bad_ids != "raise" and self.ids is None:
             raise OptionError(f"bad_ids={self.bad_ids!r}: without `ids`, every id is legal; give `ids` as well")
 
@@ -264,7 +263,7 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
         initializer: An initializer, its printed form as a dict, or column options.
 
     Raises:
-        OptionError: `initializer` has another type or value.
+        OptionError: The type or value of `initializer` is wrong.
     """
     if isinstance(initializer, Mapping) and set(initializer) == {"initializer"}:
         initializer = initializer["initializer"]
@@ -281,14 +280,14 @@ def make_table_options(
     """Make the options of one table. If `name`, `ids` or `bad_ids` is None, its value in `param` applies.
 
     Args:
-        param: An initializer, a list of column options, or table options; each may also be a dict in its printed form.
+        param: An initializer, a list of column options, or table options. A dict in the printed form is accepted too.
         name: A name for the table, in addition to its number.
         ids: The number of legal ids, 0 to `ids - 1`. By default every id of the embedding's `key_type` is legal.
         bad_ids: What a lookup does with an illegal id: "raise" (the default) raises `InputError`; "drop" treats the id
             as padding and counts it in the metric `dropped`.
 
     Raises:
-        OptionError: An argument has another type or value.
+        OptionError: An argument's type or value is wrong.
     """
     options: dict[str, Any] = {"name": name, "ids": ids, "bad_ids": bad_ids}
     if isinstance(param, Mapping) and set(param) - set(ID_OPTIONS) in ({"initializer"}, {"columns"}):
@@ -315,8 +314,8 @@ class InitialValues(NamedTuple):
     kinds: Sequence[int]
     parameters: NDArray[np.float32]
     quantiles: NDArray[np.float64]
-    dtype: str = "float32"  # the embedding's stored type
-    state_dtype: str = "float32"  # type of the first `narrow_states` states; other states are float32
+    dtype: str = "float32"  # the embedding's stored dtype
+    state_dtype: str = "float32"  # dtype of the first `narrow_states` states; other states are float32
     narrow_states: int = 0
     zero_key: int | None = None  # the key whose row starts as zeros, whatever the initializer
 
@@ -326,7 +325,7 @@ def as_arrays(
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
     """Returns (kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, with n = len(tables) * len(columns).
 
-    `columns` holds the widths of the column groups. Raises OptionError if a table lists a different number of groups.
+    `columns` holds the widths of the column groups. Raises OptionError if a table has another number of column options.
     """
     entries: list[InitializerEntry] = []
     for index, table in enumerate(tables):

@@ -23,14 +23,14 @@ OUTPUT_DTYPES = DTYPES
 
 
 class Lookup(NamedTuple):
-    """The checked arguments of a lookup. A bag is a set of ids whose rows are pooled into one row."""
+    """The checked arguments of a lookup. A bag is a list of ids whose rows are pooled into one row."""
 
     ids: Tensor  # [...] without pooling, [..., L] with pooling, or [n] with offsets
-    # integers in the result's shape, or [columns] with feature_columns; None if the last dimension is the table
+    # integers in the result's shape, or [columns] with feature_columns; None if the last dimension indexes the table
     table_ids: Tensor | None = None
     offsets: Tensor | None = None  # [bags + 1]: where each bag starts, then where the last bag ends
     pooling: str | None = None  # "sum" or "mean"
-    # each feature's result column, -1 if the feature is not looked up; offsets are [features * batch + 1], by feature
+    # each feature's column in the result, or -1 if it is not looked up; offsets are then [features * batch + 1]
     feature_columns: tuple[int, ...] | None = None
 
     @property
@@ -39,7 +39,7 @@ class Lookup(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The result's shape without its last dimension: the shape of ids, the number of bags, or (batch, columns)."""
+        """The result's shape without its last dimension: the shape of ids, (bags,) or (batch, columns)."""
         if self.offsets is not None:
             bags, columns = self.offsets.shape[0] - 1, self.feature_columns
             return (bags,) if columns is None else (bags // len(columns), len(columns) - columns.count(-1))
@@ -111,7 +111,7 @@ def check_lookup(
 def _feature_columns(
     spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any
 ) -> tuple[int, ...] | None:
-    """Returns `Lookup.feature_columns`. `features` lists a feature for each result column. Raises InputError."""
+    """Returns `Lookup.feature_columns`. `features` lists the feature of each result column. Raises InputError."""
     if features is None:
         if num_features is not None:
             remedy = "give features, the numbers of the features to look up, or leave num_features out"
@@ -175,7 +175,7 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
 
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
-    """Returns the key and its table's number. `table` may be None for a single table. Raises InputError."""
+    """Returns the key and its table's number. `table` may be None if there is only one table. Raises InputError."""
     if as_int(key) is None:
         raise _error(spec, "key", f"got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
@@ -214,7 +214,7 @@ def _describe(value: Any) -> str:
 
 
 def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
-    """Raise InputError for a nested or sparse tensor, and for a tensor on a different device than the ids."""
+    """Raise InputError if a tensor is nested or sparse, or not on the same device as the ids."""
     if not isinstance(values, Tensor):
         return
     if values.is_nested:
@@ -235,7 +235,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
 def _suggest_conversion(ids: Tensor, spec: TableSpec) -> str:
     """Returns advice for ids in another dtype: how to convert them, or what to do if conversion would change them."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
-        return f"give the same 64 bits as ids.view({spec.key_type})"  # from 2**63 on, .to() depends on the CPU
+        return f"give the same 64 bits as ids.view({spec.key_type})"  # .to() depends on the CPU for values >= 2**63
     if ids.dtype in KEY_TYPES and ids.dtype.itemsize > spec.key_type.itemsize:
         return f"make the embedding with key_type={ids.dtype}; ids.to({spec.key_type}) would drop the high bits"
     return f"convert them with ids.to({spec.key_type})"
@@ -262,7 +262,7 @@ def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) ->
         numbers = [find_table(name, spec.table_names) for name in names.flat]
         if None in numbers:
             unknown = names.flat[numbers.index(None)]
-            raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not one")
+            raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not a table")
         array = np.array(numbers, np.int64).reshape(names.shape)
     if array.dtype.kind not in "iu" or (array.astype(np.int64) != array).any():
         raise InputError(error)
@@ -275,7 +275,7 @@ def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) ->
 
 @cache
 def _cached_scalar(value: int, device: torch.device) -> Tensor:
-    """Returns the same tensor for the same value. So a tensor's identity shows, even in a trace, that ids are equal."""
+    """Returns the same tensor for the same value. So even in a trace, one can see that two table ids are equal."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.full((), value, dtype=torch.int64, device=device)
 
@@ -290,7 +290,7 @@ def convert_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.fl
     else:
         array = _to_array(rows, f"{where}: give float32 {expected}")
         array = np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-        # nested lists lack a dtype, so they are converted
+        # nested lists are converted to float32, because they lack a dtype
         tensor = torch.from_numpy(array if isinstance(rows, np.ndarray) else array.astype(np.float32))
     if tensor.dtype != torch.float32 or tuple(tensor.shape) != expected:
         raise InputError(f"{where}: {tensor.dtype} {tuple(tensor.shape)}; give float32 {expected}")

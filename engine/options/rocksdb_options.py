@@ -1,4 +1,4 @@
-"""The allow-list of RocksDB options that users may set, needed because some values crash the process.
+"""The list of RocksDB options that users may set. Other options are refused, because some values crash the process.
 
 Tests set each option to both ends of its range, alone and combined (tests/store/test_rocksdb_allowed.py).
 """
@@ -25,7 +25,7 @@ _COMPRESSIONS = ("NoCompression", "SnappyCompression", "ZlibCompression", "LZ4Co
 _COMPRESSION: AllowedValues = [f"k{name}" for name in _COMPRESSIONS]
 _BITS = (4, 8, 10, 12, 16, 20)  # filter bits per row
 
-# Grouped by purpose. "option.field" is a field of a struct option.
+# {purpose: {option: its allowed values}}. "option.field" is a field of a struct option.
 ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
     "memory": {
         "write_buffer_size": [(64 * KB, 512 * MB)],
@@ -131,7 +131,7 @@ def format_allowed(allowed: AllowedValues) -> str:
 
 
 def _check_all(text: str, prefix: str = "") -> None:
-    """Raise ValueError for an option or value that is not allowed. For a struct's fields, `prefix` names the struct."""
+    """Raise ValueError if an option or value is not allowed. For a struct's fields, `prefix` is "struct."."""
     for name, value in _core.parse_rocksdb_options(text):
         path = prefix + name
         if path in _STRUCTS and "=" in value:

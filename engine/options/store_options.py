@@ -30,12 +30,12 @@ from ..row_format import BUCKETS
 from .rocksdb_options import format_options
 
 CACHE_POLICIES = ("lru", "lfu")
-MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # limits of the default overflow_mb
+MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # upper limits of overflow_mb's default
 BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # leaves the other cores to a step's dense part
 OPEN_MODES = ("resume", "fresh", "error", "mixed", "pretrained")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MAX_ADMISSION_COUNT = 255  # the ledger counts lookups in one byte
-Budget = float | Literal["auto"]  # MiB; engine/cache/memory_split.py computes "auto"
+Budget = float | Literal["auto"]  # MiB, or "auto", which engine/cache/memory_split.py replaces by a number
 ROCKSDB_CACHE_MB = 32  # default size of RocksDB's block cache
 READ_MODES = ("buffered", "mmap", "direct")
 Path_ = str | os.PathLike[str]
@@ -84,7 +84,7 @@ class PlainDict(Mapping[str, Any]):
         object.__setattr__(self, name, value)
 
     def _set_int(self, name: str, expected: str, minimum: int, maximum: int) -> None:
-        """Check the option with `int_option` and store the int, unless the option is None."""
+        """Check the option with `int_option` and store it as an int. None is left as it is."""
         value = getattr(self, name)
         if value is not None:
             self._set(name, int_option(name, value, f"{expected}, or None", minimum, maximum))
@@ -138,11 +138,11 @@ class StoreOptions(_CommonFields):
 
     Args:
         persistent_path: The folder that holds a folder for each embedding, named like the embedding. None keeps nothing
-            on disk. A leading `~` and `${NAME}` are replaced; an unset variable is an error.
-        capacity: The maximum number of written rows in all tables together. None is no limit.
+            on disk. A leading `~` and variables `${NAME}` are replaced; an unset variable is an error.
+        capacity: The maximum number of written rows in all tables together. None means no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
             computes the row size; this argument only checks it.
-        storage_dim: The row size in floats. This argument, too, only checks the row size.
+        storage_dim: The row size in floats. Like `size_factor`, this argument only checks the row size.
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
             there is none; "error" raises. "mixed" is like "resume", but lets embeddings that are trained together start
@@ -152,12 +152,12 @@ class StoreOptions(_CommonFields):
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.
         admission: Which new rows training keeps. None keeps all rows. A whole number n keeps rows that n training steps
-            looked up. A probability p keeps each new row with this probability at each step.
+            looked up. A probability p keeps a new row with probability p at each step that looks it up.
         ttl_steps: Delete rows that were not written for more than this many steps; with `eviction="ttl"`, only when new
             rows exceed `capacity`. None deletes no rows.
-        state_dict_snapshots: True if `state_dict()` saves a snapshot for `load_state_dict()` to load. A number keeps
+        state_dict_snapshots: If True, `state_dict()` saves a snapshot, and `load_state_dict()` loads it. A number keeps
             that many of the latest snapshots, and also the current rows' snapshot. Without a `persistent_path`,
-            `state_dict()` holds the rows themselves.
+            `state_dict()` contains the rows themselves.
 
     Raises:
         OptionError: A value is wrong, or options contradict each other.
@@ -211,16 +211,15 @@ class StoreOptions(_CommonFields):
             raise OptionError("eviction='ttl' evicts rows older than ttl_steps, but ttl_steps=None; give ttl_steps")
         if self.ttl_steps is not None and self.ttl_steps >= 1 << 32:
             raise self._make_error("ttl_steps", "steps are counted in 32 bits; give less than 2**32, or None")
-        number = as_number(self.admission)
-        if number is not None:
+        if self.admission is not None:
+            number = as_number(self.admission)
+            if number is None or not (0 < number < 1 or as_int(number, 2, MAX_ADMISSION_COUNT)):
+                remedy = f"give the number of steps that must look a row up, from 2 to {MAX_ADMISSION_COUNT}"
+                raise self._make_error("admission", f"{remedy}, a probability > 0 and < 1, or None to keep every row")
             self._set("admission", number)
-        is_valid = number is not None and (0 < number < 1 or as_int(number, 2, MAX_ADMISSION_COUNT))
-        if self.admission is not None and not is_valid:
-            remedy = f"give the number of steps that must look a row up, from 2 to {MAX_ADMISSION_COUNT}"
-            raise self._make_error("admission", f"{remedy}, a probability > 0 and < 1, or None to keep every row")
 
     def check_row(self, dim: int, width: int) -> None:
-        """Raise OptionError if size_factor or storage_dim differs from the optimizer's `width` floats for `dim`."""
+        """Raise OptionError if size_factor or storage_dim does not fit rows of `width` floats, state included."""
         problem = f"with this optimizer a row takes {width} floats"
         if self.storage_dim is not None and self.storage_dim != width:
             raise self._make_error("storage_dim", f"{problem}; leave storage_dim out")
@@ -230,7 +229,7 @@ class StoreOptions(_CommonFields):
 
 @options_class
 class DeviceMemOptions(StoreOptions):
-    """The fastest store: all rows in device memory (host memory without a device). `StoreOptions` lists arguments."""
+    """Stores all rows in device memory (host memory without a GPU). `StoreOptions` describes the arguments."""
 
     store: str = field(default="device_mem", init=False)
 
@@ -244,19 +243,17 @@ class HostMemOptions(StoreOptions):
 
 @options_class
 class CachedHostMemOptions(StoreOptions, _CacheFields):
-    """Stores all rows in host memory, caches hot rows in device memory. `StoreOptions` describes the other arguments.
+    """Stores all rows in host memory, with a cache in device memory. `StoreOptions` describes the other arguments.
 
     Args:
         cache_budget_mb: The cache size in MiB. "auto" divides the memory that is free when the table opens, and prints
-            the division to stderr: the cache gets half of a GPU's memory, or an eighth of memory that also holds the
-            table.
+            the division to stderr: the cache gets half of a GPU's memory, or an eighth of memory shared with the table.
         cache_policy: Which row of a full set to evict if the announced steps do not decide: "lru", the least recently
             used, or "lfu", the row that the fewest steps used.
         overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
-            into their set. With RocksDB, the area also holds rows waiting for write-back; waiting rows may keep half of
-            the area until others need the space. If the area is full, prefetches and evictions wait, but a step still
-            gets what its batch needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), at least two
-            batches.
+            into their set. With RocksDB, the area also holds rows that wait for write-back; they may keep half of it
+            until other rows need the space. If the area is full, prefetches and evictions wait, but a step gets what it
+            needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), but at least two batches.
     """
 
     store: str = field(default="cached_host_mem", init=False)
@@ -272,12 +269,12 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
 
     @property
     def memory_mb(self) -> float | None:
-        """MiB of all caches and overflow areas, before growth with the batches; None if a budget is "auto"."""
+        """MiB of all caches and overflow areas; areas may grow with the batches. None if a budget is "auto"."""
         caches = [mb for mb in (self.cache_budget_mb, getattr(self, "host_cache_budget_mb", 0)) if mb]
         return None if "auto" in caches else sum(to_mb(mb) + self.compute_overflow_mb(to_mb(mb)) for mb in caches)
 
     def compute_overflow_mb(self, cache_mb: float) -> float:
-        """Returns the overflow area's MiB for a cache of `cache_mb`, before the area grows with the batches."""
+        """Returns the overflow area's MiB for a cache of `cache_mb` MiB. The area may grow with the batches."""
         return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
@@ -289,11 +286,11 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
 
     Args:
         cache_budget_mb: The size in MiB of the cache in device memory. "auto" divides the memory that is free when the
-            table opens, and prints the division to stderr: the cache gets half, and `overflow_mb` at most an eighth.
+            table opens, and prints the division to stderr: half for the cache, at most an eighth for the overflow area.
         host_cache_budget_mb: The size in MiB of a second cache, in host memory; 0 for none, or "auto". If both budgets
             are "auto" and there is no GPU, there is no second cache.
         shards: The number of RocksDB databases in a new folder, 1 to 64. Rows are divided among the databases by hash.
-            An existing folder keeps its number. Default: 4.
+            An existing folder keeps its number of databases. Default: 4.
         read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads that read rows at the same time, that prefetch rows, and that write
@@ -302,9 +299,9 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.
-        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or as RocksDB's options string (the
-            stored form). docs/tiers.md, "RocksDB", lists the names and values. File format options are fields of
-            {"block_based_table_factory": {...}}.
+        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or as RocksDB's options string
+            (they are stored as a string). docs/tiers.md, "RocksDB", lists the names and values. File format options are
+            fields of {"block_based_table_factory": {...}}.
     """
 
     store: str = field(default="cached_ssd", init=False)
@@ -346,7 +343,7 @@ def default_overflow_mb(store: str, cache_mb: float) -> float:
 
 
 def to_mb(budget: Budget) -> float:
-    """Returns a budget that is known to be a number, because "auto" was already replaced."""
+    """Returns a budget as a number. The caller has already replaced "auto"."""
     assert budget != "auto"
     return budget
 
@@ -373,7 +370,7 @@ for _name, _class in STORES.items():
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:
-    """Make store options from their printed form: `store` and its arguments. Raises OptionError that names `where`."""
+    """Make store options from their printed form: `store` and its arguments. Raises OptionError; `where` begins it."""
     if isinstance(options, StoreOptions):
         return options
     if not isinstance(options, Mapping):
@@ -397,8 +394,8 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
     The file has a table [name] with `store`, such as "cached_ssd", and the arguments of that store's
-    `make_*_store_options`. A relative persistent_path is relative to the working directory. To check a file, run
-    `tierbed store options`.
+    `make_*_store_options`. A relative persistent_path starts at the working directory. `tierbed store options` checks
+    a file.
 
     Args:
         path: The TOML file.
@@ -411,7 +408,7 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     if name not in tables:
         raise OptionError(f"{file} has no table [{name}]; it has {', '.join(tables) or 'none'}")
     if not isinstance(tables[name], dict):
-        raise OptionError(f"{file}: {name} is outside a table; put it under [name], the embedding's name")
+        raise OptionError(f"{file}: option {name} is in no table; put it under [name], with the embedding's name")
     return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")
 
 

@@ -9,12 +9,12 @@ from typing import Any
 from ..checks import as_int
 from ..errors import OptionError
 
-# Keys in a stored description. TABLE_NAMES has a name or None for each table; if the key is missing, no table is named.
+# Keys in a stored description. TABLE_NAMES lists each table's name or None; if the key is missing, no table is named.
 TABLE_NAMES = "table_names"
-TENSOR_NAMED = "names_of_tensors"  # True if an import named the tables after tensors
+TENSOR_NAMED = "names_of_tensors"  # True if tables are named like the tensors that they were imported from
 MAX_LENGTH = 200
 
-Names = Sequence[str | None]  # one per table; None if the table is unnamed
+Names = Sequence[str | None]  # each table's name; None if the table is unnamed
 
 
 def is_table_name(name: Any) -> bool:
@@ -25,7 +25,7 @@ def is_table_name(name: Any) -> bool:
 
 
 def check_table_name(name: Any) -> str | None:
-    """Returns the name. Raises OptionError if it is neither None nor a legal table name."""
+    """Returns the name. Raises OptionError if the name is neither None nor legal for a table."""
     if name is not None and not is_table_name(name):
         raise OptionError(
             f"table name={name!r}: give None, or 1 to {MAX_LENGTH} printable characters, not only digits, without "
@@ -50,7 +50,7 @@ def table_labels(names: Names) -> tuple[str, ...]:
 
 
 def table_label(table: int, names: Names) -> str:
-    """Returns one table's label. The table may be missing in `names`, because imported files may hold more tables."""
+    """Returns one table's label. The table may be missing in `names`, since imported files may hold further tables."""
     return describe_table(table, names).get("table_name", str(table))
 
 
@@ -59,7 +59,7 @@ def read_table_names(description: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 
 def find_table(table: Any, names: Names) -> int | None:
-    """Returns the number of a table given by number or name; None if there is no such table."""
+    """Returns a table's number, given its number or name, or None if there is no such table."""
     if isinstance(table, str):
         return names.index(table) if table in names else None
     return as_int(table, 0, len(names) - 1)
@@ -72,19 +72,19 @@ def choices(names: Names) -> str:
 
 
 def describe_table(table: int, names: Names) -> dict[str, Any]:
-    """Returns {"table": number}, with "table_name" if the table is named."""
+    """Returns {"table": number}, and also "table_name" if the table is named."""
     name = names[table] if table < len(names) else None
     return {"table": table} if name is None else {"table": table, "table_name": name}
 
 
 def find_mismatched_tables(stored: Names, names: Names) -> list[int]:
-    """Returns the numbers of tables whose stored name differs. A table stored without a name matches any name."""
+    """Returns the numbers of tables whose stored name differs from `names`. Tables stored without a name match."""
     padded = [*names, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
 def merge_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
-    """Returns each table's name from `left` or `right`. None if names conflict or two tables have the same name."""
+    """Returns each table's name, from `left` or `right`. Returns None if names conflict or occur twice."""
     names = tuple(a or b for a, b in zip_longest(left, right))
     named = [name for name in names if name is not None]
     return None if find_mismatched_tables(right, names) or len(set(named)) < len(named) else names

@@ -21,9 +21,9 @@ from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptio
 from .table_names import TABLE_NAMES, check_distinct, table_labels
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # dtypes of stored rows
-# Fields of a stored description. RUN is a random id, drawn whenever the rows start empty.
+# Fields of a stored description. RUN is a random id, drawn anew whenever the rows start empty.
 RUN = "run"
-ID_LIMITS = "reach"  # for each table, a number above all stored ids, or None
+ID_LIMITS = "reach"  # for each table, a number above all stored ids, or None if unknown
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 
@@ -35,11 +35,11 @@ class TableSpec:
     columns: tuple[int, ...]  # the widths of the column groups
     key_type: torch.dtype
     tables: tuple[AnyTableOptions, ...]
-    padding_idx: int | None  # the id without a row
+    padding_idx: int | None  # the id that means padding; no row is stored for it
     seed: int
     dtype: str = "float32"  # the dtype of stored embeddings
     state_dtype: str = "float32"  # the dtype of stored element states; row states are float32
-    has_own_seed: bool = True  # the user gave a seed; otherwise it comes from the name or from stored rows
+    has_own_seed: bool = True  # False if the seed does not come from the user, but from the name or stored rows
     zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state
     num_tables: int = field(init=False)
@@ -62,7 +62,7 @@ class TableSpec:
 
     @property
     def legal_ids(self) -> Hashable:
-        """A value for comparing two embeddings: equal if each table's legal ids are the same in both."""
+        """A value that is equal for two embeddings if the legal ids of their tables are the same."""
         return self.last_ids is not None and (self.last_ids.tobytes(), self.drops)
 
     @property
@@ -75,7 +75,7 @@ class TableSpec:
         return table_labels(self.table_names)
 
     def id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
-        """Returns for each table a number above its legal and its stored ids, or None if such a number is unknown."""
+        """Returns for each table a number above all its legal and stored ids, or None if no such number is known."""
         own_limits = [table.ids for table in self.tables]
         field = None if stored is None else stored.get(ID_LIMITS)
         stored_limits = field if isinstance(field, list) else [None] * (0 if stored is None else len(stored["tables"]))
@@ -111,7 +111,7 @@ class TableSpec:
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
-        """Returns the description stored in MARK and in manifests. `hyper` holds the rule's numbers at `step`."""
+        """Returns the description stored in MARK and in snapshots. `hyper` is from `compute_hyper(step)`."""
         names, form = list(self.table_names), self.form(state)
         return {
             "name": self.name,
@@ -156,7 +156,7 @@ def table_spec(
         key_type,
         options,
         padding_idx,
-        zlib.crc32(name.encode()) if seed is None else check_seed(seed),  # other names get other initial rows
+        zlib.crc32(name.encode()) if seed is None else check_seed(seed),  # by name, so that rows differ
         dtype,
         state_dtype,
         seed is not None,
@@ -167,7 +167,7 @@ def check_name(name: Any) -> str:
     """Returns an embedding's name. Raises OptionError if no folder can have that name."""
     if not is_folder_name(name) or name != name.strip():
         raise OptionError(
-            f"name={name!r}: it names a folder; give 1 to 200 printable bytes without slashes, a leading dot, or "
+            f"name={name!r}: a folder gets this name; give 1 to 200 printable bytes without slashes, a leading dot, or "
             "leading or trailing spaces"
         )
     return str(name)
@@ -178,10 +178,8 @@ def check_columns(embedding_dim: Any) -> tuple[int, ...]:
     dims = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
     columns = tuple(width for dim in dims if (width := as_int(dim, minimum=1)) is not None)
     if not columns or len(columns) != len(dims) or sum(columns) > 1 << 16:
-        raise OptionError(
-            f"embedding_dim={embedding_dim!r}: give a whole number from 1 to 65536, or a list of them for several "
-            f"columns"
-        )
+        remedy = "give a whole number from 1 to 65536, or a list of them for several columns"
+        raise OptionError(f"embedding_dim={embedding_dim!r}: {remedy}")
     return columns
 
 

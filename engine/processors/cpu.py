@@ -1,4 +1,4 @@
-"""Tables on the CPU: the native core."""
+"""The `Processor` for tables on the CPU. This processor calls the native core."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class CpuProcessor(Processor[Batch]):
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        # zeros for features that are not looked up: their ids have weights as well
+        # zeros for features that are not looked up, since their ids have weights as well
         make = torch.empty if lookup.feature_columns is None else torch.zeros
         out = make(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]

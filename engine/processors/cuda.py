@@ -46,7 +46,7 @@ def make_cuda_factory(device: Device, options: StoreOptions) -> ProcessorFactory
 class CudaProcessor:
     """The `Processor` for a GPU. A call returns before the device has done the work."""
 
-    defers_errors = True  # for illegal ids, table ids and offsets, and for rows that exceed a fixed capacity
+    defers_errors = True  # errors for illegal ids, table ids and offsets, and for rows beyond a fixed capacity
 
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
@@ -96,8 +96,8 @@ class CudaProcessor:
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
     def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
-        """See `Processor.make_batch`. In a batch made ahead, occurrences are already grouped by row."""
-        _core.set_threads(torch.get_num_threads())  # for host tiers below a cache
+        """See `Processor.make_batch`. A batch for a later step already groups the positions of ids by row."""
+        _core.set_threads(torch.get_num_threads())  # used by host tiers below a cache
         if dedup_from is not None:
             return dedup_from.make_sibling(self._faults.word)
         segments = [_make_segment(lookup) for lookup in lookups]
@@ -107,11 +107,11 @@ class CudaProcessor:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
                     self._device.record_stream(part)
-            _ = batch.positions_by_row  # computed here rather than in the step
+            _ = batch.positions_by_row  # computed now rather than in the step
         return batch
 
     def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        batch.record_stream()  # a fetch of the batch's rows may still use the batch's faults
+        batch.record_stream()  # a fetch of the batch's rows may still use the memory of the batch's faults
         is_different = [
             (old != new).any()
             for pair in zip(announced, lookups, strict=True)
@@ -143,7 +143,7 @@ class CudaProcessor:
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        # zeros for features that are not looked up: their ids have weights as well
+        # zeros for features that are not looked up, since their ids have weights as well
         make = torch.empty if lookup.feature_columns is None else torch.zeros
         out = make(lookup.ids.shape, dtype=torch.float32, device=self.device)
         kernels.weights_grad(batch, self._device_layout, index, grad.contiguous(), out, lookup.pooling == "mean")
@@ -220,7 +220,7 @@ def _make_segment(lookup: Lookup) -> Segment:
         for part in (lookup.table_ids, lookup.offsets)
     )
     bags: int | Tensor | None = offsets
-    if offsets is None and lookup.pooling is not None:  # bags without ids need offsets, which count the bags
+    if offsets is None and lookup.pooling is not None:  # without ids in the bags, only offsets tell the number of bags
         bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
     return Segment(keys, tables, bags, lookup.feature_columns)
 

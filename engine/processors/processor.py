@@ -26,23 +26,23 @@ B = TypeVar("B")
 
 
 class DeferredError(NamedTuple):
-    """An error that was found after the failed call had returned. No row has changed since that call."""
+    """An error that was found after the wrong call had returned. No row has changed since that call."""
 
     error: TierbedError
-    updates: int  # how many launched updates were applied
+    updates: int  # number of the launched updates that were applied
 
 
 class RowsByOwner(NamedTuple):
-    """A batch's unique rows in host memory, sorted by the rank that owns them, then in batch order."""
+    """The keys of a batch's unique rows in host memory, ordered by the rank that owns the row, then as in the batch."""
 
     keys: Tensor  # [unique] int64
     tables: Tensor  # [unique] int64
-    positions: NDArray[np.int64]  # [unique], the position in this order of each row of the batch
-    counts: list[int]  # [ranks], rows of each owner
+    positions: NDArray[np.int64]  # [unique], for each row of the batch, its position in this order
+    counts: list[int]  # [ranks], number of rows that each rank owns
 
 
 def sort_by_owner(unique: Lookup, ranks: int, last: int) -> RowsByOwner:
-    """Sort a batch's unique rows by the rank that owns them, except that rank `last` comes after all others."""
+    """Sort a batch's unique rows by the rank that owns them. Rank `last` comes after all other ranks."""
     keys = unique.ids.cpu()
     tables = torch.zeros_like(keys) if unique.table_ids is None else unique.table_ids.cpu()
     owners = _core.owners(tables.numpy().astype(np.uint32), keys.numpy().view(np.uint64), ranks)
@@ -58,25 +58,25 @@ def sort_by_owner(unique: Lookup, ranks: int, last: int) -> RowsByOwner:
 class Processor(Protocol[B]):
     """Runs one table's operations on one kind of device. Rows and outputs are bit-identical on all devices.
 
-    `B` is the processor's batch type: the unique rows of lookups, with line addresses that a store sets. Tensors are on
-    `device`. The default methods suit a processor that finishes a call's work before the call returns.
+    `B` is the processor's batch type: the unique rows of lookups, with the rows' memory addresses, set by a store.
+    Tensors are on `device`. The default methods suit a processor that finishes a call's work before the call returns.
     """
 
     device: torch.device
-    layout: _core.Layout  # the layout of lines in host memory
+    layout: _core.Layout  # the layout of rows in host memory
     defers_errors: bool = False  # True if an error in the input may be raised by a later call
-    capturer: Any = None  # the Device that captures launches and replays them
+    capturer: Any = None  # the Device that captures kernel launches and replays them
 
     @property
     def written_counts(self) -> Counts:
-        """For each table, how many rows were written for the first time. May wait for the device."""
+        """For each table, the number of rows that were written for the first time. May wait for the device."""
 
     @property
     def dropped_counts(self) -> Counts:
-        """For each table, how many ids its option `bad_ids` dropped. May wait for the device."""
+        """For each table, the number of illegal ids that were dropped (`bad_ids`). May wait for the device."""
 
     def take_deferred_error(self, wait: bool) -> DeferredError | None:
-        """Returns a deferred error once. With `wait`, waits for all launched work first."""
+        """Returns a deferred error, each error only once. With `wait`, waits for all launched work first."""
         return None
 
     def free_memory(self) -> FreeMemory | None:
@@ -84,19 +84,19 @@ class Processor(Protocol[B]):
         return None
 
     def make_full_table(self, tier: str) -> FullStore[B]:
-        """Make a full table in "device" or "host" memory. Raises OptionError if that memory is too small."""
+        """Make a table for all rows in "device" or "host" memory. Raises OptionError if that memory is too small."""
 
     def make_cache(self, below: Tier, options: CachedHostMemOptions) -> TopTier[B]:
         """Make a cache above a tier. Raises OptionError for a wrong budget."""
 
     def make_cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
-        """Make a full table in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
+        """Make a table for all rows in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
 
     def make_batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
-        `dedup_from` is a batch of the same lookups for an embedding with the same number of tables and the same
-        padding; its deduplication is reused. With `ahead`, the batch is for a later step, and that step raises errors.
+        `dedup_from` is a batch of the same lookups for another embedding with the same number of tables and the same
+        padding. Its deduplication is reused. With `ahead`, the batch is for a later step, which then raises the errors.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:
@@ -120,10 +120,10 @@ class Processor(Protocol[B]):
         return
 
     def count_written(self, batch: B) -> Counts:
-        """Returns, for each table, how many of the batch's rows were ever written. Needs the rows' lines. May wait."""
+        """Returns, for each table, how many of the batch's rows were ever written. Needs row addresses. May wait."""
 
     def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
-        """Returns a small lookup's result without making a batch, or None. `trains` is as in `TopTier.peek`."""
+        """Returns a small lookup's result without making a batch, or None. `trains`: see `TopTier.peek`."""
 
     def gather(
         self,
@@ -143,7 +143,7 @@ class Processor(Protocol[B]):
         """Set the rule's numbers (`RowOptimizer.compute_hyper`), the step, and the factor that scales gradients."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
-        """Sum rows' gradients and apply the rule. Wrong gradients raise TypeError or ValueError before any write."""
+        """Sum the gradients of each row and apply the rule. Raises TypeError or ValueError before any write."""
 
     def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
         """Returns each row's sum of squared gradient elements: float32 [unique or longer], padded with 0."""
@@ -153,8 +153,7 @@ class Processor(Protocol[B]):
     ) -> Tensor:
         """Returns each row's summed gradient, reduced as in `update`: float32 [unique, dim].
 
-        With `out`, a contiguous tensor [*, dim], the gradient of row u is written to out[positions[u]] instead. May
-        wait for the device.
+        With `out`, a contiguous tensor [*, dim], row u's gradient is written to out[positions[u]]. May wait.
         """
 
     def unique_rows(self, batch: B) -> Lookup:
@@ -173,10 +172,10 @@ class Processor(Protocol[B]):
         """Write values [positions, dim] to the rows of a lookup without bags. A row's last value wins."""
 
     def preview_catch_up(self, batch: B, rule: str) -> None:
-        """Make gathers return rows with missed steps applied, without changing lines."""
+        """Make gathers return rows as they are after their missed steps, without changing the stored rows."""
 
     def catch_up(self, batch: B, rule: str) -> None:
-        """Apply missed steps to the batch's lines."""
+        """Apply missed steps to the stored rows of a batch."""
 
 
 # (spec, state, maximum number of rows or None) -> a table's processor

@@ -30,10 +30,10 @@ class PoolingType(Enum):
 
     SUM = "SUM"
     MEAN = "MEAN"
-    NONE = "NONE"  # for an EmbeddingCollection, which does not pool
+    NONE = "NONE"  # rows are not pooled, as in an EmbeddingCollection
 
 
-# function of torch.nn.init: (tierbed's initializer, default arguments)
+# {function of torch.nn.init: (function that makes tierbed's initializer, default arguments)}
 _INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] = {
     nn.init.uniform_: (make_uniform_initializer, {"low": 0.0, "high": 1.0}),
     nn.init.normal_: (make_normal_initializer, {"mean": 0.0, "std": 1.0}),
@@ -41,9 +41,9 @@ _INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] 
     nn.init.zeros_: (make_constant_initializer, {"value": 0.0}),
     nn.init.ones_: (make_constant_initializer, {"value": 1.0}),
 }
-_ARGUMENT_NAMES = {"a": "low", "b": "high", "val": "value"}  # torch's argument name: ours
+_ARGUMENT_NAMES = {"a": "low", "b": "high", "val": "value"}  # {torch's argument name: tierbed's}
 
-# the keys are values of TorchRec's DataType, and torch's dtypes as text
+# the keys are the values of TorchRec's DataType and the names of torch's dtypes
 _DATA_TYPES = {
     name: dtype
     for value, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16), ("FP16", torch.float16))
@@ -52,7 +52,7 @@ _DATA_TYPES = {
 
 
 def _refused_field(default: Any, reason: str) -> Any:
-    """Declare a field that TorchRec has and tierbed lacks. Any value except `default` is refused with `reason`."""
+    """Declare a TorchRec field that accepts only its default value. For other values, the error states `reason`."""
     return field(default=default, kw_only=True, metadata={"reason": reason})
 
 
@@ -60,21 +60,21 @@ def _refused_field(default: Any, reason: str) -> Any:
 class EmbeddingConfig:
     """Config for one table.
 
-    TorchRec's other fields are accepted at their defaults. Any other value raises OptionError.
+    TorchRec's other fields must have their default values; any other value raises OptionError.
 
     Args:
         num_embeddings: Valid ids are 0 to num_embeddings - 1. None accepts any 64-bit id.
         embedding_dim: Elements per row, at least 1.
         name: Table name.
         data_type: Storage dtype: FP32, BF16 or FP16, as text, torch's dtype or TorchRec's DataType.
-        feature_names: Features that look the table up. If empty, one feature with the table's name.
+        feature_names: Features that look the table up. By default, one feature with the same name as the table.
         weight_init_min, weight_init_max: New rows are uniform in this range. Default: +-sqrt(1 / num_embeddings),
             or normal(0, 0.05) if num_embeddings is None.
         initializer: Initializer for new rows, from a `make_*_initializer`. Replaces the range.
         init_fn: TorchRec's form of the initializer: `uniform_`, `normal_`, `constant_`, `zeros_` or `ones_` of
             torch.nn.init, or a functools.partial of one. The id of a row determines its initial values.
         group: Tables with equal dim, data_type and group share an embedding, and so an optimizer.
-        bad_ids: "raise" raises InputError for an invalid id. "drop" counts it and treats it as padding.
+        bad_ids: "raise" raises InputError for an invalid id. "drop" treats an invalid id as padding and counts it.
     """
 
     num_embeddings: int | None
@@ -90,13 +90,13 @@ class EmbeddingConfig:
     init_fn: Any = field(default=None, kw_only=True)
     num_embeddings_post_pruning: int | None = _refused_field(None, "only rows that were trained are stored")
     need_pos: bool = _refused_field(False, "PositionWeightedModuleCollection weights any feature by position")
-    input_dim: int | None = _refused_field(None, "ids are hashed; num_embeddings=None takes any id of 64 bits")
+    input_dim: int | None = _refused_field(None, "ids are hashed; num_embeddings=None takes any 64-bit id")
     total_num_buckets: int | None = _refused_field(None, "the store has its own hash partitions")
-    use_virtual_table: bool = _refused_field(False, "every table is one; num_embeddings=None takes any id of 64 bits")
+    use_virtual_table: bool = _refused_field(False, "every table is virtual; num_embeddings=None takes any 64-bit id")
     virtual_table_eviction_policy: Any = _refused_field(None, "store_options have eviction, admission and ttl_steps")  # noqa: RUF009
     enable_embedding_update: bool = _refused_field(False, "put and load_snapshot write rows of any table")
-    stash_weights: bool = _refused_field(False, "the store keeps the rows that memory has no room for")
-    pruning_indices_remapping: Any = _refused_field(None, "only rows that were trained are stored, so none is pruned")  # noqa: RUF009
+    stash_weights: bool = _refused_field(False, "the store keeps the rows that do not fit in memory")
+    pruning_indices_remapping: Any = _refused_field(None, "only trained rows are stored, so there is nothing to prune")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         subject = f"table {self.name!r}"
@@ -113,18 +113,18 @@ class EmbeddingConfig:
             raise OptionError(f"{subject}: feature_names={self.feature_names} repeats a name; name each once")
         if self.group and (not is_folder_name(self.group) or "." in self.group):
             raise OptionError(f"{subject}: group={self.group!r}; give printable characters without slashes and dots")
-        self.table_options()  # raises for a wrong initializer, range or bad_ids
+        self.table_options()  # raises OptionError if the initializer, range or bad_ids is wrong
 
     def num_features(self) -> int:
         """Return the number of features that look the table up."""
         return len(self.feature_names)
 
     def get_weight_init_min(self) -> float:
-        """Return the lower bound for new rows; the default one if rows are not drawn uniformly."""
+        """Return the smallest value of new rows, or the default if new rows are not drawn uniformly."""
         return float(self._initializer().get("low", -sqrt(1 / (self.num_embeddings or 1))))
 
     def get_weight_init_max(self) -> float:
-        """Return the upper bound for new rows; the default one if rows are not drawn uniformly."""
+        """Return the largest value of new rows, or the default if new rows are not drawn uniformly."""
         return float(self._initializer().get("high", sqrt(1 / (self.num_embeddings or 1))))
 
     @property
@@ -149,7 +149,7 @@ class EmbeddingConfig:
         if self.num_embeddings is None and not bounds:
             return make_normal_initializer(0.0, 0.05)
         if self.num_embeddings is None and len(bounds) < 2:
-            raise OptionError(f"{subject}: give both of weight_init_min and weight_init_max")
+            raise OptionError(f"{subject}: give both weight_init_min and weight_init_max")
         bound = sqrt(1 / (self.num_embeddings or 1))
         return make_uniform_initializer(-bound if low is None else low, bound if high is None else high)
 

@@ -24,7 +24,7 @@ from ..tensors.validation import check_eager
 from .configs import EmbeddingBagConfig, EmbeddingConfig
 from .tables import TableCollection, TableView, key_positions, output_names
 
-PADDING_ID = -1  # the id without a row in a collection that pads
+PADDING_ID = -1  # the id that means padding in a collection with padded features; no row is stored for it
 _Ids = tuple[Tensor, Tensor, Tensor | None]
 
 
@@ -51,12 +51,12 @@ class EmbeddingBagCollection(TableCollection):
         name: Prefix for embedding names. None means "ebc". If a model has several collections without a name, their
             embeddings are named by the collections' module paths.
         is_weighted: If True, multiplies rows by the batch's weights.
-        key_type: Id dtype. Other integer dtypes are converted.
-        seed: Determines initial rows, together with embedding and table names.
+        key_type: Id dtype. Ids of other integer dtypes are converted.
+        seed: A number that determines initial rows, together with the names of embeddings and tables.
         output_dtype: Dtype for results and gradients.
-        share: Another collection. Tables that are also in `share` are looked up in its embeddings; `store_options`
-            apply to the other tables.
-        device: Lookup device. "meta" computes only shapes and allocates nothing.
+        share: Another collection. A table that is in both collections uses the embedding of `share`; `store_options`
+            apply to the remaining tables.
+        device: Lookup device. On "meta", lookups compute only shapes and allocate nothing.
         world: A `tierbed.distributed.World` whose ranks divide the rows. Shared tables keep their own world.
         state_dtype: Dtype for per-element optimizer state: torch.float32 or torch.bfloat16.
 
@@ -89,7 +89,7 @@ class EmbeddingBagCollection(TableCollection):
         self._keys: list[str] = []
         self._lengths: list[int] = []
         self._lookups: list[_PooledLookup] = []
-        lookup_indices: list[int] = []  # for each feature of the result, its lookup's index
+        lookup_indices: list[int] = []  # for each feature of the result, the index of its lookup in `_lookups`
         for config, names in zip(self.configs, output_names(self.configs), strict=True):
             assert isinstance(config, EmbeddingBagConfig)
             self._keys += names
@@ -105,8 +105,7 @@ class EmbeddingBagCollection(TableCollection):
                 and unused keys are ignored.
 
         Returns:
-            A KeyedTensor of values [batch, sum of dims]. Keys are ordered by table, then by the table's features. An
-            empty bag gives zeros.
+            A KeyedTensor of values [batch, sum of dims], ordered by table, then feature. An empty bag gives zeros.
 
         Raises:
             KeyError: If a feature is missing.
@@ -129,7 +128,7 @@ class EmbeddingBagCollection(TableCollection):
         """True if rows are multiplied by the batch's weights."""
         return self._is_weighted
 
-    embedding_bag_configs = TableCollection.embedding_configs  # TorchRec's models call it
+    embedding_bag_configs = TableCollection.embedding_configs  # TorchRec's models call this method
 
     def _make_lookups(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
         batch = as_features(features)
@@ -140,7 +139,7 @@ class EmbeddingBagCollection(TableCollection):
             yield embedding, check_lookup(embedding.spec, *arguments, positions, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
-        """Add a table's feature to the first lookup in its embedding without it. Returns the lookup's index."""
+        """Add a feature to the first lookup of its table's embedding that lacks it. Returns the lookup's index."""
         embedding, table = self.table_location(config.name)
         pooling = config.pooling.value.lower()
         candidates = (entry for entry in self._lookups if (entry.embedding, entry.pooling) == (embedding, pooling))
@@ -160,7 +159,7 @@ class EmbeddingBagCollection(TableCollection):
         return weights.float()
 
     def _look_up(self, lookup: _PooledLookup, batch: KeyedJaggedTensor, weights: Tensor | None) -> Tensor:
-        """Return [batch, columns * dim]."""
+        """Return the pooled rows of one lookup, [batch, columns * dim]."""
         if isinstance(batch, VariableBatchKeyedJaggedTensor):
             return self._expand_bags(lookup, batch)
         keys = batch.keys()
@@ -170,10 +169,8 @@ class EmbeddingBagCollection(TableCollection):
 
     def _expand_bags(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
         """Look each bag up once, then copy its row to each sample that shares it. Returns [batch, columns * dim]."""
-        check_eager(
-            "a batch of variable batch sizes",
-            "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor",
-        )
+        remedy = "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor"
+        check_eager("a batch of variable batch sizes", remedy)
         inverse, counts = batch.inverse_indices_or_none(), batch.stride_per_key()
         if inverse is None and len({*counts}) > 1:
             problem = f"keys differ in their numbers of bags, {counts}, and inverse_indices=None"
@@ -194,7 +191,7 @@ class EmbeddingBagCollection(TableCollection):
 
 
 def as_features(features: Any) -> KeyedJaggedTensor:
-    """Convert TorchRec's KeyedJaggedTensor, or a dict of JaggedTensors, to ours. Raises InputError."""
+    """Convert TorchRec's KeyedJaggedTensor, or a dict of JaggedTensors, to tierbed's class. Raises InputError."""
     if isinstance(features, KeyedJaggedTensor):
         return features
     if isinstance(features, Mapping):
@@ -206,7 +203,7 @@ def as_features(features: Any) -> KeyedJaggedTensor:
 
 
 def as_jagged(feature: Any) -> JaggedTensor:
-    """Convert TorchRec's JaggedTensor to ours. Raises InputError."""
+    """Convert TorchRec's JaggedTensor to tierbed's class. Raises InputError."""
     if isinstance(feature, JaggedTensor):
         return feature
     if not hasattr(feature, "offsets_or_none") or not hasattr(feature, "values"):
@@ -216,7 +213,7 @@ def as_jagged(feature: Any) -> JaggedTensor:
 
 
 class Padded(NamedTuple):
-    """A feature padded to the same number of positions in each sample."""
+    """A feature's rows, padded to the same number of rows in each sample."""
 
     values: Tensor  # [batch, length, dim]: the rows of a sample's first ids, then zeros
     mask: Tensor  # bool [batch, length]: True where there is an id
@@ -230,9 +227,9 @@ class EmbeddingCollection(TableCollection):
     Args:
         tables: One EmbeddingConfig (tierbed's or TorchRec's) per table.
         name: Prefix for embedding names. None means "ec".
-        need_indices: If True, jagged results carry the ids as their weights.
-        padded: {feature: length}. Rows of these features are returned as one dense `Padded`. Ids beyond `length` are
-            left out. With this argument the id -1 (2**64 - 1 as uint64) means padding in every feature.
+        need_indices: If True, the weights of each returned JaggedTensor are its ids.
+        padded: {feature: length}. Each of these features is returned as a dense `Padded`. Ids beyond `length` are left
+            out. If this argument is given, the id -1 (2**64 - 1 as uint64) means padding in every feature.
 
     The other arguments are the same as for EmbeddingBagCollection.
 
@@ -277,7 +274,7 @@ class EmbeddingCollection(TableCollection):
             if padding is not None and embedding.spec.padding_idx != padding:
                 raise OptionError(
                     f"padded={self._padded}: the shared embedding {embedding.name!r} was made without padding id "
-                    f"{padding}; make this collection first, with store_options, and pass it as share to the other"
+                    f"{padding}; make this collection first, with store_options, and pass it to the other as share"
                 )
 
     def forward(self, features: Any) -> dict[str, JaggedTensor | Padded]:
@@ -292,8 +289,7 @@ class EmbeddingCollection(TableCollection):
 
         Raises:
             KeyError: If a feature is missing.
-            GraphError: In a graph, if `features` is a KeyedJaggedTensor that is not an argument of the graph and a
-                feature is not padded.
+            GraphError: In a graph, if a feature is not padded and `features` is a KeyedJaggedTensor made in the graph.
             InputError, StoreError: As in a lookup.
         """
         result: dict[str, JaggedTensor | Padded] = {}
@@ -304,7 +300,7 @@ class EmbeddingCollection(TableCollection):
         return result
 
     def need_indices(self) -> bool:
-        """True if jagged results carry the ids as their weights."""
+        """True if the weights of each returned JaggedTensor are its ids."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
@@ -315,7 +311,7 @@ class EmbeddingCollection(TableCollection):
         return dims.pop() if dims else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """Return, for each table, its features' names in a result."""
+        """Return, for each table, the names of its features in results."""
         return [list(names) for names in self._names]
 
     def _make_lookups(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
@@ -325,7 +321,7 @@ class EmbeddingCollection(TableCollection):
     def _iter_lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
         """Yield (result name, embedding, table number in the embedding, ids) for each result."""
         batch: Any = features if isinstance(features, Mapping) else as_features(features)
-        key_positions(self._features, list(batch.keys()))  # raises for a missing feature
+        key_positions(self._features, list(batch.keys()))  # raises KeyError if a feature is missing
         if isinstance(batch, Mapping):
             batch = {feature: as_jagged(batch[feature]) for feature in self._features}
         for jagged in batch.values() if isinstance(batch, dict) else [batch]:

@@ -51,8 +51,8 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
 class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
     """Weights each id by its position in the bag. Weights start at 1.
 
-    A feature's parameter is `position_weights[feature]` [maximum length]. A longer bag raises InputError, except in a
-    graph on a GPU: lengths are not read there, and ids beyond the last position get the last position's weight.
+    A feature's parameter is `position_weights[feature]` [maximum length]. A longer bag raises InputError. A graph on a
+    GPU does not check lengths: ids beyond the last position get the last position's weight.
 
     Args:
         max_feature_lengths: {feature: maximum bag length}. Features that are not listed get weight 1.
@@ -69,7 +69,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         for feature, maximum in max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
             length = int_option(f"max_feature_lengths[{feature!r}]", maximum, _LENGTH_EXPECTED, 1)
             if "." in feature:
-                raise OptionError(f"max_feature_lengths: {feature!r} names a parameter; use no dots")
+                raise OptionError(f"max_feature_lengths: {feature!r} becomes a parameter's name; use no dots")
             self.max_feature_lengths[feature] = length
             self.position_weights[feature] = nn.Parameter(torch.ones(length, device=device))
 
@@ -82,8 +82,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         """Return the features with weights, for a collection with is_weighted=True.
 
         Args:
-            features: A KeyedJaggedTensor without weights (tierbed's or TorchRec's). Returned unchanged if it has no
-                keys.
+            features: A KeyedJaggedTensor without weights (tierbed's or TorchRec's). Without keys, it does not change.
 
         Raises:
             KeyError: If a feature of `max_feature_lengths` is missing.
@@ -94,7 +93,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
             return batch
         if batch.weights_or_none() is not None:
             raise InputError("features: give a KeyedJaggedTensor without weights; this module adds them")
-        key_positions(self.max_feature_lengths, keys)  # raises for a missing feature
+        key_positions(self.max_feature_lengths, keys)  # raises KeyError if a feature is missing
         weights = _gather_weights(self.position_weights_dict, keys, batch)
         offsets, inverse = batch.offsets(), batch.inverse_indices_or_none()
         strides = batch.stride_per_key_per_rank() or None
@@ -108,7 +107,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         return dict(self.position_weights.items())
 
 
-GroupedPositionWeightedModule = PositionWeightedModuleCollection  # what TorchRec's sharded collections use
+GroupedPositionWeightedModule = PositionWeightedModuleCollection  # the name in TorchRec's sharded collections
 
 
 class PositionWeightedProcessor(PositionWeightedModuleCollection):
@@ -122,7 +121,7 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection):
 
 
 def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagged) -> Tensor:
-    """Return a weight per value, [n]. The batch's bags are ordered by `keys`; keys without a parameter get weight 1."""
+    """Return a weight for each value, [n]. Bags are ordered by `keys`; keys without a parameter get weight 1."""
     batch.check_bags()
     offsets, device = batch.offsets(), batch.values().device
     # keys without a parameter use the constant 1 that is appended after all weights
@@ -148,7 +147,7 @@ def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch
 
 
 def _check_positions(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: Sequence[str]) -> None:
-    """Raise InputError if any position [n] of a limited key reaches its `limit`."""
+    """Raise InputError if an id's position in its bag reaches `limit`, unless its key is unlimited. Tensors are [n]."""
     is_beyond = has_limit & (position >= limit)
     if is_beyond.any():
         first = int(is_beyond.nonzero()[0])
@@ -159,7 +158,7 @@ def _check_positions(position: Tensor, limit: Tensor, has_limit: Tensor, key: Te
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())
 def _check_positions_op(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: str) -> Tensor:
-    """Check positions within a graph, on a CPU only because a GPU would wait for it. keys: names split by newlines."""
+    """Check positions in a graph, only on a CPU, since a GPU would have to wait. keys: names joined by newlines."""
     if position.device.type == "cpu":
         _check_positions(position, limit, has_limit, key, keys.split("\n"))
     return position.clone()

@@ -1,4 +1,4 @@
-"""Divides one store's options between a module's embeddings, or assigns each embedding its own."""
+"""Divides one store's options between a module's embeddings, or gives each embedding its own options."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ...engine.options.store_options import (
 from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # RocksDB memtables per database, bytes each; as in rocksdb_options.cpp
+MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # number and smallest size of memtables per RocksDB database
 MAX_STATES = 2  # the most state floats that an optimizer keeps per float of a row
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
 
 
 class StoreRequest(NamedTuple):
-    """An embedding's row count and row format, which determine its part of the memory."""
+    """An embedding's row count and row format; they determine its share of the memory."""
 
     dim: int
-    rows: int | None = None  # in all tables; None: unknown
+    rows: int | None = None  # rows in all tables together; None if unknown
     itemsize: int = 4  # bytes per element
 
 
@@ -56,9 +56,9 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
     """Divide one store's options between embeddings. The parts never add up to more than the whole.
 
     Memory is divided in proportion to row bytes, `capacity` in proportion to row counts. If any row count is unknown,
-    all parts are equal. Budgets of 0 stay 0. RocksDB's write buffers are divided too, down to their minimum size,
-    unless `rocksdb_options` sets a size. A single embedding gets everything. Raises OptionError if there is too little
-    to divide, or if a budget is "auto" and there are several embeddings.
+    all parts are equal. Budgets of 0 stay 0. RocksDB's write buffers are divided too, but keep a minimum size, and are
+    left as they are if `rocksdb_options` sets their size. A single embedding gets everything. Raises OptionError if
+    there is too little to divide, or if a budget is "auto" and there are several embeddings.
     """
     if len(requests) == 1:
         return dict.fromkeys(requests, options)
@@ -85,7 +85,7 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
 
 
 def format_stores(stores: Mapping[str, StoreOptions]) -> str:
-    """Return the division as a text table: one line per embedding, and each column's sum."""
+    """Format the stores' budgets as a text table: one line per embedding, and each column's sum."""
     from rich import box  # slow to import
     from rich.console import Console
     from rich.table import Table
@@ -117,7 +117,7 @@ def _divide_budget(
         embeddings = f"{len(requests)} share the store: {', '.join(requests)}"
         remedy = "give a number of MiB to divide, or store_options for each by its name"
         raise OptionError(f"{budget}='auto' is for one embedding, and {embeddings}; {remedy}")
-    rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache has at least one set
+    rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache needs memory for at least one set
     minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
     parts = _divide(int(total * MB), sizes, minimum)
     if parts is None:
@@ -141,7 +141,7 @@ def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> li
 
 
 def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """Divide in proportion to weights, each part at least its minimum. None if the minimums exceed `whole`."""
+    """Divide `whole` in proportion to weights; parts are at least their minimum. None if minimums exceed `whole`."""
     if sum(minimum) > whole:
         return None
     clamped: set[int] = set()  # indices of parts that are raised to their minimum

@@ -68,12 +68,12 @@ class TableView(NamedTuple):
     embedding_dim: int
     dtype: torch.dtype  # of stored rows
     embedding: MultiTableEmbedding
-    group: str  # key of the embedding in `embeddings`
+    group: str  # the embedding's key in the module's `embeddings`
     number: int  # index of the table in the embedding
 
     @property
     def weight(self) -> Tensor:
-        """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta it has only a shape.
+        """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta, only the shape is real.
 
         Raises InputError if the table accepts any id.
         """
@@ -96,7 +96,7 @@ class TableView(NamedTuple):
 
 
 class Embeddings(nn.ModuleDict):
-    """A collection's embeddings by name. As in TorchRec, a table's name as key returns the table."""
+    """A collection's embeddings by name. As in TorchRec, a table's name is a key too, and returns the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,12 +126,12 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         key_type: torch.dtype = torch.int64,
         **options: Any,
     ) -> None:
-        """Make an embedding per table group, all in one training group. options: further arguments of each."""
+        """Make an embedding for each group of tables, all in one training group. options: the embeddings' arguments."""
         for group, tables in groups.items():
             if "." in group:
-                raise OptionError(f"name={self.name!r}: it names modules; use no dots")
+                raise OptionError(f"name={self.name!r}: the name becomes part of module names; use no dots")
             if group in self.embeddings:
-                raise OptionError(f"name={self.name!r}: share has an embedding {group!r} too; give another name")
+                raise OptionError(f"name={self.name!r}: share already has an embedding {group!r}; give another name")
             self._warn_of_other_dtypes(group, tables, stores[group], {*groups, *self._shared})
             # with a common seed, equal keys would have equal initial rows in several embeddings
             own_seed = (seed + crc32(self._seed_name(group, tables).encode())) % 2**63
@@ -139,7 +139,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             table_options = [table.table_options() for table in tables]
             embedding = MultiTableEmbedding(group, *types, table_options, stores[group], seed=own_seed, **options)
             self.embeddings[group] = embedding
-            embedding.set_spec(has_own_seed=False)  # stored rows may come from an earlier seed formula
+            embedding.set_spec(has_own_seed=False)  # stored rows may have a seed from an older formula
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
             for number, table in enumerate(tables):
@@ -169,10 +169,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 log.warning(
                     "embedding %r starts empty, but %s has rows of another dtype: to keep them, copy a snapshot of "
                     "them to %s, and call embedding_of(table).load_snapshot(name, convert=True)",
-                    group,
-                    path / other,
-                    path / group / "snapshots",
-                )
+                    group, path / other, path / group / "snapshots",
+                )  # fmt: skip
 
     def _snapshot_embeddings(self) -> list[Any]:
         return [self.embedding(group) for group in self.embeddings if group not in self._shared]
@@ -213,7 +211,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         return {name: states[embedding][number] for name, (embedding, number, _) in dense.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
-        """Call `load_dense` on each embedding. Arguments are by table name. Checks all before it changes any."""
+        """Load rows and states, by table name, as `load_dense` does. Checks all tables before it changes any."""
         loads = []
         for embedding in self.each():
             rows = {name: weights[name] for name in self._tables if self.embedding_of(name) is embedding}
@@ -283,15 +281,15 @@ class TableCollection(TableModule):
             stores = assign_stores(store, store_requests(groups))
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
-            raise OptionError("store_options: all tables are in share, with their store; leave store_options out")
+            raise OptionError("store_options: all tables are in share and have its store; leave store_options out")
         views = self.embeddings.tables
-        views |= {name: views.pop(name) for name in names}  # in config order, for state_dict
+        views |= {name: views.pop(name) for name in names}  # restores the configs' order, for state_dict
         if device is not None:
             self._move_to(device)
 
     @property
     def device(self) -> torch.device:
-        """Lookup device; the CPU if there are no tables."""
+        """The device of lookups. Without tables, the CPU."""
         return next((embedding.device for embedding in self.each()), torch.device("cpu"))
 
     def embedding_configs(self) -> list[Any]:
@@ -301,7 +299,7 @@ class TableCollection(TableModule):
     def to_torchrec_state_dict(self) -> dict[str, Tensor]:
         """Return the tables as TorchRec's collection returns them from `state_dict()`.
 
-        `load_state_dict` accepts the result and resets optimizer state; `load_torchrec_optimizer_state` restores it.
+        `load_state_dict` loads the result and resets optimizer state; `load_torchrec_optimizer_state` loads that state.
 
         Returns:
             {TorchRec's parameter name: a copy [num_embeddings, dim] of the table in its dtype}.
@@ -313,7 +311,7 @@ class TableCollection(TableModule):
         return {name: copy_rows(*views[table.name].dense(), table.dtype) for name, table in self._weight_names.items()}
 
     def to_torchrec_optimizer_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return each table's optimizer state as TorchRec's KeyedOptimizer has it.
+        """Return each table's optimizer state in the form of TorchRec's KeyedOptimizer.
 
         Returns:
             {TorchRec's parameter name: {torch's state name: tensor, "step": scalar}}. A tensor is
@@ -333,12 +331,12 @@ class TableCollection(TableModule):
     def load_torchrec_optimizer_state(self, state: Mapping[str, Any], step: int | None = None) -> None:
         """Load optimizer state from `to_torchrec_optimizer_state` or from TorchRec's `optimizer.state_dict()`.
 
-        Call it last: first make the optimizer with the collection's parameters, then load the rows. Writes all rows of
-        each table.
+        Call this method last: first make the optimizer with the collection's parameters, then load the rows. The method
+        writes all rows of each table.
 
         Args:
             state: The state. Names may have a prefix from enclosing modules.
-            step: Update count so far, as in `load_dense`. TorchRec's fused Adam does not save it: pass it here.
+            step: Update count so far, as in `load_dense`. TorchRec's fused Adam does not save the count: pass it here.
 
         Raises:
             InputError: If a table's state is missing; further errors as in `load_dense`.
@@ -379,7 +377,7 @@ class TableCollection(TableModule):
                 embedding.load_tensors(RowTensors.make_empty(embedding.spec).tensors)
 
     def _move_to(self, device: torch.device | str) -> None:
-        """Move lookups to a device. On meta they compute only shapes. Raises OptionError."""
+        """Move lookups to a device. On meta, lookups compute only shapes. Raises OptionError."""
         try:
             target = torch.device(device)
         except (RuntimeError, TypeError):
@@ -389,8 +387,8 @@ class TableCollection(TableModule):
         for group in self._shared:
             embedding = self.embedding(group)
             if embedding.device.type != target.type:
-                subject = f"the shared embedding {embedding.name!r} is on {embedding.device}"
-                raise OptionError(f"device={device!r}: {subject}; give that, or move both collections by .to(device)")
+                problem = f"the shared embedding {embedding.name!r} is on {embedding.device}"
+                raise OptionError(f"device={device!r}: {problem}; use that device, or move both by .to(device)")
         self.to(target)
 
     def prefetch(self, features: Any) -> None:
@@ -416,16 +414,15 @@ class TableCollection(TableModule):
         if values.dtype.is_floating_point or values.dtype.is_complex or values.dtype == torch.bool:
             raise InputError(f"values of {self.name!r}: {values.dtype}; give ids of an integer dtype")
         if values.dtype.itemsize > self.key_type.itemsize:
+            problem = f"{values.dtype} is wider than key_type={self.key_type}"
             remedy = "make the collection with key_type=torch.int64, or give values.to(torch.int32)"
-            raise InputError(
-                f"values of {self.name!r}: {values.dtype} is wider than key_type={self.key_type}; {remedy}"
-            )
+            raise InputError(f"values of {self.name!r}: {problem}; {remedy}")
         return values if values.dtype == self.key_type else values.to(self.key_type)
 
     def _adopt_shared(
         self, share: TableCollection, config: EmbeddingConfig, output_dtype: torch.dtype, state_dtype: torch.dtype
     ) -> None:
-        """Look up a table in `share`'s embedding. Raises OptionError if the table's two configs differ."""
+        """Use the embedding of `share` for a table. Raises OptionError if the table's two configs differ."""
         shared = next(other for other in share.configs if other.name == config.name)
         for field in ("num_embeddings", "embedding_dim", "dtype", "group"):
             own, other = getattr(config, field), getattr(shared, field)
@@ -446,7 +443,7 @@ class TableCollection(TableModule):
             ("state_dtype", f"torch.{check_state_dtype(state_dtype)}", f"torch.{embedding.spec.state_dtype}"),
         ):
             if own != other:
-                raise OptionError(f"{option}={own}: the tables of share keep {option}={other}; give that")
+                raise OptionError(f"{option}={own}: the tables of share have {option}={other}; give the same")
         if group not in self._shared:
             self._shared.append(group)
             self.embeddings[group] = embedding
@@ -454,7 +451,7 @@ class TableCollection(TableModule):
 
 
 def _may_have_rows(folder: Path, tables: set[str]) -> bool:
-    """True unless the clean marker shows that none of the tables has live rows in the store folder."""
+    """False if the store folder's clean marker shows that none of these tables has live rows there, else True."""
     marker = FolderState(folder).clean_marker
     names = () if marker is None or "tables" not in marker else read_table_names(marker)
     return not names or None in names or not tables.isdisjoint(names)
@@ -466,14 +463,14 @@ def _table_state(kind: str, table: str, state: Mapping[Any, Any]) -> dict[str, A
     names = [name for name in state if f".{name}".endswith(suffix) or name == f"{table}.weight"]
     if len(names) != 1 or not isinstance(state[names[0]], Mapping):
         raise InputError(
-            f"state: it has {names or 'none'} of table {table!r}; give one, as {suffix[1:]!r}, a dict, among those of "
-            f"{', '.join(map(str, state)) or 'no parameter'}"
+            f"state: the entries of table {table!r} are {names or 'none'}; give one dict, as {suffix[1:]!r}. The state "
+            f"has {', '.join(map(str, state)) or 'no parameter'}"
         )
     return dict(state[names[0]])
 
 
 def _state_name(torchrec_name: str, names: Sequence[str]) -> str:
-    """Convert TorchRec's state name to ours. FBGEMM's `<table>.momentum_1` is the first of `names`."""
+    """Convert TorchRec's name of a state to tierbed's. FBGEMM's `<table>.momentum_1` is the first of `names`."""
     last = torchrec_name.rpartition(".")[2]
     number = {"momentum1": 0, "momentum_1": 0, "momentum2": 1, "momentum_2": 1}.get(last, len(names))
     return names[number] if number < len(names) else last

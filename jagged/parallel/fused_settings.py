@@ -84,7 +84,7 @@ def _fused_params(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, 
             raise OptionError(f"{subject} fused_params={params!r:.80}; give a dict of FBGEMM's arguments by name")
         for module in model.modules() if params else ():
             if isinstance(module, kind):
-                raise OptionError(f"{subject} fused_params, and the model's {kind} stays as it is; leave them out")
+                raise OptionError(f"{subject} fused_params, but tierbed does not replace {kind}; leave them out")
             if any(base.__name__ == kind.__name__ for base in type(module).__mro__):
                 yield from ((inner, params) for inner in module.modules())
 
@@ -98,7 +98,7 @@ def _fuse_embedding(embedding: MultiTableMultiColumnEmbedding, params: dict[str,
         if package in ("torch", "torchrec") and kind in _OPTIM_TYPES:
             params |= {"optimizer": _OPTIM_TYPES[kind], **kwargs[0]}
         elif params.keys() & {*_OPTIMIZER_ARGUMENTS}:
-            raise OptionError(f"{kind} has its own numbers; leave those of fused_params out")
+            raise OptionError(f"{kind} has its own settings; leave the optimizer's settings out of fused_params")
     if "lr" in params:
         params["learning_rate"] = params.pop("lr")
     if (betas := params.pop("betas", None)) is not None:  # torch's Adam has betas; FBGEMM has beta1 and beta2

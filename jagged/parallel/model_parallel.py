@@ -32,8 +32,8 @@ class DistributedModelParallel(nn.Module):
     `apply_optimizer_in_backward` gave to rows uses FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
 
     Args:
-        module: The model. Embeddings without a world get the world of `env`; they must not be open yet. With one
-            process they stay without a world.
+        module: The model. Embeddings without a world get the world of `env`, and must not be open yet. If there is only
+            one process, they get no world.
         env: TorchRec's ShardingEnv, a process group or a World. None means torch's default process group.
         device: Device to move the module to. Parameters on meta are initialized there by `reset_parameters()`.
         plan: TorchRec's ShardingPlan. Only row-wise sharding is accepted.
@@ -136,7 +136,7 @@ class DistributedModelParallel(nn.Module):
 class InBackwardOptimizers:
     """The optimizers that torch steps during backward: `params` by name, `param_groups` and `state_dict()`.
 
-    It can be an item of TorchRec's CombinedOptimizer, because it unpacks to a (name, optimizer) pair.
+    An instance can be an item of TorchRec's CombinedOptimizer, because it unpacks to a (name, optimizer) pair.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -150,7 +150,7 @@ class InBackwardOptimizers:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The param groups of all optimizers. Their values may be changed."""
+        """The param groups of all optimizers. You may change the groups' values."""
         return [group for optimizer in self.optimizers.values() for group in optimizer.param_groups]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -190,7 +190,7 @@ def _add_wrapper_prefix(parallel: Any, state_dict: dict[str, Any], prefix: str, 
 
 
 def _make_world(env: Any) -> tuple[World, dist.ProcessGroup | None]:
-    """Return the embeddings' world and the dense part's process group. A group of None means torch's default."""
+    """Return the embeddings' world, and the dense part's process group or None for torch's default group."""
     if isinstance(env, World):
         return env, None
     group = getattr(env, "process_group", env)
@@ -214,8 +214,8 @@ def _check_plan(plan: Any) -> None:
     for path, kind in kinds.items():
         if (kind := getattr(kind, "value", kind)) != "row_wise":
             raise OptionError(
-                f"plan: {path} is {kind!r}; rows are spread over all ranks by the hash of their ids, 'row_wise', so "
-                "that each rank holds about as many as another; leave the plan out (docs/distributed.md)"
+                f"plan: {path} is {kind!r}, but tierbed shards all tables 'row_wise': the hash of an id selects the "
+                "rank that stores the id's row; leave the plan out (docs/distributed.md)"
             )
         check_sharding(path, shardings[path])
 
@@ -232,12 +232,12 @@ def _materialize(root: nn.Module, device: torch.device) -> None:
             owner = next((outer for outer in enclosing if hasattr(modules[outer], "reset_parameters")), None)
             if owner is None:
                 name = path or "module"
-                raise InputError(f"{name} is on meta, and has no reset_parameters(); add one, or make it here")
+                raise InputError(f"{name} is on meta, and has no reset_parameters(); add it, or make it on {device}")
             reset_modules[owner] = modules[owner]
         for name, tensor in on_meta:
             new = torch.zeros_like(tensor, device=device)
             new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-            setattr(module, name, new_tensors.setdefault(id(tensor), new))  # keeps tied parameters tied
+            setattr(module, name, new_tensors.setdefault(id(tensor), new))  # tied parameters stay tied
             if hasattr(tensor, IN_BACKWARD) and new_tensors[id(tensor)] is new:
                 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 

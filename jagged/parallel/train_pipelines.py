@@ -36,7 +36,7 @@ class TrainPipelineBase:
         OptionError: If an argument is invalid.
     """
 
-    _num_ahead = 0  # how many later batches are already drawn while a step runs
+    _num_ahead = 0  # number of later batches that are loaded before a step runs
 
     def __init__(
         self,
@@ -55,13 +55,13 @@ class TrainPipelineBase:
         self._paths: dict[nn.Module, Path | None] = {}  # where a collection's features are in a batch
         self._execute_all_batches = True
         self._loader: Iterator[Any] | None = None  # the last training step's loader
-        self._error: Exception | None = None  # that loader's exception, held until the batches before it are trained
+        self._error: Exception | None = None  # the loader's exception, raised after its batches are trained
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Run a step with the next batch.
 
-        In training mode, batches that were already drawn from another loader come first, so that each batch is trained
-        once. In eval mode only this loader's batches are scored; other loaders' batches wait for training mode.
+        In training mode, batches that were already loaded from another loader come first, so that each batch is trained
+        once. In eval mode, the model runs only this loader's batches; other loaders' batches wait for training mode.
 
         Args:
             dataloader_iter: The loader's iterator.
@@ -73,7 +73,7 @@ class TrainPipelineBase:
             StopIteration: After the loader's last batch.
             InputError, OptionError: If the model's result or the optimizer is unsuitable.
 
-        A loader's other exceptions are raised too, after the batches before them. If a step raises, its batch is
+        The loader's other exceptions are raised after the batches that came before them. If a step raises, its batch is
         dropped, as in a plain loop; the next call continues with the next batch.
         """
         if not hasattr(dataloader_iter, "__next__"):
@@ -96,7 +96,7 @@ class TrainPipelineBase:
         return output
 
     def reset(self) -> None:
-        """Drop the batches that were drawn but not trained."""
+        """Drop the batches that were loaded but not trained."""
         self._batches.clear()
         self._loader = self._error = None
         self._forget_announced()
@@ -161,7 +161,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
     """A TrainPipelineBase that holds two more batches and prefetches their rows while a step runs.
 
     A collection's rows are prefetched if its features are a part of the batch, for example `batch.sparse_features`. The
-    first step finds out which part.
+    first step finds this part.
 
     Args:
         model, optimizer, device, custom_model_fwd: As for TrainPipelineBase.
@@ -186,7 +186,7 @@ class TrainPipelineSparseDist(TrainPipelineBase):
         **unused: Any,
     ) -> None:
         if apply_jit:
-            raise OptionError("apply_jit=True: TorchScript has no tables of tierbed; leave it out")
+            raise OptionError("apply_jit=True: TorchScript does not support tierbed's tables; leave it out")
         super().__init__(model, optimizer, device, custom_model_fwd)
         self._execute_all_batches = execute_all_batches
         if unknown := unused.keys() - _STREAM_ARGUMENTS:
@@ -212,7 +212,7 @@ class TrainPipelineSemiSync:
 
 @contextmanager
 def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
-    """Within this context, watch a forward's calls of collections to find where in the batch their features are."""
+    """Within this context, record where in the batch the features are that a forward passes to each collection."""
 
     def record_path(collection: nn.Module, args: tuple[Any, ...]) -> None:
         path = _find_path(batch, args[0]) if args else None
@@ -221,7 +221,7 @@ def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path 
             log.info("%s: its features are not a part of the batch, so its rows are not prefetched", name)
         paths.setdefault(collection, path)
 
-    with ExitStack() as hooks:  # leaving it removes them
+    with ExitStack() as hooks:  # removes the hooks at the end
         for module in (module for module in collections if module not in paths):
             hooks.enter_context(module.register_forward_pre_hook(record_path))
         yield

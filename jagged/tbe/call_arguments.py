@@ -22,7 +22,7 @@ _INTERNAL = "it configures FBGEMM's internals, which tierbed does not have; leav
 _STREAMING = "save incremental snapshots of the changed rows (docs/snapshots.md)"
 _OUTPUT = "the output is a new tensor; copy it to where you need it"
 
-# {name: (FBGEMM's default, which is what tierbed does; why other values are refused)}
+# {name: (FBGEMM's default, the only value that tierbed accepts; text of the error for other values)}
 REFUSED_ARGS: dict[str, tuple[Any, str]] = {
     "cache_sets": (0, "the memory of a cache decides its number of sets; give cache_load_factor, or store_options"),
     "cache_reserved_memory": (0.0, "a cache takes no more than its budget; give cache_load_factor, or store_options"),
@@ -65,7 +65,7 @@ POSITIONAL_ARGS = (
     "optimizer_state_dtypes",
 )  # fmt: skip
 
-# {name: (FBGEMM's default; why it changes nothing)}, accepted with any value
+# arguments that change nothing, whatever their value: {name: (FBGEMM's default, reason)}
 IGNORED_ARGS: dict[str, tuple[Any, str]] = {
     "use_experimental_tbe": (False, "tierbed has one implementation"),
     "prefetch_pipeline": (False, "a cache keeps the rows of announced batches by itself"),
@@ -81,7 +81,7 @@ REFUSED_CALL_ARGS: dict[str, tuple[Any, str]] = {
 
 
 def pop_ignored(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
-    """Remove the arguments that change nothing, and return "name: reason" for each. dtype: of stored rows."""
+    """Remove the arguments that change nothing, and return "name: reason" for each. dtype: stored rows' dtype."""
     ignored = []
     for name, (default, reason) in IGNORED_ARGS.items():
         ignored += [f"{name}: {reason}"] * (arguments.pop(name, default) != default)
@@ -177,7 +177,7 @@ def _check_bag_counts(name: str, num_features: int, bag_counts: Any, bags: int) 
         raise InputError(f"{subject}: {bag_counts!r}; give whole numbers >= 0")
     counts = [[int(count) for count in row] for row in bag_counts]
     if (total := sum(map(sum, counts))) != bags:
-        raise InputError(f"{subject}: {total} bags, and offsets have {bags}; give {total + 1} offsets")
+        raise InputError(f"{subject}: the sizes sum to {total} bags, but offsets have {bags}; give {total + 1} offsets")
     return counts
 
 

@@ -36,7 +36,7 @@ class _FeatureGroup:
     spec: TableSpec
     features: list[int]  # ascending
     tables: list[int]  # each feature's table number in the embedding
-    columns: tuple[int, ...]  # for every feature of the call, its column in this embedding's result, or -1
+    columns: tuple[int, ...]  # each feature's column in this embedding's result; -1 if another embedding has it
     _table_ids: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def table_ids(self, device: torch.device) -> Tensor | None:
@@ -117,15 +117,14 @@ class CallSplitter:
 class FusedUpdater:
     """Looks rows up in an embedding, and updates them in backward.
 
-    max_gradient: elements of the output's gradient are clamped to this magnitude before gradients are summed per row;
-    None means no clamping.
+    max_gradient: clamps elements of the output's gradient before gradients are summed per row; None does not clamp.
     """
 
     def __init__(self, embedding: EmbeddingBase, optimizer: RowOptimizer, max_gradient: float | None) -> None:
         self.embedding, self.optimizer, self.max_gradient = embedding, optimizer, max_gradient
 
     def look_up(self, anchor: Tensor, lookup: Lookup, weights: Tensor | None) -> Tensor:
-        """Return the result of a checked lookup. Its backward updates rows if `anchor` requires grad."""
+        """Return the result of a checked lookup. The result's backward updates rows if `anchor` requires grad."""
         if anchor.requires_grad and torch.is_grad_enabled():
             refuse_lookup(self.embedding.name)
             if self.embedding.group is not None:
@@ -142,7 +141,7 @@ class FusedUpdater:
                 embedding.group.begin_pass()
             weights_grad = self._weights_grad(pinned, grad) if needs_weights_grad else None
             pinned.update([grad], [weights])
-            increment_version(embedding.shadow)  # a later backward that needs the rows as they were raises
+            increment_version(embedding.shadow)  # makes a later backward raise if it needs the rows before the update
             return weights_grad
 
         return row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)

@@ -1,4 +1,4 @@
-"""FBGEMM's enums, with its names and values. Where a member is expected, FBGEMM's own member is accepted too."""
+"""FBGEMM's enums, with its names and values. Arguments accept a member of either tierbed's or FBGEMM's enum."""
 
 from __future__ import annotations
 

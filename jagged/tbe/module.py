@@ -49,15 +49,7 @@ from .enums import (
     parse_enum,
 )
 from .settings import DEFAULTS, LEARNING_RATE, make_optimizer_settings, parse_state_dtype
-from .specs import (
-    LOAD_FACTOR,
-    BoundsCheck,
-    choose_device,
-    choose_stores,
-    compute_budget_mb,
-    parse_features,
-    parse_specs,
-)
+from .specs import LOAD_FACTOR, BoundsCheck, choose_device, choose_stores, compute_cache_mb, parse_features, parse_specs
 
 log = logging.getLogger("tierbed")
 
@@ -65,8 +57,8 @@ log = logging.getLogger("tierbed")
 class TableBatchedEmbeddingBags(TableModule):
     """Looks up many tables in one call and updates their rows in backward, with FBGEMM's arguments and formulas.
 
-    In training mode, a forward's lookups of one table make one update of its rows. In evaluation mode, and under
-    no_grad, rows do not change. FBGEMM's enum members are accepted like tierbed's.
+    In training mode, a call's backward updates each row once, however often the call looked the row up. In evaluation
+    mode and under no_grad, rows do not change. Arguments accept FBGEMM's enum members too.
 
     Args:
         embedding_specs: (rows, dim, EmbeddingLocation, ComputeDevice) per table. Tables with equal dim and location
@@ -76,33 +68,30 @@ class TableBatchedEmbeddingBags(TableModule):
         feature_table_map: Table number of each feature. None means one feature per table.
         optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB,
             PARTIAL_ROWWISE_LAMB, LARS_SGD, or NONE if an EagerOptimizer or a Graph trains the rows.
-        learning_rate, eps, beta1, beta2, weight_decay, weight_decay_mode, momentum, eta: The optimizer's numbers, with
-            FBGEMM's defaults.
+        learning_rate, eps, beta1, beta2, weight_decay, weight_decay_mode, momentum, eta: The optimizer's settings.
         max_norm: After an update, a row with a larger L2 norm is scaled down to it. 0 means no limit.
-        gradient_clipping: If True, clamps each element of the output's gradient to +-max_gradient before gradients are
-            summed per row.
-        max_gradient: The bound for gradient_clipping.
+        gradient_clipping: If True, clamps each element of the output's gradient before gradients are summed per row.
+        max_gradient: The largest magnitude of a clamped element.
         pooling_mode: PoolingMode.SUM, MEAN, or NONE to return one row per index.
         weights_precision: Storage dtype: torch.float32, float16 or bfloat16, or FBGEMM's SparseType. Training
             rounds 16-bit rows stochastically.
-        output_dtype: Dtype for results; the same choices.
+        output_dtype: Dtype for results, from the same choices as weights_precision.
         bounds_check_mode: What happens to an index outside its table. FATAL raises InputError. WARNING and IGNORE leave
-            it out of its bag and count it in `metrics()`; WARNING also logs once. NONE makes any 64-bit index a row.
-            Offsets are always checked.
+            the index out of its bag and count it in `metrics()`; WARNING also logs once. With NONE, any 64-bit index is
+            valid and gets a row. Offsets are always checked.
         cache_algorithm, cache_load_factor: Configure MANAGED_CACHING's cache.
         table_names: Table names. None means table-0, table-1, ...
         optimizer_state_dtypes: {"momentum1": dtype, ...} of the states that `split_optimizer_states` returns: float32
             or bfloat16. Per-element states share one dtype; states with one number per row are float32.
-        device: Lookup device. Must match the ComputeDevice.
-        store_options: Options from a `make_*_store_options` that replace the locations. Tables of one dim then share an
-            embedding, `<name>-d<dim>`, and the store is divided between the embeddings. Or a mapping from embedding
-            name to options.
+        device: Lookup device, of the same type as the ComputeDevice.
+        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. They replace
+            the locations: tables of one dim share an embedding, `<name>-d<dim>`. A single store's options are divided.
         name: Prefix for embedding names. None means "tbe".
-        seed: Determines initial rows, together with table names. None means 0; if neither name nor table_names is
-            given, each module of a process gets another seed.
+        seed: A number that determines initial rows, together with table names. None means 0, or a different seed for
+            each module if neither name nor table_names is given.
         world: A `tierbed.distributed.World` whose ranks divide the rows. All ranks must call forward and backward of
             the same modules in the same order.
-        unsupported: FBGEMM's other arguments. Values that tierbed does not follow are refused.
+        unsupported: FBGEMM's other arguments. Values that tierbed does not support raise OptionError.
 
     Raises:
         OptionError, OptimizerError: If an argument is invalid or not supported.
@@ -183,7 +172,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 dim: self._row_optimizer.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims
             }
             unused += self._settings.find_unused()
-        if seed is None:  # two modules without names contain different tables
+        if seed is None:  # modules without names get different seeds, as their tables are different
             seed = next_seed(world is not None) if name is None and table_names is None else 0
         groups = group_tables(prefix, tables)
         stores = choose_stores(groups, store_options, algorithm, cache_load_factor, widths, unused)
@@ -226,18 +215,18 @@ class TableBatchedEmbeddingBags(TableModule):
             feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. None
                 gives all weights gradients.
             batch_size_per_feature_per_rank: Number of bags per feature and rank. Offsets are then [all bags + 1].
-            unsupported: FBGEMM's other arguments are refused. hash_zch_* are ignored, with one warning.
+            unsupported: FBGEMM's other arguments raise InputError. hash_zch_* are ignored, with one warning.
 
         Returns:
-            Pooled bags [batch, total dim], features side by side. Rows [n, dim] with PoolingMode.NONE. With
-            batch_size_per_feature_per_rank a 1-D tensor, ordered by rank, then by feature.
+            Pooled bags [batch, total dim], features side by side. With PoolingMode.NONE, rows [n, dim]. With
+            batch_size_per_feature_per_rank, all bags in a 1-D tensor, ordered by rank, then by feature.
 
         Raises:
             InputError, StoreError: As in a lookup.
             GraphError: In a graph, unless the optimizer is OptimType.NONE.
         """
         with self.raise_on_all_ranks():
-            call = self._check_call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
+            call = self._parse(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
                 call = call.with_gradients(feature_requires_grad)
             lookups = self._splitter.split(call)
@@ -264,7 +253,7 @@ class TableBatchedEmbeddingBags(TableModule):
         Arguments are as in `forward`. Raises InputError, StoreError.
         """
         with self.raise_on_all_ranks():
-            call = self._check_call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
+            call = self._parse(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
             lookups = self._splitter.split(call)
         if self.training:
             for embedding, (lookup, _) in zip(self.each(), lookups, strict=True):
@@ -274,8 +263,8 @@ class TableBatchedEmbeddingBags(TableModule):
         """Draw rows uniformly from [min_val, max_val].
 
         Before the module's first use, this sets how new rows are initialized; rows already in a store folder do not
-        change. Once rows were used, it draws all rows from torch's generator, and keeps optimizer state. Raises
-        OptionError, also if a value exceeds the range of `weights_precision`.
+        change. After the first use, this draws all rows from torch's generator and keeps optimizer state. Raises
+        OptionError, for example if a value exceeds the range of `weights_precision`.
         """
         uniform = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
@@ -301,7 +290,7 @@ class TableBatchedEmbeddingBags(TableModule):
         return [self.embeddings.tables[table.name].weight for table in self.tables]
 
     def split_optimizer_states(self) -> list[list[Tensor]]:
-        """Return a copy of each table's optimizer states. In-place writes into them raise InputError.
+        """Return a copy of each table's optimizer states. In-place writes into the copies raise InputError.
 
         A state is [rows, dim], or [rows] for EXACT_ROWWISE_ADAGRAD. For EXACT_SGD the list is empty.
         Raises StoreError if ranks share the rows.
@@ -390,13 +379,13 @@ class TableBatchedEmbeddingBags(TableModule):
 
     @checked_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
-        """Set the optimizer's numbers, under FBGEMM's names and `lr`. If it raises OptionError, none is set."""
+        """Set the optimizer's settings, under FBGEMM's names and `lr`. Raises OptionError before it changes any."""
         self._require_optimizer("update_hyper_parameters")
         assert self._settings is not None
         self._settings.update_group(self._param_group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set how many updates Adam's bias correction counts before the next one. Raises OptionError.
+        """Set how many updates Adam's bias correction counts before the next update. Raises OptionError.
 
         The setting is not stored: set it again after a restart.
         """
@@ -409,9 +398,7 @@ class TableBatchedEmbeddingBags(TableModule):
         optimizer = "NONE" if self._settings is None else self._settings.optimizer.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"
 
-    def _check_call(
-        self, indices: Any, offsets: Any, weights: Any, bag_counts: Any, unsupported: Mapping[str, Any]
-    ) -> TBECall:
+    def _parse(self, indices: Any, offsets: Any, weights: Any, counts: Any, unsupported: Mapping[str, Any]) -> TBECall:
         if self._row_optimizer is not None and detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
@@ -427,17 +414,17 @@ class TableBatchedEmbeddingBags(TableModule):
         refuse(unsupported, REFUSED_CALL_ARGS, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
-        if bag_counts is not None and self.pooling_mode is PoolingMode.NONE:
+        if counts is not None and self.pooling_mode is PoolingMode.NONE:
             reason = "PoolingMode.NONE returns a row for each index and has no bags"
             raise InputError(f"batch_size_per_feature_per_rank: {reason}; leave it out")
         device = next(self.each()).device
-        return check_call(self.name, len(self.features), indices, offsets, weights, bag_counts, device)
+        return check_call(self.name, len(self.features), indices, offsets, weights, counts, device)
 
     def _require_optimizer(self, call: str) -> RowOptimizer:
         if self._row_optimizer is None:
             raise OptionError(
-                f"{call} of {self.name!r}: OptimType.NONE has no optimizer here; change that of the EagerOptimizer or "
-                "the Graph, and load states by load_dense of embedding_of(table)"
+                f"{call} of {self.name!r}: with OptimType.NONE, the module has no optimizer; change the optimizer of "
+                "the EagerOptimizer or Graph, and load states with embedding_of(table).load_dense"
             )
         return self._row_optimizer
 
@@ -453,11 +440,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
         **named: Any,
     ) -> None:
         if len(positional) > len(POSITIONAL_ARGS):
-            count = len(positional) + 2
-            raise OptionError(f"{count} arguments by position; give those after {POSITIONAL_ARGS[-1]} by name")
+            raise OptionError(f"{len(positional) + 2} positional arguments; after {POSITIONAL_ARGS[-1]}, give names")
         by_name = dict(zip(POSITIONAL_ARGS, positional, strict=False))
         if repeated := [name for name in by_name if name in named]:
-            raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is given by position as well; give it once")
+            raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is also given by position; give it once")
         super().__init__(embedding_specs, feature_table_map, **by_name, **named)
 
 
@@ -487,7 +473,7 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
     ) -> None:
         location = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
         optimizer = parse_enum(OptimType, options.get("optimizer", OptimType.EXACT_ROWWISE_ADAGRAD), "optimizer")
-        budget = compute_budget_mb(embedding_specs, cache_sets, optimizer)
+        budget = compute_cache_mb(embedding_specs, cache_sets, optimizer)
         store = make_cached_ssd_store_options(budget, ssd_storage_directory)
         options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "store_options": store, **options}
         super().__init__([(*spec, *location) for spec in embedding_specs], feature_table_map, **options)

@@ -1,4 +1,4 @@
-"""Maps FBGEMM's optimizers to tierbed's: which are supported, and how their numbers are checked and changed."""
+"""Maps FBGEMM's optimizers to tierbed's, and checks and changes their hyper-parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NEAREST_SUPPORTED = {  # {unsupported optimizer: the nearest supported one}; fo
     OptimType.MADGRAD: OptimType.EXACT_ADAGRAD,
 }
 _ADAM_SETTINGS = ("eps", "beta1", "beta2", "weight_decay")
-# {optimizer: (its class, the names of its numbers besides the learning rate)}
+# {optimizer: (tierbed's or torch's class, names of the hyper-parameters besides the learning rate)}
 _OPTIMIZERS: dict[OptimType, tuple[Callable[..., torch.optim.Optimizer], tuple[str, ...]]] = {
     OptimType.EXACT_SGD: (torch.optim.SGD, ()),
     OptimType.EXACT_ADAGRAD: (torch.optim.Adagrad, ("eps",)),
@@ -49,7 +49,7 @@ DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "m
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer and its checked numbers."""
+    """An optimizer and its checked hyper-parameters."""
 
     optimizer: OptimType
     learning_rate: float
@@ -67,7 +67,7 @@ class OptimizerSettings:
                 raise OptionError(f"{number}={value!r}: give a number")
         norm = as_number(self.max_norm)
         if norm is None or (norm and not MIN_VALUE <= norm <= MAX_VALUE):
-            raise OptionError(f"max_norm={self.max_norm!r}: give a positive number of float32, or 0 for none")
+            raise OptionError(f"max_norm={self.max_norm!r}: give a positive float32 number, or 0 for no limit")
         mode, modes = self.weight_decay_mode, _DECAY_MODES.get(self.optimizer, (WeightDecayMode.NONE,))
         if mode not in modes:
             allowed = ", ".join(f"WeightDecayMode.{mode.name}" for mode in modes)
@@ -79,7 +79,7 @@ class OptimizerSettings:
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
     def find_unused(self, names: Collection[str] = ()) -> list[str]:
-        """Return "name: reason" for each unused number that the user set. names: numbers passed, even defaults."""
+        """Return "name: reason" for each user setting that changes nothing. names: passed settings, even defaults."""
         name, (_, hyper_names) = self.optimizer.name, _OPTIMIZERS[self.optimizer]
         user_names = [key for key, value in self.hypers.items() if value != DEFAULTS[key] or (value and key in names)]
         unsupported = [f"{number}: OptimType.{name} has none" for number in user_names if number not in hyper_names]
@@ -87,7 +87,7 @@ class OptimizerSettings:
         return unsupported + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * is_decay_unused
 
     def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Return an optimizer of the shadow parameters. Raises OptionError for numbers that it refuses."""
+        """Return an optimizer of the shadow parameters. Raises OptionError if its class refuses a setting."""
         optimizer_class, hyper_names = _OPTIMIZERS[self.optimizer]
         kwargs: dict[str, Any] = {name: self.hypers[name] for name in hyper_names}
         if hyper_names is _ADAM_SETTINGS:
@@ -104,7 +104,7 @@ class OptimizerSettings:
         return optimizer
 
     def update_group(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
-        """Write numbers, under FBGEMM's names and `lr`, to a param group. If it raises OptionError, none is written.
+        """Write settings to a param group, under FBGEMM's names and `lr`. Raises OptionError before it changes any.
 
         The optimizer checks the values at its next step.
         """
@@ -139,7 +139,7 @@ def make_optimizer_settings(arguments: Mapping[str, Any]) -> OptimizerSettings |
 
 def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
     """Return the dtype of per-element state from FBGEMM's {"momentum1": dtype, ...}. Raises OptionError."""
-    widths = optimizer.row_state(2).widths  # not dim 1: per-element and per-row states would be equally wide
+    widths = optimizer.row_state(2).widths  # with dim 1, per-element and per-row states would be equally wide
     dtypes = {f"momentum{number}": torch.float32 for number in range(1, len(widths) + 1)}
     if argument is None:
         return torch.float32

@@ -32,7 +32,7 @@ log = logging.getLogger("tierbed")
 _BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
 ZERO_INITIALIZER = make_constant_initializer(0.0)  # new rows are zeros, as in FBGEMM
 LOAD_FACTOR = 0.2  # FBGEMM's default
-# state elements per row element, where that is not 1
+# {optimizer: state elements per row element}; other optimizers have 1
 STATES_PER_ELEMENT = {OptimType.EXACT_SGD: 0, OptimType.EXACT_ROWWISE_ADAGRAD: 0, OptimType.ADAM: 2, OptimType.LAMB: 2}
 
 
@@ -52,7 +52,7 @@ class BoundsCheck:
     def warn_of_dropped(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
         """Log once which tables dropped indices.
 
-        A check waits for a GPU, so a GPU is checked only at calls 1, 2, 4, 8, ...
+        Reading the counts waits for a GPU, so a GPU is checked only at calls 1, 2, 4, 8, ...
         """
         if not self._should_warn:
             return
@@ -108,7 +108,7 @@ def parse_specs(
         location = parse_enum(EmbeddingLocation, spec[2], f"{subject}: location")
         compute = parse_enum(ComputeDevice, spec[3], f"{subject}: compute device")
         if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
-            raise OptionError(f"{subject}: no store is on MTIA; give CPU or CUDA, and a location on it")
+            raise OptionError(f"{subject}: tierbed does not support MTIA; give CPU or CUDA, and another location")
         group = location.name.lower() if by_location else ""  # so that each location gets its own embedding
         table = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
         tables.append(table)
@@ -171,8 +171,8 @@ def choose_stores(
     return {name: choose_store(tables) for name, tables in groups.items()}
 
 
-def compute_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
-    """Return the MiB of a cache with FBGEMM's number of sets, or of one tierbed set per dim. Raises OptionError."""
+def compute_cache_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
+    """Return the MiB of a cache with FBGEMM's number of sets; at least one tierbed set per dim. Raises OptionError."""
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
     dims = {as_int(dim, 1, 1 << 16) or 0 for _, dim in pairs}
@@ -185,7 +185,7 @@ def compute_budget_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimTyp
 
 
 def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
-    """Return the lookup device: without a GPU the CPU, with bit-identical results. Raises OptionError."""
+    """Return the lookup device. Without a GPU, the CPU computes bit-identical results. Raises OptionError."""
     kind = compute.name.lower()
     if device is not None:
         try:
@@ -194,7 +194,7 @@ def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
             raise OptionError(f"device={device!r}: {error}; give a torch.device, or leave it out") from None
         if parsed.type != kind:
             kind = f"ComputeDevice.{compute.name}"
-            raise OptionError(f"device={device!r}: embedding_specs say {kind}; give such a device")
+            raise OptionError(f"device={device!r}: embedding_specs have {kind}; give a device of this type")
         return parsed
     if kind == "cpu" or torch.cuda.is_available():
         return torch.device(kind)

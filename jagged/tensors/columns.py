@@ -1,7 +1,6 @@
 """FBGEMM's `permute_multi_embedding`: one op that copies columns of several tensors to new tensors.
 
-A native loop copies them on a CPU. Other devices gather columns by indices that they compute themselves, so the host
-does not wait.
+On a CPU, a native loop copies the columns. Other devices compute the columns' indices, so that the host does not wait.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def multi_remap_to_groups(
     """
     check_keys([key for tensor_keys in keys for key in tensor_keys])
     if [*map(len, keys)] != [*map(len, lengths)] or min((n for widths in lengths for n in widths), default=0) < 0:
-        raise InputError(f"lengths={lengths}: give one, 0 or more, for each of {keys}")
+        raise InputError(f"lengths={lengths}: give a length >= 0 for each of {keys}")
     columns: dict[str, tuple[int, int, int]] = {}  # {key: (tensor, first column in it, width)}
     for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
         for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
@@ -132,8 +131,8 @@ def move_columns(
 ) -> list[Tensor]:
     """Fill new tensors of `widths` columns by moves. With is_gradient, compute input gradients from output gradients.
 
-    Each direction is the gradient of the other one. A CPU ignores the lengths; other devices ignore the tensors'
-    shapes. Raises InputError on a CPU.
+    Moving inputs to outputs and moving outputs to inputs are each other's gradients. A CPU ignores the lengths; other
+    devices ignore the tensors' shapes. Raises InputError on a CPU.
     """
     if any(len(tensor) != len(tensors[0]) for tensor in tensors):
         raise InputError(_MISMATCH)
@@ -154,12 +153,7 @@ def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, d
 
 
 def _gather(
-    tensors: Sequence[Tensor],
-    permutes: Tensor,
-    in_lengths: Tensor,
-    out_lengths: Tensor,
-    widths: Sequence[int],
-    is_gradient: bool,
+    tensors: Sequence[Tensor], permutes: Any, in_lengths: Any, out_lengths: Any, widths: Any, is_gradient: bool
 ) -> Sequence[Tensor]:
     """Compute `move_columns` with torch's ops. Returns views of one tensor. Moves are checked on a CPU."""
     columns = [tensor.shape[1] for tensor in tensors]
@@ -169,8 +163,7 @@ def _gather(
     joined = torch.cat(list(tensors), 1)
     index = _find_sources(permutes, in_lengths, out_lengths, sum(columns if is_gradient else widths))
     zeros = joined.new_zeros(len(joined), sum(widths))
-    result = zeros.index_add(1, index, joined) if is_gradient else joined[:, index]
-    return result.split(list(widths), 1)
+    return (zeros.index_add(1, index, joined) if is_gradient else joined[:, index]).split(list(widths), 1)
 
 
 @move_columns.register_fake

@@ -19,7 +19,7 @@ _PAD_REMEDY = "give desired_length, to_padded_dense(50)"
 
 
 class TensorContainer:
-    """Base class for jagged and keyed tensors, registered as a pytree. Its tensors may be None."""
+    """Base class for jagged and keyed tensors, registered as a pytree. A container's tensors may be None."""
 
     _tensor_fields: ClassVar[tuple[str, ...]]  # attributes that hold tensors
     _context_fields: ClassVar[tuple[str, ...]] = ()  # the other attributes
@@ -148,7 +148,7 @@ def value_mask(offsets: Tensor, length: int) -> Tensor:
 def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0) -> Tensor:
     """Return each bag's first `length` values, padded with padding_value: [bags, length, ...]. Raises InputError.
 
-    The host reads neither values nor offsets, so a graph can trace it.
+    The host reads neither values nor offsets, so a graph can trace this function.
     """
     if not values.is_floating_point() and padding_value != int(padding_value):
         raise InputError(f"padding_value={padding_value}: values are of {values.dtype}; give a whole number")
@@ -202,7 +202,7 @@ class Jagged(TensorContainer, register=False):
         """Return the index at which each bag begins, then the last bag's end: int64 [bags + 1]."""
         return self._offsets
 
-    lengths_or_none, offsets_or_none = lengths, offsets  # in TorchRec one of them may be unknown
+    lengths_or_none, offsets_or_none = lengths, offsets  # in TorchRec, lengths or offsets may be None
 
     def validate(self) -> None:
         """Raise InputError unless the offsets ascend from 0 to the number of values. Waits for the device."""
@@ -210,7 +210,7 @@ class Jagged(TensorContainer, register=False):
         check_ascending(self._offsets.tolist(), self._values.shape[0], self._bag_names())
 
     def check_bags(self) -> None:
-        """Call `validate` if the offsets are on a CPU and there is no trace, so that nothing has to wait."""
+        """Call `validate` if the offsets are on a CPU and no graph is being traced, so that the host never waits."""
         if self._offsets.device.type != "cpu" or is_traced():
             return
         starts_at_0, ends_at_n = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]
@@ -235,7 +235,7 @@ class JaggedTensor(Jagged):
         values: [n] or [n, ...].
         weights: [n], or the shape of values.
         lengths: Integers [batch], each sample's length.
-        offsets: Integers [batch + 1]. Either lengths or offsets is enough. Offsets are stored, as int64.
+        offsets: Integers [batch + 1]. Give lengths or offsets. Only offsets are stored, as int64.
 
     Raises:
         InputError: If shapes or dtypes do not fit.

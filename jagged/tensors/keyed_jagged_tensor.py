@@ -42,20 +42,20 @@ class KeyedJaggedTensor(Jagged):
 
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
 
-    A graph takes it as an argument, with any number of values in a batch. If `build` splits the values by key, the
-    graph splits them before each call; on a GPU the split waits for the offsets.
+    A KeyedJaggedTensor can be a graph's argument, with another number of values in each batch. If `build` splits the
+    values by key, the graph splits them before each call; on a GPU the split waits for the offsets.
 
     Args:
         keys: Feature names.
         values: Ids [n], or [n, ...].
         weights: [n].
         lengths: Integers [keys * batch], each bag's length.
-        offsets: Integers [keys * batch + 1]. Either lengths or offsets is enough. Offsets are stored, as int64.
+        offsets: Integers [keys * batch + 1]. Give lengths or offsets. Only offsets are stored, as int64.
         stride: Sample count, for a batch without keys or with variable batch sizes.
         stride_per_key_per_rank, stride_per_key, inverse_indices: Number of bags per key (and rank), and the bag of each
             sample. Any of them makes a VariableBatchKeyedJaggedTensor, a subclass.
-        length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec precomputes
-            them; tierbed derives them.
+        length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec stores
+            these precomputed numbers; tierbed computes them from the offsets.
 
     Raises:
         InputError: If arguments do not fit each other.
@@ -116,7 +116,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
-        """Return a batch with equally many samples and no keys.
+        """Return a batch with the sample count of `kjt` and no keys.
 
         If `device` is given, return uninitialized tensors with equal shapes on that device. Raises InputError.
         """
@@ -156,7 +156,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
-        """Make a batch from {key: feature}, all with weights or all without.
+        """Make a batch from {key: feature}. Either all features have weights, or none has.
 
         If features differ in sample count, the batch has variable batch sizes. Raises InputError.
         """
@@ -171,7 +171,7 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_nested(values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
-        """Make a batch from {key: nested tensor of layout torch.jagged}, also for weights. Raises InputError."""
+        """Make a batch from {key: nested tensor of layout torch.jagged} for values and weights. Raises InputError."""
         for name, argument in (("values", values), ("weights", weights or {})):
             if not isinstance(argument, Mapping):
                 raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
@@ -184,8 +184,7 @@ class KeyedJaggedTensor(Jagged):
     def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
         """Convert TorchRec's KeyedJaggedTensor, or an object with its methods, without copying tensors.
 
-        Returns a VariableBatchKeyedJaggedTensor if keys differ in bag count, or if there are inverse indices.
-        Raises InputError.
+        Returns a VariableBatchKeyedJaggedTensor if keys differ in bag count or have inverse indices. Raises InputError.
         """
         if isinstance(kjt, KeyedJaggedTensor):
             return kjt
@@ -209,7 +208,7 @@ class KeyedJaggedTensor(Jagged):
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Concatenate the keys of batches with equal sample counts.
 
-        Either all or none may have weights, variable batch sizes or inverse indices. Raises InputError.
+        Weights, variable batch sizes and inverse indices must be in all batches or in none. Raises InputError.
         """
         if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
             raise InputError(f"kjt_list={kjt_list!r:.80}: give at least one KeyedJaggedTensor, in a list")
@@ -230,7 +229,7 @@ class KeyedJaggedTensor(Jagged):
         return result
 
     def stride(self) -> int:
-        """Return the number of samples. Without keys, that of the batch it was split from, or 0."""
+        """Return the number of samples. A batch without keys keeps the count of the batch it was split from, or 0."""
         return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
     def stride_per_key(self) -> list[int]:
@@ -256,11 +255,11 @@ class KeyedJaggedTensor(Jagged):
         return KeyedJaggedTensor._unflatten((values, weights, offsets), context)
 
     def stride_per_key_per_rank(self) -> list[list[int]]:
-        """Return the number of bags per key and rank; [] unless keys differ in bag count."""
+        """Return the number of bags per key and rank, or [] if all keys have equally many bags."""
         return []
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Return (keys, int64 [keys, batch]): the bag of each key and sample, numbered from 0 within a key; or None."""
+        """Return (keys, int64 [keys, batch]), where the tensor has each sample's bag number within the key; or None."""
         return None
 
     def keys(self) -> list[str]:
@@ -289,12 +288,12 @@ class KeyedJaggedTensor(Jagged):
         return result if dtype is None or self._weights is None else result._cast(dtype)
 
     def _cast(self, dtype: torch.dtype) -> Self:
-        """Convert the weights, which must exist, in this object. Returns self."""
+        """Convert this object's weights in place. The weights must exist. Returns self."""
         self._weights = self.weights().to(dtype)
         return self
 
     def sync(self) -> Self:
-        """Read each key's first value index, so that no later call waits. Does nothing while a graph is traced."""
+        """Read the offsets, so that later calls do not wait for the device. Does nothing while a graph is traced."""
         if not is_traced():
             self.offset_per_key()
         return self
@@ -308,7 +307,7 @@ class KeyedJaggedTensor(Jagged):
         """Return {key: index}."""
         return dict(self._index)
 
-    _key_indices = index_per_key  # TorchRec's modules call it
+    _key_indices = index_per_key  # TorchRec's modules call this method
 
     def lengths_offset_per_key(self) -> list[int]:
         """Return the index of each key's first bag, followed by the total number of bags."""
@@ -342,7 +341,7 @@ class KeyedJaggedTensor(Jagged):
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return {key: feature}, views from one split. compute_offsets: ignored, since offsets are always known."""
         parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
-        features = (JaggedTensor._unflatten(part, ()) for part in parts)  # the whole is already checked
+        features = (JaggedTensor._unflatten(part, ()) for part in parts)  # the constructor checked these tensors
         return dict(zip(self._keys, features, strict=True))
 
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
@@ -384,7 +383,7 @@ class KeyedJaggedTensor(Jagged):
 
     @cached_property
     def _value_bounds(self) -> list[int]:
-        """The index at which each key's values begin, then the last key's end. On meta, all keys get equal counts."""
+        """The index at which each key's values begin, then the last key's end. On meta, values are divided evenly."""
         check_eager("the number of values of one key", _SPLIT_REMEDY)
         if self._offsets.is_meta:
             count, rest = divmod(self._values.shape[0], len(self._keys) or 1)
@@ -393,7 +392,7 @@ class KeyedJaggedTensor(Jagged):
         try:
             check_ascending(bounds, self._values.shape[0])
         except InputError:
-            self.validate()  # its error names the bag
+            self.validate()  # raises an error that names the bag
         return bounds
 
     def _slice_key(self, index: int) -> tuple[Tensor, Tensor | None]:
@@ -478,7 +477,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         self._keys = check_keys(keys)
         strides, bags = list(stride_per_key), self._offsets.shape[0] - 1
         if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != bags:
-            raise InputError(f"stride_per_key={strides}: give one for each of {self.keys()}, {bags} in all, as lengths")
+            raise InputError(f"stride_per_key={strides}: give a bag count for each of {self.keys()}, {bags} in all")
         self._strides = torch.tensor(strides, dtype=torch.int64).view(-1, 1)
         self._inverse = None if inverse_indices is None else reorder_inverse_indices(self._keys, *inverse_indices)
 

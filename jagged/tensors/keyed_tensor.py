@@ -75,7 +75,7 @@ class KeyedTensor(TensorContainer):
             values = values.view(0, 0)  # TorchRec's form of an empty batch
         self._keys, self._lengths, self._values = check_keys(keys), tuple(length_per_key), values
         if len(self._lengths) != len(self._keys) or min(self._lengths, default=0) < 0:
-            raise InputError(f"length_per_key={list(length_per_key)}: give one, 0 or more, for each of {self.keys()}")
+            raise InputError(f"length_per_key={list(length_per_key)}: give a length >= 0 for each of {self.keys()}")
         total, has_key_dim = sum(self._lengths), isinstance(values, Tensor) and values.dim() > key_dim
         if not has_key_dim or is_statically_true(values.shape[key_dim] != total):
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__

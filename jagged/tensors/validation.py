@@ -1,4 +1,4 @@
-"""Argument checks for jagged and keyed tensors. During a trace they must not read values."""
+"""Argument checks for jagged and keyed tensors. While a graph is traced, the checks must not read values."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
 def is_traced() -> bool:
-    """True while a graph is being traced, when tensors are without values."""
+    """True while a graph is being traced, with tensors that lack values."""
     return bool(torch._C._len_torch_dispatch_stack()) and detect_fake_mode() is not None
 
 
 def check_eager(call: str, remedy: str) -> None:
     """Raise GraphError if a graph is being traced. call: the name of the call that would read values."""
     if is_traced():
-        raise GraphError(f"{call} needs values, and build is traced without them; {remedy}")
+        raise GraphError(f"{call} needs values, but build is traced without values; {remedy}")
 
 
 def is_statically_true(condition: bool | torch.SymBool) -> bool:
-    """True if a comparison of sizes holds. For dynamic sizes in a trace, True only if it holds for all of them."""
+    """True if a comparison of sizes holds. In a trace with dynamic sizes, True only if it holds for every size."""
     if isinstance(condition, bool):
         return condition
     from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -123,7 +123,7 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
 
 
 def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str] | None = None) -> None:
-    """Raise InputError unless offsets ascend from 0 to `count`, the number of values. bag_names: for the error."""
+    """Raise InputError unless offsets ascend from 0 to `count`, the number of values. bag_names: used in the error."""
     if offsets[0] != 0:
         raise InputError(f"offsets[0]={offsets[0]}: give offsets that begin with 0")
     for bag, (begin, end) in enumerate(pairwise(offsets)):
@@ -136,7 +136,7 @@ def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str]
 
 
 def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[int]) -> Tensor:
-    """Concatenate the chosen parts. Returns `empty` if none are chosen."""
+    """Concatenate the parts at these indices. Returns `empty` if there are no indices."""
     return torch.cat([empty, *(parts[index] for index in indices)])
 
 

@@ -129,8 +129,8 @@ def test_rows_are_summed_by_disk_and_may_not_exceed_it(tmp_path: Path, capsys: p
 def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found, _ = checked(capsys, tmp_path, 'title = "x"\n["a/b"]\nstore = "host_mem"\n', code=1)
     assert found["wrong"].keys() == {"title", "a/b"}
-    assert "it names a folder" in found["wrong"]["a/b"]
-    assert "title is outside a table" in found["wrong"]["title"]
+    assert "a folder gets this name" in found["wrong"]["a/b"]
+    assert "title is in no table" in found["wrong"]["title"]
     (tmp_path / "empty.toml").write_text("")
     for name in ("empty.toml", "missing.toml"):
         assert command("store", "options", tmp_path / name) == 1

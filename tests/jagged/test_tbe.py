@@ -324,7 +324,7 @@ def test_without_an_optimizer_a_graph_or_an_eager_optimizer_trains_it():
     for other in (eager, graphed):
         assert all(map(torch.equal, other.split_embedding_weights(), fused.split_embedding_weights()))
     assert eager.get_optimizer_state() == []
-    with pytest.raises(OptionError, match=r"update_hyper_parameters of 'tbe': OptimType\.NONE has no optimizer here"):
+    with pytest.raises(OptionError, match=r"with OptimType\.NONE, the module has no optimizer"):
         eager.set_learning_rate(0.1)
 
 

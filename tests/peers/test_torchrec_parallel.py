@@ -195,7 +195,7 @@ def test_what_else_sharders_and_plans_ask_for_is_refused() -> None:
             (lambda options=options: DistributedModelParallel(Model(), device=CPU, **options), OptionError, *named)
         )
     bag, sharder = nn.Sequential(nn.EmbeddingBag(4, 4)), EmbeddingBagSharder({"learning_rate": 0.1})
-    with pytest.raises(OptionError, match=r"has fused_params, and the model's .*EmbeddingBag'> stays as it is"):
+    with pytest.raises(OptionError, match=r"has fused_params, but tierbed does not replace .*EmbeddingBag'>"):
         DistributedModelParallel(bag, device=CPU, sharders=[sharder])
 
 
