@@ -295,7 +295,7 @@ class LocalTable:
             with _disable_current_modes():  # a trace may be running and would record the operations
                 save_error = self._table.observers.finish_saving()
                 self._service.stop()
-                deferred_error = self._table.take_deferred_error(wait=True) or save_error  # raised once rows are written
+                deferred_error = self._table.take_deferred_error(wait=True) or save_error  # raised after the close
                 try:
                     with self._table.observers.between_saves():
                         if self.group is not None:

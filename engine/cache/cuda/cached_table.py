@@ -60,8 +60,8 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             absent = batch.empty(torch.int32)
             self._run(
-                "locate_rows", batch.size, GROUP_WAYS, self._cache.as_struct(), self._below.table.by_value(), batch.hashes,
-                batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
+                "locate_rows", batch.size, GROUP_WAYS, self._cache.as_struct(), self._below.table.by_value(),
+                batch.hashes, batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
                 self._counts if trains else self._peek_counts, self._hit_counters.struct,
             )  # fmt: skip
             copy_rows(batch, self._layout)

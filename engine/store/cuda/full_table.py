@@ -125,9 +125,7 @@ class CudaFullTable:
     def by_value(self) -> np.ndarray:
         """The LineIndex struct of segments.h, passed by value."""
         mask, memory = self._slots.nbytes // SLOT_BYTES - 1, {"addresses": self._addresses, "num_lines": self.num_lines}
-        return make_struct(
-            _INDEX, slots=self._slots, mask=mask, **memory, base_bits=self._base_bits
-        )
+        return make_struct(_INDEX, slots=self._slots, mask=mask, **memory, base_bits=self._base_bits)
 
     def _find(self, batch: Batch, lines: Tensor, numbers: Tensor | None) -> Tensor:
         """Set `lines` [size]. Returns a flag for each row, int32 [size]: 1 if absent."""
