@@ -1,4 +1,4 @@
-"""Arguments shared by commands, shell completion, and helpers that open stores and snapshots."""
+"""Shared by the commands: arguments, shell completion, and functions that open stores and snapshots."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 @contextmanager
 def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
-    """Lock stores. If another process has locked a store, exit with code `IN_USE`; if not `exits`, raise StoreError."""
+    """Lock stores. If a store is already locked, exit with code `IN_USE`, or raise StoreError if `exits` is False."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import require_store
 

@@ -41,7 +41,7 @@ class Check(NamedTuple):
     ok: bool
     value: str  # what the check found, or the error text
     remedy: str | None = None
-    fatal: bool = False  # True if tierbed cannot work at all while this check fails
+    fatal: bool = False  # True if this check failed and tierbed therefore cannot work at all
     optional: bool = False  # True if the check is only for the feature that `value` names
 
     @property
@@ -201,7 +201,7 @@ def _lock(folder: Path) -> str:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(BlockingIOError):
             fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            raise OSError("two open files could both lock the same file exclusively")
+            raise OSError("two exclusive locks on one file were both granted")
     return "exclusive"
 
 

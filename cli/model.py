@@ -24,8 +24,8 @@ def stores_at(path: Path) -> dict[Path, str]:
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
     """Return {store folder: process id} for the stores that are open in a process that answers requests.
 
-    Exits with code `IN_USE` if a process has a store open but serves no requests, for example another command. Raises
-    StoreError if a process does not answer in time, for example because it is stopped.
+    Some processes, such as other `tierbed` commands, answer no requests. Exits with code `IN_USE` if one of these has a
+    store open. Raises StoreError if a process does not answer in time, for example because it is suspended.
     """
     from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import holder

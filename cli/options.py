@@ -138,7 +138,7 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """Return for each file system how many bytes its embeddings' rows need, if known, and how many are available.
 
-    Bytes that a store's files occupy now, except its snapshots, count as available for the store's rows.
+    The available bytes include the size of each store's current files, but not the size of the store's snapshots.
     """
     disks: dict[int, dict[str, Any]] = {}
     for name, disk in ((name, result["disk"]) for name, result in results.items()):

@@ -63,7 +63,7 @@ def prune(
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots, except parents of kept snapshots and snapshots that recovery needs.
+    """Remove old snapshots. Snapshots that recovery needs are kept. Parents of kept snapshots are kept too.
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """

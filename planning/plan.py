@@ -109,7 +109,7 @@ class Plan:
     def overflow_mb(self, budget_mb: float) -> float:
         """Returns the default `overflow_mb` for a `cached_ssd` store whose cache has `budget_mb` MiB.
 
-        The default is `budget_mb` or 192 MiB, whichever is less, but always enough for two batches.
+        The default is the smaller of `budget_mb` and 192 MiB. If two batches need more, the default is their size.
         """
         batches_mb = 2 * self._max_batch_rows * self._overflow_row_bytes / MB
         return max(default_overflow_mb("cached_ssd", budget_mb), batches_mb)
@@ -128,8 +128,8 @@ class Plan:
             budget_mb: The cache size in MiB.
             rows: The cache size in rows. Give either `rows` or `budget_mb`.
             table: Count only the hits on this table's rows. The cache is still shared by all tables.
-            overflow_mb: The overflow area's size in MiB, for a cache above RocksDB on the CPU. Half of the area holds
-                rows that wait for write-back. Lookups of waiting rows count as hits.
+            overflow_mb: The overflow area's size in MiB. Give it only for a `cached_ssd` store on the CPU. Half of the
+                area holds rows that wait for write-back. Lookups of waiting rows count as hits.
 
         Raises:
             OptionError: If an argument is invalid.
@@ -326,8 +326,8 @@ def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArra
     if table_ids is None:
         if tables > 1 and (keys.ndim < 2 or keys.shape[-1] != tables):
             raise InputError(
-                f"{where}: ids of shape {keys.shape} are not (..., {tables}), a column for each table; give that "
-                "shape, or (ids, table_ids)"
+                f"{where}: ids have shape {keys.shape}, but {tables} tables need shape (..., {tables}); give this "
+                "shape, or a tuple (ids, table_ids)"
             )
         return _keys(keys), None, length
     numbers = _integers(table_ids, f"{where}: table_ids")
@@ -393,7 +393,7 @@ class RankPlan:
     def bytes(self, rows: torch.dtype = torch.float32, grads: torch.dtype = torch.float32) -> I64:
         """Returns the bytes that rank i sends to rank j for ids, rows and gradients: int64 [size, size].
 
-        Rows are sent as dtype `rows`, and gradients as dtype `grads`, as for `World`. Message headers are not included;
+        rows, grads: the dtypes of sent rows and of sent gradients, as for `World`. Message headers are not included;
         they need at most 1 KiB per pair of ranks and step. Raises OptionError if a dtype is not supported.
         """
         for name, dtype in (("rows", rows), ("grads", grads)):

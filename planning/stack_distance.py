@@ -1,12 +1,12 @@
 """Computes how deep a row is in an LRU stack when a batch uses it again, and the chance that a cache still has it.
 
-An LRU cache for n rows holds a row if fewer than n distinct rows were used since the row's last use. How many
-distinct rows were used since a row's last use is called the row's depth in the LRU stack. One pass over a trace yields
-the depth at every use, and so the hit rate for every cache size (Mattson's stack algorithm).
+A row's depth in the LRU stack is the number of distinct rows that were used since the row's last use. An LRU cache for
+n rows holds a row if the row's depth is less than n. One pass over a trace finds the depth at every use. The depths
+give the hit rate for every cache size (Mattson's stack algorithm).
 
-The engine's cache serves whole batches: all rows of a batch hit or miss when the batch begins, and do not evict each
-other. So a row's depth counts rows that later batches used, and also tied rows, whose last use was in the same batch.
-Because the real cache is set-associative, `Model` turns depths into probabilities.
+The engine looks up a whole batch before it replaces rows, so rows of one batch do not evict each other. A row's depth
+counts the rows that later batches used, and the tied rows. Two rows are tied if both were last used in the same batch.
+The cache is set-associative, so the depth alone does not decide a hit. `Model` computes hit probabilities from depths.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
 ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
-PER_ROW = 100  # entries per unit of load in the tables below
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; for 80, GROUP_WAYS ways never suffice
+PER_ROW = 100  # `_LOADS` increases in steps of 1 / PER_ROW
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; for mean of 80 never suffice
 
 
 class Uses(NamedTuple):
@@ -38,10 +38,10 @@ class Uses(NamedTuple):
 
 
 class Sample:
-    """A spatial sample: all uses of the rows whose hash is below a bound, that is, of a fraction `rate` of all rows.
+    """A spatial sample: it keeps every use of the sampled rows. `rate` is the fraction of rows that are sampled.
 
-    Whenever the sample exceeds `max_uses` uses, the bound is halved. The method is from Waldspurger et al., "Efficient
-    MRC Construction with SHARDS", FAST 2015.
+    A row is sampled if its hash is below a bound. Whenever the sample exceeds `max_uses` uses, the bound is halved. The
+    method is from Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015.
     """
 
     def __init__(self, max_uses: int) -> None:
@@ -91,11 +91,11 @@ class Depths(NamedTuple):
 
     before: I64  # the index of the same row's previous use, or -1
     newer: I64  # distinct rows used between the row's previous use and this use
-    tied: I64  # other rows whose last use was in the batch of this row's previous use
+    tied: I64  # other rows that were last used in the same batch as this row
 
 
 def depths(uses: Uses) -> Depths:
-    """Compute the depth at each use of a row. The result is exact for the given uses."""
+    """Compute the depth at each use of a row. The depths are exact and count only the rows in `uses`."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
@@ -119,10 +119,10 @@ def depths(uses: Uses) -> Depths:
 class Model:
     """Predicts each use's hit probability, for a set-associative cache: a new row replaces a row of its own group.
 
-    Rows fall into groups with GROUP_WAYS ways at random. So how many of a group's rows are above a given row in the LRU
-    stack is Poisson distributed. The mean is the row's depth divided by the number of groups (Smith, "A comparative
-    study of set associative memory mapping algorithms", 1978). Tied rows are in random order. If a batch has more rows
-    in a group than the group has ways, the group keeps the batch's hits and the first misses.
+    Each row belongs to one random group. A group has GROUP_WAYS ways. Count the rows of a row's group that are above
+    the row in the LRU stack. This count is Poisson distributed. Its mean is the row's depth divided by the number of
+    groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978). Tied rows are in random
+    order. If a batch overfills a group, the batch's cached rows stay. Its first missing rows take the other ways.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
@@ -131,7 +131,7 @@ class Model:
         self._before = before = stack.before[self._repeated]
         self._rows = np.array(sample.batch_rows, np.float64)[uses.batch[before]]
         self._newer = stack.newer[self._repeated] / sample.rate
-        # for each row, the fraction of tied rows above it: spread evenly, and equal for all cache sizes
+        # It is unknown how many tied rows are above a row. Assume fractions that are spread evenly over [0, 1).
         fractions = np.arange(len(before)) * 0.6180339887498949 % 1
         self._ties = fractions * stack.tied[self._repeated] / sample.rate / self._rows
         self._arrival = uses.arrival[before]
@@ -140,7 +140,7 @@ class Model:
     def chances(self, lines: float) -> F64:
         """Returns for each use [n] the probability that a cache for `lines` rows holds the row.
 
-        The previous batch's rows all hit: rows that did not fit into their group are in the overflow area.
+        A row that the previous batch used is a hit: if it did not fit into its group, it is in the overflow area.
         """
         groups = lines / GROUP_WAYS
         load = self._rows / groups

@@ -29,8 +29,8 @@ RowsWritten = Callable[[int, int | None], None]
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """Returns the lock holder's `name`, `step`, `rows`, `pid` and `saving`.
 
-    saving: None, or a dict about the save that the lock holder now runs for another process: the snapshot's `name`, the
-    number of `rows` written so far, and the total number of rows as `of`, if known.
+    saving: a dict while the lock holder runs a save for another process, otherwise None. The dict has the snapshot's
+    `name`, the number of `rows` written so far, and the total number of rows under the key `of` (None if unknown).
     """
     return _request(store, {"do": "status"}, "report its status", timeout, "status")
 
@@ -109,7 +109,7 @@ def _send_request(store: Path, request: Message, action: str, timeout: float) ->
 
 def _receive(connection: socket.socket, pid: int, request: Message, action: str, timeout: float) -> Iterator[Message]:
     """Yields the server's messages until the connection ends. Each progress message restarts the timeout."""
-    # Only a `get` request can have wrong input. For other requests, an InputError comes from the server's training.
+    # Only a `get` request can have wrong input. Otherwise, an InputError comes from training, not from the request.
     error_types = {**_ERROR_TYPES, InputError.__name__: InputError} if request["do"] == "get" else _ERROR_TYPES
     problem, deadline = "did not answer", monotonic() + timeout
     with connection:
@@ -124,9 +124,9 @@ def _receive(connection: socket.socket, pid: int, request: Message, action: str,
                     answer = receive(connection, MAX_PACKETS)
             except TimeoutError:
                 raise StoreError(
-                    f"process {pid} was asked to {action} and {problem} for {timeout:g} seconds. If the process is "
+                    f"process {pid} was asked to {action}, but {problem} for {timeout:g} seconds. If the process is "
                     "running, check later whether the work is done, or ask again with a longer timeout. If the process "
-                    "is stopped, let it continue, or end it and use the closed store"
+                    "is suspended, resume it, or end it and use the closed store"
                 ) from None
             except ValueError as error:
                 raise StoreError(f"process {pid} sent an invalid reply: {error}") from error

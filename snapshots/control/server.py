@@ -208,7 +208,7 @@ class Service:
         save = RequestedSave(client, self._stop_event, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._save_lock.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
-            if given_up:  # the client exited while this process was suspended; a later request's save may be running
+            if given_up:  # the client no longer waits, so do not report that another save is running
                 raise save.make_undone_error()
             other = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
             raise StoreError(f"process {os.getpid()} is saving {other}; ask again when that is done")
@@ -240,7 +240,7 @@ class RequestedSave:
     name: str
     kind: str
     overwrite: bool
-    stores: Sequence[str]  # real paths of the stores to save together; empty for only the target's own store
+    stores: Sequence[str]  # real paths of all stores to save together; if empty, only the target's own store is saved
     rows: int = 0
     of: int | None = None  # the total number of rows; known once a full save of one store has started
     _due: float = 0.0

@@ -1,7 +1,7 @@
 """Reads and writes files of named arrays (NumPy's `.npz`, safetensors). All arrays are read together, row by row.
 
-Writing uses no pickle, and only bounded memory, unlike the safetensors library. The layout of safetensors files is
-described at https://github.com/huggingface/safetensors#format
+Writing uses no pickle. It needs only bounded memory, so it cannot use the safetensors library. The layout of
+safetensors files is described at https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations

@@ -80,8 +80,8 @@ class Columns:
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
         """Check named arrays, and convert them to chunks of rows with dtype `form.dtype`. Raises InputError.
 
-        If the array "table" is missing, rows belong to the only table. If "updates" and "step" are missing, rows count
-        as written once, at the description's step. where: names the source in error messages.
+        If the array "table" is missing, rows belong to the only table. If "updates" is missing, every row gets the
+        value 1. If "step" is missing, every row gets the description's step. where: names the source in error messages.
         """
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")

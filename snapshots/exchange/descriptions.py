@@ -34,7 +34,7 @@ def description_for(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Describe a table as a dict, like the description in a snapshot of an embedding with the same arguments.
+    """Describe a table as a dict. A snapshot of an embedding with these arguments contains such a dict.
 
     Args:
         name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: as for an embedding.

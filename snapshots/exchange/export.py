@@ -35,7 +35,7 @@ def export_snapshot(
     state: bool = True,
     overwrite: bool = False,
 ) -> int:
-    """Write a snapshot's rows to a file for other programs or to a full snapshot, in bounded memory.
+    """Export a snapshot's rows, in bounded memory. Writes a file for other programs, or another full snapshot.
 
     A file is written under a temporary name and renamed once it is durable. A failed export leaves no file, except if
     the error says that the snapshot was exported.
@@ -43,9 +43,9 @@ def export_snapshot(
     Args:
         snapshot: a snapshot of any kind, from `Snapshot.open`.
         path: the file or snapshot folder to write.
-        format: "parquet", "npz" or "safetensors" writes a file with the columns of `columns.Columns` and the table's
-            description, so an import restores bit-identical rows. "snapshot" writes a full snapshot. "npz" and
-            "safetensors" files store one column after another, so the columns are first collected in temporary files.
+        format: "parquet", "npz" or "safetensors" for a file, "snapshot" for a full snapshot. A file also stores the
+            table's description, so an import restores bit-identical rows. `columns.Columns` lists a file's columns.
+            For "npz" and "safetensors", the columns are first collected in temporary files.
         progress: called with the number of rows in each chunk after it was read.
         tables: ids or names of the tables to write, or None for all tables.
         state: True to write optimizer state. If False, rows are written as a lookup returns them, and the exported
@@ -93,7 +93,7 @@ def export_snapshot(
         fsync_file(temporary)
         publish(temporary, path)
     except UnsyncedError as error:
-        raise SnapshotError(f"snapshot {snapshot.name!r} was exported to {str(path)!r}: {error}") from error
+        raise SnapshotError(f"{snapshot.name!r} was exported to {str(path)!r}, but not durably: {error}") from error
     except OSError as error:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} was not exported to {str(path)!r}: {error.strerror or error}; free space, "

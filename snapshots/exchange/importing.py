@@ -44,22 +44,22 @@ def import_snapshot(
 ) -> Manifest:
     """Write rows as a snapshot in a store folder. `load_snapshot` or `tierbed snapshot load` then loads the snapshot.
 
-    Runs no code from files. Sorting needs memory for a few times 1/64 of the rows (see `RowSorter`).
+    Runs no code from files. Sorts rows in 64 parts. Sorting needs a few times the memory of one part (see `RowSorter`).
 
     Args:
         store: the store folder, `<persistent_path>/<embedding name>`. The import creates it if missing, and locks it.
         name: the new snapshot's name.
-        source: rows by key, or a dense table. An exported file (.parquet, .npz, .safetensors) or a snapshot's folder
-            has rows by key, and is imported bit for bit. Other programs' files in these formats need columns `key` and
-            `embedding`, and may have `table`, optimizer states, `updates` and `step`; other columns are ignored. A
-            dense table, [n, dim] of float32, float16 or bfloat16, is an array, a tensor, an `nn.Embedding` or a .npy
-            file, or the tensor called `tensor` in a .npz, .safetensors or torch file (.pt, .pth, .bin, .ckpt).
+        source: a file of rows and keys, a snapshot's folder, or a dense table. Snapshots and exports are imported bit
+            for bit. Another program's .parquet, .npz or .safetensors file needs columns `key` and `embedding`; `table`,
+            `updates`, `step` and optimizer states are optional. Other columns are ignored. A dense table is float32,
+            float16 or bfloat16 [n, dim]: an array, a tensor, an `nn.Embedding` or a .npy file. For a table in a .npz,
+            .safetensors, .pt, .pth, .bin or .ckpt file, give the table's name as `tensor`.
         keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, keys are row numbers. The
             row at padding_idx must be zeros, and is skipped. If a table repeats a key, the key's last row is used.
         table_ids: a dense table's table ids [n], or the path of a .npy file. One number or name assigns all rows to
             one table.
-        tensor: the dense table's name in the file. Write "outer.inner" for a tensor in an inner dict. For several
-            tables, give a list with one name per table, in the order of the tables.
+        tensor: the dense table's name in the file. A tensor in an inner dict has a name like "outer.inner". For
+            several tables, give a list of names in the order of the tables.
         states: a dense table's optimizer states by name: [n, dim], or [n] for one number per row. Give arrays or paths
             as for `keys`; with `tensor`, give tensor names. States need a description with an optimizer and a step.
         description: from `description_for`. None uses the source's description, otherwise the store's, otherwise an
@@ -98,7 +98,7 @@ def import_snapshot(
 
 
 def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
-    """Returns a table's description for a source that has none: the store's, or else an embedding's defaults."""
+    """Returns the description of the store's rows. For an empty store, makes a description with default options."""
     if (description := stored_description(store)) is not None:
         return description
     if source.num_tables is None:
@@ -112,7 +112,7 @@ def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
 
 
 def _check_order(names: Names, source: Source) -> None:
-    """Raises InputError if TorchRec's tensors are not in the order of the tables with the same names."""
+    """Raises InputError if a tensor from TorchRec has a table's name, but another position than this table."""
     for number, name in enumerate(source.table_names):
         is_other = name is not None and name in names and names.index(name) != number
         if is_other and source.num_tables is not None and source.num_tables > 1:
@@ -173,7 +173,7 @@ def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dic
     is_row = numbers != padding
     if batch[EMBEDDING][~is_row].any():
         raise InputError(
-            f"{source.what}: row {padding} is padding_idx, which lookups return as zeros, but it holds other numbers: "
-            "give a description with padding_idx=None, or set the row to zeros"
+            f"{source.what}: row {padding} must be zeros, because padding_idx={padding}; set the row to zeros, or give "
+            "a description with padding_idx=None"
         )
     return {name: column[is_row] if isinstance(column, np.ndarray) else column for name, column in keyed.items()}

@@ -54,7 +54,7 @@ def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
 
 
 def _regroup(chunks: Iterable[NDArray[np.void]]) -> Iterator[NDArray[np.void]]:
-    """Yields the rows in chunks of a fixed size, so that equal rows make equal files for any chunks of input."""
+    """Yields the rows in chunks of a fixed size, so a file does not depend on the sizes of the input chunks."""
     pending: list[NDArray[np.void]] = []
     count = 0
     for rows in chunks:
@@ -107,7 +107,7 @@ class ParquetReader:
                 array = array.cast(pa.list_(array.type.value_type, shape[1])) if array.null_count == 0 else array
             except pa.ArrowInvalid as error:
                 raise InputError(
-                    f"column {name!r} has lists of several lengths, the first of {shape[1]}; give all the same length"
+                    f"column {name!r} has lists of several lengths; the first has {shape[1]} items. Give equal lengths"
                 ) from error
         flat = array.flatten() if len(shape) > 1 else array
         if array.null_count or flat.null_count:

@@ -123,7 +123,7 @@ def make_persistent_table_reader(
     """Iterate over the rows of a snapshot of any kind, as NumPy arrays.
 
     If you read only embeddings, you get the values that a lookup returns. If you also read optimizer state, you get the
-    values after each row's latest write, without the step of that write (`export_snapshot` writes the step too).
+    values after each row's latest write. To get the step of the latest write too, use `export_snapshot`.
     Checksums are compared while files are read, so a damaged file raises SnapshotError only at the file's end.
 
     Args:
@@ -168,14 +168,14 @@ def make_persistent_table_writer(
 ) -> PersistentTableWriter:
     """Create a writer that makes a snapshot from NumPy arrays, for `load_snapshot` or `tierbed snapshot load`.
 
-    Rows count as written once, at the description's step. The writer keeps rows in 64 temporary files and sorts one
-    file at a time, in memory for a few times 1/64 of all rows. If the `with` block raises, no snapshot is made.
+    Each row gets the update count 1 and the description's step. Rows wait in 64 temporary files. Sorting a file needs a
+    few times the file's size in memory. If the `with` block raises, no snapshot is made.
 
     Args:
         path: the store folder. The folder is created if missing, and locked until the writer is closed.
         snapshot_name, key_type, value_type, storage_dim, physical_block_size: see `make_persistent_table_reader`.
-        description: from `description_for`. None uses the store's description, or for an empty store, an embedding
-            with one table and default options.
+        description: a table's description, from `description_for`. Default: the description of the store's rows. If
+            the store is empty, the default describes an embedding with one table and default options.
 
     Returns:
         The writer, for a `with` block.
@@ -213,9 +213,9 @@ def _check_value_type(value_type: Any) -> None:
 
 def _check_kind(description: Mapping[str, Any], key_dtype: torch.dtype, storage_dim: int, what: str) -> None:
     if KEY_TYPES[check_key_type(key_dtype)] != description["key_type"]:
-        raise InputError(f"key_type={key_dtype}: {what} has keys of {description['key_type']}; give this type")
+        raise InputError(f"key_type={key_dtype} does not fit {what}; give torch.{description['key_type']}")
     dim = sum(description["columns"])
     full_dim = dim + sum(description["state_widths"])
     if type(storage_dim) is not int or storage_dim not in (dim, full_dim):
         states = f", or {full_dim} with optimizer state {', '.join(description['states'])}" if full_dim > dim else ""
-        raise InputError(f"storage_dim={storage_dim!r}: {what} has rows of {dim} floats{states}; give this number")
+        raise InputError(f"storage_dim={storage_dim!r} does not fit {what}; give {dim} for the embedding{states}")

@@ -78,6 +78,6 @@ class RowSorter:
             yield
         except OSError as error:
             raise SnapshotError(
-                f"rows cannot be sorted in {str(self._folder)!r}: {error}. Free space on this disk for two copies of "
+                f"rows cannot be sorted in {str(self._folder)!r}: {error}. The disk needs space for two copies of "
                 "all rows: one for sorting, and one for the snapshot"
             ) from error

@@ -99,10 +99,10 @@ class Source:
                 f"{self.what}: {name} is {dtype} {shape}; convert it to shape (n, dim) of {', '.join(NUMBERS)}"
             )
         if self.dim not in (0, shape[1]):
-            raise InputError(f"{self.what}: {name} has rows of {shape[1]} floats, but another tensor of {self.dim}")
+            raise InputError(f"{self.what}: {name} has {shape[1]} floats per row, but another tensor has {self.dim}")
         for other in part.columns.values():
             if shapes[other][1][:1] != shape[:1]:
-                raise InputError(f"{self.what}: {other} has shape {shapes[other][1]}, but {name} {shape}")
+                raise InputError(f"{self.what}: {other} has shape {shapes[other][1]}, but {name} has shape {shape}")
         self.dim = shape[1]
         self.num_rows += shape[0]
 
@@ -129,10 +129,12 @@ class Source:
 
 def _to_float32(numbers: NDArray[Any], where: str) -> NDArray[np.float32]:
     """Convert numbers to float32. Raises InputError for integers, and for numbers that overflow float32."""
+    if numbers.dtype.kind in "iub":
+        raise InputError(f"{where} has dtype {numbers.dtype}; give floats that fit into float32")
     with np.errstate(over="ignore"):
         single: NDArray[np.float32] = numbers.astype(np.float32, copy=False)
-    if numbers.dtype.kind in "iub" or (np.isfinite(numbers) & ~np.isfinite(single)).any():
-        raise InputError(f"{where} is {numbers.dtype} or overflows float32; give floats that fit into float32")
+    if (np.isfinite(numbers) & ~np.isfinite(single)).any():
+        raise InputError(f"{where} overflows float32; give floats that fit into float32")
     return single
 
 
@@ -177,10 +179,7 @@ def open_source(
     if tensor is not None:
         return Source(what, partial(_open_with, opener, extra), _choose_dense(tensor, extra, table, states), states)
     if extra or table is not None:
-        raise InputError(
-            f"keys and table_ids are only for dense tables: name a tensor by tensor=; files of rows by key have their "
-            f"own columns {KEY!r} and {TABLE!r}"
-        )
+        raise InputError("keys and table_ids are only for dense tables; give tensor=, or leave out keys and table_ids")
     return Source(what, opener, _choose_by_name, states)
 
 
@@ -205,8 +204,8 @@ def _choose_by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
     columns = {name: name for name, (_, shape) in shapes.items() if shape}  # a 0-d array is not a column
     if not {KEY, EMBEDDING} <= columns.keys():
         raise InputError(
-            f"the file holds {', '.join(sorted(columns)) or 'no columns'}; {KEY!r} and {EMBEDDING!r} are needed, or "
-            "the name of a dense table by tensor="
+            f"columns found: {', '.join(sorted(columns)) or 'none'}. Columns {KEY!r} and {EMBEDDING!r} are needed. "
+            "To import a dense table, name it with tensor="
         )
     return [SourceTable(columns)]
 
@@ -232,14 +231,14 @@ def _choose_dense(
         if isinstance(tensor, str):
             return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
         if extra or table is not None or not names:
-            raise InputError(f"tensor={tensor!r}: give a list with one name for each table, without keys or table_ids")
+            raise InputError(f"tensor={tensor!r}: give a list of names, one per table; leave out keys and table_ids")
         return [SourceTable(columns, index) for index, columns in enumerate(tables)]
 
     return parts
 
 
 def _parse_torchrec_table(tensor: str) -> str | None:
-    """Returns the table's name in a tensor's name from TorchRec's state_dict(), or None for any other tensor name."""
+    """Find the table's name in a tensor's name. Returns None if the tensor is not from TorchRec's state_dict()."""
     match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return match[1] if match is not None and is_table_name(match[1]) else None
 

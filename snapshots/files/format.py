@@ -30,7 +30,7 @@ MAX_SHARDS = 1024
 _NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
 _HASH_SLOTS = 1 << 16  # 16 bits of the hash choose the shard
-FORMAT = 3  # the format of snapshots with shards or numbers other than float32; other snapshots have format 2
+FORMAT = 3  # the format of snapshots with 2-byte numbers and of sharded snapshots; all others have format 2
 GROUP_FORMAT = 4  # an earlier version's format for stores that train together
 MANIFEST = "manifest.msgpack"
 ROCKSDB = "rocksdb"  # a RocksDB checkpoint's subfolder that contains RocksDB's files
@@ -41,10 +41,10 @@ _MAX_DIM = 1 << 16  # embedding dimension
 LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # how deeply lists and maps may be nested in a table's description
 _MAX_FIELDS = 1000
-_MAX_DESCRIPTION = 12 << 20  # bytes of a table's description; leaves space for other fields of a manifest or MARK
+_MAX_DESCRIPTION = 12 << 20  # maximum bytes of a table's description; manifests and MARK need space for other fields
 LIVE = "version"  # this field of the clean marker stores the live rows' version
-OLD_CANDIDATES = "base"  # in this field of MARK, an earlier version stored names of the recovery snapshot
-OLD_GROUP = "group"  # in this field of MARK, an earlier version stored which stores are trained together
+OLD_CANDIDATES = "base"  # a field of MARK in earlier versions: the recovery snapshot's possible names
+OLD_GROUP = "group"  # a field of MARK in earlier versions: the stores that are trained together
 # the fields of MARK that do not belong to the clean marker
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
 SHARD = "share"  # this field of a shard's MARK stores the shard's rank
@@ -59,7 +59,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """The rows whose hash is in interval `number`, if all hash values are divided into `of` equal intervals."""
+    """The rows of shard `number`. Hash values are divided equally among all shards; `of` is the number of shards."""
 
     number: int
     of: int
@@ -113,7 +113,7 @@ def shard_number(name: str) -> int | None:
 
 
 def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowFile:
-    """Check and decode the entry for a file in a manifest with `parts` shards. Raises ValueError."""
+    """Check and decode a file's entry in a manifest. `parts` is the snapshot's `Manifest.parts`. Raises ValueError."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
         raise ValueError(f"it names a foreign file {name!r}")
@@ -219,7 +219,7 @@ class Manifest:
 
     @property
     def own_rows(self) -> int:
-        """The number of rows and keys of deleted rows in the snapshot's own files."""
+        """The number of rows plus the number of deleted keys, in the snapshot's own files."""
         return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
 
     @property
@@ -388,7 +388,7 @@ def _check_size(description: dict[str, Any]) -> None:
 
 
 def _is_plain(value: Any, depth: int) -> bool:
-    """True if JSON can store `value` unchanged, that is, without bytes, NaN and infinities."""
+    """True if JSON can store `value` unchanged. JSON cannot store bytes, NaN or infinities."""
     if isinstance(value, dict):
         return depth > 0 and all(isinstance(name, str) and _is_plain(item, depth - 1) for name, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -281,7 +281,7 @@ def test_a_trainer_that_does_not_answer_in_time_is_named(cli: Cli, tmp_path: Pat
         ids = torch.tensor([1])
         embedding.pin([Lookup(ids, torch.zeros_like(ids))])
         said = cli.fails("store get", "1", "--timeout", "0.2")
-        assert "was asked to read a row and did not answer for 0.2 seconds" in said
+        assert "was asked to read a row, but did not answer for 0.2 seconds" in said
         embedding.table_handle().release()
         with embedding.table_handle().open_table.lock:
             said = cli.fails("prune", "--keep-last", "1", "--timeout", "0.5")

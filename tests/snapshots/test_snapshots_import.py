@@ -180,7 +180,7 @@ def test_the_row_of_padding(tmp_path: Path) -> None:
     zeroed[3] = 0
     assert imported(tmp_path / "t", zeroed, description=about).keys() == dense().keys() - {(0, 3)}
     for source, more, named in (
-        (VALUES, {}, "row 3 is padding_idx"),
+        (VALUES, {}, "row 3 must be zeros, because padding_idx=3"),
         (zeroed, {"keys": np.arange(40)}, "padding_idx=3"),
         (nn.Embedding(9, DIM, padding_idx=2), {}, "padding_idx=2, but the table has 3"),
     ):
@@ -258,14 +258,15 @@ def test_states_that_the_description_lacks_without_their_step_and_beyond_float32
     adagrad, adam = (description_for("rows", DIM, optimizer=optimizer_of(kind)) for kind in kinds)
     states, two = {"exp_avg": state, "exp_avg_sq": state}, {"sum": ["a", "b"]}
     file = tmp_path / "x.pt"
+    problems = {"overflows float32": state * 1e39, "has dtype int64": state.long(), "has dtype bool": state.bool()}
     for source, more, *named in (
         (weights, {"states": {"other": state}, "description": adagrad}, "states: 'other'"),
         (weights, {"states": {"sum": 1.0}, "description": adagrad}, "states['sum']=float"),
         (file, {"tensor": "w", "states": two, "description": adagrad}, "states['sum']=['a', 'b']", "['w']"),
         (weights, {"states": states, "description": adam}, "adam counts steps", "step=0"),
         *(
-            (weights, {"states": {"sum": wrong}, "description": adagrad}, "states['sum']", "overflows float32")
-            for wrong in (state * 1e39, torch.ones(20, DIM, dtype=torch.int64), torch.ones(20, DIM, dtype=torch.bool))
+            (weights, {"states": {"sum": wrong}, "description": adagrad}, f"states['sum'] {problem}; give floats")
+            for problem, wrong in problems.items()
         ),
     ):
         check_refusal((partial(import_snapshot, tmp_path / "t", "s", source, **more), InputError, *named))
@@ -407,7 +408,7 @@ def test_parquet_rows_without_a_value_and_npz_in_fortran_order_or_of_unequal_len
     for values, named in (
         ([[1.0, 2.0], None], "without a value"),
         ([[1.0, 2.0], [1.0, None]], "without a value"),
-        ([[1.0, 2.0], [1.0]], "lists of several lengths, the first 2"),
+        ([[1.0, 2.0], [1.0]], "lists of several lengths; the first has 2 items"),
     ):
         lists = pyarrow.array(values, pyarrow.list_(pyarrow.float32()))
         pyarrow.parquet.write_table(pyarrow.table({"key": pyarrow.array([1, 2]), "embedding": lists}), path)
@@ -416,7 +417,7 @@ def test_parquet_rows_without_a_value_and_npz_in_fortran_order_or_of_unequal_len
     np.savez(path, key=np.arange(4), embedding=np.asfortranarray(VALUES[:4]))
     refused("'embedding' is in Fortran order", "np.ascontiguousarray")
     np.savez(path, key=np.arange(3), embedding=VALUES[:4])
-    refused("key has shape (3,)", "embedding (4, 5)")
+    refused("key has shape (3,)", "embedding has shape (4, 5)")
 
 
 def test_a_foreign_description_is_checked(tmp_path: Path) -> None:
@@ -445,7 +446,7 @@ def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
         (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of table ids needs keys"),
         (columns[0], {"keys": np.arange(4)}, "keys and table_ids are only for dense tables"),
         (columns[1], {"tensor": "embedding"}, "tensor= is only for .npz"),
-        (columns[0], {"tensor": ["embedding"], "table_ids": 1}, "a list with one name for each table"),
+        (columns[0], {"tensor": ["embedding"], "table_ids": 1}, "a list of names, one per table"),
         (VALUES, {"description": {}}, "description has no valid 'name'"),
         (VALUES, {"table_ids": 1}, "table holds 1", "from 0 to 0"),
         (VALUES, {"keys": np.arange(39)}, "key has shape (39,)"),
