@@ -25,7 +25,7 @@ F64 = NDArray[np.float64]
 
 ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
 PER_ROW = 100  # `_LOADS` increases in steps of 1 / PER_ROW
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; for mean of 80 never suffice
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; a mean of 80 fills almost every group
 
 
 class Uses(NamedTuple):
