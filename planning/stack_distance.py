@@ -25,7 +25,7 @@ F64 = NDArray[np.float64]
 
 ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
 PER_ROW = 100  # entries per unit of load in the tables below
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; with 80, GROUP_WAYS ways are practically never enough
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; at 80, GROUP_WAYS ways are almost never enough
 
 
 class Uses(NamedTuple):
