@@ -30,8 +30,7 @@ def options(
 ) -> None:
     """Check a store options file, and show each embedding's resulting options, memory and disk space.
 
-    FILE is a TOML file for `load_store_options`. The command opens no store and creates no folder. Exits with 1 for an
-    unknown or invalid option.
+    FILE is a TOML file for `load_store_options`. Opens no store, creates no folder. Exits with 1 for invalid options.
 
     Example: tierbed store options deploy.toml
     """

@@ -239,8 +239,8 @@ def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
 def report(action: str, name: str, manifests: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
     """Print what a command did to a snapshot.
 
-    action: a verb in the past tense, such as "saved". manifests: {store name from `stores_at`: manifest}. begin: when
-    the command started, from time.monotonic.
+    action: a verb in the past tense, such as "saved". manifests: {store name: manifest}. begin: the start time from
+    time.monotonic.
     """
     seconds = time.monotonic() - begin
     if as_json:

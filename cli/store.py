@@ -57,8 +57,7 @@ def stat(store: Store, as_json: Json = False) -> None:
 def detach(store: Store, as_json: Json = False) -> None:
     """Take a closed store out of its training group, so that it is recovered alone.
 
-    The store's rows do not change. Use this for a copy of a store, for a store that moves to another model, and for a
-    store whose group is lost.
+    Keeps the rows. Use this for a copied store, a store that moves to another model, or a store whose group is lost.
 
     Example: tierbed store detach copy/users
     """

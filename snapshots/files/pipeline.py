@@ -94,7 +94,7 @@ class TaskThread:
         """Wait for the next task, and return its result. Raises the error of this task or of an earlier task."""
         future = self._pending.popleft()
         while not future.done() and self._thread.is_alive():
-            with suppress(TimeoutError):  # the wait timed out; a task's own error is returned
+            with suppress(TimeoutError):  # raised if the wait timed out; a task's error is returned, not raised
                 future.exception(POLL_SECONDS)
         if not future.done():
             raise MemoryError(f"thread {self._thread.name} died without raising an error")

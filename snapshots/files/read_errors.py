@@ -1,4 +1,4 @@
-"""Makes errors for failed reads of a snapshot. An error tells if a file is damaged or the snapshot may be intact."""
+"""Makes errors for failed reads of a snapshot. An error says that a file is damaged, or that it may be intact."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def remedy_of(folder: Path) -> str:
 
 
 def find_os_error(error: Exception | str) -> OSError | None:
-    """Find the system error that caused a library's error, in the text of the library's error."""
+    """Search the text of a library's error for a system error's message. Returns that system error, or None."""
     return next(
         (OSError(code, os.strerror(code)) for code in _SYSTEM_REMEDIES if os.strerror(code) in str(error)), None
     )

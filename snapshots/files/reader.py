@@ -49,7 +49,7 @@ MAX_CHAIN = 100  # maximum length of a chain, because each snapshot in it needs 
 
 
 def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
-    """Yields chunks. Calls `progress`, if given, with each chunk's row count, and with `keys_only` yields only keys."""
+    """Yields the chunks, or only their keys if `keys_only`. Calls `progress`, if given, with each chunk's row count."""
     for bucket, rows in chunks:
         if progress is None:
             yield bucket, rows
@@ -65,8 +65,8 @@ def read_all(chunks: Chunks) -> None:
 class Snapshot:
     """A finished snapshot. `open` reads the manifest; `chunks` and `verify` read and check the rows.
 
-    shard: read only this shard's rows; None reads all rows. shard_rows: how many rows of the shard each snapshot of the
-    chain has, by snapshot name. Manifests lack these counts, so they are known only after the last chunk of `chunks`.
+    shard: read only this shard's rows; None reads all rows. shard_rows: {snapshot name: number of the shard's rows} for
+    the snapshots in the chain. `chunks` counts these rows and sets the numbers at its end, because manifests lack them.
     """
 
     def __init__(
@@ -171,8 +171,8 @@ class Snapshot:
         """Yields every row of the table, sorted like `Tier.scan`.
 
         All files' sizes and headers are checked before the first chunk is yielded. A file's checksum is checked
-        before the file's last chunk, and the row count at the very end. So if you must not use damaged rows, call
-        `verify` first, or use no row before the end.
+        before the file's last chunk, and the row count after the last chunk. To be sure that no row is damaged, call
+        `verify` first, or read all chunks before you use a row.
 
         Args:
             max_rows: the maximum number of rows in a chunk. A chunk has at most about 32 MiB per snapshot in the chain.

@@ -15,7 +15,7 @@ READY = 253  # the code in the first header; if it is missing, this Python could
 END = 254  # the code after the last row
 FAILED = 255  # the code if RocksDB refused the files; the number is how many bytes of error text follow
 
-_ROW_BYTES = 20  # bytes of a row, without its values: `width` words of 4 bytes
+_ROW_BYTES = 20  # bytes of a row without its values; the values are `width` words of 4 bytes
 
 
 def main(core: str, folder: str, width: int, shards: int, chunk_rows: int) -> None:

@@ -202,11 +202,11 @@ def _files_in(folder: Path) -> Iterator[Path]:
 def write_rocksdb(
     temporary: Path, name: str, rows: int, tier: RocksDB, progress: Callable[[int], None] | None = None
 ) -> RocksDBFiles:
-    """Write the files of the RocksDB checkpoint `name`, with the `rows` rows of `tier`, into the folder `temporary`.
+    """Write a RocksDB checkpoint of `tier` into the folder `temporary`. Raises OSError, SnapshotError, StoreError.
 
-    Row files are hard-linked, so their size does not matter. RocksDB has stored their checksums, so only files from an
-    older tierbed version must be read. If the file system lacks hard links, copies files and logs a warning.
-    Raises OSError, SnapshotError, StoreError.
+    name: the snapshot's name. rows: the number of rows. Row files are hard-linked, so their size does not matter.
+    RocksDB has stored their checksums, so only files from an older tierbed version must be read. If the file system
+    lacks hard links, copies files and logs a warning.
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
     with tier.hold_files() as files:

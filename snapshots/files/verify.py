@@ -27,7 +27,7 @@ def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]
 
 
 def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCallback) -> Damaged:
-    """Find damaged snapshots and parents. Returns {name: error}, including the errors in `damaged`.
+    """Find the damaged snapshots in `chains`. Returns {snapshot name: error}, including the errors in `damaged`.
 
     If a snapshot's parent is damaged, only the snapshot's own files are checked. Raises ReadIOError.
     """

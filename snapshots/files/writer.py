@@ -276,7 +276,7 @@ def write_snapshot(
     overwrite: bool = False,
     id: str | None = None,
 ) -> Manifest:
-    """Write the full snapshot `folder`, durably and atomically. Only one writer at a time may use its parent folder.
+    """Durably and atomically write the full snapshot `folder`. Only one writer at a time may use the parent folder.
 
     A failed write leaves no files, except if the error says that the snapshot exists but may be lost in a power cut.
 
@@ -402,8 +402,8 @@ def finish(
     sequence = 1 if latest is None else latest.manifest.sequence + 1
     if latest is not None and sequence > LAST_SEQUENCE:
         raise SnapshotError(
-            f"snapshot {latest.name!r} has the largest sequence, {LAST_SEQUENCE}, so no snapshot can follow it; "
-            f"tierbed did not write {latest.name!r}. Move {str(latest.folder)!r} elsewhere, or remove it"
+            f"snapshot {latest.name!r} has the largest sequence number, {LAST_SEQUENCE}, so no later snapshot can be "
+            f"saved. tierbed did not make {latest.name!r}. Move {str(latest.folder)!r} elsewhere, or remove it"
         )
     id = id or secrets.token_hex(16)
     link = None if parent is None else Parent(parent.name, parent.manifest.id)

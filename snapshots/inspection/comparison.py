@@ -19,7 +19,7 @@ from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
 SORTS: tuple[Sort, ...] = get_args(Sort)
-FieldDiffs = dict[str, tuple[Any, Any]]  # maps each description field that differs to both values
+FieldDiffs = dict[str, tuple[Any, Any]]  # {description field: (old value, new value)} for each field that differs
 _MUST_AGREE = ("key_type", "columns")
 
 

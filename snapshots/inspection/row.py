@@ -83,7 +83,7 @@ def to_plain_floats(values: NDArray[np.float32]) -> list[float | str]:
 
 
 def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
-    """Find a row in the latest snapshot of the chain that contains its key. Returns None for a deleted key."""
+    """Search a chain for a row, latest snapshot first. Returns None if the key was deleted or never written."""
     row_key = np.array([table], np.uint32), np.array([key], np.uint64)
     bucket = int(_core.buckets(*row_key)[0])
     for member in reversed(snapshot.chain):

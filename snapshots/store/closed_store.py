@@ -108,8 +108,8 @@ def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> 
         scan, tier = reading.enter_context(_open_live(store, marker))
     if member.entry.live is None:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are newer than the rows of embeddings that are trained together "
-            "with it, so recovery will use a snapshot: load that snapshot, or open and close all these embeddings"
+            f"the live rows of {str(store.path)!r} are newer than the rows of other embeddings in its group. Recovery "
+            "will use a snapshot instead. Load that snapshot, or open and close all embeddings of the group"
         )
     return SaveSource(description_of_marker(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
@@ -163,13 +163,13 @@ def load_into_stores(
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
-    """Returns `selection` with the dtypes to convert to. Raises errors of `load_into_stores` before rows are read."""
+    """Check a load, but read no rows. Returns `selection` with the dtypes to convert to. StoreError, SnapshotError."""
     marker = store.clean_marker
     linked_stores = [] if store.live.exists() else read_linked_stores(store.snapshots)
     if linked_stores:
         raise StoreError(
-            f"{str(store.path)!r} has only the snapshots of other store folders, and no live rows: give a store "
-            f"folder with live rows, {' or '.join(repr(str(path)) for path in linked_stores)}, on the host that has it"
+            f"{str(store.path)!r} contains only the snapshots of other store folders, and no live rows. Give a folder "
+            f"with live rows: {' or '.join(repr(str(path)) for path in linked_stores)}. It may be on another host"
         )
     if marker is None:
         if selection.convert:
@@ -233,7 +233,7 @@ def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunk
 
 @contextmanager
 def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
-    """Yield a function that scans the live rows, and the RocksDB database that contains the rows, or None."""
+    """Yield (scan, tier). `scan` reads the live rows. `tier` is their RocksDB database; None without RocksDB."""
     if marker.get("live") == "rows":
         snapshot = Snapshot.open(store.live)
         check_live(store, marker)
@@ -283,7 +283,6 @@ def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     if marker is None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are not clean: the last process did not close the embedding. Load "
-            "a snapshot with `tierbed snapshot load`; or open and close the embedding: this recovers the snapshot "
-            "that was saved or loaded last"
+            "a snapshot with `tierbed snapshot load`; or open and close the embedding to recover its last snapshot"
         )
     return marker

@@ -19,7 +19,7 @@ class Detached(NamedTuple):
 
 
 def detach(store: StoreFolder) -> Detached:
-    """Take a store out of its group. The store's new, own record names the rows that it would have opened with.
+    """Take a store out of its group. The next open chooses the same rows as it would have chosen in the group.
 
     The group's record may be missing or damaged, or may not list this folder because the folder is a copy. The store
     then keeps its clean live rows; without clean live rows, it recovers its latest snapshot. If this call is killed,
@@ -53,7 +53,7 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
             record = replace(record, trained=frozenset(entries))  # the next run then records skipped snapshots
         except (StoreError, SnapshotError):  # the other stores will raise this error when they open
             entries = {**record.now, file.store: file.newest()[file.store]}
-    write_record(path, replace(record, joining=True).plain())  # the store leaves when its MARK changes
+    write_record(path, replace(record, joining=True).plain())  # the store leaves its group when MARK changes
     own = union([record], {file.store: entries[file.store]})
     _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
     if others := {other: entry for other, entry in entries.items() if other != file.store}:

@@ -24,7 +24,7 @@ class StoreFolder(FolderState):
     the folder. MARK contains a clean marker while the live rows are durable and all at one step. A run clears the clean
     marker before it writes the first row. Without a clean marker, live rows are never used.
 
-    user: names what in this process locks the folder, for errors. snapshots: the folder for snapshots,
+    user: the folder's user, for error messages, such as "embedding 'users'". snapshots: the folder for snapshots,
     `<snapshot_path>/<embedding name>/snapshots`. The parent of this folder becomes a store folder and is locked. If
     None, snapshots stay in place. Raises StoreError if a path cannot be written or another process has locked a folder.
     """
@@ -64,7 +64,7 @@ class StoreFolder(FolderState):
         except InUseError as error:
             problem = f"store folder {str(self.path)!r} is in use by process {error.holder}"
             if error.user:
-                raise StoreError(f"{problem}, this one, where {error.user} has it open: close that first") from None
+                raise StoreError(f"{problem} (this process). Close {error.user} first") from None
             raise StoreError(
                 f"{problem}: close the embedding there, or end that process, or choose another persistent_path or name"
             ) from None
@@ -89,8 +89,8 @@ class StoreFolder(FolderState):
         if lock is None or not self._lock.has(lock):
             raise StoreError(
                 f"store folder {str(self.path)!r} was {'removed' if lock is None else 'replaced by another'} while "
-                "it was open: nothing more is written there, and all its rows are lost, except copied snapshots; "
-                "create the embedding again"
+                "it was open. tierbed writes nothing more there. All rows are lost, except in copied snapshots. "
+                "Create the embedding again"
             )
 
     def __enter__(self) -> StoreFolder:

@@ -20,7 +20,7 @@ from .mark import Mark, live_version
 LOCK = "LOCK"
 RANKS = "ranks"  # the store folder's subfolder that contains the ranks' shards
 SNAPSHOTS = "snapshots"
-_LINKED_FROM = ".live-rows-"  # name prefix of files next to `snapshots`; each contains the path of a store linked to it
+_LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`: paths of the stores that link to this folder
 
 
 class FolderState:
@@ -48,12 +48,12 @@ class FolderState:
 
     @property
     def clean_marker(self) -> dict[str, Any] | None:
-        """The live rows' clean marker, or None if they are absent or not clean or MARK is damaged. StoreError."""
+        """The live rows' clean marker. None if there are no clean live rows, or if MARK is damaged. StoreError."""
         return self.mark.clean_marker
 
     @cached_property
     def snapshot_store(self) -> FolderState:
-        """The store folder that contains the snapshots: this one, or the link's target if `snapshots` is a link."""
+        """The store folder that contains the snapshots. This is another store folder if `snapshots` is a link."""
         target = Path(os.path.realpath(self.snapshots)).parent
         is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
@@ -140,7 +140,7 @@ def find_shards(store: Path, ranks: int, of: Iterable[int] | None = None) -> dic
 
 
 def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
-    """Returns this host's shards' clean markers, by rank: None for an unclean or misplaced shard. StoreError."""
+    """Returns {rank: clean marker} for the shards on this host; None for an unclean or misplaced shard. StoreError."""
     markers: dict[int, dict[str, Any] | None] = {}
     for rank, shard in find_shards(store, ranks, of).items():
         share = (shard.clean_marker or {}).get(SHARD)
@@ -150,7 +150,7 @@ def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> d
 
 
 def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, str | None]:
-    """Returns the live rows' versions in `clean_markers`, by rank: None for an unclean or misplaced shard."""
+    """Returns {rank: live rows' version} for the shards on this host; None for an unclean or misplaced shard."""
     return {rank: live_version(marker) for rank, marker in clean_markers(store, ranks, of).items()}
 
 
@@ -174,9 +174,9 @@ def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> 
 
 
 def link_to(link: Path, folder: Path) -> None:
-    """Replace `link`, a store folder's `snapshots`, by a durable link to `folder`. Creates `folder` if it is missing.
+    """Durably replace the path `link` by a symbolic link to `folder`. Creates `folder` if it is missing.
 
-    Raises StoreError if the store folder already contains other snapshots. Raises OSError.
+    link: a store folder's `snapshots`. Raises StoreError if it already contains other snapshots. Raises OSError.
     """
     make_folder(folder)
     path = os.fsencode(os.path.realpath(link.parent))
@@ -188,8 +188,8 @@ def link_to(link: Path, folder: Path) -> None:
         return
     if has_snapshots(link):
         raise StoreError(
-            f"{str(link.parent)!r} has its snapshots in {os.path.realpath(link)!r}, but snapshot_path is "
-            f"{str(folder)!r}: move the snapshots there, or set snapshot_path back"
+            f"{str(link.parent)!r} has its snapshots in {os.path.realpath(link)!r}, but snapshot_path now leads to "
+            f"{str(folder)!r}. Move the snapshots to the new folder, or restore the old snapshot_path"
         )
     if link.is_symlink():
         link.unlink()
@@ -205,7 +205,7 @@ def read_linked_stores(folder: Path) -> list[Path]:
 
 
 def has_snapshots(folder: Path) -> bool:
-    """True if a `snapshots` folder contains more than remains of killed saves. Raises OSError."""
+    """True if a `snapshots` folder contains anything besides files that killed saves left. Raises OSError."""
     try:
         with os.scandir(folder) as entries:
             return any(not entry.name.startswith(".") for entry in entries)

@@ -47,7 +47,7 @@ from .recovery_rule import (
 )
 
 log = logging.getLogger("tierbed")
-OPEN_ATTEMPTS = 20  # attempts to open a store while another process locks the group
+OPEN_ATTEMPTS = 20  # how often to try to open a store whose group another process has locked
 LOADING = "its rows are being replaced by a load"
 _groups: set[Group] = set()  # the training groups that have open stores
 _changing = RLock()  # held while a thread changes groups and records
@@ -69,7 +69,7 @@ class MemberRows:
 
     now: Entry = NOTHING  # durable rows that equal the current rows
     first: int = 0  # the first moment with the current rows
-    spans: list[Interval] = field(default_factory=list)  # when the store had a snapshot's rows; includes running saves
+    spans: list[Interval] = field(default_factory=list)  # when the rows equaled a snapshot, finished or in progress
 
     def change(self, now: Entry = NOTHING) -> None:
         """Called when the rows change. Ends the intervals of all snapshots, including running saves."""
@@ -245,7 +245,7 @@ class Group:
         self.rows = dict(rows or {})  # by store id: all stores if the group is locked, else only open stores
         self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # the stores that are open in this process
-        self.mode = "resume"  # the option `open` of the store opened last before locking; "mixed" is kept
+        self.mode = "resume"  # the last store's option `open`, but "mixed" if any store has it; fixed by locking
 
     @property
     def record(self) -> Record:
@@ -398,8 +398,8 @@ class Group:
         alone = [id for id, entry in now.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
             log.warning(
-                "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. So a kill "
-                "undoes saves and loads of only %s: save a snapshot of all of them",
+                "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. After a "
+                "kill, recovery undoes the saves and loads that covered only %s. Save a snapshot of all embeddings",
                 member.store.path.name,
                 ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
             )
@@ -420,7 +420,7 @@ class Group:
 
 
 def _join(groups: Sequence[Group]) -> None:
-    """Join groups under a new record. The old records then name the new one. A kill leaves all or no groups joined."""
+    """Atomically join groups under a new record. Each old record file then contains only a link to the new file."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
@@ -434,8 +434,8 @@ def _join(groups: Sequence[Group]) -> None:
         if member.now.snapshot is None and member.group.mode != "mixed":
             others = ", ".join(repr(location.name) for id, location in places.items() if id != member.id)
             log.warning(
-                "embedding %r is trained together with %s from now on, and no snapshot has its rows: save a snapshot "
-                "of all of them, because a kill before that would leave them no saved step in common",
+                "embedding %r is trained together with %s from now on, and no snapshot has its rows. Save a snapshot "
+                "of all these embeddings: until then, a kill leaves them without a common saved step",
                 member.store.path.name,
                 others,
             )
@@ -517,7 +517,7 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
 
 
 def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
-    """Divide members' values by training group. Returns pairs of a group and {store id: value}."""
+    """Collect the values of each training group's members. Returns (group, {store id: value}) pairs."""
     groups = {member.group for member in snapshots}
     return [(group, {m.id: value for m, value in snapshots.items() if m.group is group}) for group in groups]
 
@@ -536,7 +536,7 @@ def _is_same(entry: Entry, other: Entry) -> bool:
 
 
 def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:
-    """Returns the range (low, high] of sequence numbers of the snapshots that a recovery to `entry` skips."""
+    """A recovery to `entry` skips some snapshots. Returns the range (low, high] of their sequence numbers."""
     manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
     sequences = {manifest.id: manifest.sequence for manifest in manifests}
     high = max(sequences.values(), default=0)

@@ -29,7 +29,7 @@ from .old_stores import PREFIX, UNKNOWN, OldGroup, make_group_record, make_store
 from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
-Shards = Mapping[str, Mapping[int, str | None]]  # maps a store's path to its shards' versions on all hosts, by rank
+Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
 
 
 class RecordError(StoreError):
@@ -43,8 +43,8 @@ class RecordError(StoreError):
 class GroupFile:
     """The record of a store's training group, as read from disk. Raises StoreError.
 
-    shards: the versions of ranks' shards. Default: the shards on this host. beside: folders that may be members of the
-    group that were moved. is_alone: treat the store as new and without a group, whatever the store's MARK says.
+    shards: the versions of ranks' shards. Default: the shards on this host. beside: more store folders to try, if a
+    member's folder was moved. is_alone: treat the store as new and without a group, even if MARK names a group.
     """
 
     def __init__(
@@ -167,23 +167,23 @@ class GroupFile:
             candidates = self._find_folders(store)
             if not candidates and not lenient:
                 raise StoreError(
-                    f"{location.absolute!r} is missing, the folder of embedding {location.name!r}, which was trained "
-                    f"together with {self.folder.path.name!r}. Put the folder back; or start over with the store "
-                    'option open="fresh" for each; or continue without the missing rows with open="mixed"'
+                    f"folder {location.absolute!r} is missing. Its embedding {location.name!r} was trained together "
+                    f"with {self.folder.path.name!r}. Put the folder back; or start over with the store option "
+                    'open="fresh" for each; or continue without the missing rows with open="mixed"'
                 )
             member = next((candidate for candidate in candidates if self._leads_here(candidate, store)), None)
             if member is not None:
                 folders[store] = member
             elif not self.record.joining and not lenient:
                 raise StoreError(
-                    f"{str(candidates[0].path)!r} is not in the group of {self.folder.path.name!r}: it is new, a copy "
-                    "from before both were trained together, or another store. Put the right folder back; or start "
-                    'over with the store option open="fresh" for each; or accept the folder as is with open="mixed"'
+                    f"{str(candidates[0].path)!r} is not in the group of {self.folder.path.name!r}. It is a new store, "
+                    "another store, or a copy from before the store joined the group. Put the right folder back; "
+                    'or start over with the store option open="fresh" for each; or accept this folder with open="mixed"'
                 )
         return folders
 
     def _find_folders(self, store: str) -> list[FolderState]:
-        """Returns the existing folders among the record's paths for a store, and folders in `beside` with its name."""
+        """Returns folders that may be a store: existing paths from the record, and same-named folders in `beside`."""
         assert self.path is not None
         location = self.record.places[store]
         moved = [] if store == self.store else [path for path in self.beside if path.name == location.name]
@@ -238,16 +238,16 @@ class GroupFile:
         if remote and entry.live and {*shards.values()} <= {entry.live} and not is_saved:
             problem = f"the shards of rank {', '.join(remote)} are not" if shards else "none of their shards is"
             raise StoreError(
-                f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {problem} here: open the store "
-                f"on the hosts with all shards, with {ranks} ranks, and save a snapshot. To do without these rows, "
-                'load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
+                f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {problem} here. Open the store "
+                f"with {ranks} ranks, on hosts that together have all shards, and save a snapshot. To do without these "
+                'rows, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
             )
 
     def target(self) -> dict[str, Entry]:
         """Choose the durable rows that each member opens with while no process trains the group.
 
-        Raises StoreError if all members share no moment with durable rows, and SnapshotError if a damaged snapshot
-        makes the choice uncertain.
+        Raises StoreError if there is no moment for which every member has durable rows. Raises SnapshotError if a
+        damaged snapshot makes the choice uncertain.
         """
         members, record, commit = self.members(), self.record, self.record.commit
         for store, folder in members.items():
@@ -265,9 +265,9 @@ class GroupFile:
         lost = [text for store, folder in in_order if (text := self._missing_commit(store, folder, members))]
         raise StoreError(
             "embeddings that are trained together were not closed by their last run, and they have no saved step in "
-            f"common: {rows}. {''.join(f'{text}: put it back. ' for text in lost)}Load a checkpoint by graph.load or "
-            "load_checkpoint; or load a snapshot into each by load_snapshot or `tierbed snapshot load`; or start over "
-            'with the store option open="fresh" for each; or accept rows of different steps with open="mixed"'
+            f"common: {rows}. {''.join(f'{text}: put it back. ' for text in lost)}Do one of these: (1) load a "
+            "checkpoint by graph.load or load_checkpoint; (2) load a snapshot into each by load_snapshot or `tierbed "
+            'snapshot load`; (3) start over with open="fresh" for each; (4) accept different steps with open="mixed"'
         )
 
     def _missing_commit(self, store: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
@@ -281,7 +281,7 @@ class GroupFile:
         return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all of them had saved"
 
     def choose_after_kill(self) -> dict[str, Entry]:
-        """Choose the rows that members would open with if all processes that have them open were killed now."""
+        """Choose each member's rows for the next open, as if all processes that use the group were killed now."""
         now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
         return self.copy_with(record=replace(self.record, now=now)).target()
 

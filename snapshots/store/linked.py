@@ -21,7 +21,7 @@ STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that `state_dict()` ma
 
 
 def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
-    """Durably make `folder` the same snapshot, with hard links, or with copies if `folder` is on another file system.
+    """Hard-link the files of `snapshot` into `folder`, durably. Copies the files if hard links are not possible.
 
     Follows symbolic links. After a SnapshotError, no files are left in `folder`.
     """
@@ -44,7 +44,7 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 @contextlib.contextmanager
 def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
-    """Yield the store's snapshot with the name of `source`. If the store lacks this name, first link `source` there.
+    """Yield the store's snapshot with the name of `source`. If there is none, first link `source` into the store.
 
     If the `with` block raises, removes a newly linked snapshot, except if recovery needs it by then.
     """

@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class InUseError(Exception):
-    """A file is already locked. holder: the process id, or "unknown". user: what in this process locked the file."""
+    """A file is already locked. holder: the process's id, or "unknown". user: the lock's owner, if in this process."""
 
     def __init__(self, holder: str, user: str = "") -> None:
         super().__init__(holder)
@@ -33,7 +33,7 @@ class FileLock:
 
     def __init__(self, path: Path, user: str) -> None:
         self.path = path
-        self.user = user  # what in this process locked the file, for error messages
+        self.user = user  # the lock's owner, for error messages: for example, "embedding 'users'"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         self._descriptor: int | None = descriptor
         try:

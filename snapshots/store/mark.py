@@ -24,7 +24,7 @@ class RanksRecord(NamedTuple):
 
 
 class Link(NamedTuple):
-    """The path of a group's record file, twice: relative to the folder that stores the link, and absolute."""
+    """Points to a group's record file by two paths: one relative to the pointing file's folder, and one absolute."""
 
     relative: str
     absolute: str
@@ -34,7 +34,7 @@ class Link(NamedTuple):
         return cls(os.path.relpath(file, folder), str(file))
 
     def paths(self, folder: Path) -> list[Path]:
-        """Returns the paths where the file may be, for a link stored in `folder`."""
+        """Returns both paths of the record file. The relative path is resolved against `folder`."""
         return [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
 
 

@@ -33,10 +33,10 @@ class OldGroup(NamedTuple):
 
 
 def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
-    """Yields the names in an earlier version's MARK that the recovery snapshot may have, best first, "" for none.
+    """Yields the snapshot names that an earlier version listed in MARK for recovery, best first. "" means no rows.
 
-    Each name comes with True if a user saved or loaded the snapshot, False if a state_dict did. MARK may also list the
-    ids that a snapshot had before its save. A snapshot that still has such an id was not saved, so it is skipped.
+    Each name comes with True if a user saved or loaded the snapshot, False if a state_dict did. MARK may list ids of
+    older snapshots with the same name. A snapshot that still has such an id was not overwritten, so it is skipped.
     """
     candidates = home.mark.old.get(OLD_CANDIDATES)
     for candidate in candidates if isinstance(candidates, list) else ():
@@ -72,9 +72,9 @@ def make_store_record(store: str, folder: FolderState, live: str | None, shards:
 def make_group_record(
     folder: FolderState, group: OldGroup, files: Callable[[FolderState], Files]
 ) -> tuple[Path, Record | None]:
-    """Returns the path and record of stores that trained together. The commit is their newest save together.
+    """Returns the path and the record of stores that trained together. The commit is the newest save that all share.
 
-    The record is None if its file already exists because another store was opened before. files: reads a store's files.
+    The record is None if its file already exists. files: a function that reads a store's files.
     """
     folders, pending = dict[str, FolderState](), [(group, folder)]
     places = dict[str, Location]()  # locations by store id, including missing stores

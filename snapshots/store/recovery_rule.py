@@ -1,4 +1,4 @@
-"""The rule that decides which rows stores open with after a kill, and the record that the rule reads.
+"""Chooses the rows that each store gets after a kill. The choice is based on a record, also defined here.
 
 Embeddings that one process trains together must also be recovered together. For example, a step that updated users and
 items must not survive for users only. After a kill, only snapshots and cleanly closed live rows can be trusted, because
@@ -7,13 +7,13 @@ other live rows may contain half of a step.
 A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. The entry names
 durable rows, such as a snapshot, that equaled the store's current rows when the record was written. Saves, loads and
 closes write the record. Of all steps, only the first writes the record: it removes the live rows from the entry,
-because the step is about to change these rows. The record also names two sets of snapshots. The *commit* names each
-store's snapshot of the newest moment that all stores have saved, and `before` is the previous commit.
+because the step is about to change these rows. The record also names two sets of snapshots. The *commit* contains one
+snapshot of each store. All these snapshots are of the same moment, as new as possible. `before` is the previous commit.
 
-On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise some store lacks rows
-of the entries' moment, so all stores go back to the commit, or to `before` if a snapshot of the commit was removed.
-`next_record` computes the record that a save, load or close writes. All functions here are pure, and
-tests/crash/record_model.py checks them on random histories.
+On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise all stores go back to
+the commit. If a snapshot of the commit was removed, all stores go back to `before` instead. `next_record` computes the
+record that a save, load or close writes. All functions here are pure, and tests/crash/record_model.py checks them on
+random histories.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ NOTHING = Entry()
 
 
 def version_of_snapshot(id: str | None) -> str:
-    """Returns the version of live rows that were loaded from snapshot `id`, or emptied, and not written since."""
+    """Returns the version of live rows that equal the snapshot `id`. The id EMPTY stands for no rows."""
     return f"{id}:0"
 
 
 class Location(NamedTuple):
-    """A store's name and its folder's path, both relative to the record's folder and absolute."""
+    """A store's name and two paths of its folder: a path relative to the record's folder, and an absolute path."""
 
     name: str
     relative: str
@@ -54,12 +54,12 @@ class Location(NamedTuple):
 
     @classmethod
     def of(cls, store: Path, snapshot_store: Path, folder: Path) -> Location:
-        """Returns where a store is, for a record in `folder`."""
+        """Returns the location of `store`. folder: the folder that contains the record."""
         snapshots = "" if snapshot_store == store else str(snapshot_store)
         return cls(store.name, os.path.relpath(store, folder), str(store), snapshots)
 
     def paths(self, folder: Path) -> list[Path]:
-        """Returns the paths where the store may be, for a record in `folder`. The snapshots' folder comes last."""
+        """Returns the paths to try for the store, in this order. folder: the folder that contains the record."""
         paths = [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
         return [*paths, Path(self.snapshots)] if self.snapshots else paths
 
@@ -69,13 +69,13 @@ class Record:
     """The content of a record. The keys of all maps are store ids."""
 
     now: Mapping[str, Entry]  # the entries when the record was last written
-    commit: SnapshotIds  # the stores' snapshots of the newest moment that all stores have saved
-    before: SnapshotIds  # the stores' snapshots of the previous commit
-    places: Mapping[str, Location] = field(default_factory=dict)  # empty if the record is in its only store's MARK
+    commit: SnapshotIds  # one snapshot of each store, all of the same moment, as new as possible
+    before: SnapshotIds  # the previous commit
+    places: Mapping[str, Location] = field(default_factory=dict)  # empty for a record inside a file MARK
     trained: frozenset[str] = frozenset()  # stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
     undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # skipped sequences: (low, high]
-    joining: bool = False  # groups now join or split: a store whose MARK names another record is no member
+    joining: bool = False  # groups are being joined or split, so only stores whose MARK names this record are members
 
     @property
     def unchanged(self) -> dict[str, Entry]:
@@ -100,7 +100,7 @@ class Record:
             bool(value["joining"]),
         )
         if not (now and now.keys() == record.commit.keys() == record.before.keys()):
-            raise ValueError("now, commit and before list different stores")
+            raise ValueError("the maps 'now', 'commit' and 'before' list different stores")
         return record
 
 
@@ -121,7 +121,7 @@ class Files(NamedTuple):
 
 @dataclass(eq=False)
 class Interval:
-    """A store had a snapshot's rows from moment `first` to `last`. Only the process that locks the group knows this."""
+    """A store had a snapshot's rows from moment `first` to `last`. Kept only in the process that locks the group."""
 
     snapshot: str  # the snapshot's id; "" until the save has ended
     first: int
@@ -140,7 +140,7 @@ def usable(entry: Entry, files: Files) -> Entry:
 
 
 def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
-    """Choose the rows that each member opens with if no process locks the group. None if rows of all are not found."""
+    """Choose rows for each member of a group that no process locks. Returns None if a member's rows are missing."""
     for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
         chosen = {x: usable(entries[x], store_files) for x, store_files in files.items()}
         if NOTHING not in chosen.values():
@@ -170,7 +170,7 @@ def union(records: Sequence[Record], entries: Mapping[str, Entry]) -> Record:
 
 
 def next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
-    """Returns the record to write. entries: the members' entries. snapshots: of the newest shared moment, or None."""
+    """Returns the record to write. entries: the members' entries. snapshots: the new commit; None keeps the old one."""
     result = union([record], entries)
     if snapshots is not None and snapshots != result.commit:
         result = replace(result, commit=dict(snapshots), before=result.commit)

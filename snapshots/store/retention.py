@@ -36,11 +36,14 @@ def plan_prune(
     recovery_snapshots: Collection[str] = (),
     of_states: Collection[str] = (),
 ) -> PrunePlan:
-    """Decide which `snapshots` a prune keeps. The parents of a kept snapshot are kept too.
+    """Decide which `snapshots` a prune keeps. Parents of a kept snapshot are kept too. OptionError, SnapshotError.
 
-    snapshots: from oldest to latest. keep_last: how many latest snapshots to keep. keep_every: also keep the first
-    snapshot at or after each multiple of this many steps. recovery_snapshots: names to keep because recovery may load
-    them. of_states: names to keep for state_dicts, not counted in keep_last. Raises OptionError, SnapshotError.
+    Args:
+        snapshots: all snapshots, from oldest to latest.
+        keep_last: the number of latest snapshots to keep.
+        keep_every: a number of steps, or None. Also keeps the first snapshot at or after each multiple of this number.
+        recovery_snapshots: names of snapshots that recovery may load. They are kept.
+        of_states: names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
@@ -168,7 +171,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot, except if recovery or a child needs it or it was replaced since. Raises SnapshotError."""
+    """Remove a snapshot, unless recovery or a child needs it. Keeps a newer one with its name. Raises SnapshotError."""
     folder = store.snapshots / saved.name
     if snapshot_id(folder) == saved.manifest.id and saved.name not in list_needed(store) and not find_children(folder):
         remove_snapshot(folder)

@@ -46,7 +46,7 @@ class SaveSource(NamedTuple):
     record: Record  # the record of the store's group
     store: str  # the store's id in the record
     rocksdb: RocksDB | None = None  # the database that contains all rows after its `flush`
-    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # changes since a snapshot id
+    changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # returns the changes since a given snapshot
     id: str | None = None  # the new snapshot's id
 
     @property
@@ -58,7 +58,7 @@ class SaveSource(NamedTuple):
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
     """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
-    drop_replaced(store)  # a replaced snapshot may be a child of the snapshot to overwrite
+    drop_replaced(store)  # a child prevents the overwrite, and an unneeded replaced snapshot may be such a child
     folder = store.snapshots / name
     reusable = find_undone_names(store.snapshots, source.record, source.store)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
@@ -72,7 +72,7 @@ def begin_save(
 ) -> tuple[Path, Snapshot | None]:
     """Begin a save that `check_save` has checked. Raises SnapshotError, StoreError.
 
-    Returns the snapshot's final folder, which exists only when the save ends, and an incremental snapshot's parent.
+    Returns (final folder, parent). The save creates the folder at its end. Only incremental snapshots have a parent.
     """
     folder = store.snapshots / name
     parent = find_parent(store, name, source) if kind == "incremental" else None

@@ -40,8 +40,8 @@ class MemberStatus(NamedTuple):
     name: str
     path: Path
     live: bool  # True if the live rows equal the current rows; False while the store is trained and after a kill
-    snapshot: str | None  # a snapshot that equals the current rows; None without one, during training and after a kill
-    step: int | None  # the step of the current rows; None if unknown
+    snapshot: str | None  # a snapshot that equaled the rows when the record was last written, or None
+    step: int | None  # the step of the rows that the record names; None if unknown
     common: str | None  # this store's snapshot of the last step that all stores saved; None if it then had no rows
     common_step: int | None
 
@@ -58,7 +58,7 @@ class StoreStatus:
     step: int | None  # the live rows' step; None if unknown
     recovery_snapshot: str | None  # the store's snapshot of the last step that all stores of its group saved
     bytes: dict[str, int]  # sizes of live rows, snapshots and other files; a hard-linked file counts once
-    restart: Restart  # how a run would start now, or would start if the holder were killed
+    restart: Restart  # how a run would start now; for an open store, how a run would start after a kill
     ranks: int | None = None  # the number of ranks; None for one process
     group: tuple[MemberStatus, ...] = ()  # all stores of the group, including this one; empty if the store trains alone
 
@@ -198,12 +198,12 @@ def _live_kind(live: Path) -> str | None:
 
 
 def _sizes(path: Path, live: Path) -> dict[str, int]:
-    """Returns the bytes of `live`, `snapshots` and `other`, and counts each file once. Files may vanish meanwhile."""
+    """Returns the sizes in bytes of live rows, snapshots and other files. A hard-linked file counts once."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):
         for folder, _, files in os.walk(top):
             for name in files:
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(FileNotFoundError):  # another process may remove files meanwhile
                     status = os.lstat(os.path.join(folder, name))
                     if (status.st_dev, status.st_ino) not in seen:
                         seen.add((status.st_dev, status.st_ino))

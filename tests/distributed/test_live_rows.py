@@ -396,7 +396,7 @@ def test_one_process_takes_no_rows_of_ranks_whose_shares_are_elsewhere(tmp_path:
     alone(live, "host", 2, "base", snapshot_path=place)
     rows = ran(2, live, 1, snapshot_path=place).after
     (live / "rows" / "ranks").rename(tmp_path / "of another host")
-    with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shards is here: open it where"):
+    with pytest.raises(StoreError, match=r"live rows of 2 ranks, and none of their shards is here\. Open the store"):
         opened(None, live, snapshot_path=place).size()
     for folder in (live, place):
         cli = Cli(folder / "rows", capsys, "store")

@@ -170,7 +170,7 @@ def test_a_folder_that_is_lost_is_an_error_until_that_is_accepted(tmp_path) -> N
     (tmp_path / "b").rename(tmp_path / "aside")
     for _ in range(2):
         said = killed(at, tmp_path, TWO)
-        assert "is missing, the folder of embedding 'b', which was trained together with 'a'" in said
+        assert "is missing. Its embedding 'b' was trained together with 'a'" in said
         assert 'open="fresh"' in said
     (tmp_path / "aside").rename(tmp_path / "b")
     assert killed(at, tmp_path, TWO) == [5, 5]
@@ -335,7 +335,7 @@ def test_a_warning_says_when_saves_of_one_alone_count_no_more(tmp_path, caplog) 
         assert played(tmp_path, TWO, "at; step 1; step 1; close") == [4, 3]
     (said,) = [record.getMessage() for record in caplog.records if "undoes" in record.getMessage()]
     assert said.startswith("embedding 'b' is trained from now on")
-    assert "saves and loads of only 'a'" in said
+    assert "saves and loads that covered only 'a'" in said
 
 
 def test_rows_that_join_and_are_in_no_snapshot_are_warned_of(tmp_path, caplog) -> None:

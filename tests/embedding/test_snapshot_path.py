@@ -76,7 +76,7 @@ def test_snapshots_that_are_in_another_place_are_not_left_behind(tmp_path, befor
     with embedding(tmp_path, elsewhere=before) as rows:
         saved = stepped(rows)
         rows.save_snapshot("a")
-    with pytest.raises(StoreError, match=r"has its snapshots in .*, but snapshot_path is .*: move the snapshots there"):
+    with pytest.raises(StoreError, match=r"has its snapshots in .*, but snapshot_path now leads to .*\. Move the"):
         embedding(tmp_path, elsewhere="new").size()
     old = tmp_path / ("live" if before is None else before) / "rows" / "snapshots"
     shutil.move(old / "a", tmp_path / "new" / "rows" / "snapshots" / "a")

@@ -37,7 +37,7 @@ def test_a_new_folder_has_one_holder_who_may_release_it_twice(tmp_path: Path) ->
     with StoreFolder(path):
         first.release()
         for _ in range(2):  # being refused does not disturb the holder
-            with pytest.raises(StoreError, match=f"users.*in use by process {os.getpid()}, this one, where a StoreF"):
+            with pytest.raises(StoreError, match=rf"users.*in use by process {os.getpid()} \(this process\)\. Close a"):
                 StoreFolder(path)
     StoreFolder(path).release()
 
