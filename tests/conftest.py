@@ -147,13 +147,15 @@ def log_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def torch_as_it_was() -> Iterator[None]:
-    """A test that leaves its thread with other dispatch keys or without gradients fails, not those after it."""
+    """Each test draws the same numbers. A test that leaves its thread with other dispatch keys or without gradients
+    fails, not those after it."""
     import torch
 
     def state() -> tuple[str, str, bool]:
         keys = torch._C._dispatch_tls_local_exclude_set(), torch._C._dispatch_tls_local_include_set()
         return str(keys[0]), str(keys[1]), torch.is_grad_enabled()
 
+    torch.manual_seed(0)
     before = state()
     yield
     assert state() == before

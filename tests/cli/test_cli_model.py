@@ -167,7 +167,7 @@ def test_stores_that_train_apart_are_found_saved_and_loaded(tmp_path: Path, shel
     fresh = options("host", tmp_path, open="fresh")
     with make(fresh, "adagrad", name="b", tables=1, dtype=torch.bfloat16) as embedding:
         step(embedding)
-    assert "is of rows of dtype float32" in cli.fails("load", "one")  # of b, before a has changed
+    assert "has rows of dtype float32" in cli.fails("load", "one")  # of b, before a has changed
     assert store("a").json("stat")["step"] == 2
 
 
@@ -260,7 +260,7 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, shell: Shell) -> N
         assert pipe.recv() == "in a step"
         pipe.send("open c")
         said = cli.fails("save", "new")
-        assert f"'new' was saved of a, b, but not of c: store folder '{tmp_path}/c' is in use by process" in said
+        assert f"'new' was saved for a, b, but not for c: store folder '{tmp_path}/c' is in use by process" in said
         assert pipe.recv() == "done"
         assert set(cli.json("save", "newer")["stores"]) == set("abc")
         for name, pruned in cli.json("prune", "--keep-last", "1")["stores"].items():

@@ -305,7 +305,7 @@ def test_the_shell_loads_no_rows_beside_snapshots_of_another_store(tmp_path: Pat
     saved = alone(live, "host", 2, "base", snapshot_path=place)
     rows = ran(2, live, 1, snapshot_path=place).after if ranks == 2 else []
     said = Cli(place / "rows", capsys).fails("load", "base")
-    assert f"give the store folder, {str(live / 'rows')!r}" in said
+    assert f"live rows, {str(live / 'rows')!r}" in said
     assert not (place / "rows" / "live").exists()
     if ranks == 2:
         assert ran(2, live, snapshot_path=place).before == rows
@@ -467,4 +467,4 @@ def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: Capture) ->
         owner = int(owners(np.zeros(1, np.uint32), np.array([key], np.uint64), 2)[0])
         assert shares[owner].json(*arguments)["key"] == key
         said = shares[1 - owner].fails(*arguments)
-        assert f"rank {owner} of 2 owns that row: give its shard, '{tmp_path}" in said
+        assert f"rank {owner} of 2 owns this row: give that rank's shard, '{tmp_path}" in said

@@ -120,7 +120,7 @@ def test_a_snapshot_that_cannot_be_loaded_leaves_the_running_table_as_it_was(tmp
         for name, message in {
             "missing": r"no snapshot 'missing' in .*; existing ones: 'flipped', 'headless'",
             "flipped": r"checksum",
-            "headless": r"has no manifest\.msgpack: it is not a snapshot, or it is damaged",
+            "headless": r"has no manifest\.msgpack: it is not a snapshot, or is damaged",
             "wide": r"snapshot 'wide' holds rows of embedding_dim \[7\], not \[5\]",
             "trained": r"snapshot 'trained' holds rows of optimizer adam",
         }.items():

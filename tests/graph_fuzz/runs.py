@@ -140,7 +140,7 @@ def run_graph(program: Program, store: str, path: Path, types: tuple[torch.dtype
         graph.drop_grads()
         state = {key: value.clone() for key, value in graph.model.state_dict().items()}
         assert not [line for line in logged if "failed" in line], logged
-        shared = sum("share a dynamic-shape step" in line for line in logged)
+        shared = sum("further sizes share a" in line for line in logged)
         return Result(losses, state, _all(rows), contents(rows).tobytes(), shared)
 
 

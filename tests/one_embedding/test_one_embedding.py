@@ -126,7 +126,7 @@ def test_a_fused_mlp_is_torchs_linear_layers_and_relu() -> None:
     assert torch.equal(dropped(x), dropped.bias_1.expand(5, 1))
     assert not torch.equal(dropped.eval()(x), dropped.bias_1.expand(5, 1))
     wrong = partial(one_embedding.FusedMLP, 3, [4, 2], 1, [0.5])
-    check_refusal((wrong, OptionError, "hidden_dropout_rates=", "[0.5]", "2 layers"))
+    check_refusal((wrong, OptionError, "hidden_dropout_rates=", "[0.5]", "2 rates"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -134,7 +134,7 @@ def test_a_chain_that_is_too_long_is_refused(tmp_path: Path, monkeypatch: pytest
     assert parent is not None
     assert table_of(parent) == versions[-2]
     for read in (longer.verify, longer.chunks):
-        problem = f"'s{longest}' has a chain of {longest} parents, and at most {longest - 1} can be read"
+        problem = f"'s{longest}' has a chain of {longest} parents, but at most {longest - 1} can be read"
         with pytest.raises(SnapshotError, match=problem):
             read()
 
