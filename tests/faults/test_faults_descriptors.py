@@ -133,5 +133,8 @@ def test_without_descriptors_no_replaced_snapshot_is_taken_for_the_one_that_repl
     with embedding_at(tmp_path, "host") as embedding:
         train(embedding, torch.arange(9))
         embedding.save_snapshot("x")
-    with descriptors(0), pytest.raises(StoreError, match=r"id of snapshot .*/x. cannot be read: .*Too many open.*ulimit"):
+    with (
+        descriptors(0),
+        pytest.raises(StoreError, match=r"id of snapshot .*/x. cannot be read: .*Too many open.*ulimit"),
+    ):
         snapshot_id(tmp_path / "rows" / "snapshots" / "x")
