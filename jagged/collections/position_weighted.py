@@ -158,7 +158,7 @@ def _check_positions(position: Tensor, limit: Tensor, has_limit: Tensor, key: Te
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())
 def _check_positions_op(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: str) -> Tensor:
-    """Check positions in a graph, only on a CPU, since a GPU would have to wait. keys: names joined by newlines."""
+    """Check positions in a graph. On a GPU, skip the check: the host would wait. keys: names joined by newlines."""
     if position.device.type == "cpu":
         _check_positions(position, limit, has_limit, key, keys.split("\n"))
     return position.clone()

@@ -20,8 +20,9 @@ from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20
 MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # number and smallest size of memtables per RocksDB database
-MAX_STATES = 2  # the most state floats that an optimizer keeps per float of a row
+MAX_STATES = 2  # optimizers keep at most this many state elements per row element
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
+_OWN_OPTIONS = "a dict {embedding name: its own store_options}"
 
 
 class StoreRequest(NamedTuple):
@@ -55,10 +56,10 @@ def assign_stores(store_options: Mapping[str, Any], requests: Mapping[str, Store
 def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
     """Divide one store's options between embeddings. The parts never add up to more than the whole.
 
-    Memory is divided in proportion to row bytes, `capacity` in proportion to row counts. If any row count is unknown,
-    all parts are equal. Budgets of 0 stay 0. RocksDB's write buffers are divided too, but keep a minimum size, and are
-    left as they are if `rocksdb_options` sets their size. A single embedding gets everything. Raises OptionError if
-    there is too little to divide, or if a budget is "auto" and there are several embeddings.
+    Memory is divided in proportion to row bytes, and `capacity` in proportion to row counts. If any row count is
+    unknown, all parts are equal. Budgets of 0 stay 0. RocksDB's write buffers are divided too, down to a minimum size.
+    If `rocksdb_options` sets their size, they are not divided. A single embedding gets everything. Raises OptionError
+    if there is too little to divide, or if a budget is "auto" and there are several embeddings.
     """
     if len(requests) == 1:
         return dict.fromkeys(requests, options)
@@ -72,8 +73,8 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
         capacities = _divide(options.capacity, rows, [1] * len(rows))
         if capacities is None:
             raise OptionError(
-                f"capacity={options.capacity} is divided between {len(requests)} embeddings, {', '.join(requests)}; "
-                f"give at least {len(requests)}, or store_options for each by its name"
+                f"capacity={options.capacity} is too small for {len(requests)} embeddings ({', '.join(requests)}); "
+                f"give at least {len(requests)}, or {_OWN_OPTIONS}"
             )
         parts["capacity"] = capacities
     if isinstance(options, CachedSsdOptions) and (rocksdb_options := _divide_write_buffers(options, sizes)):
@@ -114,16 +115,15 @@ def _divide_budget(
 ) -> list[float]:
     total: Any = options.get(budget)
     if total == "auto":
-        embeddings = f"{len(requests)} share the store: {', '.join(requests)}"
-        remedy = "give a number of MiB to divide, or store_options for each by its name"
-        raise OptionError(f"{budget}='auto' is for one embedding, and {embeddings}; {remedy}")
+        problem = f"works only for one embedding, but {len(requests)} share the store ({', '.join(requests)})"
+        raise OptionError(f"{budget}='auto' {problem}; give a number of MiB to divide, or {_OWN_OPTIONS}")
     rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache needs memory for at least one set
     minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
     parts = _divide(int(total * MB), sizes, minimum)
     if parts is None:
         raise OptionError(
-            f"{budget}={total} is divided between {len(requests)} embeddings, {', '.join(requests)}, which need "
-            f"{sum(minimum) / MB:.3g} MiB at least; give more, or store_options for each by its name"
+            f"{budget}={total} is too small for {len(requests)} embeddings ({', '.join(requests)}); give at least "
+            f"{sum(minimum) / MB:.3g} MiB, or {_OWN_OPTIONS}"
         )
     return [part / MB for part in parts]
 
@@ -144,7 +144,7 @@ def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[
     """Divide `whole` in proportion to weights; parts are at least their minimum. None if minimums exceed `whole`."""
     if sum(minimum) > whole:
         return None
-    clamped: set[int] = set()  # indices of parts that are raised to their minimum
+    clamped: set[int] = set()  # indices of parts that get exactly their minimum
     while True:
         rest = whole - sum(minimum[i] for i in clamped)
         total = sum(weight for i, weight in enumerate(weights) if i not in clamped)

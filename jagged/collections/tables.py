@@ -37,7 +37,7 @@ T = TypeVar("T", bound=EmbeddingConfig)
 
 
 def embedding_name(module: str, table: EmbeddingConfig, dtype: torch.dtype) -> str:
-    """Return the name of the embedding that holds `table` when its rows have this dtype."""
+    """Return the embedding name for a table whose rows have this dtype."""
     width = "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
     return f"{module}-d{table.embedding_dim}{width}{f'-{table.group}' if table.group else ''}"
 
@@ -131,7 +131,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             if "." in group:
                 raise OptionError(f"name={self.name!r}: the name becomes part of module names; use no dots")
             if group in self.embeddings:
-                raise OptionError(f"name={self.name!r}: share already has an embedding {group!r}; give another name")
+                problem = f"the shared collection already has an embedding named {group!r}"
+                raise OptionError(f"name={self.name!r}: {problem}; give another name")
             self._warn_of_other_dtypes(group, tables, stores[group], {*groups, *self._shared})
             # with a common seed, equal keys would have equal initial rows in several embeddings
             own_seed = (seed + crc32(self._seed_name(group, tables).encode())) % 2**63
@@ -167,8 +168,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         for other in {embedding_name(self.name, tables[0], dtype) for dtype in DTYPES} - existing:
             if (path / other).exists() and _may_have_rows(path / other, {table.name for table in tables}):
                 log.warning(
-                    "embedding %r starts empty, but %s has rows of another dtype: to keep them, copy a snapshot of "
-                    "them to %s, and call embedding_of(table).load_snapshot(name, convert=True)",
+                    "embedding %r starts empty, but folder %s has rows of another dtype. To keep those rows, copy one "
+                    "of their snapshots to %s. Then call embedding_of(table).load_snapshot(name, convert=True)",
                     group, path / other, path / group / "snapshots",
                 )  # fmt: skip
 
@@ -281,7 +282,7 @@ class TableCollection(TableModule):
             stores = assign_stores(store, store_requests(groups))
             self._make_embeddings(groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
-            raise OptionError("store_options: all tables are in share and have its store; leave store_options out")
+            raise OptionError("store_options: all tables use the shared collection's store; leave store_options out")
         views = self.embeddings.tables
         views |= {name: views.pop(name) for name in names}  # restores the configs' order, for state_dict
         if device is not None:
@@ -299,7 +300,7 @@ class TableCollection(TableModule):
     def to_torchrec_state_dict(self) -> dict[str, Tensor]:
         """Return the tables as TorchRec's collection returns them from `state_dict()`.
 
-        `load_state_dict` loads the result and resets optimizer state; `load_torchrec_optimizer_state` loads that state.
+        `load_state_dict` loads rows and resets optimizer state. `load_torchrec_optimizer_state` loads optimizer state.
 
         Returns:
             {TorchRec's parameter name: a copy [num_embeddings, dim] of the table in its dtype}.
@@ -371,7 +372,7 @@ class TableCollection(TableModule):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset_parameters(self) -> None:
-        """Delete all rows and their optimizer state, including shared tables. Does nothing on meta."""
+        """Delete the rows and optimizer state of all tables, including shared tables. Does nothing on meta."""
         for embedding in self.each():
             if embedding.device.type != "meta":
                 embedding.load_tensors(RowTensors.make_empty(embedding.spec).tensors)
@@ -392,9 +393,9 @@ class TableCollection(TableModule):
         self.to(target)
 
     def prefetch(self, features: Any) -> None:
-        """Announce a future step's batch in a plain loop, like `MultiTableEmbedding.prefetch`.
+        """Prefetch the rows of a future step's batch, like `MultiTableEmbedding.prefetch`. Use it in a plain loop.
 
-        A graph announces its batches itself. Batches of variable batch size are not announced.
+        A graph prefetches by itself. An EmbeddingBagCollection does not prefetch batches with variable batch sizes.
         """
         announced: dict[MultiTableEmbedding, list[Lookup]] = {}
         with self.raise_on_all_ranks():
@@ -427,13 +428,13 @@ class TableCollection(TableModule):
         for field in ("num_embeddings", "embedding_dim", "dtype", "group"):
             own, other = getattr(config, field), getattr(shared, field)
             if own != other:
-                difference = f"{field}={own!r}, and {other!r} in share, {share.name!r}"
-                remedy = "give the same, or another name for a separate table"
+                difference = f"{field}={own!r}, but it is {other!r} in the shared collection {share.name!r}"
+                remedy = "give the same value, or give a separate table another name"
                 raise OptionError(f"table {config.name!r}: {difference}; {remedy}")
         if config.table_options() != shared.table_options():
             raise OptionError(
-                f"table {config.name!r}: its initializer or bad_ids differ from those in share, {share.name!r}; "
-                "give the same initializer, range and bad_ids, or another name for a separate table"
+                f"table {config.name!r}: its initializer, range or bad_ids is different in the shared collection "
+                f"{share.name!r}; give the same values, or give a separate table another name"
             )
         group, number = share.table_location(config.name)
         embedding = share.embedding(group)
@@ -443,7 +444,7 @@ class TableCollection(TableModule):
             ("state_dtype", f"torch.{check_state_dtype(state_dtype)}", f"torch.{embedding.spec.state_dtype}"),
         ):
             if own != other:
-                raise OptionError(f"{option}={own}: the tables of share have {option}={other}; give the same")
+                raise OptionError(f"{option}={own}: the shared collection has {option}={other}; give the same value")
         if group not in self._shared:
             self._shared.append(group)
             self.embeddings[group] = embedding
@@ -451,7 +452,7 @@ class TableCollection(TableModule):
 
 
 def _may_have_rows(folder: Path, tables: set[str]) -> bool:
-    """False if the store folder's clean marker shows that none of these tables has live rows there, else True."""
+    """True if a store folder may have live rows of these tables. If its clean marker lists no tables, return True."""
     marker = FolderState(folder).clean_marker
     names = () if marker is None or "tables" not in marker else read_table_names(marker)
     return not names or None in names or not tables.isdisjoint(names)
@@ -463,8 +464,8 @@ def _table_state(kind: str, table: str, state: Mapping[Any, Any]) -> dict[str, A
     names = [name for name in state if f".{name}".endswith(suffix) or name == f"{table}.weight"]
     if len(names) != 1 or not isinstance(state[names[0]], Mapping):
         raise InputError(
-            f"state: the entries of table {table!r} are {names or 'none'}; give one dict, as {suffix[1:]!r}. The state "
-            f"has {', '.join(map(str, state)) or 'no parameter'}"
+            f"state: found {names or 'no entry'} for table {table!r}; give one dict, named {suffix[1:]!r}. "
+            f"The state has entries for {', '.join(map(str, state)) or 'no parameter'}"
         )
     return dict(state[names[0]])
 
@@ -477,9 +478,9 @@ def _state_name(torchrec_name: str, names: Sequence[str]) -> str:
 
 
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
-    """Return, for each table, its features' names in a result: feature@table if several tables have the feature.
+    """Return the feature names of a result, one list per table. Raises OptionError if two names are equal.
 
-    Raises OptionError if two names are equal.
+    If several tables have a feature, its name is feature@table.
     """
     features = [feature for config in configs for feature in config.feature_names]
     names = [

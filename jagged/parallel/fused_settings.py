@@ -90,7 +90,7 @@ def _fused_params(model: nn.Module, sharders: Any) -> Iterator[tuple[nn.Module, 
 
 
 def _fuse_embedding(embedding: MultiTableMultiColumnEmbedding, params: dict[str, Any]) -> None:
-    """Replace an embedding's in-backward optimizer by FBGEMM's. params: FBGEMM's arguments by name; modified."""
+    """Make an embedding's backward use FBGEMM's optimizer. Changes `params`, a dict of FBGEMM's arguments."""
     shadow: Any = embedding.shadow
     classes, kwargs = getattr(shadow, "_optimizer_classes", []), getattr(shadow, "_optimizer_kwargs", [])
     if len(classes) == 1:

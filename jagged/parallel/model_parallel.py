@@ -1,7 +1,7 @@
-"""`DistributedModelParallel`: embedding rows are sharded over ranks, and the dense part is replicated.
+"""`DistributedModelParallel`: embedding rows are sharded across ranks, and the dense part is replicated.
 
-TorchRec replaces modules by sharded ones. In tierbed, modules stay: an embedding with a world spreads its rows over the
-ranks by the hash of their ids, and torch's DistributedDataParallel keeps the dense parameters equal.
+TorchRec replaces modules by sharded modules. In tierbed, an embedding with a world shards its own rows by the hash of
+their ids. torch's DistributedDataParallel keeps the dense parameters equal.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .fused_settings import check_sharding, fuse_optimizers
 class DistributedModelParallel(nn.Module):
     """TorchRec's wrapper for training a model in many processes. Its state dict uses the model's names.
 
-    All ranks must construct the wrapper and make the same calls in order. An optimizer from torch or TorchRec that
-    `apply_optimizer_in_backward` gave to rows uses FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
+    All ranks must construct the wrapper and make the same calls in order. If `apply_optimizer_in_backward` gave rows an
+    optimizer of torch or TorchRec, the optimizer uses FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
 
     Args:
         module: The model. Embeddings without a world get the world of `env`, and must not be open yet. If there is only
@@ -72,10 +72,8 @@ class DistributedModelParallel(nn.Module):
         for embedding in self._embeddings():
             if embedding.world is None and self._world.size > 1:
                 if embedding.is_open:
-                    raise InputError(
-                        f"embedding {embedding.name!r} is open, with the rows of this process alone; make the "
-                        "DistributedModelParallel before the first lookup, or give world= to the collection"
-                    )
+                    remedy = "make DistributedModelParallel before the first lookup, or give world= to the collection"
+                    raise InputError(f"embedding {embedding.name!r} is already open without a world; {remedy}")
                 embedding.world = self._world
         fuse_optimizers(module, sharders)
         if init_parameters:
@@ -134,7 +132,7 @@ class DistributedModelParallel(nn.Module):
 
 
 class InBackwardOptimizers:
-    """The optimizers that torch steps during backward: `params` by name, `param_groups` and `state_dict()`.
+    """The optimizers that torch steps during backward. Offers `params`, `param_groups` and `state_dict()`.
 
     An instance can be an item of TorchRec's CombinedOptimizer, because it unpacks to a (name, optimizer) pair.
     """
@@ -183,14 +181,14 @@ def get_module(module: nn.Module) -> nn.Module:
 
 
 def _add_wrapper_prefix(parallel: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Add the wrapper's path to names, so that an enclosing module can load a state dict with the model's names."""
+    """Add the wrapper's path to a state dict's names, so that a module that contains the wrapper can load them."""
     inner = prefix + ("_wrapped.module." if isinstance(parallel._wrapped, DistributedDataParallel) else "_wrapped.")
     for name in [name for name in state_dict if name.startswith(prefix) and not name.startswith(inner)]:
         state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
 
 
 def _make_world(env: Any) -> tuple[World, dist.ProcessGroup | None]:
-    """Return the embeddings' world, and the dense part's process group or None for torch's default group."""
+    """Return (the embeddings' world, the dense part's process group). The group None is torch's default group."""
     if isinstance(env, World):
         return env, None
     group = getattr(env, "process_group", env)
@@ -213,10 +211,8 @@ def _check_plan(plan: Any) -> None:
         raise OptionError(f"plan={plan!r:.200}: give TorchRec's ShardingPlan, or leave it out") from None
     for path, kind in kinds.items():
         if (kind := getattr(kind, "value", kind)) != "row_wise":
-            raise OptionError(
-                f"plan: {path} is {kind!r}, but tierbed shards all tables 'row_wise': the hash of an id selects the "
-                "rank that stores the id's row; leave the plan out (docs/distributed.md)"
-            )
+            problem = f"{path} has sharding type {kind!r}, but tierbed shards all tables 'row_wise'"
+            raise OptionError(f"plan: {problem}; leave the plan out (docs/distributed.md)")
         check_sharding(path, shardings[path])
 
 

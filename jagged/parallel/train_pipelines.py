@@ -1,4 +1,4 @@
-"""TorchRec's train pipelines. `progress` runs one step and announces the rows of later batches to the embeddings."""
+"""TorchRec's train pipelines. `progress` runs one step and prefetches the rows of later batches."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TrainPipelineBase:
 
     Args:
         model: The model.
-        optimizer: An EagerOptimizer, or an optimizer for the dense part only, if `apply_optimizer_in_backward` or a
-            TableBatchedEmbeddingBags trains the rows. None if the model is never trained.
+        optimizer: An EagerOptimizer. If `apply_optimizer_in_backward` or a TableBatchedEmbeddingBags trains the rows,
+            give an optimizer for the dense part only. None if the model is never trained.
         device: Device that batches are moved to by their `to(device, non_blocking=)`.
         custom_model_fwd: Called instead of the model.
 
@@ -36,7 +36,7 @@ class TrainPipelineBase:
         OptionError: If an argument is invalid.
     """
 
-    _num_ahead = 0  # number of later batches that are loaded before a step runs
+    _num_ahead = 0  # when a step runs, this many batches after the step's batch are already loaded
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class TrainPipelineBase:
             embedding.forget_announced()
 
     def _announce(self, batch: Any) -> None:
-        """Announce a batch if its features are at the first batch's paths. Otherwise no rank prefetches it."""
+        """Prefetch a batch's rows, if its features are where the first batch had them. Otherwise no rank prefetches."""
         for collection in self._collections():
             features, embeddings = _get_part(batch, self._paths.get(collection)), [*collection.each()]
             has_ranks = collection in self._paths and any(embedding.world for embedding in embeddings)
@@ -205,14 +205,14 @@ class TrainPipelineSemiSync:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OptionError(
-            "a TrainPipelineSemiSync looks rows up one step early, without an update; use TrainPipelineSparseDist, "
-            "whose results equal a plain loop's"
+            "TrainPipelineSemiSync is not supported: it looks rows up before the previous step updates them; use "
+            "TrainPipelineSparseDist. Its results equal a plain loop's results"
         )
 
 
 @contextmanager
 def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
-    """Within this context, record where in the batch the features are that a forward passes to each collection."""
+    """In this context, record the path from the batch to each collection's features when the model runs."""
 
     def record_path(collection: nn.Module, args: tuple[Any, ...]) -> None:
         path = _find_path(batch, args[0]) if args else None

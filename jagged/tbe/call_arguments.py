@@ -22,11 +22,11 @@ _INTERNAL = "it configures FBGEMM's internals, which tierbed does not have; leav
 _STREAMING = "save incremental snapshots of the changed rows (docs/snapshots.md)"
 _OUTPUT = "the output is a new tensor; copy it to where you need it"
 
-# {name: (FBGEMM's default, the only value that tierbed accepts; text of the error for other values)}
+# {argument: (FBGEMM's default, error text)}; any value other than the default raises an error with this text
 REFUSED_ARGS: dict[str, tuple[Any, str]] = {
     "cache_sets": (0, "the memory of a cache decides its number of sets; give cache_load_factor, or store_options"),
     "cache_reserved_memory": (0.0, "a cache takes no more than its budget; give cache_load_factor, or store_options"),
-    "cache_precision": (None, "a cache has rows of weights_precision, as the tier below; leave it out"),
+    "cache_precision": (None, "a cache stores rows in weights_precision, like the tier below; leave it out"),
     "enforce_hbm": (False, "give EmbeddingLocation.DEVICE for rows in the memory of the device"),
     "record_cache_metrics": (None, "each store counts hits and misses; read metrics()"),
     "gather_uvm_cache_stats": (False, "each store counts hits and misses; read metrics()"),
@@ -47,7 +47,7 @@ REFUSED_ARGS: dict[str, tuple[Any, str]] = {
     "tbe_input_multiplexer_config": (None, _INTERNAL),
     "embedding_table_index_type": (torch.int64, "every call accepts int32 and int64 indices; leave it out"),
     "embedding_table_offset_type": (torch.int64, "every call accepts int32 and int64 offsets; leave it out"),
-    "embedding_shard_info": (None, "rows are spread over ranks by their hash; give world=, or leave it out"),
+    "embedding_shard_info": (None, "rows are sharded across ranks by id hash; give world=, or leave it out"),
     "enable_raw_embedding_streaming": (False, _STREAMING),
     "res_params": (None, _STREAMING),
     "is_qr_tbe": (False, _INTERNAL),
@@ -177,12 +177,12 @@ def _check_bag_counts(name: str, num_features: int, bag_counts: Any, bags: int) 
         raise InputError(f"{subject}: {bag_counts!r}; give whole numbers >= 0")
     counts = [[int(count) for count in row] for row in bag_counts]
     if (total := sum(map(sum, counts))) != bags:
-        raise InputError(f"{subject}: the sizes sum to {total} bags, but offsets have {bags}; give {total + 1} offsets")
+        raise InputError(f"{subject}: the sizes sum to {total} bags; give {total + 1} offsets, not {bags + 1}")
     return counts
 
 
 def _check_tensor(subject: str, value: Any, is_valid: bool, expected: str, device: torch.device) -> None:
-    """Raise InputError unless an argument is valid, dense and on the tables' device. subject: argument and module."""
+    """Raise InputError unless an argument is valid, dense and on `device`. subject: f"{argument} of {module!r}"."""
     if not is_valid:
         actual = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
         raise InputError(f"{subject}: got {actual}; give {expected}")

@@ -1,4 +1,4 @@
-"""Runs a call of a table-batched embedding: a lookup per embedding, joined to one output, and updates in backward."""
+"""Runs a table-batched embedding's call: one lookup per embedding, a join of the results, row updates in backward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _FeatureGroup:
     _table_ids: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def table_ids(self, device: torch.device) -> Tensor | None:
-        """Return each column's table number; None if the columns are all tables in order."""
+        """Return the table number of each feature. Return None if feature i looks up table i, for all tables."""
         if self.tables == [*range(self.spec.num_tables)]:
             return None
         if device not in self._table_ids:
@@ -52,7 +52,7 @@ class _FeatureGroup:
 class CallSplitter:
     """Splits a call into one lookup per embedding, and joins the results.
 
-    specs: the embeddings' specs. locations: for each feature (embedding number, table number in the embedding).
+    specs: the embeddings' specs. locations: (embedding number, table number in the embedding) for each feature.
     pooling: "sum", "mean", or None to return one row per index.
     """
 
@@ -98,7 +98,7 @@ class CallSplitter:
         return lookup, selected.weights_or_none()
 
     def _join_by_rank(self, row_counts: Sequence[Sequence[int]], results: Sequence[Tensor]) -> Tensor:
-        """Join results ordered rank by rank, and by feature within a rank.
+        """Join results. The output is ordered by rank, and within a rank by feature.
 
         row_counts: number of rows per feature and rank. A 1-D result holds flattened rows.
         """

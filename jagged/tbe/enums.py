@@ -47,7 +47,7 @@ _RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 
 
 def parse_enum(kind: type[E], member: Any, argument: str) -> E:
-    """Convert a member's value, or a member of FBGEMM's enum of the same name, to `kind`. Raises OptionError."""
+    """Convert `member` to the enum `kind`. Also accepts a plain value and FBGEMM's member. Raises OptionError."""
     if isinstance(member, kind):
         return member
     class_name = type(member).__name__

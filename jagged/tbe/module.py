@@ -73,19 +73,20 @@ class TableBatchedEmbeddingBags(TableModule):
         gradient_clipping: If True, clamps each element of the output's gradient before gradients are summed per row.
         max_gradient: The largest magnitude of a clamped element.
         pooling_mode: PoolingMode.SUM, MEAN, or NONE to return one row per index.
-        weights_precision: Storage dtype: torch.float32, float16 or bfloat16, or FBGEMM's SparseType. Training
-            rounds 16-bit rows stochastically.
+        weights_precision: Storage dtype: torch.float32, float16 or bfloat16, or FBGEMM's SparseType. 16-bit rows are
+            rounded stochastically in training.
         output_dtype: Dtype for results, from the same choices as weights_precision.
         bounds_check_mode: What happens to an index outside its table. FATAL raises InputError. WARNING and IGNORE leave
             the index out of its bag and count it in `metrics()`; WARNING also logs once. With NONE, any 64-bit index is
             valid and gets a row. Offsets are always checked.
         cache_algorithm, cache_load_factor: Configure MANAGED_CACHING's cache.
         table_names: Table names. None means table-0, table-1, ...
-        optimizer_state_dtypes: {"momentum1": dtype, ...} of the states that `split_optimizer_states` returns: float32
-            or bfloat16. Per-element states share one dtype; states with one number per row are float32.
+        optimizer_state_dtypes: Dtypes of optimizer states, as {"momentum1": dtype, ...}. Per-element states share one
+            dtype, float32 or bfloat16. States with one number per row are float32.
         device: Lookup device, of the same type as the ComputeDevice.
-        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. They replace
-            the locations: tables of one dim share an embedding, `<name>-d<dim>`. A single store's options are divided.
+        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. If given,
+            locations are ignored, and tables with equal dim share an embedding, `<name>-d<dim>`. A single store's
+            options are divided between the embeddings.
         name: Prefix for embedding names. None means "tbe".
         seed: A number that determines initial rows, together with table names. None means 0, or a different seed for
             each module if neither name nor table_names is given.
@@ -145,10 +146,8 @@ class TableBatchedEmbeddingBags(TableModule):
         self.pooling_mode = parse_enum(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.embedding_dim for table in tables))
         if self.pooling_mode is PoolingMode.NONE and len(dims) > 1:
-            raise OptionError(
-                f"pooling_mode=PoolingMode.NONE returns a row for each index, and embedding_specs have dims {dims}; "
-                "give all tables one dim, or make a module for each"
-            )
+            problem = f"PoolingMode.NONE needs tables of equal dim, but embedding_specs have dims {dims}"
+            raise OptionError(f"pooling_mode: {problem}; make a module for each dim")
         # None with OptimType.NONE: an EagerOptimizer or a Graph trains the rows
         self._settings = make_optimizer_settings(
             {"optimizer": optimizer, "learning_rate": learning_rate, "max_norm": max_norm}
@@ -249,8 +248,8 @@ class TableBatchedEmbeddingBags(TableModule):
     ) -> None:
         """Announce a future forward's lookups, so that their rows are fetched while other steps run.
 
-        Announce steps in order, any number ahead. Prefetching never changes rows. Does nothing in evaluation mode.
-        Arguments are as in `forward`. Raises InputError, StoreError.
+        Announce steps in the order in which they will run. You may announce any number of steps. Prefetching never
+        changes rows. Does nothing in evaluation mode. Arguments are as in `forward`. Raises InputError, StoreError.
         """
         with self.raise_on_all_ranks():
             call = self._parse(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
@@ -379,13 +378,13 @@ class TableBatchedEmbeddingBags(TableModule):
 
     @checked_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
-        """Set the optimizer's settings, under FBGEMM's names and `lr`. Raises OptionError before it changes any."""
+        """Change optimizer settings: {FBGEMM's name or "lr": value}. Raises OptionError before any change."""
         self._require_optimizer("update_hyper_parameters")
         assert self._settings is not None
         self._settings.update_group(self._param_group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
-        """Set how many updates Adam's bias correction counts before the next update. Raises OptionError.
+        """Set the count of earlier updates for Adam's bias correction. Raises OptionError.
 
         The setting is not stored: set it again after a restart.
         """
@@ -401,8 +400,8 @@ class TableBatchedEmbeddingBags(TableModule):
     def _parse(self, indices: Any, offsets: Any, weights: Any, counts: Any, unsupported: Mapping[str, Any]) -> TBECall:
         if self._row_optimizer is not None and detect_fake_mode() is not None:
             raise GraphError(
-                f"TableBatchedEmbeddingBags {self.name!r} updates its rows in backward, and a graph updates them after "
-                "it; make it with OptimType.NONE, and give its parameters() to an optimizer for add_optimizer"
+                f"TableBatchedEmbeddingBags {self.name!r} updates rows in backward, but a graph does not support that; "
+                "make the module with OptimType.NONE, and pass an optimizer for its parameters() to add_optimizer"
             )
         # FBGEMM allocates gradients by total_unique_indices; tierbed ignores this argument
         ignored = ("total_unique_indices", *IGNORED_CALL_ARGS) if self._row_optimizer is None else IGNORED_CALL_ARGS
@@ -423,8 +422,8 @@ class TableBatchedEmbeddingBags(TableModule):
     def _require_optimizer(self, call: str) -> RowOptimizer:
         if self._row_optimizer is None:
             raise OptionError(
-                f"{call} of {self.name!r}: with OptimType.NONE, the module has no optimizer; change the optimizer of "
-                "the EagerOptimizer or Graph, and load states with embedding_of(table).load_dense"
+                f"{call} of {self.name!r}: with OptimType.NONE, the module has no optimizer; change settings in the "
+                "optimizer that trains the rows. To load optimizer states, use embedding_of(table).load_dense"
             )
         return self._row_optimizer
 

@@ -79,7 +79,7 @@ class OptimizerSettings:
         return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
     def find_unused(self, names: Collection[str] = ()) -> list[str]:
-        """Return "name: reason" for each user setting that changes nothing. names: passed settings, even defaults."""
+        """Return "name: reason" for each user setting that changes nothing. names: settings that the user passed."""
         name, (_, hyper_names) = self.optimizer.name, _OPTIMIZERS[self.optimizer]
         user_names = [key for key, value in self.hypers.items() if value != DEFAULTS[key] or (value and key in names)]
         unsupported = [f"{number}: OptimType.{name} has none" for number in user_names if number not in hyper_names]
@@ -104,9 +104,9 @@ class OptimizerSettings:
         return optimizer
 
     def update_group(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
-        """Write settings to a param group, under FBGEMM's names and `lr`. Raises OptionError before it changes any.
+        """Change settings in a param group. Keys of `changes` are FBGEMM's names; the learning rate is "lr".
 
-        The optimizer checks the values at its next step.
+        Raises OptionError before it changes any setting. The optimizer checks the values at its next step.
         """
         hyper_names = ("lr", *_OPTIMIZERS[self.optimizer][1])
         for name, value in changes.items():

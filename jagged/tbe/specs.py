@@ -52,7 +52,7 @@ class BoundsCheck:
     def warn_of_dropped(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
         """Log once which tables dropped indices.
 
-        Reading the counts waits for a GPU, so a GPU is checked only at calls 1, 2, 4, 8, ...
+        Counts on a GPU are read only at calls 1, 2, 4, 8, ..., because the host waits for each read.
         """
         if not self._should_warn:
             return
@@ -108,13 +108,13 @@ def parse_specs(
         location = parse_enum(EmbeddingLocation, spec[2], f"{subject}: location")
         compute = parse_enum(ComputeDevice, spec[3], f"{subject}: compute device")
         if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
-            raise OptionError(f"{subject}: tierbed does not support MTIA; give CPU or CUDA, and another location")
+            raise OptionError(f"{subject}: tierbed does not support MTIA; give another location and compute device")
         group = location.name.lower() if by_location else ""  # so that each location gets its own embedding
         table = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
         tables.append(table)
         if compute is not tables[0].compute:
-            devices = f"embedding_specs[0] is looked up by {tables[0].compute.name} and {subject} by {compute.name}"
-            raise OptionError(f"{devices}; give all tables one ComputeDevice, or make a module for each")
+            problem = f"embedding_specs[0] has ComputeDevice.{tables[0].compute.name}, but {subject} has {compute.name}"
+            raise OptionError(f"{problem}; give all tables one ComputeDevice, or make one module per ComputeDevice")
     return tables
 
 
@@ -142,8 +142,10 @@ def choose_stores(
 ) -> dict[str, StoreOptions]:
     """Return {embedding name: store options}, from the tables' location or from `store_options`. Raises OptionError.
 
-    groups: each embedding's tables. cache_algorithm, cache_load_factor: for tables in MANAGED_CACHING. widths: {dim:
-    4-byte words of a row with its state}. unused: a message is appended for each cache argument that changes nothing.
+    groups: each embedding's tables.
+    cache_algorithm, cache_load_factor: used for tables in MANAGED_CACHING.
+    widths: {dim: size of a row and its state, in 4-byte words}.
+    unused: a message is appended for each cache argument that changes nothing.
     """
     factor = as_number(cache_load_factor)
     if factor is None or not 0 < factor <= 1:
@@ -172,7 +174,7 @@ def choose_stores(
 
 
 def compute_cache_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
-    """Return the MiB of a cache with FBGEMM's number of sets; at least one tierbed set per dim. Raises OptionError."""
+    """Convert FBGEMM's cache_sets to MiB. The result fits at least one tierbed set per dim. Raises OptionError."""
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
     dims = {as_int(dim, 1, 1 << 16) or 0 for _, dim in pairs}

@@ -60,7 +60,7 @@ def multi_remap_to_groups(
             rows.append([tensor, output, start, end, width, 0])
             end += width
     for moves in readers.values():
-        # FBGEMM's jump: the number of the next move that reads this key, negative except in the key's first move
+        # FBGEMM's jump: the number of the next move of the same key. It is positive only in the key's first move.
         for row, next_move in pairwise(moves):
             rows[row][5] = next_move if row == moves[0] else -next_move
         if len(moves) > 1:
@@ -105,7 +105,7 @@ def permute_multi_embedding(
         raise InputError(f"out_lengths_list={out_lengths_list!r:.80}: give a list of integers")
     widths = [int(width) for width in out_lengths_list]
     if not is_list_of(values, Tensor) or not values or any(tensor.dim() != 2 for tensor in values):
-        raise InputError("values: give one tensor [batch, columns] or more")
+        raise InputError("values: give a list of one or more tensors [batch, columns]")
     if len({(tensor.dtype, tensor.device) for tensor in values}) > 1:
         raise InputError(_MISMATCH)
     if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.dtype not in INTEGER_DTYPES:
@@ -113,7 +113,7 @@ def permute_multi_embedding(
     is_tracing = torch.compiler.is_compiling() or is_traced()
     on_cpu = not is_tracing and in_lengths.device.type == out_lengths.device.type == "cpu"
     if on_cpu and ([tensor.shape[1] for tensor in values], widths) != (in_lengths.tolist(), out_lengths.tolist()):
-        raise InputError("in_lengths and out_lengths: give the widths of values, and out_lengths_list as a tensor")
+        raise InputError("in_lengths must equal the column counts of values; out_lengths must equal out_lengths_list")
     # torch.func and forward-mode gradients support only torch's own ops
     needs_torch_ops = not is_tracing and (peek_interpreter_stack() or forward_ad._current_level >= 0)
     op: Any = _gather if needs_torch_ops else move_columns
@@ -129,10 +129,10 @@ def move_columns(
     widths: Sequence[int],
     is_gradient: bool,
 ) -> list[Tensor]:
-    """Fill new tensors of `widths` columns by moves. With is_gradient, compute input gradients from output gradients.
+    """Copy columns to new tensors, as the moves in `permutes` say. widths: the new tensors' column counts.
 
-    Moving inputs to outputs and moving outputs to inputs are each other's gradients. A CPU ignores the lengths; other
-    devices ignore the tensors' shapes. Raises InputError on a CPU.
+    With is_gradient, compute input gradients from output gradients. The op's backward calls the op with is_gradient
+    inverted. A CPU ignores the lengths; other devices ignore the tensors' shapes. Raises InputError on a CPU.
     """
     if any(len(tensor) != len(tensors[0]) for tensor in tensors):
         raise InputError(_MISMATCH)
@@ -145,7 +145,7 @@ def move_columns(
 
 
 def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, dtype: Any, is_gradient: bool) -> None:
-    """Move columns between `_describe`d matrices on a CPU. With rows=0, only check the moves. Raises InputError."""
+    """Move columns on a CPU. sources, targets: from `_describe`. With rows=0, only check moves. Raises InputError."""
     moves = np.array(permutes.tolist(), np.int64)
     if not _core.move_columns(sources, targets, moves.flatten(), rows, str(dtype).removeprefix("torch."), is_gradient):
         inputs, outputs = (targets, sources) if is_gradient else (sources, targets)
@@ -192,7 +192,7 @@ def _describe(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _find_sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
-    """Return, for each column of the joined outputs, its source column in the joined inputs (on permutes' device)."""
+    """Return each output column's input column, on permutes' device. Columns are counted across all tensors."""
     source, target, first, to, count = permutes[:, :5].long().unbind(1)
     begin = (out_lengths.cumsum(0) - out_lengths)[target] + to
     order = torch.argsort(2 * begin + (count > 0))  # at equal positions, empty moves come first
@@ -207,8 +207,8 @@ def _make_moves_error(inputs: Sequence[int], moves: Sequence[Sequence[int]], out
         source, target, first, _, count, _ = row
         if not (0 <= source < len(inputs) and 0 <= target < len(outputs) and count >= 0):
             return InputError(
-                f"permutes: {row} of {len(inputs)} inputs and {len(outputs)} outputs; give moves of columns from one "
-                "of the inputs to one of the outputs"
+                f"permutes: move {row} does not fit; give an input from 0 to {len(inputs) - 1}, an output from 0 to "
+                f"{len(outputs) - 1}, and a column count >= 0"
             )
         end, width = first + count, inputs[source]
         if first < 0 or end > width:

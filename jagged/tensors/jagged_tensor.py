@@ -1,4 +1,4 @@
-"""`JaggedTensor`, one feature with any number of values per sample, and `TensorContainer`, the containers' base."""
+"""`JaggedTensor` holds one feature with any number of values per sample. `TensorContainer` is its base class."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TensorContainer:
                 tensor.record_stream(stream)
 
     def size_in_bytes(self) -> int:
-        """Return the tensors' total bytes."""
+        """Return the tensors' total size in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors() if tensor is not None)
 
     def copy_(self, other: Self, non_blocking: bool = False) -> Self:
@@ -70,7 +70,7 @@ class TensorContainer:
         return self
 
     def clear_storage(self) -> int:
-        """Free the tensors' memory, and return its bytes. The container cannot be used afterwards."""
+        """Free the tensors' memory. Return the number of freed bytes. The container cannot be used afterwards."""
         num_bytes = self.size_in_bytes()
         for tensor in self._tensors():
             if tensor is not None:
@@ -155,7 +155,7 @@ def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0
     padding = values.new_full((1, *values.shape[1:]), padding_value)
     index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
-    # F.embedding's backward skips row 0, the padding, and adds one gradient to each other row
+    # F.embedding's backward skips row 0 (the padding). Every later row gets at most one gradient.
     result = F.embedding(index * value_mask(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
     return result.view(*index.shape, *values.shape[1:])
 
@@ -258,7 +258,7 @@ class JaggedTensor(Jagged):
     def from_dense(cls, values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> Self:
         """Make a feature from a tensor [length, ...] per sample, and weights [length] per sample. Raises InputError."""
         if not is_list_of(values, Tensor) or not values or not all(tensor.dim() for tensor in values):
-            raise InputError(f"values={values!r:.80}: give one tensor or more; use JaggedTensor.empty for no samples")
+            raise InputError(f"values={values!r:.80}: give a list of tensors; use JaggedTensor.empty for no samples")
         sizes = [tensor.shape[0] for tensor in values]
         if weights is not None and (
             not is_list_of(weights, Tensor) or [tensor.shape[:1] for tensor in weights] != [(size,) for size in sizes]

@@ -52,8 +52,9 @@ class KeyedJaggedTensor(Jagged):
         lengths: Integers [keys * batch], each bag's length.
         offsets: Integers [keys * batch + 1]. Give lengths or offsets. Only offsets are stored, as int64.
         stride: Sample count, for a batch without keys or with variable batch sizes.
-        stride_per_key_per_rank, stride_per_key, inverse_indices: Number of bags per key (and rank), and the bag of each
-            sample. Any of them makes a VariableBatchKeyedJaggedTensor, a subclass.
+        stride_per_key_per_rank: Each key's bag count per rank. Makes a VariableBatchKeyedJaggedTensor, a subclass.
+        stride_per_key: Each key's bag count. Makes the same subclass.
+        inverse_indices: Each sample's bag number, for each key. Makes the same subclass.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec stores
             these precomputed numbers; tierbed computes them from the offsets.
 
@@ -171,12 +172,12 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_nested(values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
-        """Make a batch from {key: nested tensor of layout torch.jagged} for values and weights. Raises InputError."""
+        """Make a batch. values, weights: {key: nested tensor of layout torch.jagged}. Raises InputError."""
         for name, argument in (("values", values), ("weights", weights or {})):
             if not isinstance(argument, Mapping):
                 raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
         if weights is not None and weights.keys() != values.keys():
-            raise InputError(f"weights have keys {[*weights]} and values {[*values]}; give weights for each key")
+            raise InputError(f"values have keys {[*values]}, but weights have keys {[*weights]}; give the same keys")
         parts = {key: JaggedTensor.from_nested(values[key], weights[key] if weights else None) for key in values}
         return KeyedJaggedTensor.from_jt_dict(parts)
 
@@ -211,7 +212,7 @@ class KeyedJaggedTensor(Jagged):
         Weights, variable batch sizes and inverse indices must be in all batches or in none. Raises InputError.
         """
         if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
-            raise InputError(f"kjt_list={kjt_list!r:.80}: give at least one KeyedJaggedTensor, in a list")
+            raise InputError(f"kjt_list={kjt_list!r:.80}: give a list of one or more KeyedJaggedTensors")
         is_variable = kjt_list[0].variable_stride_per_key()
         traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
         check_all_equal("kjt_list", "variable_stride_per_key()", traits)
@@ -451,8 +452,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     Args:
         keys, values, weights, lengths, offsets: As in a KeyedJaggedTensor, with stride_per_key[f] bags for key f.
         stride_per_key: Each key's bag count.
-        inverse_indices: (key names, integers [names, batch]) with the bag number of each key and sample. A collection
-            needs it to return one row per sample.
+        inverse_indices: A pair (key names, integer tensor [names, batch]). Element [k, s] is the number of sample s's
+            bag for key k. A collection needs it to return one row per sample.
 
     Raises:
         InputError: If arguments do not fit each other.
@@ -490,7 +491,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         for index, sample in invalid.nonzero().tolist()[:1]:
             subject = f"inverse_indices of key {self._keys[index]!r}, sample {sample}"
             bag, bags = int(self._inverse[index, sample]), int(self.strides()[index])
-            raise InputError(f"{subject}: {bag}; give the number of one of its {bags} bags, counted from 0")
+            raise InputError(f"{subject}: got bag {bag}; give a bag number >= 0 and < {bags}")
 
     def stride(self) -> int:
         """Return the number of samples. Without inverse indices, the largest number of bags of a key."""

@@ -23,7 +23,7 @@ from .validation import check_keys, is_empty, is_list_of, is_statically_true
 class ColumnOrder:
     """Joins the results of several lookups, with columns in the order of the features.
 
-    sources: each feature's lookup number. dims: each lookup's columns per feature.
+    sources: for each feature, the index of its lookup. dims: for each lookup, the number of columns per feature.
     """
 
     def __init__(self, sources: Sequence[int], dims: Sequence[int]) -> None:
@@ -91,7 +91,7 @@ class KeyedTensor(TensorContainer):
         cat_dim: TorchRec's name for key_dim; both must be equal. Raises InputError.
         """
         if not is_list_of(tensors, Tensor) or not tensors or any(tensor.dim() <= key_dim for tensor in tensors):
-            raise InputError("tensors: give one tensor [batch, length] or more, one for each key")
+            raise InputError("tensors: give a tensor [batch, length] for each key, and at least one key")
         if cat_dim not in (None, key_dim):
             raise InputError(f"cat_dim={cat_dim!r}: differs from key_dim={key_dim!r}; give the same")
         return cls(keys, [tensor.shape[key_dim] for tensor in tensors], torch.cat(list(tensors), key_dim), key_dim)
@@ -113,9 +113,9 @@ class KeyedTensor(TensorContainer):
         """
         are_keyed = is_list_of(keyed_tensors, object) and all(hasattr(kt, "length_per_key") for kt in keyed_tensors)
         if not are_keyed or not keyed_tensors:
-            raise InputError(f"keyed_tensors={keyed_tensors!r:.80}: give one KeyedTensor or more, in a list")
+            raise InputError(f"keyed_tensors={keyed_tensors!r:.80}: give a list of one or more KeyedTensors")
         if not is_list_of(groups, (list, tuple)):
-            raise InputError(f"groups={groups!r:.80}: give a list of keys for each tensor")
+            raise InputError(f"groups={groups!r:.80}: give a list of keys for each output tensor")
         dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
         if any(other != dim for other in dims):
             raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")

@@ -72,7 +72,7 @@ def check_keys(keys: Sequence[str]) -> tuple[str, ...]:
 def check_values(values: Tensor, weights: Tensor | None) -> None:
     """Raise InputError unless values are [n, ...], and weights are None, [n] or [n, ...] on the same device."""
     if not isinstance(values, Tensor) or values.is_nested or values.dim() == 0:
-        raise InputError(f"values: {_describe(values)}; give a tensor [n, ...], and a nested tensor to from_nested")
+        raise InputError(f"values: {_describe(values)}; give a tensor [n, ...]. For a nested tensor, use from_nested")
     if weights is None:
         return
     is_valid = isinstance(weights, Tensor) and weights.shape[1:] in ((), values.shape[1:]) and weights.dim() > 0
@@ -132,7 +132,7 @@ def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str]
             raise InputError(f"{length}: offsets {begin}, {end} descend; give lengths of 0 or more")
     if (last := offsets[-1]) != count:
         remedy = f"give offsets that end with {count}, or lengths whose sum is {count}"
-        raise InputError(f"offsets[-1]={last} of {count} values: {remedy}")
+        raise InputError(f"offsets[-1]={last}, but there are {count} values; {remedy}")
 
 
 def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[int]) -> Tensor:

@@ -95,9 +95,9 @@ def test_a_shared_table_is_described_as_where_it_is() -> None:
         def other(**change: Any) -> Callable[[], EmbeddingBagCollection]:
             return bags([config(**change)()], share=first)
 
-        own, there = [EmbeddingBagConfig(9, 4, "own")], "in share, 'ebc'"
+        own, there = [EmbeddingBagConfig(9, 4, "own")], "in the shared collection 'ebc'"
         for call, *named in (
-            (other(num_embeddings=8), "table 't': num_embeddings=", "8, and 9", there),
+            (other(num_embeddings=8), "table 't': num_embeddings=", "8, but it is 9", there),
             (other(initializer=tierbed.make_constant_initializer(3.0)), "table 't': its initializer", there),
             (other(weight_init_max=0.5), "table 't': its initializer", there),
             (other(bad_ids="drop"), "bad_ids", there),
@@ -113,7 +113,7 @@ def test_a_shared_table_is_described_as_where_it_is() -> None:
 
 def test_wrong_batches_are_refused() -> None:
     two = [EmbeddingBagConfig(9, 4, "t", feature_names=["x", "y"])]
-    step = "give the number of one of its 1 bags"
+    step = "give a bag number >= 0 and < 1"
     weighted, positions = keyed("t", weights=torch.ones(3)), Positions({"t": 2})
     with (
         EmbeddingBagCollection([BAG], STORE) as plain,

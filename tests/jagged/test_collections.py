@@ -359,7 +359,7 @@ OWN = {"ebc-d8": cached(), "ebc-d120": tierbed.make_host_mem_store_options()}
 @pytest.mark.parametrize(
     "refusal",
     [
-        (cached(cache_budget_mb=0.05), "cache_budget_mb=0.05", "2 embeddings, ebc-d8, ebc-d120"),
+        (cached(cache_budget_mb=0.05), "cache_budget_mb=0.05", "2 embeddings (ebc-d8, ebc-d120)"),
         (cached(cache_budget_mb="auto"), "cache_budget_mb='auto'", "2 share"),
         (cached(capacity=1), "capacity=1", "2 embeddings"),
         ({**OWN, "ebc-d80": cached()}, "store_options['ebc-d80']", "did you mean 'ebc-d8'"),

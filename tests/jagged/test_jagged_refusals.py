@@ -92,12 +92,12 @@ METHODS: list[Refusal] = [
         (getattr(at(offsets), read), InputError, argument, value)
         for offsets, argument, value in [
             ([1, 1, 2, 2, 2, 3, 3], "offsets[0]=", "1"),
-            ([0, 1, 2, 2, 2, 2, 2], "offsets[-1]=", "2 of 3 values"),
+            ([0, 1, 2, 2, 2, 2, 2], "offsets[-1]=", "2, but there are 3 values"),
             ([0, 1, 3, 3, 2, 3, 3], "lengths[3]=", "-1 of key 'b', sample 1"),
         ]
         for read in ("validate", "to_dict", "length_per_key")
     ],
-    (SHORT.to_dense, InputError, "offsets[-1]=", "2 of 3 values"),
+    (SHORT.to_dense, InputError, "offsets[-1]=", "2, but there are 3 values"),
     (lambda: KJT.concat([BOTH, WEIGHTED]), InputError, "weights:", "{0: False, 1: True}"),
     (lambda: KJT.concat([BOTH, OTHER]), InputError, "kjt_list:", "samples, {"),
     (lambda: KJT.concat([UNEVEN, BOTH]), InputError, "kjt_list:", "variable_stride_per_key()"),

@@ -114,7 +114,7 @@ INPUTS = [
     ((IDS, OFFSETS, torch.ones(2), torch.ones(3)), "feature_requires_grad", "give a tensor of 2 integers"),
     ((IDS, OFFSETS, torch.ones(2), "ab"), "feature_requires_grad", "give a tensor"),
     ((IDS, OFFSETS, None, None, torch.ones(2)), "batch_size_per_feature_per_rank"),
-    ((IDS, OFFSETS, None, None, [[1], [2]]), "3 bags", "offsets have 2"),
+    ((IDS, OFFSETS, None, None, [[1], [2]]), "3 bags", "give 4 offsets, not 3"),
     ((IDS, OFFSETS, None, None, [[1], [0, 1]]), "batch_size_per_feature_per_rank"),
     ((IDS, OFFSETS, None, None, [[1], [1.5]]), "batch_size_per_feature_per_rank", "1.5"),
 ]
