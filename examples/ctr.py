@@ -40,7 +40,7 @@ from tierbed import (
 )
 
 MODELS: dict[str, type[DLRM | DeepFM | DCNv2]] = {"dlrm": DLRM, "deepfm": DeepFM, "dcnv2": DCNv2}
-WIRES = {32: (torch.float32, torch.float32), 16: (torch.float16, torch.bfloat16)}  # dtypes of sent rows, gradients
+WIRES = {32: (torch.float32, torch.float32), 16: (torch.float16, torch.bfloat16)}  # dtypes of sent rows and gradients
 EVALUATED = 4096  # batch size of evaluation
 
 
@@ -131,7 +131,7 @@ def evaluate(graph: ScoreGraph, batches: Iterable[Any], world: World) -> float:
 def make(
     args: argparse.Namespace, clicks: Clicks, folder: Path, world: World
 ) -> tuple[nn.Module, MultiTableMultiColumnEmbedding]:
-    """Make a model for these clicks and its embedding. Deletes the folder's rows, but not its snapshots."""
+    """Make a model and an embedding for these clicks. Deletes the folder's rows, but not its snapshots."""
     options = replace(STORES[args.store](str(folder), args.cache_mb), open="fresh")
     fields, features = clicks.ids.shape[1], clicks.dense.shape[1]
     model = MODELS[args.model](fields, args.dim, features)
@@ -158,7 +158,7 @@ def train(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path, wor
 
 
 def evaluate_snapshot(name: str, args: argparse.Namespace, clicks: Clicks, folder: Path, world: World) -> float:
-    """Load what `train` saved into new objects, without an optimizer, and return the test AUC."""
+    """Load the rows and dense parameters that `train` saved, without an optimizer. Return the test AUC."""
     model, embedding = make(args, clicks, folder, world)
     model.load_state_dict(torch.load(folder / f"{name}.pt", weights_only=True))
     with embedding:

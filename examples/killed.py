@@ -2,9 +2,9 @@
 
     python examples/killed.py --data ml-100k --plot killed.svg
 
-`kill -9` ends each process at a random moment. The next process resumes from the last checkpoint. Every loss, also of
-steps that run twice, must equal bit for bit the loss of a run in device memory that is never killed. Without --data,
-the runs train on a synthetic click log. --plot needs matplotlib.
+`kill -9` ends each process at a random moment. The next process resumes from the last checkpoint. Some steps run twice.
+All losses must equal the losses of a reference run bit for bit. The reference run is never killed, and stores its rows
+in device memory. Without --data, the runs train on a synthetic click log. --plot needs matplotlib.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def plot(straight: Losses, killed: list[tuple[str, Losses]], path: Path) -> None
 
 
 def _smooth(seen: Losses, first: int = 1) -> tuple[list[int], list[float]]:
-    """Return the mean loss of the last SMOOTH steps at each multiple of SMOOTH, from the step before `first` on."""
+    """Return a curve's (steps, losses). Each loss is a mean over SMOOTH steps. The curve starts near step `first`."""
     ends = [end for end in seen if end % SMOOTH == 0 and end >= first - 1]
     return ends, [sum(seen[step] for step in range(end - SMOOTH + 1, end + 1)) / SMOOTH for end in ends]
 

@@ -116,7 +116,7 @@ def _read_100k(folder: Path) -> tuple[Ratings, Users, Items]:
 
 
 def _read_1m(folder: Path) -> tuple[Ratings, Users, Items]:
-    """Read MovieLens 1M, or 10M without users: `.dat` files separated by `::`, with the year at the end of a title."""
+    """Read MovieLens 1M or 10M. The 10M data lacks users. `::` separates cells. A movie's title ends in a year."""
     ratings = [_rating(row, where) for row, where in _rows(folder / "ratings.dat", "::", 3)]
     users: Users = {r[0]: (r[2], r[1], r[3], r[4]) for r, _ in _rows(folder / "users.dat", "::", 5)}
     items: Items = {}
@@ -127,7 +127,7 @@ def _read_1m(folder: Path) -> tuple[Ratings, Users, Items]:
 
 
 def _read_atomic(log: Path) -> tuple[Ratings, Users, Items]:
-    """Read atomic files: tab-separated, with a header of `name:type` and spaces between several values in one cell.
+    """Read tab-separated "atomic" files. A header cell is `name:type`. Spaces separate several values in one cell.
     Only the columns user_id, item_id and rating are required."""
     ratings = [_rating(row, where) for row, where in _columns(log, "user_id", "item_id", "rating")]
     users: Users = {}
@@ -149,7 +149,7 @@ def _rows(path: Path, separator: str, min_cells: int) -> Iterator[tuple[list[str
                 continue
             cells = [cell.strip() for cell in line.rstrip("\n").split(separator)]
             if len(cells) < min_cells:
-                raise ValueError(f"{path}:{number}: {len(cells)} cells by {separator!r}, expected {min_cells} or more")
+                raise ValueError(f"{path}:{number}: {len(cells)} cells separated by {separator!r}, needs {min_cells}")
             yield cells, f"{path}:{number}"
 
 

@@ -6,8 +6,8 @@
 
 The 26 features have as many ids per sample as MLPerf's, 214 in total. MLPerf's tables are cut to --rows. All widths
 follow from --dim; with 128 they are MLPerf's. An EmbeddingBagCollection holds the tables in one embedding, since all
-tables have one dim. --loop trains in a plain PyTorch loop, which announces its batches itself. Without --loop a Graph
-trains, with bit-identical results. Clicks are random, drawn with --seed from hidden effects of the ids.
+tables have one dim. By default, a Graph trains. With --loop, a plain PyTorch loop trains and announces batches itself.
+The results are bit-identical. Clicks are random, drawn with --seed from hidden effects of the ids.
 """
 
 from __future__ import annotations

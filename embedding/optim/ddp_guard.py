@@ -1,4 +1,4 @@
-"""Refuses modules that keep parameters equal over ranks, because rows without a world would diverge."""
+"""Refuses modules that keep parameters equal across ranks, because rows without a world would diverge."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def warn_without_world(name: str) -> None:
 
 
 def refuse_ranks(root: nn.Module) -> None:
-    """Raise GraphError if a module or parameter in a graph is sharded or kept equal over ranks."""
+    """Raise GraphError if a module or parameter in a graph is sharded or kept equal across ranks."""
     if (problem := _find_shared(root, "the graph")) is not None:
         raise _make_graph_error(problem)
 
@@ -53,7 +53,7 @@ def refuse_ranks(root: nn.Module) -> None:
 def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
     """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
-    Rows diverge if the embeddings have different worlds, or if a module that is sharded or kept equal over ranks
+    Rows diverge if the embeddings have different worlds, or if a module that is sharded or kept equal across ranks
     contains embeddings without a world. Embeddings with a world may not be inside such a module either.
     """
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
@@ -82,7 +82,7 @@ def refuse_lookup(name: str) -> None:
 
 
 def _find_shared(root: nn.Module, root_name: str) -> str | None:
-    """Describe the first module or parameter that is sharded or kept equal over ranks; None if there is none."""
+    """Describe the first module or parameter that is sharded or kept equal across ranks; None without one."""
     for path, module in root.named_modules():
         if _is_wrapper(module):
             return f"{path or root_name} is {_describe(module)}"

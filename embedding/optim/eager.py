@@ -2,8 +2,8 @@
 
 backward() through a lookup keeps the gradient, and `step()` applies all of an embedding's gradients in one row update.
 The optimizer holds the embedding's shadow parameter. The row optimizer inside the store uses the learning rate and
-other settings from that parameter's param group. Over ranks, `step()` first checks that all ranks can make the step,
-then sends each gradient to the rank that owns its row.
+other settings from that parameter's param group. With several ranks, `step()` first checks that all ranks can make the
+step, then sends each gradient to the rank that owns its row.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED_EMBEDDINGS = 62  # the most embeddings over ranks: each needs one bit in a handshake's note
+MAX_SHARED_EMBEDDINGS = 62  # the most embeddings that ranks share: each needs one bit in a handshake's note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
@@ -110,7 +110,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._partial_update = ""  # this rank's error in row updates that other ranks completed
         if self._world.size > 1 and len(embeddings) > MAX_SHARED_EMBEDDINGS:
             raise OptimizerError(
-                f"{len(embeddings)} embeddings over ranks; give each EagerOptimizer at most {MAX_SHARED_EMBEDDINGS}"
+                f"ranks share {len(embeddings)} embeddings; give each EagerOptimizer at most {MAX_SHARED_EMBEDDINGS}"
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
@@ -199,10 +199,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         Raises:
             StoreError, CapacityError, InputError: rows cannot be fetched; no row has changed.
             GraphError: the call is in `build` of a graph, or another thread trains the rows.
-            OptimizerError: a newer EagerOptimizer has taken an embedding over; or, over ranks, an earlier step raised
-                during one rank's updates (load rows, and load optimizer state by `load_state_dict()`).
+            OptimizerError: a newer EagerOptimizer trains an embedding; or an earlier step raised during one rank's
+                updates. In the second case, load the rows, and load optimizer state by `load_state_dict()`.
 
-        Over ranks, an error of the closure on one rank is raised on all ranks.
+        If the closure raises on one rank, all ranks raise.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -240,13 +240,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Drop all gradients.
 
         Args:
-            set_to_none: as in torch, for dense parameters. Rows' gradients are always dropped, with a warning if False.
+            set_to_none: as in torch, for dense parameters. The gradients of rows are always dropped.
         """
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "zero_grad(set_to_none=False): with momentum, torch's step() then also moves parameters that no "
-                "backward() reached, but never moves rows; leave set_to_none out"
+                "after zero_grad(set_to_none=False), step() with momentum moves dense parameters that get no gradient, "
+                "as in torch. Rows that get no gradient stay. Leave set_to_none out, so that such parameters stay too"
             )
         for embedding, _ in self._pairs:
             check_not_traced(embedding)
@@ -292,9 +292,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             raise OptimizerError(f"embedding {name!r} is trained by another EagerOptimizer; call its clip_grad_norm_")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._pairs):
             raise OptimizerError(
-                "clip_grad_norm_ of rows that ranks share: their gradients are only summed in step(). Leave the "
-                "embeddings' parameters out and clip rows by clip_grad_row_norm in their param group, or train by a "
-                "Graph with clip_grad_norm"
+                "clip_grad_norm_ cannot clip rows that ranks share, because step() sums the ranks' gradients later. "
+                "Pass only dense parameters here. To clip rows, set clip_grad_row_norm in the embeddings' param group, "
+                "or train by a Graph with clip_grad_norm"
             )
         norm = math.sqrt(sum_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
         scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
@@ -325,8 +325,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             for name, value in state_dict.get("state", {}).get(number, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
-                        f"state_dict: {name!r} {list(value.shape)} is of the rows of embedding {embedding.name!r}, "
-                        "which store their own state; give it to load_dense of the embedding, and leave it out here"
+                        f"state_dict: {name!r} {list(value.shape)} is state for rows of embedding {embedding.name!r}. "
+                        "Rows store their own state: pass this tensor to the embedding's load_dense(), not to this call"
                     )
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
         self._is_new, self._partial_update = False, ""
@@ -359,9 +359,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Return each embedding's gradients on this rank, or None. Raises OptimizerError, InputError."""
         if self._partial_update:
             raise OptimizerError(
-                f"a step of an EagerOptimizer raised {self._partial_update} during its updates, and other ranks "
-                "applied updates, so rows differ; on all ranks load a snapshot of every embedding and the dense "
-                "parameters of its step, and restore the optimizer by EagerOptimizer.load_state_dict()"
+                f"a step of an EagerOptimizer raised {self._partial_update} during its updates. Other ranks made their "
+                "updates, so rows are at different steps. On all ranks, load a snapshot of every embedding, then the "
+                "dense parameters from the same step, then call EagerOptimizer.load_state_dict()"
             )
         row_gradients = [get_gradients(embedding) for embedding, _ in trained]
         return [gradients if gradients is not None and gradients.check() else None for gradients in row_gradients]
@@ -426,8 +426,8 @@ class InBackwardOptimizer(EagerOptimizer):
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
         if embedding.op_id in trainers:
             raise OptimizerError(
-                f"another EagerOptimizer has embedding {embedding.name!r}, and apply_optimizer_in_backward gave its "
-                "parameter an optimizer too; drop the first one by del, or leave the embedding out of the second"
+                f"another EagerOptimizer has embedding {embedding.name!r}, so apply_optimizer_in_backward cannot add "
+                "one. Delete that EagerOptimizer, or leave the embedding out of apply_optimizer_in_backward"
             )
 
     def _list_dense_parameters(self, embeddings: Iterable[EmbeddingBase]) -> None:

@@ -1,1 +1,1 @@
-"""Saves and loads snapshots through handles to open tables, in one process and over ranks."""
+"""Saves and loads snapshots through handles to open tables, in one process and across ranks."""

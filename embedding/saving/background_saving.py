@@ -23,8 +23,8 @@ log = logging.getLogger("tierbed")
 class BackgroundSaving:
     """Writes snapshots in threads while training continues. Implements `SaveHandle`.
 
-    In one process, the last thread to finish writing gives all snapshots their names. Over ranks, the snapshots get
-    names in the first `try_complete` or `wait` after all ranks wrote their rows. label: names the save in messages.
+    In one process, the last thread to finish writing gives all snapshots their names. With several ranks,
+    `try_complete` or `wait` names the snapshots once all ranks wrote their rows. `label` names the save in messages.
     """
 
     def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
@@ -78,7 +78,7 @@ class BackgroundSaving:
     def _count_arrival(self, number: int | None, error: BaseException | None = None) -> None:
         """Count the thread of table `number` as written or failed. `number` is None once all threads are started.
 
-        The last of these calls completes the save. Over ranks, this does nothing.
+        The last of these calls completes the save. With several ranks, this method does nothing.
         """
         if self._world.size > 1:
             return
@@ -146,7 +146,7 @@ class BackgroundSaving:
             log.error("saving %s failed: %s", self.label, self._error)
 
     def drop(self) -> None:
-        """Over ranks, drop the save unless it is complete. Waits only for this rank's threads."""
+        """With several ranks, drop the save if it is not complete. Waits only for this rank's threads."""
         if self._world.size == 1 or self._end_event.is_set():
             return
         self._end_event.set()

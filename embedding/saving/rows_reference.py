@@ -110,8 +110,8 @@ def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
     """Raise StoreError if an embedding lacks the rows that the last loaded state_dict names."""
     if pending:
         raise StoreError(
-            f"embedding {name!r} has other rows than the state_dict that was loaded last, and is not saved: in the "
-            "embedding's process, load another state, or accept these rows by keep_rows()"
+            f"embedding {name!r} was not saved, because it lacks the rows that the last loaded state_dict names. In "
+            "the embedding's process, load another state, or accept the present rows by keep_rows()"
         )
 
 

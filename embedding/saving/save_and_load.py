@@ -37,8 +37,8 @@ def save_together(
     """Save each table's rows as snapshot `name` in the table's store folder, between two steps. All ranks call this.
 
     On an error, no snapshot exists, unless the error says otherwise. If several tables are saved as incremental, tables
-    without a parent snapshot are saved full. background: return immediately; threads then save the rows as they are
-    now. progress: called with the row count of each chunk written. Raises SnapshotError, StoreError, OptionError.
+    without a parent snapshot are saved in full. If `background` is True, this returns at once, and threads save the
+    rows. `progress` is called with the row count of each written chunk. Raises SnapshotError, StoreError, OptionError.
     """
     op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
     count_text = f"{len(tables)} embeddings" if others else ""

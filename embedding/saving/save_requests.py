@@ -1,6 +1,7 @@
 """Serves requests from other processes: to save or prune snapshots of open rows, or to read a row.
 
-A request is served between two steps. Over ranks, rank 0 receives a request, and all ranks serve it at the next step.
+A request is served between two steps. With several ranks, rank 0 receives the request, and all ranks serve the request
+at the next step.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class LocalRequests:
 
 
 class RankRequests(LocalRequests):
-    """Serves requests over ranks. Rank 0 receives all requests; on the other ranks this object never has one.
+    """Serves requests for an embedding that is sharded across ranks. Only rank 0 receives requests.
 
     The server's thread stores a request in this object. Rank 0 sets a flag in the header of the next collective, and
     all ranks then serve the request in the training thread.
@@ -178,7 +179,10 @@ class RankRequests(LocalRequests):
         return request if request.is_begun else None
 
     def _take_request(self, begin: bool = False) -> _SaveRequest | None:
-        """Remove the request. If `begin` is True and the client still waits, return it; otherwise mark it as done."""
+        """Remove the request.
+
+        Returns the request if `begin` is True and the client still waits. Otherwise marks the request as done.
+        """
         with self._take_lock:
             request, self._request = self._request, None
             if request is not None:

@@ -133,8 +133,8 @@ class ShardedTableHandle:
         def parse() -> RowTensors:
             if self.shared_folder is not None:
                 raise SnapshotError(
-                    f"embedding {self.name!r} has a persistent_path, and ranks load a state that contains rows only "
-                    "into an embedding without persistent_path; load it there, and save a snapshot"
+                    f"embedding {self.name!r} has a persistent_path, so ranks cannot load a state that contains rows. "
+                    "Load this state into an embedding without persistent_path, and save a snapshot"
                 )
             return RowTensors.parse(tensors)
 

@@ -42,24 +42,20 @@ log = logging.getLogger("tierbed")
 
 
 class SnapshotManager:
-    """Saves and loads a table's snapshots.
-
-    local: this process's rows. folder: the snapshots' folder, seen by all ranks; None for rows in memory. store: rank
-    0's store folder that contains `folder`. shard: this process's shard; None for all rows. close: closes the rows.
-    """
+    """Saves and loads a table's snapshots."""
 
     def __init__(
         self,
-        local: LocalTable,
+        local: LocalTable,  # this process's rows
         world: World,
-        folder: Path | None,
-        store: StoreFolder | None,
-        shard: HashShard | None = None,
-        close: Callable[[], None] | None = None,
+        folder: Path | None,  # the snapshots' folder, seen by all ranks; None for rows in memory
+        store: StoreFolder | None,  # the store folder that contains `folder`; set only on rank 0
+        shard: HashShard | None = None,  # this process's shard; None if this process has all rows
+        close: Callable[[], None] | None = None,  # closes the rows
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSaving | None = None  # the running background save, over ranks only
+        self._saving: BackgroundSaving | None = None  # a running background save of a shard; None in one process
 
     @property
     def name(self) -> str:
@@ -209,7 +205,7 @@ class SnapshotManager:
         return TableSave(self.local.table, capture, path, kind, source, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
-        """Save rows without a store folder as the snapshot `path`. Raises SnapshotError, StoreError."""
+        """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
         op = self.op(f"saving rows as {path.name!r}")
         with ExitStack() as locks, NewSnapshots() as new:
             locks.enter_context(between_steps([self], waits=self.world.size == 1))
@@ -218,10 +214,10 @@ class SnapshotManager:
             write_and_commit(self.world, op, [save], new, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        """Return a reference to a snapshot of the rows for a state_dict. Saves a new snapshot if none has these rows.
+        """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none has the rows.
 
-        That snapshot never becomes the parent of a user's snapshot. keep: how many older state_dict snapshots to keep;
-        None for all.
+        The saved snapshot never becomes the parent of a user's snapshot. `keep` is the number of older state_dict
+        snapshots to keep; None keeps all.
         """
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
@@ -261,18 +257,18 @@ class SnapshotManager:
     # saves in the background
 
     def note_saving(self, saving: BackgroundSaving) -> None:
-        """Remember a save in the background that includes these rows."""
+        """Remember a background save that includes these rows."""
         self._saving = saving if self._shard is not None else None
 
     def try_complete(self) -> None:
-        """Complete a save in the background if all ranks have written their rows. Called between two steps."""
+        """Complete a background save if all ranks have written their rows. Called between two steps."""
         if self._saving is not None:
             self._saving.try_complete()
             if self._saving.done:
                 self._saving = None
 
     def finish_saving(self) -> None:
-        """Wait for a save in the background, because the caller may load its snapshot. Errors were logged already."""
+        """Wait for a background save, because the caller may load its snapshot. Errors were logged already."""
         if self._saving is None:
             if self.local.table_if_open is not None:  # if closed, the caller's next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
@@ -285,12 +281,12 @@ class SnapshotManager:
         self._saving = None
 
     def drop_saving(self) -> None:
-        """Drop a save in the background, before the rows are closed. Local."""
+        """Drop a background save before the rows are closed. Local."""
         if self._saving is not None:
             self._saving.drop()
 
     def check_not_saving(self) -> None:
-        """Raise StoreError during a save in the background. Local."""
+        """Raise StoreError if a background save is running. Local."""
         self.local.table.check()
         if self._saving is not None:  # other ranks may still be writing
             raise StoreError(still_saving_text(self._saving.label))
@@ -307,8 +303,8 @@ class SnapshotManager:
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
         """Replace the rows by the snapshot `path`, already checked by `check_rows`.
 
-        A store folder gets a link to the snapshot, for recovery. There is no link if rows are loaded without state or
-        converted, because recovery would load them with state or unconverted.
+        Links the snapshot into the store folder, if there is one, so that recovery can load the snapshot. A load that
+        drops state or converts rows makes no link, because recovery would load the snapshot with state and unconverted.
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.finish_saving()
@@ -323,8 +319,8 @@ class SnapshotManager:
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
         """Replace all rows by the rows of a snapshot, or by a selection of its rows.
 
-        Over ranks, no rank changes a row before all ranks have verified their shards (`_note_load`). If a rank fails
-        later, all ranks close the embedding, because some ranks have new rows and others have old rows.
+        No rank changes a row before all ranks have verified their shards (see `_note_load`). If a rank fails later,
+        all ranks close the embedding, because some ranks have new rows and others have old rows.
         """
         if self._shard is None:
             return self.local.load_part(snapshot, selection, strict)
@@ -410,8 +406,8 @@ class SnapshotManager:
     def check_snapshot(self, snapshot: Snapshot, selection: Selection = ALL) -> None:
         """Read and check a snapshot before a load.
 
-        Raises SnapshotError if the snapshot is damaged or does not fit, OptimizerError, and InputError for a number
-        that is too large for a narrower dtype.
+        Raises SnapshotError if the snapshot is damaged or does not fit. Raises OptimizerError if the snapshot contains
+        another optimizer's state. Raises InputError if a number is too large for a narrower dtype.
         """
         shard = self._shard_of(snapshot)
 
@@ -434,7 +430,8 @@ class SnapshotManager:
     def rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        The reference names the snapshot `last` if it has these rows. Raises earlier steps' deferred errors.
+        If the snapshot named by `self.last` has these rows, the reference names that snapshot. Raises earlier steps'
+        deferred errors.
         """
         step = self.local.step
         return make_reference(
@@ -488,7 +485,7 @@ class SnapshotManager:
         return list(self.world.call_on_rank_0(op, lambda: self.prune_on_rank_0(keep_last, keep_every)))
 
     def prune_on_rank_0(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove old snapshots without the other ranks, on rank 0."""
+        """Remove old snapshots and return their names. Not collective: only rank 0 calls this."""
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             saving = table.observers.last_save

@@ -77,9 +77,9 @@ def claim_folder(spec: TableSpec, options: StoreOptions) -> str | None:
         gc.collect()  # an unreachable embedding in a reference cycle may still keep the folder open
     if _find_open(folder) is not None:
         raise StoreError(
-            f"embedding {spec.name!r}: another embedding of that name in this process has {folder} open; use that one "
-            "in both places, or call its close(), or give one of them another name or persistent_path, or delete the "
-            "other one with all that holds it, such as its EagerOptimizer"
+            f"embedding {spec.name!r}: another embedding with this name in this process has {folder} open. Use the "
+            "open embedding in both places, or call its close(). Or delete the open embedding and all objects that "
+            "hold it, such as its EagerOptimizer. Or give one embedding another name or persistent_path"
         )
     return folder
 

@@ -1,4 +1,4 @@
-"""Writes snapshots of one or several tables, in one process or over ranks.
+"""Writes snapshots of one or several tables, in one process or across ranks.
 
 Each rank writes its rows into temporary folders. Once all folders are durable, rank 0 renames them to the snapshots'
 names. One write of the group's record then makes all the snapshots valid at once. If a rank fails, no snapshot remains.
@@ -44,7 +44,8 @@ class TableSave:
     def begin_image(self, ending: ExitStack) -> bool:
         """Begin an image of the rows as they are now, so that other threads can train during the save.
 
-        `ending` ends the image. Returns False if no image is possible; the rows must then be scanned under the lock.
+        The image lasts until `ending` closes. Returns False if no image is possible. The caller must then scan the rows
+        under the lock.
         """
         if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
             self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")

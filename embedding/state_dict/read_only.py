@@ -32,14 +32,14 @@ class ReadOnlyCopy(Tensor):
     """
 
     def __new__(cls, tensor: Tensor, *_: Any) -> Self:
-        if tensor.is_inference():  # inference tensors count no versions
+        if tensor.is_inference():  # inference tensors lack the version counter that shows a write
             with torch.inference_mode(False):
                 tensor = tensor.clone()
         with torch._C.DisableTorchFunctionSubclass():
             return tensor.as_subclass(cls)
 
     def __init__(self, tensor: Tensor, remedy: str) -> None:
-        """Make a read-only view of `tensor`. remedy: the message of the error that writes raise."""
+        """Make a read-only view of `tensor`. Writing to the view raises InputError with `remedy` as its message."""
         self.remedy = remedy
 
     @classmethod
@@ -48,7 +48,7 @@ class ReadOnlyCopy(Tensor):
     ) -> Any:
         if torch.compiler.is_compiling():  # Dynamo traces this method, but supports neither versions nor storage
             if func.__name__ in WRITE_METHODS or (func.__name__[-1] == "_" and func.__name__[-2] != "_"):
-                raise InputError("not compiled: Dynamo runs the write itself, which raises an error with a remedy")
+                raise InputError("cannot compile this write; in eager mode, the write raises an error that says why")
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():

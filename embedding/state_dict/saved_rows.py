@@ -77,7 +77,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     rows = SimpleNamespace(**dict.fromkeys(TENSOR_NAMES))  # torch's get_state_dict expects an attribute for each key
 
     def __init__(self) -> None:
-        nn.Module.__init__(self)  # not super().__init__, because in a subclass that may be nn.Embedding's
+        nn.Module.__init__(self)  # not super(), because a subclass's super() may be nn.Embedding
         self._handle: Any = None  # a `TableHandle`, from the first use on
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
@@ -85,10 +85,10 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self._loading = RLock()  # held while a loaded state_dict's rows are loaded
         self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
         self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
-        # The next two are empty tuples, not None: graphs guard on a value that is None, and would trace again.
-        # the copy in the latest state_dict: the key prefix, one of the tensors, and the result of `_change_token`
+        # `_latest_copy` describes the row copy in the latest state_dict: its key prefix, a tensor, and a change token.
+        # `_latest_copy` and `_latest_load` start as (), not None, because graphs trace again if a None value changes.
         self._latest_copy: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # the latest load_state_dict: the loaded tensors, and the list of errors, which identifies the call
+        # `_latest_load` has the latest load_state_dict's list of errors, to recognize the call, and the loaded tensors.
         self._latest_load: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
@@ -179,7 +179,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             tables: indices or names of the tables to load. Default: all.
             where: a function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
             strict: if True, raise unless the whole snapshot fits. If False, leave out tables that the embedding lacks
-                or has under another name, and other optimizers' state; the report's `remarks` list what was left out.
+                under their stored name. Also leave out state from another optimizer. `remarks` lists what is left out.
             weights_only: if True, leave out the optimizer state. The optimizer may differ, and starts with new state.
             convert: if True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
 
@@ -257,7 +257,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         return make_extra_state(self._make_rows_reference())
 
     def _make_rows_reference(self) -> RowsReference:
-        """Return a reference to the rows for a state_dict."""
+        """Return the reference that a state_dict stores in place of the rows."""
         if self._pending:
             return self._pending[0]  # repeat it: a framework may load again, and pending rows cannot be trained
         options = self.store_options
@@ -267,9 +267,9 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         if not are_rows_excluded() and path is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "embedding %r: state_dict() holds none of its rows, which are in its store folder; give "
-                "state_dict_snapshots=True in the store options, so that each state names a snapshot of them, or save "
-                "by graph.save or save_checkpoint",
+                "embedding %r: state_dict() contains no rows, because the rows are in the store folder. To save rows "
+                "too, use graph.save or save_checkpoint. Or give state_dict_snapshots=True in the store options, so "
+                "that each state_dict() names a snapshot",
                 self.name,
             )
         if self._handle is not None:
@@ -281,8 +281,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     def set_extra_state(self, state: Tensor) -> None:
         """Load the rows that a state_dict's extra state names.
 
-        Raises SnapshotError if no snapshot has these rows: in this call, or at the first use if the embedding is not
-        open yet. After that, every use raises SnapshotError until a load succeeds or `keep_rows()` is called.
+        Raises SnapshotError if no snapshot has these rows. If the embedding is not open yet, its first use raises this
+        error instead. Every later use raises SnapshotError until a load succeeds or `keep_rows()` is called.
         """
         if are_rows_excluded():
             return
@@ -320,7 +320,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 self._load_reference(self._pending[0])
 
     def _load_reference(self, pending: RowsReference) -> None:
-        """Load the rows that a reference names. Raises SnapshotError if no rows match, StoreError, OptimizerError."""
+        """Load the rows that a reference names. Raises SnapshotError, StoreError, OptimizerError."""
         handle, options = self.table_handle(for_load=True), self.store_options
         try:
             is_restored, problem = handle.snapshots.restore(pending), ""
@@ -394,9 +394,9 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             try:
                 if self._is_latest_copy(tensors):
                     log.warning(
-                        "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. A "
-                        "torch model's weight has another shape than the %s [1, 1] of this state: choose it by its "
-                        "key, as in own.update({k: v for k, v in old.items() if k in own}), or call load_dense",
+                        "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. To "
+                        "load a torch model's weight, do not match shapes, because %s is [1, 1] in this state. Match "
+                        "keys: own.update({k: v for k, v in old.items() if k in own}). Or call load_dense",
                         self.name,
                         prefix + self.parameter_name,
                     )

@@ -1,1 +1,1 @@
-"""Open tables: the rows that a table opens with, its store folder, and its training group."""
+"""Manages open tables: recovery of their rows, their store folders, and their training groups."""

@@ -27,16 +27,15 @@ def check_stored_rows(
     stored: dict[str, Any],
     optimizer: RowOptimizer | None,
     error: type[Exception],
-    label: str,
-    tables: Collection[int] | None = None,
-    can_load: bool = False,
-    for_load: bool = False,
+    label: str,  # names the stored rows in messages
+    tables: Collection[int] | None = None,  # check only the rows of these tables; None for all tables
+    can_load: bool = False,  # True if the rows are in a snapshot that a load can convert
+    for_load: bool = False,  # True if the rows are about to be replaced
 ) -> None:
-    """Raise if stored rows do not fit the embedding. tables: check only the rows of these tables.
+    """Raise if stored rows do not fit the embedding.
 
-    Raises `error` if columns, keys, dtypes or the table count differ, StoreError if table names or their order differ,
-    OptimizerError if the rows lack `optimizer`'s state. label: names the stored rows in messages. can_load: the rows
-    are in a snapshot that a load can convert (implied by SnapshotError). for_load: the rows are about to be replaced.
+    Raises `error` if columns, keys, dtypes or the table count differ. Raises StoreError if the tables' names or order
+    differ. Raises OptimizerError if the rows lack the optimizer's state.
     """
     for field, argument, expected in (
         ("columns", "embedding_dim", list(spec.columns)),
@@ -59,7 +58,7 @@ def check_stored_rows(
         )
     if (stored["seed"], stored_tables) != (spec.seed, own_tables[: len(stored_tables)]):
         log.warning(
-            "%s began its rows with another seed or other initializers: ids without a row get other values", label
+            "%s has another seed or other initializers than the embedding, so new rows start with other values", label
         )
     if optimizer is None and not for_load:
         _warn_of_state(spec, stored, label)
@@ -67,9 +66,9 @@ def check_stored_rows(
         return
     if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
         raise OptimizerError(
-            f"{label} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, not of "
-            f"{optimizer.rule}; train with that optimizer, reset its state by loading a snapshot with "
-            "weights_only=True, or take another name or persistent_path"
+            f"{label} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, but the new "
+            f"optimizer is {optimizer.rule}. Train with the stored optimizer, load a snapshot with weights_only=True "
+            "to reset the state, or take another name or persistent_path"
         )
     if RowState.from_description(stored).types != spec.make_row_state(optimizer).types:
         state_type, _ = RowState.from_description(stored).narrow
@@ -77,12 +76,12 @@ def check_stored_rows(
 
 
 def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
-    """Warn if the stored rows' `state_dtype` differs from the embedding's, so that no optimizer can train them."""
+    """Warn if stored rows have another `state_dtype` than the embedding. Training steps on such rows will raise."""
     kernel, (stored_dtype, _) = load_kernels().get(stored["optimizer"]), RowState.from_description(stored).narrow
     if kernel is not None and kernel.element_states and stored_dtype != spec.state_dtype:
         log.warning(
-            "%s holds state of %s, but state_dtype=torch.%s: its rows can be read, and a step will raise; give "
-            "state_dtype=torch.%s",
+            "%s holds state of dtype %s, but state_dtype=torch.%s. The rows can be read, but training steps will "
+            "raise; give state_dtype=torch.%s",
             label,
             stored_dtype,
             spec.state_dtype,
@@ -125,9 +124,9 @@ def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Co
     if others and stored.get("rows") != 0:
         labels = table_names.table_labels(table_names.read_table_names(stored))
         raise StoreError(
-            f"{label} holds tables {list(labels)}, and the embedding has {list(spec.labels)}: rows are matched by the "
-            "table's position, and would become rows of another table; list the tables in the stored order by the "
-            "stored names, new ones at the end, or rename the stored ones (docs/embedding.md#names-of-tables)"
+            f"{label} holds tables {list(labels)}, but the embedding has tables {list(spec.labels)}. Tables are "
+            "matched by position, so rows would move to another table. Keep the stored tables' names and order, and "
+            "add new tables at the end. To rename a stored table, see docs/embedding.md#names-of-tables"
         )
 
 
@@ -149,7 +148,7 @@ def fit_selection(
     if selected is not None and (not has_type(selected, Collection) or not len(selected)):
         raise InputError(f"tables={selected!r}: give a list of table ids or names, or None for all")
     if selection.where is not None and not callable(selection.where):
-        raise InputError(f"where={selection.where!r}: give a function of (table_ids, keys), NumPy arrays, or None")
+        raise InputError(f"where={selection.where!r}: give a function of two NumPy arrays, (table_ids, keys); or None")
     tables = None
     if selected is not None:
         tables = [_find_stored_table(spec, names, table, f"tables={selected!r}: {label}") for table in selected]
@@ -195,7 +194,7 @@ def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, wh
 class LoadedIdCounter:
     """Counts ids while rows are loaded into tables with a fixed number of ids, and remarks on ids that do not fit.
 
-    counts: False for rows that are about to be replaced, because such rows get no remarks.
+    If `counts` is False, no ids are counted and no remarks are made. Used if the rows are about to be replaced.
     """
 
     def __init__(self, spec: TableSpec, counts: bool = True) -> None:
@@ -224,8 +223,8 @@ class LoadedIdCounter:
     def make_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
         """Return remarks on ids that do not fit. source: names the stored rows.
 
-        may_be_dense: True if the rows may come from a dense table, so that ids begin at 0, without gaps.
-        stored_padding: the stored rows' padding_idx; an import left out the row of this id.
+        `may_be_dense` is True if the rows may come from a dense table. A dense table's ids begin at 0, without gaps.
+        `stored_padding` is the stored rows' padding_idx. An import left out the row of this id.
         """
         remarks = []
         for number, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):

@@ -131,7 +131,7 @@ class LocalTable:
         """Join a training group. Raises StoreError."""
         self.group = group
         self._share_gate()
-        self.persistence.expect_change()  # the next change joins the records of the group's stores
+        self.persistence.expect_change()  # the next change of rows merges the records of the group's stores into one
 
     def _list_partners(self) -> list[Member]:
         return [] if self.group is None else self.group.members()
@@ -154,9 +154,9 @@ class LocalTable:
         is_stateless = stored.rule is None and not stored.names  # the rows were written by `put`
         if table.counts.num_rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
             raise OptimizerError(
-                f"embedding {self.name!r} has rows of optimizer {stored.rule} with state {list(stored.names)} that "
-                f"begins as {list(stored.initial)}, not of {needed.rule} with {list(needed.names)} from "
-                f"{list(needed.initial)}; train with that optimizer{self._reset_remedy()}"
+                f"embedding {self.name!r} has rows of optimizer {stored.rule} (state {list(stored.names)}, initial "
+                f"values {list(stored.initial)}), but the new optimizer is {needed.rule} (state {list(needed.names)}, "
+                f"initial values {list(needed.initial)}); train with the rows' optimizer{self._reset_remedy()}"
             )
         self.persistence.check_row(optimizer)
 
@@ -176,8 +176,8 @@ class LocalTable:
         """Train rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
-                f"embedding {self.name!r} was opened by process {self._process}, and this process would train a copy "
-                "of its rows; train in one process, or over ranks by world="
+                f"embedding {self.name!r} was opened by process {self._process}, so this process would only train a "
+                "copy of the rows. Train in one process, or give world= to share the rows across ranks"
             )
         self.check_optimizer(optimizer)
         table = self.table

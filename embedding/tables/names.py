@@ -17,8 +17,8 @@ WRAPPERS = {
     "DistributedModelParallel": "_wrapped", "DistributedDataParallel": "module", "DataParallel": "module",
     "OptimizedModule": "_orig_mod", "_FabricModule": "_forward_module",
 }  # fmt: skip
-# Per-process counters give equal scripts equal names and rows. Embeddings that ranks share use a separate counter,
-# because a rank may also have unshared embeddings.
+# Each process counts its unnamed embeddings, so that every run of a script uses the same names and seeds. Embeddings
+# that ranks share use a separate counter, because a rank may also have unshared embeddings.
 _name_counters, _seed_counters = {False: count(1), True: count(1)}, {False: count(1), True: count(1)}
 
 

@@ -103,7 +103,7 @@ class TablePersistence:
                 self.folder = StoreFolder(path, user, snapshot_folder(options.snapshot_path, spec.name))
             else:
                 self.folder = StoreFolder(shard.folder(path), user)
-        self.member: Member | None = None  # None over ranks, except on rank 0
+        self.member: Member | None = None  # with several ranks, set only on rank 0
         self._on_disk = isinstance(options, CachedSsdOptions)
         self._mode = options.open
         self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
@@ -244,7 +244,7 @@ class TablePersistence:
                 self.folder.discard_live()
 
     def _leave_group(self) -> None:
-        """Leave the training group. Over ranks, rank 0 leaves the group once its shard is closed."""
+        """Leave the training group. A shard does nothing: rank 0 leaves the group once its shard is closed."""
         if self.member is not None and self.rows_version is None:
             self.member.leave()
 
@@ -274,7 +274,7 @@ class TablePersistence:
             self.member.mark_closed(live_version(folder.clean_marker) or "")
 
     def describe_failed_close(self, table: OpenTable) -> str:
-        """Return the log text that names the rows for the next run to open, if this run ended now."""
+        """Return the log text for a failed close. The text names the rows that the next run would open."""
         if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
         return describe_loss(self.folder, self.member, table.step)
@@ -459,7 +459,7 @@ class TablePersistence:
         snapshot_id: str | None = None,
         on_verified: Callable[[], None] | None = None,
     ) -> OpenTable:
-        """Build a table from `source` next to the live rows, and close `old_table` once all rows are read.
+        """Build a new table from the rows in `source`. Replace `old_table` and the live rows once all rows are read.
 
         snapshot_id: the id of the snapshot with exactly these rows, or None.
         """
@@ -496,7 +496,7 @@ class TablePersistence:
 
     def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
         """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
-        member = self.member if self.rows_version is None else None  # over ranks, all ranks note the load together
+        member = self.member if self.rows_version is None else None  # for a shard, all ranks record the load together
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
             self.begin_change(notes=snapshot_id is None and self.rows_version is None, replaces=True)
             old_table.close()
@@ -516,7 +516,7 @@ class TablePersistence:
         return int(counts.sum())
 
     def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
-        """Build a table over empty tiers, or over RocksDB's files at `path`, with `stored`'s step and row count."""
+        """Build a table over empty tiers or over the RocksDB files at `path`. `stored` gives the step and row count."""
         state = RowState() if stored is None else RowState.from_description(stored)
         if optimizer is not None:
             self.check_row(optimizer)
@@ -574,7 +574,7 @@ class TablePersistence:
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
         if not self._on_disk:
-            self.folder.discard_live()  # frees disk space; a close writes rows in memory again
+            self.folder.discard_live()  # frees disk space; a close writes the rows from memory to disk again
 
     def _make_clean_marker(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None

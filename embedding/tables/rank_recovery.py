@@ -1,4 +1,4 @@
-"""Chooses the rows that an embedding over ranks opens, so that all ranks open rows from the same moment.
+"""Chooses the rows to open for an embedding sharded across ranks. All ranks open rows from the same moment.
 
 Each rank's shard is on the rank's own disk, with a clean marker after a clean close. Only rank 0 reads the training
 group's record. The ranks decide together:
@@ -31,27 +31,23 @@ from .shared_folder import SharedFolder
 
 
 class _Decision(NamedTuple):
-    """Rank 0's decision on the rows to open with.
+    """Rank 0's decision about which rows to open."""
 
-    live: the version of the live rows, if they are used. id, name: the snapshot with the rows; id is EMPTY for no rows,
-    and None if no snapshot holds the rows. unusable_reason: why the rows may not be used before a load; "" if they are
-    usable. level, text: the message to log.
-    """
-
-    live: str | None
-    id: str | None
-    name: str
-    unusable_reason: str
-    level: int
-    text: str
+    live: str | None  # the version of the live rows; None if the ranks do not open live rows
+    id: str | None  # the id of the snapshot with these rows, EMPTY without rows; None if no snapshot has the rows
+    name: str  # the name of the snapshot to load; "" if the ranks load no snapshot
+    unusable_reason: str  # why the rows may not be used before a load; "" if the rows may be used
+    level: int  # the level of the log message
+    text: str  # the log message; "" if nothing is logged
 
 
 class RecoveryDecision:
-    """Takes part, for one rank, in the ranks' common decision on the rows to open with.
+    """One rank's part in a joint decision: all ranks decide together which rows to open.
 
-    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `finish`. shared_folder: the
-    store folder as this rank sees it. mode, for_load: as in `open_store`. group: the `TrainingGroup`. The constructor
+    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `finish`. The constructor
     raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
+    `shared_folder` is the store folder as this rank sees it. `mode` and `for_load` are as in `open_store`. `group` is
+    the embedding's `TrainingGroup`.
     """
 
     def __init__(
@@ -108,7 +104,10 @@ class RecoveryDecision:
         return plan._replace(snapshot=snapshot, on_verified=lambda: self._check_row_count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
-        """Return the shard versions on this host for each store, by rank, and the last step of this store."""
+        """Return (versions, step). `step` is the last step of this embedding's store, as far as this host knows.
+
+        `versions` lists a dict {rank: version} for each of the group's sharded stores, with the shards on this host.
+        """
         self._shared_folder.check_token(self._token)
         versions, step = [], contents.recorded_step
         for relative, ranks in self._stores:

@@ -1,10 +1,11 @@
 """Chooses the rows that a table opens.
 
-The training group's record contains an entry for each store. The entry names the rows to open: the live rows from a
-clean shutdown, a snapshot, or no rows. `plan_open` turns this entry into an `OpenPlan`: the live rows' clean marker, if
-the entry names these live rows, or the snapshot to load. A store that was not closed cleanly always opens with a
-snapshot, or empty. A warning then names the snapshot and the lost steps. It also names a later snapshot of this store
-that cannot be used, because the group's other stores lack a snapshot from the same moment.
+The training group's record contains an entry for each store. The entry says which rows the store opens: live rows, a
+snapshot, or no rows. A clean shutdown writes the live rows and a clean marker. `plan_open` turns the entry into an
+`OpenPlan`. The plan contains the clean marker if the store opens its live rows, and otherwise the snapshot. A store
+that was not closed cleanly always loads a snapshot or starts empty. A warning then names the snapshot and the lost
+steps. The warning also names a later snapshot of this store that recovery cannot use. Recovery cannot use a snapshot if
+the group's other stores lack a snapshot from the same moment.
 """
 
 from __future__ import annotations
@@ -37,21 +38,16 @@ class FolderContents(NamedTuple):
 
 
 class OpenPlan(NamedTuple):
-    """The rows that a table opens with: the live rows with `clean_marker`, or `snapshot`, or none.
+    """The rows that a table opens. A table with neither a clean marker nor a snapshot starts empty."""
 
-    run_id, num_writes, version: for a shard's `RowsVersion`. unusable_reason: why ranks may not use the rows before a
-    load; "" if they may. log_entry: the level and text to log once the table is open. on_verified: called once
-    `snapshot`'s rows are verified, see `TablePersistence.load`.
-    """
-
-    clean_marker: dict[str, Any] | None = None
-    snapshot: Snapshot | None = None
-    run_id: str = ""
+    clean_marker: dict[str, Any] | None = None  # the clean marker of the live rows, if the table opens them
+    snapshot: Snapshot | None = None  # the snapshot to load, if there is one
+    run_id: str = ""  # `run_id`, `num_writes` and `version` are for a shard's `RowsVersion`
     num_writes: int = 0
     version: str = ""
-    unusable_reason: str = ""
-    log_entry: tuple[int, str] | None = None
-    on_verified: Callable[[], None] | None = None
+    unusable_reason: str = ""  # why ranks may not use the rows before a load; "" if ranks may use the rows
+    log_entry: tuple[int, str] | None = None  # the level and text to log once the table is open
+    on_verified: Callable[[], None] | None = None  # called once the snapshot's rows are verified
 
 
 Planner = Callable[[FolderContents], OpenPlan]
@@ -75,20 +71,19 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
 
 
 def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
-    """Return the snapshot that a store's entry names, or None for no rows. step: the step of the live rows.
+    """Return the snapshot that a store's entry names, or None for no rows. `step` is the step of the live rows.
 
-    Raises StoreError if the entry names only live rows, because another number of ranks cannot use live rows.
+    Raises StoreError if the entry names live rows without a snapshot. A different number of ranks needs a snapshot.
     """
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
         bases = (s for ids in (record.commit, record.before) for s in saved if s.manifest.id == ids[member.id])
         base, owner = next(bases, None), _describe_owner(folder)
-        last = "it has none" if base is None else f"its last, {base.name!r}, is of step {_read_step(base)}"
+        last = "there is none" if base is None else f"the last is {base.name!r}, from step {_read_step(base)}"
         raise StoreError(
-            f"store folder {str(folder.path)!r} has live rows of {owner}, of step {step}, and no snapshot of them "
-            f"({last}). Another number of ranks can only load a snapshot: open the folder with {owner} once more and "
-            "save one. To do without these "
-            'rows, `tierbed snapshot load` loads a snapshot, and open="fresh" starts empty'
+            f"store folder {str(folder.path)!r} has live rows from step {step}, and no snapshot of these rows: {last}. "
+            f"Only a run with {owner} can open the live rows. Start such a run, and save a snapshot. To discard the "
+            'live rows instead, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
         )
     return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
 
@@ -98,15 +93,11 @@ def make_log_entry(
     contents: FolderContents,
     member: Member,
     snapshot: Snapshot | None,
-    live_versions: Mapping[int, str | None],
-    live_step: int | None,
-    ranks_prefix: str = "",
+    live_versions: Mapping[int, str | None],  # if the store is sharded: the live rows' versions by rank
+    live_step: int | None,  # the last step of the live rows, if known
+    ranks_prefix: str = "",  # text that names the ranks
 ) -> tuple[int, str] | None:
-    """Return the level and text to log for a store that opens with a snapshot, or empty, instead of its live rows.
-
-    None if the store is new. live_versions: the live rows' versions by rank, if the store is sharded. live_step: their
-    last step, if known. ranks_prefix: text that names the ranks.
-    """
+    """Return the level and text to log if a store does not open its live rows. Returns None for a new store."""
     where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
     if not contents.has_begun:
         return None
@@ -159,7 +150,7 @@ def describe_recovery(base: Snapshot | None) -> str:
 
 
 def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
-    """Return the log text on the steps lost in an unclean shutdown: after `base`, up to `live_step` if known."""
+    """Return log text about the steps after `base` that are lost. The last lost step is `live_step`, if known."""
     base_step = _read_step(base)
     if live_step is None or live_step < base_step:
         return "what was written since is lost"
@@ -248,7 +239,7 @@ class RowsVersion:
         self.num_writes = 1 + (self.num_writes if num_earlier is None else num_earlier)
 
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:
-        """Name the rows after a snapshot with the same rows, unless more than `num_writes` writes were made."""
+        """Use the version of a snapshot with the same rows. Ignored if more than `num_writes` writes were made."""
         if self.num_writes == num_writes:
             self._known_version = num_writes, version_of_snapshot(snapshot_id)
 

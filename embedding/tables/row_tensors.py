@@ -30,8 +30,9 @@ _INTEGERS = ("table", "key", "updates", "step")
 class RowTensors:
     """Rows in their stored form, in the order of a scan.
 
-    tensors: `table`, `key` (its 64 bits), `updates` and `step`, int64 [n]; `embedding` [n, dim], of the rows' dtype;
-    `state`, float32 [n, total width of all states]; `description`, JSON as uint8.
+    `tensors` contains one tensor for each of TENSOR_NAMES. `embedding` is [n, dim] in the rows' dtype. `state` is
+    float32 [n, total width of all states]. `description` is JSON as uint8. All other tensors are int64 [n]; `key`
+    contains the 64 bits of each key.
     """
 
     description: dict[str, Any]
@@ -117,7 +118,8 @@ class RowTensors:
         for name in ("table", "updates", "step"):
             numbers = tensors[name].numpy()
             if len(numbers) and not (numbers.min() >= 0 and numbers.max() < 2**32):
-                raise ValueError(f"rows.{name} has numbers from {numbers.min()} to {numbers.max()}, not of 32 bits")
+                found = f"values from {numbers.min()} to {numbers.max()}"
+                raise ValueError(f"rows.{name} has {found}; all values must be from 0 to 2**32 - 1")
         table, key = tensors["table"].numpy(), tensors["key"].numpy()
         order = np.lexsort((key, table))
         table, key = table[order], key[order]
@@ -143,7 +145,7 @@ def _list_state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
 
 
 def _view_numbers(tensor: Tensor) -> NDArray[Any]:
-    """Return a tensor's numbers as stored in rows. NumPy lacks bfloat16, so bfloat16 becomes uint16."""
+    """Return a tensor as a NumPy array. NumPy lacks bfloat16, so a bfloat16 tensor becomes a uint16 array."""
     bits: NDArray[Any] = (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
     return bits
 

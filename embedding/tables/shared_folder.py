@@ -1,4 +1,4 @@
-"""The common store folder of an embedding over ranks. Only rank 0 opens the folder, but all ranks see its snapshots."""
+"""The store folder of an embedding sharded across ranks. Only rank 0 opens the folder; all ranks see its snapshots."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SharedFolder:
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """On rank 0, which owns `member`: replace one process's live rows by ranks' shards. Raises StoreError."""
+        """On rank 0: drop live rows of one process, and record that `ranks` ranks store shards. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:

@@ -53,7 +53,7 @@ class TrainingGroup:
             self.fail_pass()
 
     def fail_pass(self) -> None:
-        """Called after a backward pass raised. Some rows may be updated, so the group is marked inconsistent."""
+        """Mark the group inconsistent after a backward pass raised, because only some rows may have been updated."""
         if self.gate.is_closed:
             self.end_pass()
             mark_inconsistent(self.members(), "a backward pass raised during its updates")
@@ -103,7 +103,7 @@ def train_together(modules: Iterable[Any]) -> None:
 
 
 def mark_inconsistent(members: Iterable[Member], why: str) -> None:
-    """Forbid writes, saves and clean closes until each store is loaded. why: the event that left different steps."""
+    """Forbid writes, saves and clean closes until each store is loaded. `why` says how steps came to differ."""
     for member in members:
         member.mark_broken(
             f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
@@ -115,8 +115,8 @@ def mark_inconsistent(members: Iterable[Member], why: str) -> None:
 def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = False) -> Iterator[None]:
     """Lock these tables and all tables trained with them, so that no other thread writes or saves the tables.
 
-    waits: first wait for the end of another thread's step, because some stores may be ahead during a step. replaces:
-    the block replaces rows, so saves in the background are finished first, because they need the locks.
+    If `waits` is True, first wait for another thread's step to end, because stores may differ in step until then. If
+    `replaces` is True, the block replaces rows. Background saves need the locks, so these saves are finished first.
     """
     handles = list(handles)
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()

@@ -30,7 +30,7 @@ from .history import History, in_order
 from .plan import RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
 
 HOW_TO_COME = {"step": "steps", "open": "reopen", "close": "reopen", "merge": "command"}  # to be inside of an operation
-UNSAVED = re.compile(r"has live rows of .*, of step (\d+), and no snapshot of them")
+UNSAVED = re.compile(r"has live rows from step (\d+), and no snapshot of these rows")
 NAMES = ["s{}", "{} of today", "schn\u00e4ppchen-{}", "-{}", "{}" + 150 * "x"]
 
 

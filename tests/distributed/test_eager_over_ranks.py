@@ -125,7 +125,7 @@ def test_a_module_around_rows_several_worlds_and_clipping_by_one_norm_are_refuse
     optimizer = trained(model)
     said = fails(lambda: EagerOptimizer(torch.optim.Adagrad(around.parameters()), around), OptimizerError)
     assert "embedding 'rows' is in the module, a DistributedDataParallel, but its world exchanges" in said
-    with pytest.raises(OptimizerError, match=r"clip_grad_norm_ of rows that ranks share.*clip_grad_row_norm"):
+    with pytest.raises(OptimizerError, match=r"clip_grad_norm_ cannot clip rows that ranks share.*clip_grad_row_norm"):
         optimizer.clip_grad_norm_(model.parameters(), 1.0)
     del optimizer
     model.unused = Model(None).unused

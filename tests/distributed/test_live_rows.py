@@ -146,8 +146,8 @@ def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks_unles
     given: Any = tmp_path, {"store": store}, {}
     for kind, said in [fails(None, *given)] if now == 1 else run_kept(now, fails, *given):
         assert kind == "StoreError"
-        assert f"has live rows of {whose}, of step 3, and no snapshot of them" in said
-        assert "(its last, 'base', is of step 2). Another number of ranks can only load a snapshot" in said
+        assert "has live rows from step 3, and no snapshot of these rows: the last is 'base', from step 2" in said
+        assert f"Only a run with {whose} can open the live rows" in said
     again = ran(before, tmp_path, 1, store, killed=0)
     assert again.before == last
     if before > 1:  # the rows are lost
@@ -208,7 +208,7 @@ def test_a_second_embedding_of_a_process_waits_until_the_first_is_closed(world: 
     rows, second = own_rows(first), opened(world, tmp_path)
     assert "call its close()" in error_of(second.size, StoreError)
     said = error_of(lambda: opened(None, tmp_path).size(), StoreError)
-    assert "another embedding of that name in this process has" in said
+    assert "another embedding with this name in this process has" in said
     world.all_gather_object("tried on all", lambda: b"")
     first.close()
     assert own_rows(second) == rows
@@ -342,7 +342,7 @@ def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
 
 def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:
     run_kept(2, saves_and_loses_the_snapshot, tmp_path)
-    with pytest.raises(StoreError, match="of step 1, and no snapshot of them"):
+    with pytest.raises(StoreError, match="from step 1, and no snapshot of these rows"):
         opened(None, tmp_path).size()
 
 
@@ -356,7 +356,8 @@ def test_older_shares_of_a_host_do_not_hide_those_of_the_last_run(tmp_path: Path
     run_kept(2, other_places, tmp_path)
     places = {rank: {"path": tmp_path / f"{rank}"} for rank in range(3)}
     for _, said in run_kept(3, fails, tmp_path, {"snapshot_path": tmp_path / "shared"}, places):
-        assert "has live rows of 2 ranks, of step 1, and no snapshot of them" in said
+        assert "has live rows from step 1, and no snapshot of these rows" in said
+        assert "Only a run with 2 ranks" in said
 
 
 def chain_of_two(world: World, folder: Path) -> bytes:

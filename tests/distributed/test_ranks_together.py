@@ -362,7 +362,7 @@ def test_one_process_does_not_lose_what_ranks_have_on_other_hosts(tmp_path: Path
     said = fails(lambda: of_one(live), StoreError)
     assert "live rows of 2 ranks, and the shards of rank 1 are not here" in said
     away.rename(live / "b" / "ranks" / "1-of-2")
-    assert "live rows of 2 ranks, of step 2, and no snapshot of them" in fails(lambda: of_one(live), StoreError)
+    assert "live rows from step 2, and no snapshot of these rows" in fails(lambda: of_one(live), StoreError)
     assert alike(2, went_on, live, 0, "two") == [2, 2]
     assert of_one(live) == [2, 2]
     assert alike(3, went_on, live, 1, "three") == [2, 2]

@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
         with pytest.raises(InputError, match="step=3 of embedding 'rows': other tables keep"):
             rows.load_dense(A, step=3)
         assert rows.size() == 1
-        with pytest.raises(OptimizerError, match=r"'sum' \[30, 4\] is of the rows of embedding 'rows'.*load_dense"):
+        with pytest.raises(OptimizerError, match=r"'sum' \[30, 4\] is state for rows of embedding 'rows'.*load_dense"):
             kept.load_state_dict({"state": {0: {"sum": SUMS}}, "param_groups": kept.state_dict()["param_groups"]})
         for sums in (SUMS.double(), SUMS.index_fill(0, torch.tensor([3]), torch.inf)):
             rows.load_dense(A, {"a": {"sum": sums}})

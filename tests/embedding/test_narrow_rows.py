@@ -117,7 +117,7 @@ def test_a_store_of_another_dtype_is_refused_and_a_snapshot_is_converted(store, 
     with make(place, dtype=torch.bfloat16) as read:
         read.size()
         [said] = [one.message for one in caplog.records if "state_dtype" in one.message]
-        assert "holds state of bfloat16, but state_dtype=torch.float32: its rows can be read" in said
+        assert "holds state of dtype bfloat16, but state_dtype=torch.float32. The rows can be read" in said
         assert said.endswith("give state_dtype=torch.bfloat16")
     kept = make(place, "adam", dtype=torch.bfloat16)
     with pytest.raises(StoreError, match=r"rows of state_dtype bfloat16, not float32; give state_dtype=torch"):
@@ -132,7 +132,7 @@ def test_rows_without_state_take_an_optimizer_with_a_state_of_16_bits() -> None:
         assert embedding.get([199], 0).eq(1).all()
         start = int(contents(embedding)[-1]["sum"].view(np.uint16)[0])
         assert start == int(torch.tensor(0.1).bfloat16().view(torch.uint16))
-        with pytest.raises(OptimizerError, match="train with that optimizer; or to begin without state"):
+        with pytest.raises(OptimizerError, match="train with the rows' optimizer; or to begin without state"):
             attach(embedding, "adam")
 
 

@@ -404,7 +404,7 @@ def test_where_a_load_stops_no_embedding_of_the_model_goes_on(tmp_path) -> None:
             use()
     folders = [tmp_path / "users", tmp_path / "items"]
     for several in [], folders:  # and no other process saves them
-        with pytest.raises(StoreError, match=r"embedding 'users' has other rows.*keep_rows\(\)"):
+        with pytest.raises(StoreError, match=r"embedding 'users' was not saved.*keep_rows\(\)"):
             request_save(folders[0], "x", stores=several)
     towers.load_state_dict(whole)
     trained(1)

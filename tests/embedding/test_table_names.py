@@ -58,7 +58,7 @@ def test_tables_in_another_order_do_not_swap_their_rows(tmp_path, names, store) 
         embedding.save_snapshot("s")
         shutil.copytree(clean, unclean, ignore=shutil.ignore_patterns("SOCKET"))
     labels = [str(i) if name is None else name for i, name in enumerate(names)]
-    both = rf"tables \['a', 'b'\].*{str(labels)[1:-1]}.*stored order"
+    both = rf"tables \['a', 'b'\].*{str(labels)[1:-1]}.*matched by position"
     for place in (clean, unclean):  # by the clean marker, by the snapshot
         with opened(place, *names, store=store) as embedding, pytest.raises(StoreError, match=both):
             embedding.get([7], 0)
