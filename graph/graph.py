@@ -82,9 +82,13 @@ class Graph(ModelSnapshots, HasBuild):
     optimizer. The call returns the result of `build` with tensors detached. After a training step, `grad` is None for
     every parameter that an optimizer holds. The graph trains nothing after `eval()`, or without `backward()` in build.
 
-    `build` is traced on tensors without values, and traced again for each new call signature: shapes, strides, dtypes
-    and devices of tensors, values of other arguments, `training` flags, `requires_grad`, gradient and autocast mode,
-    optimizers, hooks, tensors in attributes, and Python values that `build` reads, such as a dropout's `p` or a global.
+    `build` is traced on tensors without values, and again for each new call signature. A signature contains:
+
+    - the shapes, strides, dtypes, devices and `requires_grad` of tensors, and the values of other arguments
+    - the `training` flags and hooks of modules, the tensors in module attributes, and the optimizers
+    - the gradient mode and the autocast mode
+    - Python values that `build` reads, such as a dropout's `p` or a global
+
     docs/graph.md lists the few values that a graph cannot track. Parameters, buffers and closure tensors are read at
     every call. The graph keeps the 64 most recently used compiled steps.
 
@@ -107,8 +111,8 @@ class Graph(ModelSnapshots, HasBuild):
         super().__init__()
         if type(self).forward is not Graph.forward:
             raise GraphError(
-                f"{type(self).__name__} defines forward(), and a call would run it instead of the compiled step; "
-                "rename it to build(), and move what is not part of the step out of it"
+                f"{type(self).__name__} defines forward(), and a call would run forward() instead of the compiled "
+                "step; rename forward() to build(), and keep only the step in build()"
             )
         self.__optimizers = OptimizerSet()
         self.__epilogue = StepEpilogue()
@@ -119,12 +123,12 @@ class Graph(ModelSnapshots, HasBuild):
         self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
         # the pytree spec and the dynamic leaves of the last call that had containers as arguments
         self.__call_tree: tuple[pytree.TreeSpec, frozenset[int]] = make_tensors_spec(0), NO_DYNAMIC_LEAVES
-        self.__splits_by_key = False  # True if build can be traced only with keyed tensors split by key
-        self.__has_warned_uncompiled = False  # True once a warning says that compile_dense skips dynamic shapes
+        self.__splits_by_key = False  # True if build needs a separate tensor for each key of a keyed container
+        self.__has_warned_uncompiled = False  # True after the warning that dynamic shapes run uncompiled
         self.__structure: Structure | None = None
         self.__guards = ValueGuards()
         self.__last_call: tuple[Hashable, Any] = (None, None)  # the last call's signature and step, compared first
-        self.__has_checked_dense = False  # True once a check that rows and dense parameters are from one run
+        self.__has_checked_dense = False  # True after checking that rows and dense parameters are from one run
         self.__recompile_log = RecompileLog(MAX_CACHED_STEPS)
         self.__profiled_forward: Forward | None = None  # the timed forward of a profile, while the profile runs
         self.__rank_state = RankStepState()
@@ -287,15 +291,15 @@ class Graph(ModelSnapshots, HasBuild):
     ) -> Run:
         """Run a step on each batch: `for loss in graph.run(loader)`.
 
-        The returned iterator yields the result of `build` for each batch. Results are the same as in `for batch in
-        loader: graph(*batch)`. While a step runs, up to `ahead` later batches are drawn, their ids deduplicated, and
+        The returned iterator yields the result of `build` for each batch. A plain loop that calls `graph(*batch)`
+        gives the same results. While a step runs, up to `ahead` later batches are drawn, their ids deduplicated, and
         their rows fetched and pinned in the cache. The cache prefers to evict rows that these batches do not need.
 
         Args:
             batches: a DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
                 is the single argument of `build`.
-            ahead: how many batches to draw ahead, 0 to 31. Default: 8 on a GPU, over ranks, and over SSD while caches
-                miss rows; otherwise 0, because reads from memory have no latency to hide.
+            ahead: how many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. If rows are
+                on SSD, the default is 8 while caches miss rows, and otherwise 0. If all rows are in memory, it is 0.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
             uneven: if the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
                 "join", a rank without a batch joins the steps of the other ranks. Default: "stop".
@@ -548,8 +552,8 @@ class Graph(ModelSnapshots, HasBuild):
         if self.__inductor is not None and is_dynamic and not compiled_parts and not self.__has_warned_uncompiled:
             self.__has_warned_uncompiled = True
             log.warning(
-                "%s: compile_dense compiles only static shapes, and the dynamic-shape step for further sizes runs "
-                "uncompiled: pad inputs to few sizes, such as powers of two",
+                "%s: compile_dense compiles only static shapes. The dynamic-shape step for further sizes runs "
+                "uncompiled. To avoid this step, pad inputs to few sizes, such as powers of two",
                 name,
             )
         if is_compiled:

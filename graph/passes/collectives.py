@@ -1,4 +1,4 @@
-"""The pass for steps over ranks: send rows and gradients early, and sum dense gradients in one collective, the vote.
+"""Schedule a step's collectives: send rows and gradients early, and sum all dense gradients in one collective.
 
 Every rank must make a step's collectives in the same order, so this pass fixes the order at compile time.
 """
@@ -54,14 +54,13 @@ def sum_over_ranks(
 
 
 def find_common_world(embeddings: dict[str, EmbeddingBase]) -> Any:
-    """Return the world that a graph's embeddings share, or None. Raises GraphError for different worlds."""
+    """Return the world that a graph's embeddings share, or None. Raises GraphError if the worlds differ."""
     by_world = {id(embedding.world): (path, embedding.world) for path, embedding in embeddings.items()}
     if len(by_world) > 1:
         names, worlds = zip(*[*by_world.values()][:2], strict=True)
         sizes = ["in this process alone" if w is None else f"over a world of {w.size} ranks" for w in worlds]
         raise GraphError(
-            f"embedding {names[0]!r} is {sizes[0]}, but embedding {names[1]!r} is {sizes[1]}; give all embeddings "
-            "of a graph the same world"
+            f"embedding {names[0]!r} is {sizes[0]}, but embedding {names[1]!r} is {sizes[1]}; give both the same world"
         )
     return next((world for _, world in by_world.values()), None)
 
@@ -94,8 +93,8 @@ def schedule_collectives(
 ) -> Any:
     """Send row gradients as soon as they are complete, and insert the vote before `end`, the last node of the step.
 
-    end: None if the step trains nothing. make: a function that creates the returned `StepCollectives` from the step's
-    collective calls and its trained parameters, (name, tensor) pairs. Raises GraphError for a sparse gradient.
+    make: creates the returned `StepCollectives` from collective calls and (name, tensor) pairs of trained parameters.
+    end: None if the step trains nothing. Raises GraphError for a sparse gradient.
     """
     graph = module.graph
     if end is None:

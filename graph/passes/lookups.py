@@ -32,14 +32,14 @@ KnownLookups = list[tuple[EmbeddingBase, list[Lookup]]]
 LOOKUP = torch.ops.tierbed.lookup.default
 LOOKUP_GRAD = torch.ops.tierbed.lookup_grad.default
 WEIGHTS_GRAD = torch.ops.tierbed.lookup_weights_grad.default
-# ops by which autograd sums and copies a parameter's gradients; for a copy, the index of the copied argument
+# ops that autograd uses to sum and copy gradients; `_COPIES` maps each copy op to the index of the copied argument
 _ADD = torch.ops.aten.add.Tensor
 _SUMS = {_ADD, torch.ops.aten.add_.Tensor}
 _COPIES = {torch.ops.aten.clone.default: 0, torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 
 
 def share_rows(module: fx.GraphModule) -> None:
-    """Make a pin reuse the unique rows of another embedding's earlier pin with the same lookups.
+    """If two embeddings pin the same lookups, make the second pin reuse the unique rows of the first pin.
 
     Two lookups are the same if equal ops compute them from the same tensors, and the step never writes these tensors.
     """
@@ -92,7 +92,7 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
 
 
 def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
-    """Return (node, (embedding, lookups)) for each node that trains rows with ids that are known before the step runs.
+    """Return (node, (embedding, lookups)) for each pin or accumulate node whose ids are known before the step runs.
 
     Ids are not known if they depend on rows, random numbers, custom ops, or external tensors that the step changes.
     """
@@ -116,7 +116,7 @@ def find_sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
 
 
 def is_repeatable(node: fx.Node, external: set[int]) -> bool:
-    """True if a node gives the same result before the step begins: it uses no rows, random numbers or custom ops."""
+    """True if a node computes the same result before the step: it uses no rows, random numbers or custom ops."""
     if call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
@@ -146,8 +146,8 @@ def expand_reads(module: fx.GraphModule, find_path: Callable[[int], str]) -> Non
 def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
     """Insert an embedding's pin before its first trained lookup, a gather per lookup, and an update at the step's end.
 
-    grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients,
-    or if computing ids earlier would change a lookup's ids or the order of random draws.
+    grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients.
+    Also raises GraphError if ids, or the order of random draws, would change because ids are computed earlier.
     """
     graph = module.graph
     grads_by_lookup: dict[SharedLookup, list[Any]] = defaultdict(list)
@@ -162,7 +162,7 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
     shared = list(dict.fromkeys(lookup_by_node.values()))
     if len(shared) != len(grads_by_lookup):
         raise GraphError(
-            f"embedding {find_path(op_id)!r}: backward() saved other ids or weights than the lookup used; "
+            f"embedding {find_path(op_id)!r}: the ids or weights saved for backward() are not the lookup's; "
             "leave lookups out of saved_tensors_hooks"
         )
     embedding = _find_embedding_node(module, op_id, find_path)
@@ -180,7 +180,7 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
 
 
 def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
-    """Compute gradients of pooling weights from pinned rows, if the batch contains the same lookup with any weights."""
+    """Compute gradients of pooling weights from pinned rows if the batch has an equal lookup, whatever its weights."""
     index_by_lookup = {key.lookup: index for index, key in enumerate(shared)}
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _read_lookup(node)
@@ -224,10 +224,10 @@ def check_shadows(graph: fx.Graph, shadows: dict[fx.Node, str], find_path: Calla
 
 def _make_shadow_error(name: str) -> GraphError:
     return GraphError(
-        f"build uses the parameter of embedding {name!r}, or its gradient, as a tensor, but no tensor holds the rows; "
-        "call self.clip_grad_norm(max_norm) in __init__ instead of clip_grad_norm_, leave the embedding out of "
-        "sums over self.parameters(), and use the rows that its lookup returns; default_initializer= chooses "
-        "initial rows, and load_dense writes rows"
+        f"build uses the parameter of embedding {name!r} or its gradient as a tensor, but no tensor holds the rows. "
+        "Use the rows that a lookup returns, and leave the embedding out of sums over self.parameters(). Instead of "
+        "clip_grad_norm_, call self.clip_grad_norm(max_norm) in __init__. Choose initial rows with "
+        "default_initializer=. Write rows with load_dense"
     )
 
 
@@ -287,8 +287,8 @@ def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, na
     draws_ids = [node in id_sources for node in nodes_between if is_random(node.target, node.args)]
     if draws_ids != sorted(draws_ids, reverse=True):
         raise GraphError(
-            f"embedding {name!r}: ids of a later lookup are drawn at random after another draw, such as dropout, "
-            "that follows the first lookup; draw the ids of all lookups first"
+            f"embedding {name!r}: after the first lookup, build draws other random numbers, such as dropout, and "
+            "then draws the ids of a later lookup; draw the ids of all lookups first"
         )
     reads: dict[fx.Node, fx.Node] = {}
     for node in nodes_between:

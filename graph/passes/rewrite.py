@@ -28,20 +28,20 @@ from .collectives import sum_over_ranks
 from .nodes import add_attribute, replace_node
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
-# what nodes call to change rows or parameters: functions, and `update`, a method of a pinned batch
+# calls that change rows or parameters: functions, and the method `update` of pinned batches
 EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 
 def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
-    """Name placeholders for the printed step: arguments get their names in build, parameters their paths."""
+    """Rename placeholders for the printed step. An argument gets its name in `build`; a parameter gets its path."""
     for node, name in zip(nodes, make_identifiers(names), strict=True):
         node._rename(name)
         node.target = node.name
 
 
 def drop_detach(graph: fx.Graph) -> None:
-    """Remove detach nodes: no-ops without autograd. A detach stays if an op reshapes its input or result in place."""
+    """Remove detach nodes: no-ops without autograd. Keep a detach node whose input or result is reshaped in place."""
     reshaped = reshaped_storages(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     # the trace added a detach for each argument, but build reshapes the caller's tensor itself
@@ -174,7 +174,7 @@ def compute_sizes(module: fx.GraphModule) -> None:
 
 
 def _read_dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
-    """Map the trace's sympy symbols to proxies of nodes that read the symbols' values from a placeholder."""
+    """Insert nodes that read dynamic sizes from placeholders. Return the nodes' proxies by sympy symbol."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies: dict[Any, Any] = {}
     for node in graph.find_nodes(op="placeholder"):

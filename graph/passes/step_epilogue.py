@@ -116,7 +116,7 @@ class StepEpilogue:
         self.accumulate_steps = 1  # the number of calls whose gradients are summed
         self.takes_mean = False  # True to divide the sums by `accumulate_steps`
         self.num_waiting = 0  # the number of calls whose gradients wait for their update
-        self.has_batch = False  # over ranks: True if this rank got a batch in one of the waiting calls
+        self.has_batch = False  # True if this rank got a batch in any call whose gradients wait for their update
         self._dense_grads: dict[Optimizer, dict[Tensor, Tensor]] = {}
         self._row_grads: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # per call: (unique rows, gradients)
 
@@ -143,7 +143,7 @@ class StepEpilogue:
         self.accumulate_steps, self.takes_mean = count, mean
 
     def scale_key(self) -> Hashable:
-        """Return a key for the scale tensor. A compiled step multiplies its loss by the scale, and keeps it alive."""
+        """Return a key for the scale tensor. A compiled step uses this tensor, and keeps the tensor alive."""
         return None if self._scale is None else id(self._scale)
 
     @property
@@ -161,7 +161,7 @@ class StepEpilogue:
             )
 
     def add_gradients(self, lookup_grads: list[LookupGrads], dense: list[DenseGrads], has_batch: bool) -> None:
-        """Add one more call's gradients, summed per row. has_batch: over ranks, True if this rank got a batch."""
+        """Add one more call's gradients, summed per row. has_batch: True if this rank got a batch in that call."""
         self.has_batch = self.has_batch or has_batch
         micro_batches = [
             (rows, rows.table_handle().open_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
@@ -183,7 +183,7 @@ class StepEpilogue:
             for lookup in lookups:
                 if lookup.ids.device != embedding.device:
                     raise InputError(
-                        f"gradients of embedding {embedding.name!r} wait on {lookup.ids.device}, but the embedding is "
+                        f"gradients of embedding {embedding.name!r} are on {lookup.ids.device}, but the embedding is "
                         f"on {embedding.device}; call drop_grads() after moving a module"
                     )
             rows.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(lookups)))
@@ -291,7 +291,7 @@ def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None)
 
 
 def _update_scaler(scaler: GradScaler, finite: bool) -> None:
-    """Make the scaler adapt its scale. The scaler looks at gradients, so it gets one finite or infinite gradient."""
+    """Make the scaler adapt its scale. The scaler inspects gradients, so pass it a single dummy gradient: 0 or inf."""
     probe = torch.zeros(())
     set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))

@@ -1,11 +1,11 @@
 """Compile a trace into a step: run all passes, and run the result.
 
 A trace is a flat list of aten calls for forward and backward, with one `lookup` call per embedding lookup.
-`compile_step` rewrites the trace in this order: trained lookups become pin, gather and update calls; gradients of
-dense parameters become optimizer steps; updates are merged into one node if gradients are clipped, scaled, accumulated
-or summed over ranks; remaining lookups become reads; equal lookups share one deduplication; dead nodes are dropped. A
-copy of the ops that compute ids lets `Graph.run` prefetch rows. Users may choose TorchInductor for the dense part, or a
-CUDA graph for the step. A dynamic-shape step that fails can be undone (rollback.py).
+`compile_step` first turns trained lookups into pin, gather and update calls. Gradients of dense parameters become
+optimizer steps. If gradients are clipped, scaled, accumulated or summed over ranks, one node replaces all updates. The
+remaining lookups become reads. Then equal lookups share one deduplication, and dead nodes are dropped. A copy of the
+ops that compute ids lets `Graph.run` prefetch rows. Users may choose TorchInductor for the dense part, or a CUDA graph
+for the step. A dynamic-shape step that fails can be undone (rollback.py).
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def compile_step(
         if embedding is not None:
             expand_trained(module, embedding.op_id, grad, find_path)
             trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
-    # after the loop, because it replaces gradients of pooling weights; such a weight may be a dense parameter
+    # after the loop: the loop replaces gradients of pooling weights, and a pooling weight may be a dense parameter
     grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
         (optimizer_by_parameter[id(tensors[index])], parameter_nodes[index], grad)

@@ -1,8 +1,8 @@
 """Capture a training step as a CUDA graph, and replay it at later calls.
 
 A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
-launch the kernels of `pin`, `update` and `read` without the host work. `_host_work` does that host work around each
-replay: checks, locks, step numbers, the optimizer's hyperparameters, and the store's bookkeeping. Optimizers of dense
+launch the kernels of `pin`, `update` and `read` without the host work. Each replay needs the host work again: checks,
+step numbers, hyperparameters of the optimizer, and the store's bookkeeping. `_host_work` does it. Optimizers of dense
 parameters and learning rate schedulers are not captured; they run after each replay.
 
 A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
@@ -133,7 +133,7 @@ class CudaGraphStep:
         return [output.clone() for output in captured.outputs]
 
     def _find_captured_graph(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
-        """Return a call's captured graph, or None to run uncaptured. The first call after the warm-up captures."""
+        """Return the captured graph, or None to run uncaptured. The first call after the warm-up captures the graph."""
         state = [_make_replay_key(table) for table in tables]
         if None in state:
             return None
@@ -158,10 +158,10 @@ class CudaGraphStep:
         except (TierbedError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            cause = str(error.__context__ or error).partition("\n")[0]  # not the error of ending the capture
+            cause = str(error.__context__ or error).partition("\n")[0]  # prefer the error that an op raised first
             self._capture_error = GraphError(
-                f"cuda_graph: the step could not be captured: {cause}; leave out of build what waits for the device, "
-                "such as a custom op that reads a value, or call cuda_graph(False)"
+                f"cuda_graph: the step could not be captured: {cause}; remove ops that wait for the device from "
+                "build, such as a custom op that reads a value, or call cuda_graph(False)"
             )
             raise self._capture_error from error
         return CapturedGraph(replay, inputs, outputs, uncaptured_inputs)
@@ -230,11 +230,11 @@ def _waits_for_device(node: fx.Node) -> bool:
 
 
 def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split a step into a captured and an uncaptured part. The first returns (results, arguments of the second)."""
+    """Split off a step's uncaptured part. The captured part returns (results, arguments of the uncaptured part)."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    for node in graph.find_nodes(op="call_function", target=apply_gradients):  # only clips by value here, as updates do
-        rows: Any
+    for node in graph.find_nodes(op="call_function", target=apply_gradients):
+        rows: Any  # here, apply_gradients only clips by value, and `update` clips by value itself
         epilogue, rows, dense = node.args
         with graph.inserting_before(node):
             for batch, grads, weights in rows:
@@ -289,7 +289,7 @@ def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> t
     if trains:
         table.release()
         with table.use_announced(()):
-            pass  # drops announcements: the captured ops make the batch
+            pass  # drops announced batches, because the replayed ops make their own batch
     table.finish_erasures()
     table.check(wait=False)
     if not trains:

@@ -4,9 +4,9 @@ A run draws batches ahead of their steps and announces their ids, so that caches
 Announcements are only hints: a step reads its rows when it runs, after the previous step's update. Results are
 therefore the same as in a plain loop.
 
-Over ranks, every rank plans its next steps: for each step, the rank reports whether its loader has a batch, and sends
-the announced ids. These reports are collectives, so all ranks must make reports in the same order. A rank starts a
-report when it draws a batch, and waits for the other ranks' reports only after the current step.
+With several ranks, every rank plans its next steps. For each planned step, a rank reports if its loader has a batch,
+and sends the announced ids. All ranks must make these reports in the same order, because the reports are collectives. A
+rank starts a report when it draws a batch, and waits for the other ranks' reports only after the current step.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .rank_step import RankStepState, find_world
 
 DEFAULT_AHEAD = 8
 CHECK_STEPS = 8  # steps between two checks of the miss rate
-# Over SSD, look ahead if caches miss at least this fraction of rows. This halves misses (see benchmarks/README.md).
+# With rows on SSD, look ahead if caches miss at least this fraction of rows. This halves misses (benchmarks/README.md).
 MIN_MISS_RATE = 1 / 8
 UNEVEN_MODES = ("stop", "join")
 # bits of a rank's report on a step: the rank has a batch, the batch's ids are known, the rank's loader raised
@@ -135,9 +135,7 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
     try:
         return iter(batches)
     except TypeError:
-        raise InputError(
-            f"batches: got {type(batches).__name__}; give a DataLoader, or another iterable of batches"
-        ) from None
+        raise InputError(f"batches: got {type(batches).__name__}; give a DataLoader or iterable of batches") from None
 
 
 class _PlannedStep(Handshake):
@@ -151,12 +149,12 @@ class _PlannedStep(Handshake):
 class Run(Iterator[Any]):
     """Iterates over the results of `build`, one per batch, in the loader's order. A run can continue after an error.
 
-    If a step raises, its batch is used up and becomes `failed`. One exception: if a step fails because of the store,
-    a file or memory (a full disk, say) before it trained anything, its batch is kept. The next call retries the kept
-    batch; `skip` drops it. An exception of the loader is raised after the steps of all batches drawn earlier. Ctrl-C is
+    If a step raises, its batch is used up and becomes `failed`. One exception: if an error of the store, a file or
+    memory stops a step before the step trains anything, the batch is kept. The next call retries the kept batch;
+    `skip` drops it. An exception of the loader is raised after the steps of all batches drawn earlier. Ctrl-C is
     raised when the current step ends; the step's result is lost, but later batches remain.
 
-    Over ranks, each rank runs its own loader, and all ranks call `next` together.
+    With several ranks, each rank runs its own loader, and all ranks call `next` together.
 
     Attributes:
         left: batches that this rank drew but did not train, because another rank's loader ended the run.
@@ -175,16 +173,16 @@ class Run(Iterator[Any]):
         progress: RunProgress,
         abandoned_runs: list[None],
     ) -> None:
-        """ahead: None means 8 if a thread can hide row reads, otherwise 0. Over SSD, None adapts to the miss rate.
+        """ahead: None means 8 if a thread can hide row reads, otherwise 0. On SSD, None means 8 while caches miss.
 
-        find_lookups: returns the lookups of a call with given arguments. abandoned_runs: gets an item if the run is
-        garbage-collected before its end, at any time and in any thread.
+        find_lookups: returns the lookups of a call, given the call's arguments.
+        abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
         """
         if uneven not in UNEVEN_MODES:
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN_MODES))}")
         self._world, self._uneven, self._rank_state = find_world(graph) or World.single(), uneven, rank_state
         embeddings, name = list_embeddings(graph), type(graph).__name__
-        # embeddings whose disk reads or GPU work a prefetch thread can hide
+        # a prefetch thread can hide the disk reads or the GPU work of these embeddings
         slow_embeddings = [e for e in embeddings if e.store_options.store == "cached_ssd" or e.device.type != "cpu"]
         is_useful = self._world.size > 1 or bool(slow_embeddings)
         is_over_ssd = self._world.size == 1 and all(embedding.device.type == "cpu" for embedding in slow_embeddings)
@@ -206,8 +204,8 @@ class Run(Iterator[Any]):
         self.left: list[Any] = []
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
-        self._window_tensors: deque[list[Tensor]] = deque()  # tensors of each batch in the window; fewer after Ctrl-C
-        self._plans: deque[_PlannedStep] = deque()  # steps ahead; the window holds the batches of the first ones
+        self._window_tensors: deque[list[Tensor]] = deque()  # one list per batch in the window; fewer after Ctrl-C
+        self._plans: deque[_PlannedStep] = deque()  # planned steps; the first of them have a batch in the window
         self._last_lookups: KnownLookups | None = None  # lookups of the last drawn batch
         self._loader_exception: Exception | None = None  # the loader's error, raised once the window is empty
         self._op_name = f"run of {type(graph).__name__}"
@@ -298,7 +296,7 @@ class Run(Iterator[Any]):
             self._announce_planned()
 
     def _announce_planned(self) -> None:
-        """Announce steps that all ranks reported, equally on all ranks. Raises RuntimeError if no thread can start."""
+        """Announce reported steps. All ranks announce the same steps. Raises RuntimeError if no thread can start."""
         with uninterrupted():
             for index, plan in enumerate(self._plans):
                 can_send = not self._has_mismatch and self._world.failure is None
@@ -319,7 +317,7 @@ class Run(Iterator[Any]):
                 self._plans.clear()
                 self._loader_exception = StopIteration()
             self._world.handshake(self._op_name, error)
-        with uninterrupted():  # at Ctrl-C, either batch and plan stay queued or the step is done
+        with uninterrupted():  # after Ctrl-C, the step is either done or still queued
             batch, tensors = self._window.popleft(), [self._window_tensors.popleft()] if self._window_tensors else []
             with self._keep_batch_on_error([batch], tensors):
                 self._plans.popleft()
@@ -409,7 +407,7 @@ class Run(Iterator[Any]):
         forget_announced(self._graph)
 
     def close(self) -> None:
-        """Forget all announcements and stop the prefetch threads. A run also closes when it ends."""
+        """Forget all announcements and stop the prefetch threads. Called automatically when the run ends."""
         if self._finalizer.detach() is not None:
             self._progress_bar.close()
             forget_announced(self._graph)

@@ -39,20 +39,20 @@ from .rollback import DynamicStepFailed
 
 
 class RankStepState:
-    """State that a graph keeps between its steps over ranks."""
+    """A graph's state between steps that run on several ranks."""
 
     def __init__(self) -> None:
-        # the kinds of steps (True: training) for which all ranks have copied rank 0's parameters and buffers
+        # kinds of steps (values of `trains`) that have already copied rank 0's parameters and buffers to all ranks
         self.synced_at_start: set[bool] = set()
-        # (train() mode, step trains) -> joins the last such step; a weak reference, because steps hold this object
+        # (is in train() mode, step trains) -> the last such step's `join`; weak, because steps refer to this object
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
-        self.partial_update = ""  # this rank's error during a step's updates; set until a load, and forbids training
+        self.partial_update = ""  # error in a step's updates on this rank; no step trains until a load clears it
 
     def note_run(self, is_training: bool, trains: bool, join: Callable[[], None]) -> None:
         self._joins[is_training, trains] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
-        """Join a step without a batch, by this rank's last step in `root`'s mode. Raises GraphError if none ran."""
+        """This rank lacks a batch: join the other ranks' step. Raises GraphError if no step ran in `root`'s mode."""
         for trains in (True, False):  # prefer a step that trains
             join_last = self._joins.get((root.training, trains), lambda: None)()
             if join_last is not None:
@@ -74,7 +74,7 @@ class StepCollectives:
     rank_state: RankStepState
     _owner: str
     _epilogue: StepEpilogue
-    _trained: list[EmbeddingBase]  # this field and the next two describe what a rank without a batch trains
+    _trained: list[EmbeddingBase]  # this field and the next two hold what the step trains; `join` needs them
     _dense: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
     trains: bool
@@ -100,7 +100,7 @@ class StepCollectives:
         )
 
     def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], AllReduceResult]:
-        """Pin the rows of all ranks' accumulated gradients, and vote. Returns the gradients and the vote's result."""
+        """Pin the rows of accumulated gradients, and sum dense gradients over ranks. Returns gradients and the sum."""
         embeddings = epilogue.embeddings
         operations = [*(("pin", e) for e in embeddings), *((kind, e) for e in embeddings for kind in ("rows", "send"))]
         calls = [CollectiveCall(kind, e) for kind, e in [*operations, ("vote", None)]]
@@ -146,7 +146,7 @@ class StepCollectives:
 
     @contextmanager
     def step(self, synced_tensors: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
-        """Context manager around a step. If the step raises and a collective remains, all ranks raise the error.
+        """Context manager around a step. If the step raises before its last collective, all ranks raise the error.
 
         synced_tensors: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
         """
@@ -225,7 +225,7 @@ class StepCollectives:
 
 
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
-    """Raise an error that prevents this rank's step on all ranks. The others wait in the step's first collective."""
+    """Raise `error` on all ranks: this rank cannot run the step, and the others wait in its first collective."""
     world = find_world(root)
     is_traced = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
     if world is not None and world.failure is None and not is_traced:

@@ -21,7 +21,7 @@ Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
 def split_updates(module: fx.GraphModule, graph: fx.Graph, effects: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split `module` in two. The second half makes all calls in `effects`, in order. The first half makes the others.
+    """Split `module`. The second half makes the calls in `effects`, in order. The first half makes all other calls.
 
     graph: a copy of the module's graph. The first half returns (results, arguments of the second half).
     """
@@ -49,7 +49,7 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, effects: set[Any]) ->
 class DynamicStepFailed(Exception):
     """A dynamic-shape step failed with torch's exception `cause`, and its changes were undone.
 
-    shared_error: over ranks, the error that all ranks raise; no static-shape step runs in that case.
+    shared_error: the error that all ranks raise, or None. If it is set, no static-shape step runs.
     """
 
     def __init__(self, cause: BaseException, shared_error: BaseException | None = None) -> None:

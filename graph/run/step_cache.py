@@ -39,7 +39,7 @@ class _ShapeFamily:
     dynamic_steps: list[CompiledStep] = field(default_factory=list)
     num_failed_tries: int = 0  # number of dynamic-shape steps that accepted no other sizes
     has_failed: bool = False  # True if torch could not run a dynamic-shape step
-    has_warned: bool = False  # True once a warning says that each further size is compiled
+    has_warned: bool = False  # True after the warning that each further size is compiled
 
     def dynamic_dims(self, call: Call) -> Dims | None:
         """Return the dynamic dimensions for a new step; None if the step should have static shapes."""
@@ -59,13 +59,13 @@ class _ShapeFamily:
         return dims | call.dynamic_dims
 
     def note_compiled(self, name: str, call: Call) -> None:
-        """Record that a call's sizes got a step. Only dimensions of containers may be dynamic in such a step."""
+        """Record the sizes of a call whose step was compiled. In the step, only container dimensions may be dynamic."""
         if self.num_failed_tries == MAX_DYNAMIC_TRIES and not self.dynamic_steps and not self.has_warned:
             self.has_warned = True
             log.warning(
-                "%s was compiled for more than %d sizes of its arguments and is compiled again for each further size, "
-                "because no dynamic-shape step accepts them (build uses a size as a number, or torch cannot trace it "
-                "as dynamic): pad inputs to few sizes, such as powers of two",
+                "%s was compiled for more than %d sizes of its arguments and is compiled again for each further size. "
+                "No dynamic-shape step accepts other sizes: build uses a size as a number, or torch cannot trace the "
+                "size as dynamic. To compile less often, pad inputs to few sizes, such as powers of two",
                 name,
                 MAX_STATIC_SHAPES,
             )
@@ -84,8 +84,8 @@ class _ShapeFamily:
             return False
         if not self.dynamic_steps:
             log.warning(
-                "%s was compiled for %d sizes of its arguments; further sizes share a slower dynamic-shape step: "
-                "pad inputs to few sizes, such as powers of two",
+                "%s was compiled for %d sizes of its arguments; further sizes share a slower dynamic-shape step. "
+                "To avoid this step, pad inputs to few sizes, such as powers of two",
                 name,
                 len(self.static_shapes),
             )
@@ -166,8 +166,8 @@ class StepCache:
         for family in self._families.values():
             family.drop(step)
         log.warning(
-            "%s: the dynamic-shape step failed (%s: %s), and a static-shape step ran instead; further sizes get "
-            "static-shape steps: pad inputs to few sizes, such as powers of two",
+            "%s: the dynamic-shape step failed (%s: %s). Static-shape steps are used instead, one for each new size. "
+            "To compile less often, pad inputs to few sizes, such as powers of two",
             self._name,
             type(cause).__name__,
             cause,
@@ -201,7 +201,7 @@ def _make_family_key(signature: Any, call: Call) -> Hashable:
 def _try_to_compile(compile_call: CompileCall, dynamic_dims: Dims) -> CompiledStep | None:
     try:
         return compile_call(dynamic_dims)
-    except Exception:  # probably build reads a size; compiling a static-shape step raises other errors again
+    except Exception:  # build often reads a size; any other error comes again when the static-shape step is compiled
         return None
 
 

@@ -40,7 +40,7 @@ _STAGE_OF_CALL: dict[Any, str] = {
     dense_step: "dense step",
     schedule: "dense step",
 }
-_MAX_NAMED = 3  # the most parameters that a box names
+_MAX_NAMED = 3  # maximum number of parameters that a box names
 
 
 def find_stages(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -154,7 +154,7 @@ def _format_lines(module: fx.GraphModule, nodes: list[fx.Node], unboxed: dict[fx
 
 
 def format_step(module: fx.GraphModule) -> str:
-    """Return the step as text: a heading per stage, and each op with its result's dtype and shape or its store."""
+    """Return the step as text, with a heading per stage. A comment after each op describes the op's result and rows."""
     stage_of = find_stages(module.graph)
     arguments = ["self", *(node.name for node in module.graph.find_nodes(op="placeholder"))]
     lines = [f"def forward({', '.join(arguments)}):"]

@@ -84,7 +84,7 @@ class Timer:
         self._compiles = compiles
         self._timed_modules: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._timed_ops: list[tuple[Op, Span]] = []
-        self._clock_ns = 0  # nanoseconds spent on adding clocks
+        self._clock_ns = 0  # nanoseconds spent on inserting clock reads into steps
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
         """Return `module.forward(*tensors)`, timing each op."""
@@ -99,7 +99,7 @@ class Timer:
         return outputs
 
     def compile_ns(self) -> int:
-        """Return the nanoseconds spent on compiling steps of the graph and adding clocks."""
+        """Return the nanoseconds spent on compiling the graph's steps and inserting clock reads."""
         return int(self._compiles.seconds * 1e9) + self._clock_ns
 
     def take_ops(self) -> list[tuple[Op, Span]]:
@@ -144,7 +144,7 @@ class Profile:
         return "\n".join([*lines, *filter(None, [self._advise_compiling(seconds), self._advice])])
 
     def by_op(self, most: int = 20) -> str:
-        """Return a table of the `most` slowest ops, named as in `print(graph)`. Raises InputError for most < 1."""
+        """Return a table of the `most` slowest ops, named as in `print(graph)`. Raises InputError if `most` < 1."""
         if as_int(most, minimum=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent_ns: Counter[Op] = Counter()
@@ -218,7 +218,7 @@ def _time_loader(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[A
 
 
 def _add_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
-    """Return a module with the same results that appends the time to a list at its start and after each op."""
+    """Return a copy of `module` that appends the time to a list: once at the start of a run, and once after each op."""
     stage_of = find_stages(module.graph)
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)

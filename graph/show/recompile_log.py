@@ -19,8 +19,8 @@ from ..passes.step_epilogue import StepEpilogue
 from ..trace.names import HasBuild, map_tensor_names
 from ..trace.signature import MODULE_HOOKS, Call, name_arguments
 
-_MAX_SHOWN = 6  # the most differences shown per step
-_VALUE = "value"  # the kind of a fact that is compared only if both traces read the value
+_MAX_SHOWN = 6  # maximum number of differences shown per step
+_VALUE = "value"  # facts of this kind are compared only if both traces read the value
 _ATTRIBUTES = frozenset(vars(nn.Module()))
 _MODULE_REASONS = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 

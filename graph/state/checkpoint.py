@@ -1,6 +1,6 @@
 """Checkpoints: parameters, buffers, optimizers, schedulers, random states and rows in one folder.
 
-`graph.save` writes a graph's state and `save_checkpoint` a plain loop's state into this folder:
+`graph.save` writes a graph's state, and `save_checkpoint` writes a plain loop's state. Both write this folder:
 
     checkpoint/
         graph.msgpack          plain values, sealed with a checksum; refers to tensors by name
@@ -11,8 +11,8 @@ Optimizer and scheduler states are stored as plain values and named tensors, so 
 written under a temporary name and renamed once it is on disk, so it is complete or absent. With `overwrite`,
 the new folder is exchanged atomically with the old one, and then the old one is removed.
 
-Over ranks, each rank writes its shard of the rows. After the ranks have compared checksums, rank 0 writes everything
-else, including its own buffers. `ranks` in graph.msgpack holds the other ranks' random states.
+With several ranks, each rank writes its shard of the rows. After the ranks have compared checksums, rank 0 writes
+everything else, including its own buffers. `ranks` in graph.msgpack holds the other ranks' random states.
 
 Graphs write format 2. Plain loops write format 3, with `of`: "loop".
 """
@@ -75,14 +75,14 @@ log = logging.getLogger("tierbed")
 def encode(value: Any, tensors: dict[str, Tensor], label: str, name: str = "") -> Any:
     """Encode containers as [tag, items] and tensors as ["tensor", name], adding the tensors to `tensors`.
 
-    A tensor's name joins the keys that lead to it by dots. Values of other types raise a GraphError about `label`.
+    A tensor's name is its path of keys, joined by dots. Values of other types raise a GraphError about `label`.
     """
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
         if not is_dense or not _is_supported_dtype(value.dtype):
             raise GraphError(
-                f"{label} is a tensor of {value.dtype}, {value.layout}, on {value.device}, which a checkpoint cannot "
-                f"hold; use a dense tensor of another dtype, register a buffer with persistent=False, or {_REMEDY}"
+                f"a checkpoint cannot hold {label}, a tensor of {value.dtype}, {value.layout}, on {value.device}. Use "
+                f"a dense tensor of another dtype, or register a buffer with persistent=False, or {_REMEDY}"
             )
         while name in tensors or name in _RESERVED:
             name += "'"
@@ -129,7 +129,7 @@ def decode(value: Any, tensors: dict[str, Tensor]) -> Any:
         return _TYPES[tag](decode(item, tensors) for item in content)
     for key, _ in content:
         if type(key) not in (str, int):
-            raise ValueError(f"{key!r} is a key, but keys are strings or integers")
+            raise ValueError(f"the key {key!r} is neither a string nor an integer")
     return _TYPES[tag]({key: decode(item, tensors) for key, item in content})
 
 
@@ -170,7 +170,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
 
 
 def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Raise GraphError on all ranks if values that training keeps equal differ between ranks."""
+    """Compare values that must be equal on all ranks. If two ranks differ, raise GraphError on all ranks."""
     if world.size == 1:
         return
     checksums: list[dict[str, int]] = world.all_gather_object(
@@ -230,15 +230,11 @@ def _check_can_write(folder: Path, overwrite: bool) -> None:
             f"{str(folder)!r} exists and is not a checkpoint, so it is not overwritten: choose another path"
         )
     if not overwrite:
-        raise SnapshotError(
-            f"checkpoint {str(folder)!r} exists: choose another path, delete it, or save with overwrite=True"
-        )
+        raise SnapshotError(f"checkpoint {str(folder)!r} exists: choose another path, or save with overwrite=True")
     try:
         check_exchange(folder)
     except OSError as error:
-        raise SnapshotError(
-            f"checkpoint {str(folder)!r} cannot be overwritten: {error}. Choose another path"
-        ) from error
+        raise SnapshotError(f"checkpoint {str(folder)!r} cannot be overwritten: {error}. Use another path") from error
 
 
 def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False, kind: str = "graph") -> None:
@@ -321,7 +317,7 @@ def _raise_snapshot_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except UnsyncedError as error:
-        raise SnapshotError(f"checkpoint {str(folder)!r} was written: {error}") from error
+        raise SnapshotError(f"checkpoint {str(folder)!r} was written, but not synced: {error}") from error
     except (OSError, ValueError, SafetensorError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} was not written: {error}") from error
 
@@ -420,7 +416,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         record = read_format(folder)
         if (writer := record.get("of", "graph")) != kind:
             raise ValueError(
-                f"{CALLS[writer][0]} wrote it, but {loads} reads checkpoints of {saves}; call {CALLS[writer][1]}"
+                f"{CALLS[writer][0]} wrote it, but {loads} only reads what {saves} wrote; call {CALLS[writer][1]}"
             )
         if checksum(folder / TENSORS) != record["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")

@@ -1,4 +1,4 @@
-"""A graph's extra state in its state_dict, and the checks that a saved state fits.
+"""A graph's extra state in its state_dict, and the code that checks a saved extra state before it is loaded.
 
 Torch's optimizers and schedulers load almost any state, and then fail in a step. So a saved state's structure, types
 and shapes are compared with the current state before anything is loaded.
@@ -59,7 +59,7 @@ class TrainingState(NamedTuple):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. A value of a wrong type raises GraphError or a MALFORMED error, halfway."""
+        """Load the result of `state_dict`. After a GraphError or a MALFORMED error, the state may be partly loaded."""
         state = copy.deepcopy(state)  # optimizers change loaded tensors in place
         for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
@@ -84,7 +84,7 @@ def make_training_state(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Tra
 
 
 def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
-    """Raise GraphError, or one of MALFORMED, if a state's counts or types of values differ from `training`."""
+    """Check that counts and types in `state` match `training`. Raises GraphError or a MALFORMED error."""
     optimizers = training.optimizers
     for name, current in (("optimizers", optimizers), ("schedules", training.schedulers)):
         if len(current) != len(state[name]):
@@ -96,8 +96,8 @@ def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
         saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in both_groups)
         if saved_sizes != sizes:
             raise GraphError(
-                f"optimizer {number} (counted from 0) has groups of {saved_sizes} parameters in the state, and of "
-                f"{sizes} in {training.owner}; create it over the same parameters"
+                f"optimizer {number} (counted from 0): param groups have {saved_sizes} parameters in the state, but "
+                f"{sizes} parameters in {training.owner}; create the optimizer over the same parameters"
             )
         check_same_structure({}, saved["state"], f"optimizer {number}: state")
         for key, parameter_state in saved["state"].items():
@@ -116,7 +116,7 @@ def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
         current = scheduler.state_dict()
         if type(scheduler).__module__ == LRScheduler.__module__:  # a user's scheduler may change types
             check_same_structure(current, saved, type(scheduler).__name__, current.keys())
-            phases = saved.get("_schedule_phases", [])  # OneCycleLR's phases name settings of param groups
+            phases = saved.get("_schedule_phases", [])  # in OneCycleLR, a phase holds names of param group settings
             if {item for phase in phases for item in phase.values() if isinstance(item, str)} - _SCHEDULER_KEYS:
                 raise _state_error(f"{type(scheduler).__name__}: a phase names no number of param groups in the state")
         for name in saved.keys() & {"base_lrs", "_last_lr"}:
@@ -130,8 +130,8 @@ def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
     if has_scaler != has_saved_scaler:
         holder, other = ("the state", training.owner) if has_saved_scaler else (training.owner, "the state")
         raise GraphError(
-            f"{holder} has a gradient scaler, and {other} has no enabled one; "
-            f"{training.scaler_remedy.format('scaler' if has_saved_scaler else None)} before loading"
+            f"{holder} has an enabled gradient scaler, but {other} does not; before loading, "
+            f"{training.scaler_remedy.format('scaler' if has_saved_scaler else None)}"
         )
     if has_saved_scaler:
         current = training.scaler.state_dict()
@@ -213,8 +213,7 @@ def check_can_step(optimizer: Optimizer, label: str) -> None:
 def check_modules(root: nn.Module, state: dict[str, Any], owner: str) -> None:
     """Raise GraphError if a state_dict's names or shapes do not match `root`. Lazy tensors may have any shape."""
     versions = read_versions(state) or {}
-    # a module saved by another version converts its tensors itself
-    prefixes = tuple(
+    prefixes = tuple(  # a module saved by another version converts its tensors itself
         f"{path}." if path else ""
         for path, module in root.named_modules(remove_duplicate=False)
         if path in versions and versions[path].get("version") != module._version
@@ -235,8 +234,8 @@ def check_modules(root: nn.Module, state: dict[str, Any], owner: str) -> None:
         shape = saved[name].shape
         if value.shape != shape:
             raise GraphError(
-                f"{name} has shape {list(shape)} in the state, and {list(value.shape)} in the {owner}; give its module "
-                "the size it had when it was saved"
+                f"{name} has shape {list(shape)} in the state, and {list(value.shape)} in the {owner}; give the module "
+                "the same size as in the state"
             )
 
 
@@ -257,7 +256,7 @@ def add_rank_states(root: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEpilogue, state: Any) -> None:
-    """Load the result of `get_extra_state`, or its dict. A wrong state raises GraphError and changes nothing."""
+    """Load `state`, a dict or a tuple of one dict. A wrong state raises GraphError and changes nothing."""
     training = make_training_state(optimizers, epilogue)
     backup: Any = None
     try:

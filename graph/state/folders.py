@@ -104,7 +104,10 @@ def checksum(path: Path) -> int:
 
 
 def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, SnapshotError]]:
-    """Return checkpoints at or in a path, oldest first, and damaged ones' errors. Raises SnapshotError without any."""
+    """Return checkpoints, oldest first, and the error of each damaged checkpoint by folder name.
+
+    path: a checkpoint, or a folder of checkpoints. Raises SnapshotError if there is no checkpoint.
+    """
     checkpoints, damaged, folders = [], {}, []
     if os.path.lexists(path / STATE):
         folders = [path.resolve()]
@@ -127,9 +130,9 @@ def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, Snap
 
 
 def prune(path: Path, keep_last: int, dry_run: bool = False) -> tuple[list[StoredCheckpoint], list[StoredCheckpoint]]:
-    """Remove all checkpoints in a folder except the latest `keep_last`, oldest first. Returns (retained, removed).
+    """Remove a folder's checkpoints from the oldest on, but retain the latest `keep_last`. Returns (retained, removed).
 
-    A kill leaves checkpoints complete or absent. Store snapshots stay. Raises SnapshotError if a checkpoint is damaged.
+    A kill leaves each checkpoint complete or absent. Store snapshots stay. Raises SnapshotError if any is damaged.
     """
     checkpoints, damaged = list_checkpoints(path)
     for error in damaged.values():

@@ -27,7 +27,7 @@ log = logging.getLogger("tierbed")
 
 
 def find_embeddings(root: nn.Module) -> dict[str, EmbeddingBase]:
-    """Return the embeddings under `root` by path, and name unnamed ones. Raises GraphError for two equal names."""
+    """Return the embeddings under `root` by path, and name unnamed embeddings. Raises GraphError if names repeat."""
     parts = [name for name, part in root.named_children() if any(isinstance(m, EmbeddingBase) for m in part.modules())]
     name_embeddings(root, GraphError, parts[0] if len(parts) == 1 else "")  # the same names as in a plain loop
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
@@ -44,7 +44,7 @@ class OptimizerSet:
     def __init__(self) -> None:
         self.optimizers: dict[Optimizer, LRScheduler | None] = {}  # optimizer -> its scheduler
         self.row_optimizers: dict[int, RowOptimizer] = {}  # id(shadow) -> row optimizer, for attached embeddings
-        self._has_checked_training = False  # True once a step trained, or a log warned that no step trains
+        self._has_checked_training = False  # True after a step trained, or after the warning that no step trains
 
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
@@ -53,8 +53,8 @@ class OptimizerSet:
         """Add an optimizer and its scheduler. Raises OptimizerError if the graph cannot use them."""
         if isinstance(optimizer, EagerOptimizer):
             raise OptimizerError(
-                "add_optimizer got an EagerOptimizer, whose step() is for loops outside a graph; pass its attribute "
-                "optimizer, which is the optimizer it wraps"
+                "add_optimizer got an EagerOptimizer, but a graph needs the wrapped optimizer; pass "
+                "the attribute `optimizer` of the EagerOptimizer"
             )
         if not isinstance(optimizer, Optimizer):
             raise OptimizerError(
@@ -63,8 +63,8 @@ class OptimizerSet:
         check_is_optimizer(optimizer)
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # true for TorchRec's WarmupOptimizer, for example
             raise OptimizerError(
-                f"{type(optimizer).__name__} is not a complete torch optimizer; pass the optimizer that it "
-                "wraps, and pass a scheduler as lr_sch; or train in a loop with an EagerOptimizer"
+                f"{type(optimizer).__name__} is not a complete torch optimizer. Pass the optimizer that it wraps, "
+                "with any scheduler as lr_sch. Or train in a loop with an EagerOptimizer"
             )
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:
@@ -78,14 +78,14 @@ class OptimizerSet:
         if scheduler is not None and not isinstance(scheduler, LRScheduler):
             raise OptimizerError(f"lr_sch={kind}: give a scheduler of torch.optim.lr_scheduler that uses the optimizer")
         if isinstance(scheduler, ReduceLROnPlateau):
-            raise OptimizerError(f"lr_sch={kind}: its step() needs a metric; call it yourself after the graph")
+            raise OptimizerError(f"lr_sch={kind}: its step() needs a metric; call step() yourself after the graph")
         if scheduler is not None and scheduler.optimizer is not optimizer:
-            raise OptimizerError(f"lr_sch={kind} is of another optimizer; create it with the optimizer to be added")
+            raise OptimizerError(f"lr_sch={kind} belongs to another optimizer; create it with the optimizer you add")
         self.optimizers[optimizer] = scheduler
         note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def add_from_backward(self, root: nn.Module) -> None:
-        """Add the optimizers that `apply_optimizer_in_backward` gave embeddings in `root`. Raises OptimizerError."""
+        """Add the optimizers that `apply_optimizer_in_backward` set on embeddings in `root`. Raises OptimizerError."""
         for embedding in find_embeddings(root).values():
             for entry in getattr(embedding.shadow, IN_BACKWARD, ()):
                 optimizer = entry.optimizer if isinstance(entry, EagerOptimizer) else entry

@@ -86,13 +86,13 @@ def external_storages(graph: fx.Graph) -> set[int]:
 
 
 def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
-    """Return all nodes that affect outputs, calls of `effects`, external tensors or the random generator."""
+    """Return each node that affects an output, a call in `effects`, an external tensor or the random generator."""
     external = external_storages(graph)
     return add_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
 
 
 def add_sources(nodes: Iterable[fx.Node], earlier_nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and all nodes that they depend on, including `earlier_nodes` that write to memory they read."""
+    """Return `nodes` and all nodes that they depend on: inputs, and `earlier_nodes` that write to the same memory."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in earlier_nodes:
         for storage in written_storages(node):

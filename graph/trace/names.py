@@ -29,7 +29,7 @@ def map_tensor_names(root: nn.Module) -> dict[int, str]:
 
 
 def tensor_name(root: HasBuild, tensor: Tensor) -> str:
-    """Return a tensor's path under `root`. Without a path, return its name in `build`'s scope, or its shape."""
+    """Return a tensor's path under `root`. Otherwise return the tensor's name in `build`'s scope, or its shape."""
     path = map_tensor_names(root).get(id(tensor)) or _find_closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"
 

@@ -37,7 +37,7 @@ from .names import HasBuild
 from .signature import MODULE_HOOKS, is_plain
 
 MAX_ITEMS = 64  # for a container with more items, only the length is guarded
-MAX_NESTED = 1024  # the same limit for all items of a container and of the containers in it
+MAX_NESTED = 1024  # for more items in a container and its nested containers, only the length is guarded
 
 Names = frozenset[str]
 
@@ -49,7 +49,7 @@ _FUNCTION_ATTRIBUTES = {property: "fget", staticmethod: "__func__", classmethod:
 _GENERATOR_CLASSES = (random.Random, np.random.RandomState, np.random.Generator)
 _SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
 _ALL_FUNCTIONS: Names = frozenset()  # scan all functions of a class
-_OPERATOR_METHODS = frozenset({"__call__"})  # scan only the methods of a class that operators call
+_OPERATOR_METHODS = frozenset({"__call__"})  # scan only a class's operator methods, such as `__add__`
 _GET_ATTRIBUTE = object.__getattribute__
 
 
@@ -102,7 +102,7 @@ class ReadRecorder:
             )
 
     def may_be_written(self, expr: str) -> bool:
-        """True if `build` itself may have written the value of `expr`. If not, only another thread can have done so."""
+        """True if `build` may have written the value of `expr`. If False, only other threads may have written it."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")
         is_special = callable(value) or "setattr" in self._known_names  # FX itself replaces functions during a trace
@@ -256,7 +256,7 @@ def _list_items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _count_nested(value: Any) -> int:
-    """Count the items of a container and its nested containers. A container in itself counts over MAX_NESTED."""
+    """Count the items of a container and its nested containers. Stop above MAX_NESTED: containers may be cyclic."""
     count, containers = 0, [value]
     while containers and count <= MAX_NESTED:
         container = containers.pop()

@@ -45,7 +45,7 @@ _INEXACT_TYPES = (float, complex, np.generic)
 
 
 class Call(NamedTuple):
-    """A call's flattened arguments. dynamic_leaves: leaves of containers that have a dynamic first dimension."""
+    """A call's flattened arguments. dynamic_leaves: indices of container leaves whose first dimension is dynamic."""
 
     arguments: Arguments
     leaves: list[Any]
@@ -104,7 +104,7 @@ def _is_keyed(value: Any) -> bool:
 
 
 def can_be_dynamic(tensor: Tensor) -> bool:
-    """True if a container leaf's first dimension can be dynamic, because strides do not depend on its size."""
+    """True if a tensor's first dimension can be dynamic. Contiguous strides do not depend on that dimension's size."""
     return tensor.layout is torch.strided and tensor.dim() > 0 and tensor.is_contiguous()
 
 
@@ -224,8 +224,8 @@ def _make_argument_error(leaf: Any, name: str) -> GraphError:
     if isinstance(leaf, np.ndarray):
         return GraphError(f"argument {name} is a NumPy array, which steps would freeze; pass torch.from_numpy({name})")
     return GraphError(
-        f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value; pass tensors, numbers, "
-        f"strings, or lists, tuples and dicts of them, assign modules to self, and {suggest_registration(leaf)}"
+        f"argument {name} is a {type(leaf).__name__}, which cannot be compared by value. Pass tensors, numbers or "
+        f"strings, also in lists, tuples or dicts. Assign modules to self. Or {suggest_registration(leaf)}"
     )
 
 

@@ -49,8 +49,8 @@ def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
         set_grads(real, old_grads)
     if was_replaced:
         raise GraphError(
-            "build sets the gradient of a parameter that it does not reach through self, but through an older list of "
-            "parameters or another optimizer; use self.<module>.parameters(), and add_optimizer"
+            "build sets the gradient of a parameter, but not through self. The parameter comes from an older list or "
+            "another optimizer; use self.<module>.parameters(), and pass the optimizer to add_optimizer"
         )
 
 
@@ -69,11 +69,10 @@ class _ReadOnlyParamGroup(dict[str, Any]):
 
 
 def make_setting_error(optimizer: Optimizer, name: str) -> GraphError:
-    """Return the error for a `build` that changes a param group: only the trace would make this change."""
+    """Return the error for a `build` that changes a param group, because compiled steps would not repeat the change."""
     return GraphError(
-        f"build sets {name!r} of a param group of {type(optimizer).__name__}, as step() of a scheduler does, and a "
-        "compiled step does not repeat that; call add_optimizer(optimizer, lr_sch=scheduler) to step a scheduler, "
-        "and set anything else between calls"
+        f"build sets {name!r} of a param group of {type(optimizer).__name__}, but compiled steps would not do so. Make "
+        "the change between calls. For a scheduler, call add_optimizer(optimizer, lr_sch=scheduler)"
     )
 
 
@@ -121,9 +120,9 @@ def swap_tensors(
         raise GraphError(f"build replaces {names[id(rebound)]} with another tensor; change it in place (copy_, add_)")
     if leaked is not None:
         raise GraphError(
-            f"build keeps a tensor in the attribute {leaked}, which only the first call would set; return it, or "
-            "register a buffer in __init__ and write to it in place (copy_); instead of nn.utils.weight_norm and "
-            "spectral_norm, use torch.nn.utils.parametrizations"
+            f"build keeps a tensor in the attribute {leaked}, but only the first call would set it. Return the tensor, "
+            "or register a buffer in __init__ and change the buffer in place (copy_). Instead of "
+            "nn.utils.weight_norm and spectral_norm, use torch.nn.utils.parametrizations"
         )
 
 
@@ -153,5 +152,5 @@ def _walk_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
             pending += (
                 (attribute if key is None or key in _MODULE_DICTS else f"{attribute}.{key}", item)
                 for key, item in items
-                if isinstance(item, _WALKED_TYPES)  # skip other objects: a vocabulary may have millions of words
+                if isinstance(item, _WALKED_TYPES)  # skip strings, for example: a dict may hold millions of words
             )

@@ -147,8 +147,8 @@ def trace(
         for value in constants:
             if not is_plain(value):
                 raise GraphError(
-                    f"build returns a {type(value).__name__}; return tensors, plain values, and lists, tuples and "
-                    f"dicts of them, or {suggest_registration(value)}"
+                    f"build returns a {type(value).__name__}; return tensors and plain values, also in "
+                    f"lists, tuples or dicts, or {suggest_registration(value)}"
                 )
         outputs = [value.detach() if value.requires_grad else value for value in compress(values, is_tensor)]
         grads = {real: swap.grad for real, swap in swaps.items() if swap.grad is not None}
@@ -170,7 +170,7 @@ def trace(
         # trace the results of torch.compile as the modules that they wrap
         inlining = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
         with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlining, _mute_log(), mode:
-            try:  # without an empty table, torch 2.14 records detach as alias
+            try:  # torch 2.14 records detach as alias unless decomposition_table is empty
                 module = make_fx(step, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
@@ -252,7 +252,8 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iter
 class _OpGuard(TorchDispatchMode):
     """Raises GraphError for ops that a trace would record wrongly, and sets `BACKWARD` on nodes that autograd adds.
 
-    names: the names of real tensors and their gradients, by id. settings: tensors in param groups.
+    names: maps the id of each real tensor or gradient to its name.
+    settings: maps the id of each tensor in a param group to (optimizer, name of the setting).
     """
 
     supports_higher_order_operators = True
@@ -296,7 +297,7 @@ class _OpGuard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """Raise GraphError if the seed shows that build reset the random generator. Fake draws keep the seed."""
+        """Raise GraphError if build reset the random generator. A reset changes the seed; random ops keep the seed."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build sets the state of the random generator, which a compiled step does not repeat; leave out "
@@ -310,8 +311,8 @@ class _OpGuard(TorchDispatchMode):
         optimizer = next((owner for owner in owners if isinstance(owner, Optimizer)), None)
         if optimizer is not None:
             raise GraphError(
-                f"build calls {type(optimizer).__name__}, an optimizer that the graph does not have; pass it to "
-                "add_optimizer in __init__ and leave step() out of build: the graph calls it at the end of each call"
+                f"build calls {type(optimizer).__name__}, an optimizer that the graph does not have; pass the "
+                "optimizer to add_optimizer in __init__, and leave step() out, because the graph itself calls step()"
             )
         if id(value) in self._names:
             raise GraphError(

@@ -21,8 +21,8 @@ from ...engine.errors import GraphError
 from .reads import MISSING, ReadRecorder, is_constant
 from .swap import trace_lock
 
-MAX_CHANGES = 8  # the most changes of one value that each led to another step
-MAX_VALUES = 64  # the most different values of one expression
+MAX_CHANGES = 8  # how often one value may change and lead to another step
+MAX_VALUES = 64  # how many different values one expression may have
 MAX_EXPRESSIONS = 20_000
 
 Keys = tuple[Hashable, ...]
@@ -32,7 +32,7 @@ _DEFAULT = {*dir(object), "__getnewargs__"} - {"__eq__", "__ne__", "__lt__", "__
 
 
 class ValueGuards:
-    """The present and earlier values of all expressions that traces saw `build` read."""
+    """The present and earlier values of all expressions that `build` read during traces."""
 
     def __init__(self) -> None:
         self.version = 0  # the number of the present combination of values; part of each signature
@@ -73,7 +73,7 @@ class ValueGuards:
             return self.version
 
     def add(self, reads: ReadRecorder) -> None:
-        """Add the values that a trace read. The current version then also stands for the values after the trace."""
+        """Add the values that a trace read. If the trace changed values, the new values get the same version."""
         new_values = {expr: entry for expr, entry in reads.values.items() if expr not in self._dropped_expressions}
         self._written_expressions |= set(filter(reads.may_be_written, new_values))
         self._max_expressions = max(MAX_EXPRESSIONS, 2 * len(new_values))  # always leave room for this trace
@@ -121,9 +121,9 @@ class ValueGuards:
         past = self._past[expr]
         if _make_key(value) not in past and (self._change_counts[expr] >= MAX_CHANGES or len(past) >= MAX_VALUES):
             raise GraphError(
-                f"{self._labels[expr]} changed to {_show(value)} from {_show(before)}, and has had {len(past)} values; "
-                "build reads it and is traced again for each one; pass it to the graph as a tensor, or make it a "
-                "buffer and change it in place (fill_, copy_), and move code that computes no tensor out of build"
+                f"{self._labels[expr]} changed to {_show(value)} from {_show(before)}, and has had {len(past)} values. "
+                "build is traced again for each new value. Pass the value to the graph as a tensor, or make it a "
+                "buffer and change the buffer in place (fill_, copy_). Move code that computes no tensor out of build"
             )
 
     def _drop_unused(self, program: Hashable, trace_again: Callable[[], Hashable]) -> None:
@@ -169,7 +169,7 @@ class ValueGuards:
         self.is_current = names["holds"]
 
     def _renumber(self) -> None:
-        """Use the current version for values that build wrote too. `is_current` detects writes of other threads."""
+        """Give the current version to the values that build wrote. `is_current` detects writes of other threads."""
         values = [
             _read(read) if expr in self._written_expressions else value
             for expr, read, value in zip(self._labels, self._readers, self._values, strict=True)

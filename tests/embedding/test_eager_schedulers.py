@@ -99,7 +99,7 @@ def test_a_copy_of_an_eager_optimizer_is_refused_and_a_graph_takes_what_it_wraps
     for make in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(OptimizerError, match="cannot be copied or pickled"):
             make(optimizer)
-    with pytest.raises(OptimizerError, match="pass its attribute optimizer"):
+    with pytest.raises(OptimizerError, match="pass the attribute `optimizer`"):
         Rating(model.rows, model.mlp, optimizer)
     before: Tensor = model.rows.get(IDS)
     Rating(model.rows, model.mlp, optimizer.optimizer)(IDS)

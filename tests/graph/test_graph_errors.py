@@ -199,7 +199,7 @@ def test_add_optimizer_refuses_what_it_cannot_run_and_keeps_nothing_of_it() -> N
 def test_a_graph_without_build_or_with_forward_says_so() -> None:
     with pytest.raises(NotImplementedError, match="Net defines no build"):
         type("Net", (Graph,), {})()(torch.ones(1))
-    with pytest.raises(GraphError, match=r"Plain defines forward\(\).*rename it to build\(\)"):
+    with pytest.raises(GraphError, match=r"Plain defines forward\(\).*rename forward\(\) to build\(\)"):
         type("Plain", (Graph,), {"forward": lambda self, x: x})()
 
 

@@ -51,7 +51,7 @@ def test_a_tensor_kept_on_a_module_is_refused_and_taken_away(place: str) -> None
     graph, cache = graph_with(KEEPS[place])
     before = {name: list(value) if isinstance(value, list | dict) else value for name, value in vars(cache).items()}
     for _ in range(2):
-        with pytest.raises(GraphError, match=rf"attribute Cache\.{place}, which only the first call"):
+        with pytest.raises(GraphError, match=rf"attribute Cache\.{place}, but only the first call"):
             graph(torch.ones(2))
         for name, value in vars(cache).items():
             assert before[name] == (list(value) if isinstance(value, list | dict) else value)
