@@ -36,7 +36,7 @@ def as_number(value: Any) -> float | None:
 
 
 def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf, maximum: float = math.inf) -> int:
-    """Returns the option's value as an int from `minimum` to `maximum`. The OptionError otherwise says `expected`."""
+    """Returns the option's value as an int from `minimum` to `maximum`. An OptionError's text contains `expected`."""
     number = as_int(value, minimum, maximum)
     if number is None:
         raise OptionError(f"{name}={value!r}: give {expected}")
@@ -44,7 +44,7 @@ def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf,
 
 
 def budget_option(name: str, value: Any, allows_zero: bool, alternative: str = "") -> float:
-    """Returns the option's value in MiB: above 0, or 0 if `allows_zero`. An OptionError ends with `alternative`."""
+    """Returns the option's value in MiB: above 0, or 0 if `allows_zero`. Error texts end with `alternative`."""
     number = as_number(value)
     if number is None or not (number > 0 or (allows_zero and number == 0)) or number >= 1 << 40:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if allows_zero else '>'} 0{alternative}")
@@ -84,7 +84,7 @@ def expanded(option: str, path: str) -> str:
         if content := os.environ.get(name):
             return content
         problem = f"the environment variable {name!r} is unset or empty"  # otherwise a folder would get this name
-        raise OptionError(f"{option}={path!r}: {problem}; set the variable, or give the folder")
+        raise OptionError(f"{option}={path!r}: {problem}; set this variable, or give the path without it")
 
     result = os.path.expanduser(_VARIABLE.sub(value, path))
     if result.startswith("~"):
@@ -110,7 +110,7 @@ def check_arguments(
 def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorate a public function so that an unknown keyword raises OptionError and suggests the nearest argument.
 
-    `typed` lists arguments to check against their annotations. These checks are too slow for each step's functions.
+    `typed` lists arguments to check against their annotations. The checks are too slow for functions that a step calls.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -158,7 +158,7 @@ def has_type(value: Any, kind: Any) -> bool:
 
 
 def suggest_name(unknown: Iterable[str], names: Sequence[str]) -> str:
-    """Returns a remedy for unknown names: it suggests a similar one of `names`, or lists all `names`."""
+    """Returns advice on an unknown name: a similar name from `names`, or the list of all `names`."""
     for name in sorted(unknown):
         if near := difflib.get_close_matches(name, names, 1):
             return f"did you mean {near[0]}?"

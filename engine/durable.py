@@ -20,7 +20,7 @@ from .signals import uninterrupted
 
 TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being written
 OPEN_FILES_REMEDY = "let this process open more files (ulimit -n)"
-MAX_RECORD_BYTES = 1 << 24  # bytes of a record; limits the memory that reading a foreign file can allocate
+MAX_RECORD_BYTES = 1 << 24  # maximum bytes of a record, so that a foreign file cannot make its reader allocate more
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants from <fcntl.h> and <linux/fs.h>
 _exchange_lock = Lock()  # `check_exchange` may run in several threads, since background saves call it
@@ -175,7 +175,7 @@ def check_exchange(folder: Path) -> None:
 
 
 def remove_temporary(folders: Collection[Path]) -> None:
-    """Remove leftovers of killed processes, all in the same parent folder, if they exist. Raises OSError."""
+    """Remove leftover `folders` of killed processes. All have one parent. Skips missing folders. Raises OSError."""
     existing = [folder for folder in folders if os.path.lexists(folder)]
     if existing:  # a leftover may be the old folder after a swap, so make the swap durable first
         fsync_dir(existing[0].parent)

@@ -10,7 +10,7 @@ ROOT = Path("/")
 
 
 class FreeMemory(NamedTuple):
-    """A number of free bytes, and a text for messages that says where these bytes are."""
+    """An amount of free memory. Messages use `location` to say where this memory is."""
 
     bytes: int
     location: str
@@ -20,9 +20,9 @@ def free_host_memory(root: Path = ROOT) -> FreeMemory | None:
     """Returns the free memory of the machine or of this process's memory cgroups, whichever is least.
 
     The machine's free memory is MemAvailable. A cgroup's free memory is its limit (`memory.max` and `memory.high` in
-    version 2, `memory.limit_in_bytes` in version 1) minus the memory in use. The cgroup's parents are limits in the
-    same way. Cached files do not count as memory in use, since the system can free them. `root` is the folder with
-    proc and sys. Returns None if /proc/meminfo is missing.
+    version 2, `memory.limit_in_bytes` in version 1) minus the memory in use. The limits of parent cgroups also apply.
+    Cached files do not count as memory in use, since the system can free them. `root` is the folder with proc and sys.
+    Returns None if /proc/meminfo is missing.
     """
     available = _read_numbers(root / "proc/meminfo").get("MemAvailable:")
     if available is None:

@@ -69,7 +69,7 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
 def deferred_signals() -> list[int]:
     """Returns the signals deferred by this thread's block so far, in order of arrival.
 
-    A block that waits for another process calls this function and raises if a signal came, so waits can be interrupted.
+    A block that waits for another process calls this function, and raises if a signal came. So a signal ends the wait.
     """
     if _received_signals is None or threading.current_thread() is not threading.main_thread():
         return []

@@ -60,7 +60,7 @@ class Lifecycle:
         return {**self.counts, "ledger_bytes": 0 if self._ledger is None else self._ledger.bytes}
 
     def admit(self, batch: Any, layout: _core.Layout, step: int, is_training: bool) -> tuple[TableIds, Keys] | None:
-        """Decide which new rows to keep of a batch that `step` will write. Returns the rows to erase first, or None."""
+        """Before `step` writes the batch, decide which new rows to keep. Returns the rows to erase first, or None."""
         assert self._ledger is not None
         admission = self._ledger.admit(batch, layout, step, is_training)  # refused rows get lines in the batch itself
         if admission.num_excess:  # the ledger has changed no row and no count

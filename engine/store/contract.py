@@ -33,7 +33,7 @@ class TierBase(Protocol):
         """Yield all rows in small chunks, as (bucket, rows of `row_dtype`), sorted by bucket, then by (table, key)."""
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        """Erase distinct rows in this tier and below; skip missing rows. Pinned rows stay, with initial values."""
+        """Erase distinct rows in this tier and below; skip missing rows. Pinned rows stay, but get initial values."""
 
     def flush(self) -> None:
         """Write all dirty lines back to the last tier. A last tier on disk also makes its rows durable."""
@@ -141,7 +141,7 @@ class TopTier(TierBase, Protocol[B]):
         """Make the batch's unique rows resident, initialise new ones, and write all line addresses to the batch.
 
         A row stays at its address until `unpin`. Raises CapacityError and pins nothing if the batch has more new rows
-        than `capacity_limit` allows. A GPU store that would have to wait to count new rows sets a fault instead.
+        than `capacity_limit` allows. If a GPU store cannot count new rows without waiting, it sets a fault instead.
         """
 
     def unpin(self, batch: B, dirty: bool) -> None:

@@ -28,7 +28,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
     average = rows / BUCKETS
     fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
     index, lines, total, unused = 0, 0, 0, 0
-    for bucket in range(BUCKETS):  # the load at which slots double rises from 1/2 in the first bucket to 3/4
+    for bucket in range(BUCKETS):  # a bucket doubles its slots at a load of 1/2 (first bucket) to 3/4 (last bucket)
         slots = 16
         while average * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
             slots *= 2

@@ -69,7 +69,7 @@ class DiskImage(Image):
         with self._lock, self._read_lock:
             if not self._is_closed:
                 self._is_closed = True
-                with suppress(ValueError):  # if garbage collection closes during a read, RocksDB closes the scan later
+                with suppress(ValueError):  # if garbage collection calls `close` during a read, the scan closes later
                     self._rows.close()  # type: ignore[attr-defined]
                 self._on_close(self)
 

@@ -126,7 +126,7 @@ class RocksDB(NativeTier):
         self.native.compact()
 
     def make_writable(self) -> None:
-        """Reopen for writing if a full disk forced read-only. Call before rows change. Raises StoreError."""
+        """Reopen databases that are read-only because the disk was full. Call before rows change. Raises StoreError."""
         self.native.make_writable()
 
     @property

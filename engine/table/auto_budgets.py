@@ -1,4 +1,4 @@
-"""Computes cache sizes for "auto" budgets by dividing the free memory, and prints the division."""
+"""Divides the free memory among caches with "auto" budgets, and prints the shares."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class AutoBudgets:
     def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, num_ranks: int = 1) -> None:
         self._name, self._options, self._root, self._num_ranks = name, options, root, num_ranks
         self._free_memory: dict[str, FreeMemory] = {}  # read once, so a reopened table gets the same budgets
-        self._promised_bytes: dict[str, int] = {}  # per memory: bytes promised to this embedding's caches
+        self._promised_bytes: dict[str, int] = {}  # by memory (device or host): bytes promised to this embedding
         self._printed_lines: set[str] = set()
 
     def resolve(self, processor: Processor[Any]) -> StoreOptions:
-        """Returns the options with MiB instead of "auto". Prints each division of memory once. Raises OptionError."""
+        """Returns the options with MiB instead of "auto". Prints once how the memory is divided. Raises OptionError."""
         options = self._options
         if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
             return options
@@ -53,7 +53,7 @@ class AutoBudgets:
                 self._promised_bytes.clear()
 
     def _resolve_host(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
-        """Returns the options with MiB for "auto" caches in host memory: also the top cache if `has_top_cache`."""
+        """Returns the options with MiB for "auto" caches in host memory. has_top_cache: one is the top cache."""
         name = TOP if options.cache_budget_mb == "auto" else BELOW
         budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(to_mb(mb) + options.compute_overflow_mb(to_mb(mb)) for mb in budgets if mb and mb != "auto")
@@ -118,7 +118,7 @@ class AutoBudgets:
 
 
 _instances: WeakSet[AutoBudgets] = WeakSet()
-_initial_free_bytes: dict[str, int] = {}  # per memory: free bytes before the first promise that is still valid
+_initial_free_bytes: dict[str, int] = {}  # by memory (device or host): free bytes when no cache had been promised any
 _lock = Lock()
 
 

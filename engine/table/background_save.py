@@ -18,7 +18,7 @@ from ..store.image import Image
 from ..threads import POLL_SECONDS, Thread
 
 NICENESS = 10  # how much nicer the saving thread is than training threads
-PAUSE_RATIO = 5.0  # seconds of pause per second of work, because a low priority does not free memory and disk bandwidth
+PAUSE_RATIO = 5.0  # seconds of pause per second of work; a low priority would not limit memory and disk traffic
 
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class BackgroundSave:
     @property
     def done(self) -> bool:
         """True once the save has ended, successfully or not."""
-        is_alive = self._thread.is_alive()  # read before `_end_event`, since the thread sets it before it ends
+        is_alive = self._thread.is_alive()  # read this first: the thread sets `_end_event` before the thread ends
         if not is_alive and not self._end_event.is_set() and self._process_id == os.getpid():
             death = MemoryError(f"{self.label}: the saving thread died without raising an error")
             self._error = self._error or death
@@ -144,7 +144,7 @@ class BackgroundSave:
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
-                if not image.is_urgent and main_thread().is_alive():  # pause only if no step and no process exit waits
+                if not image.is_urgent and main_thread().is_alive():  # neither a step nor the program's exit waits
                     self._hurry_event.wait(PAUSE_RATIO * (perf_counter() - begin))
                 begin = perf_counter()
 

@@ -48,11 +48,11 @@ class ChangeTracker:
         self._later_keys.add_keys(tables, keys)
 
     def start_delta(self) -> None:
-        """Separate the changes to save now from later changes. If the save fails, the next save includes both."""
+        """Separate changes to save now from later changes. If the save fails, the next save includes all changes."""
         if self._source is not None:
             self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()
-        later = _core.ChangedRows(room=self._later_keys.size)  # room for about as many changes as before
+        later = _core.ChangedRows(room=self._later_keys.size)  # room for as many changes as `_later_keys` has
         if self._delta_keys is None:
             self._delta_keys = self._later_keys
         else:
@@ -64,7 +64,7 @@ class ChangeTracker:
         self.base_id, self._delta_keys = snapshot_id, None
 
     def read_rows(self, top: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
-        """Yield the changes before the last `start_delta` in chunks, with each row's current value from `top`.
+        """Yield, in chunks, the rows that changed before the last `start_delta`. `top` provides their current values.
 
         Buckets ascend. Within a bucket, rows ascend by (table, key), and so do the keys of removed rows. Removed rows
         may include rows that were inserted after the snapshot.
@@ -188,7 +188,7 @@ class ChangeObservers:
 
     @contextmanager
     def between_saves(self) -> Iterator[None]:
-        """Hold the table's lock for a block, at a time when no other thread saves the rows in the foreground."""
+        """Wait until no other thread saves rows in the foreground, then hold the table's lock for the `with` block."""
         while True:
             self.wait_for_foreground()
             with self._table.lock:

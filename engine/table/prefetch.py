@@ -1,12 +1,12 @@
 """Prefetch: a separate thread prepares the batches of future steps while the current step runs.
 
-The user announces the lookups of future steps. For each announced step in order, the thread deduplicates the ids into a
-batch, announces the batch to the store (so the store knows which rows to keep cached), and fetches and pins its rows.
-When the step runs, it takes the prepared batch instead of making its own.
+The user announces the lookups of future steps. The thread prepares one step after another. First, the thread
+deduplicates the step's ids into a batch and announces the batch to the store, so that the store keeps the rows cached.
+Then the thread fetches and pins the rows. When the step runs, it takes the prepared batch instead of making its own.
 
 An announcement is only a hint. A step uses a prepared batch only if its ids equal the announced ids, and reads row
-values only when it runs. So announcements change when work is done, but never a row's values. If a step was not
-announced, or comes out of order, the thread pauses, the store forgets all batches, and the remaining batches are
+values only when it runs. So announcements only let work run earlier. They never change a row's values. If a step was
+not announced, or comes out of order, the thread pauses and the store forgets all batches. The remaining batches are
 announced again later.
 
 One step may match several announcements, for example when gradients accumulate over micro-batches. The first such step
@@ -84,7 +84,7 @@ class Prefetcher:
         self._store = store
         self._threads = threads
         self.counts = dict(ZERO_COUNTS)
-        self._announcements: deque[_Announcement] = deque()  # waiting, oldest first; empty without a thread
+        self._announcements: deque[_Announcement] = deque()  # not used yet, oldest first; empty if no thread runs
         self._condition = Condition()
         self._thread: Thread | None = None  # the current thread; a replaced thread ends
         self._process_id = 0  # the process that started the thread
@@ -201,8 +201,8 @@ class Prefetcher:
     def _interrupt(self, match: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
         """Pause the thread and make the store forget every batch. After `_resume`, the thread announces batches again.
 
-        If `lookups` match announcements (`match`, from `_find_match`), these and all earlier announcements are dropped.
-        Returns the batch of the matching announcements, or None if no batch was made yet.
+        If `match` (from `_find_match`) is not None, drops the matching announcements and all earlier announcements.
+        Returns the batch that was made for the matching announcements, if there is one.
         """
         with self._condition:
             self._is_paused = True
@@ -226,8 +226,8 @@ class Prefetcher:
             return None
 
     def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
-        """Drop the `count` oldest announcements and return their batch for this thread; None if none was made yet."""
-        if count != self._num_per_step:  # prepared batches combine another number of announcements
+        """Drop the `count` oldest announcements. If their batch exists, make it usable by this thread and return it."""
+        if count != self._num_per_step:  # each prepared batch joins the old number of announcements
             self._num_per_step = count
             for announced in self._announcements:
                 announced.batch = None
@@ -262,7 +262,7 @@ class Prefetcher:
                     step[0].error = error
 
     def _find_work(self) -> list[_Announcement] | None:
-        """Returns the announcements of the next step to work on, or None. All are announced before one is fetched."""
+        """Returns announcements of the next step to work on, or None. All steps are announced before any is fetched."""
         size, position = self._num_per_step, None
         steps = 0 if self._is_idle or self._is_paused else min(len(self._announcements) // size, MAX_WINDOW)
         for number, announced in enumerate(islice(self._announcements, 0, steps * size, size)):

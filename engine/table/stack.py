@@ -57,14 +57,14 @@ class SmallCaches:
         """Add `too_small` to each cache's metrics. `tiers` holds the metrics of the whole stack, top first.
 
         A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need
-        again. Since the store was opened, three more conditions must hold: at least every second miss evicted a row, at
-        least `capacity` rows were evicted, and more than a quarter of the requested rows were in the tier below. These
-        conditions exclude caches that are still filling, lookups of unwritten rows, and ids that occur once.
+        again. Misses also come from a cache that is not full yet, from unwritten rows, and from ids that occur once. So
+        a cache counts as too small only if it evicted at least `capacity` rows, and at least one row per two misses.
+        Also, more than a quarter of the requested rows must have been in the tier below. All counts start at opening.
         """
         top = next(iter(tiers.values()))
         num_requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions; not counted on a GPU
+            overflow = cache.get("overflow_evictions", 0)  # most evictions if batches are prefetched; 0 on a GPU
             num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * below["hits"]
             is_small = has_many_misses and cache["misses"] <= 2 * num_evicted and num_evicted >= cache["capacity"]
@@ -94,8 +94,8 @@ class Stack(NamedTuple):
 def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path | None, shards: int | None) -> Stack:
     """Build the tiers. The top tier is in the processor's memory; tiers below a cache are on the host.
 
-    `options` has numbers instead of "auto" (see `AutoBudgets`). `folder` is RocksDB's folder, and `shards` the number
-    of databases in it, or None if it is new. Raises OptionError, StoreError.
+    `options` has numbers instead of "auto" (see `AutoBudgets`). `folder` is RocksDB's folder. `shards` is the number of
+    databases in the folder, or None for a new folder. Raises OptionError, StoreError.
     """
     layout = processor.layout
     if isinstance(options, CachedSsdOptions):

@@ -16,8 +16,8 @@ class StepGate:
     """Gives one reader thread at a time access to a table, or to all tables of a training group, between two steps.
 
     A step that is about to begin waits for the reader. The tables' locks alone are not enough. The training thread
-    could take a lock again before the reader gets it. And between a step's pin and its update the lock is free, while
-    rows that the step evicts have already left the table.
+    could take a lock again before the reader gets it. Also, a step releases the lock after `pin` and takes it again for
+    `update`. In between, the table already lacks the rows that the step evicts.
     """
 
     def __init__(self) -> None:

@@ -2,9 +2,9 @@
 
 A training step makes three calls. `pin` deduplicates ids, fetches their rows into the top tier and pins the rows there,
 unless the prefetcher has already prepared the batch. `PinnedBatch.gather` copies rows or pooled bags into tensors.
-`PinnedBatch.update` applies the optimizer to the rows and unpins the rows. Meanwhile the lifecycle decides which new
-rows to keep and which rows to delete, and observers are notified before rows change, for snapshots. On a GPU, work is
-asynchronous: a later call raises the input errors that kernels find (deferred errors).
+`PinnedBatch.update` applies the optimizer to the rows and unpins the rows. The lifecycle decides which new rows to keep
+and which rows to delete. Snapshots need observers: the table notifies its observers before rows change. A GPU runs
+asynchronously, so a later call raises the input errors that kernels find (deferred errors).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NO_PREFETCHER = nullcontext()
 
 
 class RowsReplacedError(ClosedError):
-    """A load replaced the rows while a call waited. Callers that only read try again with the new rows."""
+    """A load replaced the rows while a call waited. A read-only call is repeated with the new rows."""
 
 
 class PinnedBatch:
@@ -95,8 +95,8 @@ class PinnedBatch:
     ) -> None:
         """Apply the optimizer and unpin the rows.
 
-        `grads` holds the gradient of each lookup's result, and `weights` the weights that pooled this result. A row's
-        summed gradient is multiplied by `scale`; then each element is clipped to [-clip_value, clip_value].
+        `grads` holds the gradient of each lookup's result. `weights` holds the weights that pooled this result. A row's
+        summed gradient is multiplied by `scale`. Then each element is clipped to [-clip_value, clip_value].
         """
         try:
             self.table.update(self, self.gradients(grads, weights), scale, clip_value)
@@ -109,7 +109,7 @@ class PinnedBatch:
         self.table.release()
 
     def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
-        """Check a step's gradients and weights, passed as to `update`. Raises InputError."""
+        """Check the arguments `grads` and `weights` of `update`. Raises InputError."""
         weights = weights or [None] * len(self.lookups)
         return check_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
 
@@ -131,9 +131,9 @@ class OpenTable:
         self.processor, self.layout = processor, processor.layout
         self.stack: Stack | None = stack
         self.hyper: list[float] = []  # the rule's numbers at the table's last update; empty before the first update
-        self.optimizer: RowOptimizer | None = None  # None if the table is open only for reading and `put`
+        self.optimizer: RowOptimizer | None = None  # None if the table allows reads and `put`, but no training
         self.step = 0  # counts the table's updates
-        self.run_id = ""  # a random id, drawn when the rows started empty
+        self.run_id = ""  # a random id; a table that starts without rows gets a new one
         self.id_limits = spec.id_limits(None)
         self.num_updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
@@ -171,7 +171,7 @@ class OpenTable:
         return self.require_optimizer().rule
 
     def start(self, optimizer: RowOptimizer | None, run_id: str, stored: Mapping[str, Any] | None) -> None:
-        """Set the optimizer and the run id, and continue at the step and row counts in the stored rows' description."""
+        """Set the optimizer and the run id. If `stored` describes rows, continue at their step and row counts."""
         self.optimizer, self.run_id = optimizer, run_id
         if stored is not None:
             self.id_limits, self.step = self.spec.id_limits(stored), stored["step"]
@@ -179,7 +179,7 @@ class OpenTable:
             self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
 
     def use_optimizer(self, optimizer: RowOptimizer, state: RowState) -> None:
-        """Switch to another optimizer. The rows must have room for its state."""
+        """Switch to another optimizer. The rows must have room for that optimizer's state."""
         self.optimizer, self.state = optimizer, state
 
     def reset_id_limits(self) -> None:
@@ -216,7 +216,7 @@ class OpenTable:
             self.finish_erasures().flush()
 
     def flush_ahead(self) -> None:
-        """Flush most rows, so that a later `flush` is short. Other threads may use the table between pieces of rows."""
+        """Flush most rows in parts, so that a later `flush` is short. Other threads may use the table between parts."""
         with suppress(RowsReplacedError):  # `flush` will flush the new rows
             top = self.finish_erasures()
             if isinstance(top, CpuCachedStore):
@@ -252,7 +252,7 @@ class OpenTable:
             return self.counts.num_rows
 
     def take_deferred_error(self, wait: bool) -> TierbedError | None:
-        """Returns an earlier call's deferred error once. Steps after it no longer count. `wait`: wait for all work."""
+        """Returns a deferred error once. Steps without effect no longer count. `wait`: True to wait for all work."""
         reader_error, self.reader_error = self.reader_error, None
         if reader_error is not None or not self.processor.defers_errors:
             return reader_error
@@ -315,7 +315,7 @@ class OpenTable:
 
     @property
     def catch_up_rule(self) -> str | None:
-        """The optimizer's rule if rows apply the steps that they missed when they are next used; otherwise None."""
+        """The optimizer's rule if it applies missed steps to a row at the row's next use; otherwise None."""
         return self.state.rule if self.hyper and needs_catch_up(self.state.rule) else None
 
     def current_hyper(self) -> list[float]:
@@ -350,7 +350,7 @@ class OpenTable:
     ) -> PinnedBatch:
         """Deduplicate the ids, fetch their rows and pin them. Gathered rows and gradients have `dtype`.
 
-        Uses a prefetched batch if there is one; otherwise `dedup_from` is as in `Processor.make_batch`. If `pin` raises
+        Uses a prefetched batch if there is one. Otherwise `dedup_from` goes to `Processor.make_batch`. If `pin` raises
         CapacityError, nothing is pinned. A `row_step` around pin and update defers signals.
         """
         self.yield_to_reader()
@@ -441,7 +441,7 @@ class OpenTable:
     ) -> tuple[Lookup, Tensor]:
         """Reduce a micro-batch: returns its unique rows [n] and their summed gradients [n, dim] in float32.
 
-        `grads`, in `dtype`, and `weights` are as in `PinnedBatch.update`. Raises InputError.
+        `grads` and `weights` are as in `PinnedBatch.update`; `grads` have `dtype`. Raises InputError.
         """
         gradients = check_gradients(self.spec, lookups, grads, weights, dtype)
         with self.lock:
@@ -521,12 +521,12 @@ class OpenTable:
         return batch
 
     def preview_catch_up(self, batch: Any) -> None:
-        """Make gathers from the batch return rows with missed steps applied."""
+        """Prepare the batch, so that `gather` applies missed steps to the returned rows."""
         if rule := self.catch_up_rule:
             self.processor.preview_catch_up(batch, rule)
 
     def set_hyper(self) -> None:
-        """Pass the rule's numbers for the next step to the processor, if rows may have missed steps."""
+        """If rows may have missed steps, pass the processor the rule's numbers for the next step."""
         if rule := self.catch_up_rule:
             self.processor.set_hyper(rule, self.current_hyper(), self.step + 1)
 
@@ -544,7 +544,7 @@ class OpenTable:
             is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
-            if is_written or not isinstance(error, (TypeError, ValueError)):  # both are raised before writing
+            if is_written or not isinstance(error, (TypeError, ValueError)):  # these are raised before any write
                 # Lines, counters and lower tiers may disagree: never serve these rows, and write no clean marker.
                 self.failure, self._pinned = error, None
             raise
@@ -559,8 +559,8 @@ class OpenTable:
     def check_pinned(self, pinned: PinnedBatch) -> None:
         if pinned is not self._pinned:
             raise StoreError(
-                f"embedding {self.spec.name!r}: the batch is no longer pinned: put, delete or a load unpinned its rows "
-                "in the middle of the step; write to an embedding from one thread at a time"
+                f"embedding {self.spec.name!r}: the batch is no longer pinned, because put, delete or a load "
+                "was called in the middle of the step; write to an embedding from one thread at a time"
             )
 
     def require_optimizer(self) -> RowOptimizer:
@@ -576,13 +576,13 @@ class OpenTable:
         return self.step + 1
 
     def _check_rarely(self) -> None:
-        """Make the checks that only few steps need: for the largest step, and for caches that are too small."""
+        """Check that the step number is not too large, and look for caches that are too small. Few steps call this."""
         if self.step >= LAST_STEP:
             raise StoreError(
-                f"embedding {self.spec.name!r} is at step {self.step}, the last that rows can store: save a snapshot "
-                "and load it with weights_only=True, which restarts steps and the optimizer's state"
+                f"embedding {self.spec.name!r} is at step {self.step}, the last step number that rows can store; "
+                "save a snapshot and load it with weights_only=True. This load resets the step and the optimizer state"
             )
-        with self.lock, suppress(StoreError):  # a failed store raises when its rows are needed
+        with self.lock, suppress(StoreError):  # if the store has failed, the next call that needs rows raises
             tiers = self.require_open().metrics()
             self.small_caches.check(tiers)
             self._next_check_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP

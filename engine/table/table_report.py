@@ -16,7 +16,7 @@ from .prefetch import ZERO_COUNTS
 from .row_scan import line_addresses
 from .table import OpenTable
 
-LOCK_SECONDS = 0.01  # how long reading metrics waits for another thread's call
+LOCK_SECONDS = 0.01  # how long `read_metrics` waits if another thread uses the table
 
 
 def read_metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
@@ -35,7 +35,7 @@ def read_metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, d
 
 
 def _update_without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Update `step` and the row counts, which need no lock, in metrics that were read before."""
+    """Set `step` and the row counts in earlier metrics to current values. Reading these values needs no lock."""
     metrics["table"]["step"] = table.step
     if not table.processor.defers_errors and (rows := table.counts.known_table_counts) is not None:  # a GPU would wait
         metrics["table"]["rows"] = int(rows.sum())
@@ -59,7 +59,7 @@ def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         tiers, (hits, misses) = store.metrics(), store.hit_counts().T
         top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
         top.update(hits=int(hits.sum()), misses=int(misses.sum()))
-        # requested rows that the top tier had, that a lower tier had, and that no tier had
+        # how many of the requested rows were in the top tier, in a lower tier, and in no tier
         requested = {"hits": top["hits"], "misses": top["misses"] - last["misses"], "unknown": last["misses"]}
         peek_counts = dict(zip(requested, store.peek_counts(), strict=True))
         counts |= {f"train_{name}": count - peek_counts[name] for name, count in requested.items()}
@@ -76,7 +76,7 @@ def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
 
 
 def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
-    """Returns the tiers that hold one id's row (see `TierBase.locate`), and why the row is not stored, or None."""
+    """Find one id's row. Returns `TierBase.locate`'s list, and why the row is not stored (None if it is stored)."""
     with table.lock:
         store = table.finish_erasures()
         table.check()

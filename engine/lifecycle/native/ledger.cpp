@@ -9,7 +9,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;               // how many rows ahead entries are prefetched
+constexpr std::size_t AHEAD = 8;               // entries are prefetched this many rows ahead
 constexpr std::size_t EVICTION_FRACTION = 64;  // evict at least capacity / 64 rows, because each search reads all rows
 constexpr std::size_t SPARE_CANDIDATES = 32;   // extra candidates per bucket, beyond its expected number of victims
 constexpr std::size_t MIN_ENTRIES = 16;        // initial number of entries in a bucket

@@ -16,12 +16,12 @@ namespace tierbed {
 
 // Estimates how many training steps looked up each refused row. Each bucket has a count-min sketch (Cormode and
 // Muthukrishnan, 2005) of one-byte counts with conservative update, and halves its counts after COLUMNS / 2 lookups.
-// The hash is `hash_row`, equal in every process, because the counts decide which rows exist.
+// The counts decide which rows exist, so all processes must use the same hash, `hash_row`.
 class FrequencySketch {
 public:
     void allocate() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
 
-    // Returns an estimate of the row's lookups since the last halving. Estimates are never too low, but at most 255.
+    // Returns an estimate of the row's lookups since the last halving. Estimates may be too high. Counts stop at 255.
     u32 estimate(u64 hash, u32 table) const {
         u32 lowest = MAX_COUNT;
         for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);
@@ -79,8 +79,8 @@ public:
     explicit Ledger(const Policy& policy);
     Ledger(const Ledger&) = delete;
 
-    // Decides which new rows of a batch to admit before `step` writes the batch. Only a training step refuses rows.
-    // A refused row gets a line in the batch with its initial values. Counts and ages do not change.
+    // Decides which new rows of a batch to admit. Call before `step` writes the batch. Only a training step refuses
+    // rows. A refused row gets a line in the batch with its initial values. Counts and ages do not change.
     Admission admit(Batch& batch, const Layout& layout, u32 step, bool is_training);
     // Counts a write of each admitted row in the batch, and a lookup of each refused row.
     void commit(const Batch& batch, u32 step);

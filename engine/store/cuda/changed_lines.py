@@ -16,13 +16,13 @@ from .full_table import CudaFullTable
 class ChangedLines:
     """Flags the changed lines of a full table. The batches must have lines in that table.
 
-    An erased row's flag passes to the next row that gets the same line. By the time `list_keys` is called, the next
-    row has changed too, or was never written.
+    If a row is erased, its line keeps the flag. So the next row in this line counts as changed. When `list_keys` is
+    called, this next row either has changed, or still counts as missing because its `updates` is 0.
     """
 
     def __init__(self, table: CudaFullTable) -> None:
         self._table = table
-        self._flags = torch.zeros(1, dtype=torch.bool, device=table.zero_line.device)  # by line number + 1; 0: no line
+        self._flags = torch.zeros(1, dtype=torch.bool, device=table.zero_line.device)  # line i's flag is at i + 1
 
     def add_batch(self, batch: Batch) -> None:
         if len(self._flags) <= self._table.num_lines:

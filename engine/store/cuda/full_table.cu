@@ -22,8 +22,8 @@ TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
 
 }  // namespace
 
-// Looks up the first `count` rows. Writes lines [n], 0 for absent rows; missing [n], 1 for absent rows and otherwise 0;
-// and, unless null, line numbers [n], -1 for absent rows.
+// Looks up the first `count` rows. Writes lines [n]: the line's address, or 0 if the row is absent. Writes missing [n]:
+// 1 if the row is absent, otherwise 0. Writes numbers [n] if not null: the line number, or -1 if the row is absent.
 extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u32* tables, const u32* count,
                                      u64 n, u64* lines, i32* missing, i64* numbers) {
     const u64 rows = *count;
@@ -37,8 +37,8 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
 }
 
 // Gives each missing row a line: the most recently erased lines first, then unused ones. ranks [n] is the running sum
-// of `missing`. Initialises the line, or with `record_only` only marks it as never written. After a fault, or if not
-// all rows fit, inserts no row and sets missing rows' lines to `zero_line`. *erased lists free lines by number + 1.
+// of `missing`. Initialises the line, or with `record_only` only marks it as never written. *erased lists free lines,
+// each as line number + 1. After a fault, or if not all rows fit, inserts no row; missing rows get line `zero_line`.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
                                        u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
@@ -86,8 +86,8 @@ extern "C" __global__ void count_lookups(const u32* tables, const u32* count, co
     tally.flush();
 }
 
-// Writes clusters [n]: for each row, the free slot before the run of used slots that contains the row. Rows beyond
-// `count` or with line 0 get a value larger than any slot number.
+// Writes clusters [n]. Each row lies in a run of used slots. The row's cluster is the free slot before this run. A row
+// beyond `count`, or a row with line 0, gets a value larger than any slot number.
 extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines,
                                          const u32* count, u64 n, i64* clusters) {
     for_each(n, [&](u64 i) {
@@ -98,8 +98,8 @@ extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, con
     });
 }
 
-// Erases rows. clusters [n] is sorted, and order [n] lists the rows in that order, so one thread can erase all rows of
-// a run. Writes erased [n]: line number + 1, or 0 if the row was absent.
+// Erases rows. clusters [n] is the sorted output of `find_clusters`. clusters[i] belongs to row order[i]. One thread
+// erases all rows with the same cluster. Writes erased [n]: line number + 1, or 0 if the row was absent.
 extern "C" __global__ void erase_rows(LineIndex index, const u64* hashes, const u32* tables, const i64* clusters,
                                       const i64* order, u64 n, u32* erased) {
     for_each(n, [&](u64 first) {

@@ -1,4 +1,4 @@
-"""The full table on a GPU. The index is in device memory, lines are in device or page-locked host memory."""
+"""The full table on a GPU. Its index is in device memory. Its lines are in device or page-locked host memory."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ class CudaFullTable:
         self._slots = self._zeros(16 * SLOT_BYTES, torch.uint8)
         self._counts = self._zeros(3, torch.int64)  # as in full_table.cu
         self.hit_counters = HitCounters(layout)
-        # A lock for readers outside the store's calls. Set by a cache whose prefetch thread changes the table.
+        # A cache with a prefetch thread sets this context. Inside the context, that thread does not change the table.
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._free_lines = self._zeros(1, torch.int32)  # line number + 1 of all free lines, then stale entries
-        # Kernels read `_free_lines`' address here. With a capacity, no other memory moves: captured launches stay valid
+        self._free_lines = self._zeros(1, torch.int32)  # free lines, each as number + 1; then unused entries
+        # If there is a capacity, only `_free_lines` moves. Kernels read its address here: captured launches stay valid.
         self._free_lines_ptr = self._zeros(1, torch.int64).fill_(self._free_lines.data_ptr())
         if capacity is not None:
             self._grow_index(capacity)
@@ -148,7 +148,7 @@ class CudaFullTable:
             self._add_segment(1 << (self._base_bits + len(self._segments)))
 
     def _grow_index(self, rows: int) -> None:
-        """Grow the index by doubling, until `rows` fill it to at most `max_load`."""
+        """Double the index until `rows` rows take at most `max_load` of its slots."""
         size = slots = self._slots.nbytes // SLOT_BYTES
         while rows > size * self._max_load:
             size *= 2

@@ -1,8 +1,8 @@
 // The index of one bucket of the full table: open addressing with linear probing by the low bits of the hash.
 //
-// A slot with row 0 is free, so zeroed memory is an empty index and all keys are valid. The caller keeps some slots
-// free. `find_row` may run concurrently with itself. Only one thread at a time may call `insert_row` or `erase_row` for
-// a bucket, and no thread may read the bucket during `erase_row`.
+// A slot with row 0 is free, so zeroed memory is an empty index. No key value marks a free slot, so all keys are valid.
+// The caller keeps some slots free. `find_row` may run concurrently with itself. Only one thread at a time may call
+// `insert_row` or `erase_row` for a bucket. No thread may read the bucket during `erase_row`.
 #pragma once
 #include "ops/kernels/hash.h"
 

@@ -51,7 +51,7 @@ private:
     static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // above this, a few rows would touch all huge pages
 
     Pages lines_;                                    // u32 [numbers]
-    std::array<std::vector<u32>, BUCKETS> numbers_;  // for each line in a bucket: the id number that last used it
+    std::array<std::vector<u32>, BUCKETS> numbers_;  // for each line in a bucket: the number of the line's last id
 };
 
 // The index of the full table: an array for numbered ids, and a hash map per bucket for other ids. Threads may change
@@ -130,8 +130,8 @@ public:
 private:
     static constexpr u32 BASE_BITS = 4, BASE = 1u << BASE_BITS;
     std::array<u64, 32 - BASE_BITS> segments_;
-    u32 num_lines_ = 0, num_segments_ = 0;  // lines, segments
-    u32 num_free_ = 0, first_free_ = 0;     // the number of free lines; the first free line's number + 1
+    u32 num_lines_ = 0, num_segments_ = 0;  // how many lines and segments exist
+    u32 num_free_ = 0, first_free_ = 0;     // how many lines are free; the first free line, as index + 1
 };
 
 // A row and its line. The line does not change until the row is erased.
@@ -149,7 +149,7 @@ public:
     // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips rows with own lines.
     std::size_t find(Batch& batch);
     static constexpr std::size_t FEW = 256;
-    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits like `find`. Returns
+    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits too. Returns
     // the number of distinct ids. If a row is missing or an id is above `last`, returns 0 and leaves `out` undefined.
     std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
     void insert_missing(Batch& batch, const Layout& layout);

@@ -11,7 +11,7 @@ namespace tierbed {
 
 constexpr std::size_t KEY_BYTES = sizeof(u32) + sizeof(u64);
 
-using RowKey = std::pair<u32, u64>;  // (table, key); sorts like rows
+using RowKey = std::pair<u32, u64>;  // (table, key); operator < gives the order of packed rows
 
 // Packed rows of equal size, or row keys alone.
 struct PackedRows {
@@ -46,19 +46,19 @@ private:
 enum RowStatus : u8 { SAME, CHANGED, NEW };
 
 struct RowDiff {
-    std::vector<u8> removed, states;  // per older row: 1 if the newer rows lack it; per newer row: its RowStatus
+    std::vector<u8> removed, states;  // removed[i]: 1 if older row i was removed; states[i]: newer row i's RowStatus
 };
 
-// Compares older and newer rows in key order, until one side ends.
+// Compares older and newer rows in key order, until the older or the newer rows end.
 RowDiff diff_rows(const PackedRows& older, const PackedRows& newer);
 
 struct MergedRows {
     std::vector<u8> rows;
-    std::vector<std::size_t> rows_read;  // how many rows of each side were read
+    std::vector<std::size_t> rows_read;  // how many rows of each input were read
     bool has_conflict = false;           // a row key is both changed and erased
 };
 
-// Applies changed rows `after` and `erased_keys` to the rows `before`, up to the smallest last key of the three.
+// Applies the changes `after` and `erased_keys` to the rows `before`. Stops at the smallest of the inputs' last keys.
 MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& erased_keys);
 
 // Merges parts that share no rows. Stops at the end of the first part that has more rows to come (`has_more`).

@@ -20,7 +20,7 @@
 namespace tierbed {
 namespace {
 
-// In RocksDB 8.9, the argument `true` overrides all earlier calls that disabled deletions. RocksDB 9 has no argument.
+// In RocksDB 8.9, the argument `true` overrides all earlier calls that disabled deletions. RocksDB 9 takes no argument.
 template <class Database>
 auto allow_deletions(Database& db, int) -> decltype(db.EnableFileDeletions(true)) {
     return db.EnableFileDeletions(true);

@@ -1,4 +1,4 @@
-// The files that hold a database's current rows, and file checksums.
+// Describes the files that hold a database's current rows. Computes checksums of files.
 #pragma once
 #include <cstddef>
 #include <memory>

@@ -25,7 +25,7 @@ using WritableFile = std::unique_ptr<rocksdb::FSWritableFile>;
 namespace {
 
 // Checksums of the row files that RocksDB is writing, by path. RocksDB 7.8's own checksum leaves out the padding
-// between aligned blocks, so each file computes its checksum itself.
+// between aligned blocks, so `ChecksummedFile` computes the checksum.
 class PendingChecksums {
 public:
     Checksum begin(const std::string& path) {

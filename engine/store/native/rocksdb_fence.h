@@ -1,4 +1,4 @@
-// Prevents a failed database that is still open from changing its folder.
+// A fence keeps a failed database from changing its folder. The failed database is still open.
 #pragma once
 #include <memory>
 
@@ -9,9 +9,9 @@ class FileChecksumGenFactory;
 
 namespace tierbed {
 
-// If an exception leaves RocksDB in the middle of a call, RocksDB's locks and queues stay as they are, and closing the
-// database could hang. So the database and its threads stay alive. After `close`, the failed database can no longer
-// create, remove or rename files, and another database may open the same folder.
+// If a RocksDB call ends with an exception, RocksDB's locks and queues stay as they are, and closing the database could
+// hang. So the database and its threads stay alive. After `close`, the failed database can no longer create,
+// remove or rename files, and another database may open the same folder.
 class Fence {
 public:
     Fence();
@@ -20,7 +20,7 @@ public:
 
     // The file system to open the database with.
     rocksdb::Env* env() const { return env_.get(); }
-    // Returns a factory of checksums. The factory reuses the checksum of a file that was written through the fence.
+    // Returns a factory of checksums. For a file written through `env`, the checksum was computed during the write.
     std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
     // May be called more than once.
     void close() noexcept;

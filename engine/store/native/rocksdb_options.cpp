@@ -88,7 +88,7 @@ rocksdb::Options tier_options(const RocksOptions& options) {
     database.min_write_buffer_number_to_merge = MERGED_MEMTABLES;
     database.memtable_whole_key_filtering = true;
     database.memtable_prefix_bloom_size_ratio = 0.01;
-    // A batch's keys ascend within a bucket (the first byte), so each insert starts where the last insert ended.
+    // A key's first byte is its bucket. A batch's keys ascend in each bucket, so an insert starts where the last ended.
     database.memtable_insert_with_hint_prefix_extractor.reset(rocksdb::NewFixedPrefixTransform(1));
     database.allow_concurrent_memtable_write = false;
     // Rows are overwritten at random. Universal compaction rewrites a row less often than level compaction.
@@ -123,7 +123,7 @@ void apply_user_options(rocksdb::Options& options, const NamedOptions& user_opti
     for (const rocksdb::CompressionType type : {options.compression, options.bottommost_compression})
         if (type != rocksdb::kDisableCompressionOption &&
             std::find(supported.begin(), supported.end(), type) == supported.end())
-            throw std::invalid_argument("compression: this build of RocksDB lacks it; give another");
+            throw std::invalid_argument("compression: RocksDB was built without this type; give another type");
 }
 
 bool is_compressed(const rocksdb::Options& options) {

@@ -404,7 +404,7 @@ void RocksTier::compact() {
 }
 
 // Reopens databases after a compaction. RocksDB's list of files (MANIFEST) keeps the first and last keys of merged
-// files; opening a database writes a new list without them. Skips a database that is being scanned or whose
+// files. Opening a database writes a new list without these keys. Skips a database that is being scanned or whose
 // files are held; `close` handles it later.
 void RocksTier::rewrite_manifests() {
     const std::unique_lock lock(open_mutex_);

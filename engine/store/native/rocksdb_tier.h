@@ -7,8 +7,8 @@
 // at a time. There is no write-ahead log: `flush` makes rows durable.
 //
 // Failures throw std::runtime_error with the folder, RocksDB's status and a remedy. Two failures have lasting effects.
-// If the disk is too full to open a database for writing, the database opens read-only until `make_writable`. If an
-// exception leaves RocksDB in the middle of a call, for example because memory ran out, RocksDB's locks may stay taken.
+// If the disk is too full to open a database for writing, the database opens read-only until `make_writable`. If a
+// RocksDB call ends with an exception, for example because memory ran out, RocksDB's locks may stay taken.
 // Then the tier has failed: all calls throw, and `close` leaves the databases open behind a `Fence`.
 #pragma once
 #include <atomic>
@@ -70,7 +70,7 @@ public:
     // Only one caller at a time may hold files.
     std::vector<DatabaseFile> hold_files();
     void release_files();
-    void close();  // close scans first; call nothing afterwards
+    void close();  // close all scans before; call no other method afterwards
     bool has_failed() const { return has_failed_; }
     // Returns each shard's database identity and the number of its last write. Compactions change neither value.
     std::vector<std::pair<std::string, u64>> read_versions() const;
@@ -84,7 +84,7 @@ public:
         ~Scan();
         Scan(const Scan&) = delete;
         u32 width() const { return tier_.shape_.width; }
-        // Packs up to max_rows rows of one bucket into `out`. Returns how many rows; 0 at the end.
+        // Packs up to max_rows rows of one bucket into `out`. Returns the number of packed rows; 0 after the last row.
         std::size_t next(u8* out, std::size_t max_rows, u32& bucket);
         // Releases the databases. Afterwards `next` throws.
         void close();
@@ -108,7 +108,7 @@ private:
         std::shared_ptr<rocksdb::DB> db;
         bool is_writable;
         bool manifest_is_stale = false;
-        std::atomic<i64> bytes_to_flush{0};  // bytes to write before the shard's one early flush
+        std::atomic<i64> bytes_to_flush{0};  // writing this many bytes triggers an early flush, once
         std::mutex flush_mutex;              // held to flush, or to retry a failed flush
     };
 
@@ -154,7 +154,7 @@ private:
     std::unique_ptr<rocksdb::Options> options_;
     std::atomic<bool> is_disk_full_{false};  // a shard is read-only because the disk was full
     bool has_held_files_ = false;            // between `hold_files` and `release_files`; guarded by `open_mutex_`
-    mutable std::shared_mutex open_mutex_;   // locked shared to use a database, exclusively to reopen one
+    mutable std::shared_mutex open_mutex_;   // a shared lock to use a database, a unique lock to reopen one
     RocksInfo info_{};
     std::shared_ptr<rocksdb::Cache> cache_;
     std::shared_ptr<rocksdb::Statistics> statistics_;

@@ -36,7 +36,7 @@ private:
     static constexpr u32 ABSENT = 0xFFFFFFFFu;  // index entry of a row that the image does not have
 
     struct BeforeImages {
-        RowMap index;          // maps a row to its position in `rows` + 1
+        RowMap index;          // maps a row to p + 1, where p is its position in `rows`
         std::vector<u8> rows;  // packed
     };
 

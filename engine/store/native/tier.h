@@ -32,8 +32,8 @@ struct RowSpan {
 class Tier {
 public:
     virtual ~Tier() = default;
-    // Copies rows to their lines, and writes `is_hit` [n]: false for a row that the tier lacks, whose line does not
-    // change. touch: count the read as a use.
+    // Copies rows to their lines. Writes `is_hit` [n]: true if the tier has the row. If not, the row's line does not
+    // change. touch: true to count the read as a use.
     virtual void read(const RowSpan& rows, bool* is_hit, bool touch) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
@@ -57,7 +57,7 @@ public:
         void add(u32 table, bool hit, u64 rows = 1) {
             if (table < tables) counts[2 * std::size_t{table} + hit] += rows;
         }
-        // Turns a hit that was counted before into a miss.
+        // Subtracts a hit that `add` has counted, and adds a miss.
         void turn_into_miss(u32 table) {
             if (table >= tables) return;
             --counts[2 * std::size_t{table} + 1];
