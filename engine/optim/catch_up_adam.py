@@ -1,7 +1,7 @@
 """Adam and AdamW that update rows lazily, but give them the values of dense torch.optim.Adam and AdamW.
 
-A row is written only in steps that touch the row. When the row is next looked up or updated, its missed steps are
-applied first. The row's gradient was zero in these steps. So each step s = last + 1 ... t - 1, with that step's lr, is
+A row is written only in steps that touch the row. When the row is next looked up or updated, in step t, its missed
+steps are applied first. A missed step s < t has a gradient of zero, and uses the lr of step s:
 
     CatchUpAdam     g  = weight_decay * w
                     m += (1 - beta1) * (g - m);  v = beta2 * v + (1 - beta2) * g * g
@@ -12,10 +12,10 @@ With weight decay, a row that was never written has missed all steps before t.
 
 CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
 The other rules apply at most `terms` steps one by one. For the remaining steps, they multiply m and v by powers of
-beta1 and beta2, and w by a power of the decay. The error is bounded: with r = beta1 / sqrt(beta2), the j-th step after
-the first missed step changes w by at most r^j sqrt(1 + j) times the first change, because sqrt(1 - beta2^s) grows by at
-most sqrt(1 + j). `terms` is chosen so that the bounds of the remaining steps sum to less than 2^-24, which is less than
-the first step's rounding. The bias corrections advance step by step in double. OneFlow's SmartDecayAdam is similar.
+beta1 and beta2, and w by a power of the decay. The error is bounded: if the first missed step changes w by d, the j-th
+step after it changes w by at most d * r^j sqrt(1 + j), where r = beta1 / sqrt(beta2). The factor sqrt(1 + j) bounds how
+much sqrt(1 - beta2^s) grows. `terms` is so large that the bounds of the remaining steps sum to less than d * 2^-24,
+below the first step's rounding. Bias corrections advance step by step in double. OneFlow's SmartDecayAdam is similar.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def terms(beta1: float, beta2: float) -> int:
     """Returns the number of missed steps to apply one by one; `ALL` if later steps never become negligible."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
-    def is_negligible(count: int) -> bool:  # a geometric series bounds the steps from `count` on
+    def is_negligible(count: int) -> bool:  # bounds all steps from `count` on by a geometric series
         growth = ratio * math.sqrt((count + 2) / (count + 1))
         return growth < 1.0 and ratio**count * math.sqrt(count + 1) <= 2.0**-24 * (1.0 - growth)
 

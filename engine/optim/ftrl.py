@@ -1,5 +1,5 @@
-"""FTRL-Proximal: McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1, generalized to
-any power p of the accumulator, with the arguments of OneFlow's `one_embedding.Ftrl`:
+"""FTRL-Proximal: McMahan et al., "Ad click prediction: a view from the trenches", KDD 2013, algorithm 1. The exponent p
+of the accumulator n is not fixed to 1/2. The arguments are the same as in OneFlow's `one_embedding.Ftrl`. Formula:
 
     n'  = n + g * g
     z  += g - (n'^p - n^p) / lr * w;  n = n'
@@ -48,13 +48,13 @@ class Ftrl(DenseOptimizer):
         params: The parameters or param groups.
         lr: The learning rate, above 0.
         weight_decay: The coefficient of L2 decay, added to the gradient.
-        lr_power: The negated power of the accumulator; -0.5 takes its square root.
-        initial_accumulator_value: The initial accumulator `n`. Must be above 0 if the accumulator's power is negative.
+        lr_power: The accumulator's exponent is `-lr_power` (see `power_sign`). The default takes the square root.
+        initial_accumulator_value: The initial accumulator `n`. Must be above 0 if the exponent is negative.
         lambda1: The strength of L1 regularization.
         lambda2: The strength of L2 regularization.
-        beta: Added to the accumulator's power.
-        power_sign: The accumulator's power: "-lr_power", or "lr_power" as in OneFlow's kernel. With "lr_power", a
-            negative `lr_power` makes steps grow with the accumulator.
+        beta: Added to the accumulator's power, `n^p`.
+        power_sign: "-lr_power" (default) negates `lr_power` to get the exponent. "lr_power" does not negate it, like
+            OneFlow's kernel; a negative exponent makes steps grow as the accumulator grows.
 
     Raises:
         OptimizerError: An argument other than `lr_power` is negative, or 0 where it must be above 0.

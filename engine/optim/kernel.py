@@ -3,8 +3,7 @@
 A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares a kernel as
 `NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel; the
 arguments may refer to OTHER's texts. So this module can read kernels without importing files. The build runs this file
-as a script, `python kernel.py OUTPUT`, with a Python that has neither torch nor NumPy. For a GPU, the same text is made
-at run time by `generate_header()`.
+as a script, `python kernel.py OUTPUT`, without torch and NumPy. For a GPU, `generate_header()` runs at run time.
 
 A kernel's bodies, and the names that each may use:
 
@@ -56,15 +55,16 @@ class CatchUp:
     # rates, and `is_constant` is true if these rates are equal.
     rest: str = ""
     rest_element: str = ""
-    unwritten: str = ""  # "steps" if rows that were never written miss steps too, "rest" if only `rest` changes them
+    # Missed steps of a row that was never written: "" skips them, "steps" applies them, "rest" applies all by `rest`.
+    unwritten: str = ""
 
 
 @dataclass(frozen=True)
 class Kernel:
     """The kernel of one optimizer rule. The file's docstring describes the bodies.
 
-    A kernel without `term` and `row` makes no pass over the row before `element`. A kernel without `norms`, `after` and
-    `finish` makes no pass after `element`.
+    If `term` and `row` are both empty, `element` is the first pass over the row. If `norms`, `after` and `finish` are
+    all empty, `element` is the last pass over the row.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Kernel:
         return self.element_states + self.row_states
 
     def state_widths(self, dim: int) -> tuple[int, ...]:
-        """Returns the size of each state, in numbers, for a row of `dim` elements."""
+        """Returns, for each state, how many numbers a row of `dim` elements stores."""
         return (dim,) * len(self.element_states) + (1,) * len(self.row_states)
 
 

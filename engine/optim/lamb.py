@@ -64,7 +64,7 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
 
 
 class LAMB(DenseAdam):
-    """LAMB with a trust ratio for each row (the last dimension) of a parameter; docs/optimizers.md gives the formula.
+    """LAMB with a trust ratio for each row. A row is a slice along the last dimension. See docs/optimizers.md.
 
     Source: You et al., "Large batch optimization for deep learning", ICLR 2020. Equals FBGEMM's LAMB.
 

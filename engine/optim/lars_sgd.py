@@ -40,10 +40,9 @@ LARS_SGD = Kernel(
 
 
 class LarsSGD(DenseOptimizer):
-    """SGD with momentum that scales the rate for each row (the last dimension) of a parameter.
+    """SGD with momentum. Each row (a slice along the last dimension) has its own rate. See docs/optimizers.md.
 
     Sources: You et al., "Large batch training of convolutional networks", 2017, and FBGEMM's LARS_SGD.
-    docs/optimizers.md gives the formula.
 
     Args:
         params: The parameters or param groups.

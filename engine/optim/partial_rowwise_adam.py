@@ -40,7 +40,7 @@ PARTIAL_ROWWISE_ADAM = Kernel(
 
 
 class PartialRowWiseAdam(DenseAdam):
-    """Adam with one second moment per row (the last dimension) of a parameter, and decoupled weight decay.
+    """Adam with decoupled weight decay and one second moment per row. A row is a slice along the last dimension.
 
     The formula is FBGEMM's PARTIAL_ROWWISE_ADAM; see docs/optimizers.md.
 

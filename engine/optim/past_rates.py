@@ -49,7 +49,7 @@ def append_past_rates(
 
 
 def is_past_rates(past: Sequence[float], step: int) -> bool:
-    """True if `past`, the stored numbers that follow the limits at `step`, are legal knots."""
+    """True if `past` holds legal knots for `step`. `past` is the part of the stored numbers after the limits."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))

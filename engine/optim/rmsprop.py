@@ -1,4 +1,4 @@
-"""RMSprop, like torch.optim.RMSprop without momentum and not centered:
+"""RMSprop, like torch.optim.RMSprop with `momentum=0` and `centered=False`:
 https://docs.pytorch.org/docs/stable/generated/torch.optim.RMSprop.html
 
     v  = alpha * v + (1 - alpha) * g * g

@@ -21,11 +21,11 @@ from .rule import ParamGroup, Rule, all_rules
 
 log = logging.getLogger("tierbed")
 _UNSUPPORTED = ("amsgrad", "centered", "differentiable")
-# Keys of a param group, set by torch, its schedulers or users, that do not affect a step.
+# Keys of a param group that do not affect a step. Torch, its schedulers or the user set these keys.
 _INERT = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 _LAZY_RULES = ("adam", "adamw", "sgd_momentum", "rmsprop")  # their lazy updates differ from torch.optim's dense updates
 _EQUIVALENT = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}
-_PARTLY_EQUIVALENT = "Adagrad, or SGD without momentum, and a penalty in place of weight_decay, give"
+_PARTLY_EQUIVALENT = "Replace weight_decay by a penalty in the loss. Then Adagrad, or SGD without momentum, gives"
 _RATE_TOLERANCE = 1e-3  # a past lr may be off by this fraction of the largest lr without a warning
 _NONNEGATIVE_SETTINGS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # settings that must not be negative
 
@@ -56,9 +56,9 @@ class RowOptimizer:
     ) -> list[float]:
         """Returns the rule's numbers for one step (counted from 1): hyper-parameters, limits, past learning rates.
 
-        `clip_value` clips each gradient element in this step, in addition to the group's `clip_grad_value`. For a rule
-        that catches up, `previous` is the result for the previous step, or empty if another rule ran that step; None
-        omits past rates. Raises OptimizerError if a setting is wrong, or the settings now belong to another rule.
+        `clip_value` clips each gradient element, in addition to the group's `clip_grad_value`. A rule that catches up
+        needs `previous`: the result for the previous step, or [] if another rule ran that step. `previous=None` omits
+        past rates. Raises OptimizerError if a setting is wrong, or if the settings now belong to another rule.
         """
         group = self._optimizer.param_groups[self._index]
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -84,10 +84,10 @@ class RowOptimizer:
         if change > self._warning_threshold:
             self._warning_threshold = 10 * change  # warn again if the change grows much larger
             log.warning(
-                "lr of %s changes too often to keep all past rates: one rate is off by %.2g of the largest. Rows that "
-                "wait for more than %d changes may be off by ten times that fraction of a step. Change lr once per "
-                "epoch, or with fewer rises and falls",
-                type(self._optimizer).__name__, change, MAX_KNOTS // 2,
+                "lr of %s changes too often to store all past learning rates. One stored rate is wrong by %.2g times "
+                "the largest rate. Rows that miss more than %d changes of lr may be wrong by %.2g of a step. Change lr "
+                "once per epoch, or use a schedule whose lr rises and falls less often",
+                type(self._optimizer).__name__, change, MAX_KNOTS // 2, 10 * change,
             )  # fmt: skip
 
     def numbers(self, step: int) -> dict[str, float]:
@@ -100,7 +100,7 @@ class RowOptimizer:
 
     @property
     def is_lazy(self) -> bool:
-        """True if in a dense table, a step of this optimizer would also change rows that the step does not look up."""
+        """True if, on a dense table, torch's optimizer would also change rows that a step does not look up."""
         decays = self.rule in ("sgd", "adagrad") and self._optimizer.param_groups[self._index].get("weight_decay")
         return self.rule in _LAZY_RULES or bool(decays)
 
@@ -108,17 +108,18 @@ class RowOptimizer:
         rule = _find_rule(self._optimizer, group)
         if rule.kernel.name != self.rule:
             raise OptimizerError(
-                f"{type(self._optimizer).__name__} began as rule {self.rule!r} and now has the settings of "
-                f"{rule.kernel.name!r}, whose state the rows lack. Do not change decoupled_weight_decay, and do not "
-                "change momentum or CatchUpAdam's weight_decay from or to zero. OneCycleLR and CyclicLR set momentum: "
-                "give them cycle_momentum=False, or make the optimizer with a momentum"
+                f"{type(self._optimizer).__name__} began as rule {self.rule!r}. Its settings now select rule "
+                f"{rule.kernel.name!r}, but the rows store the state of the first rule. Do not change "
+                "decoupled_weight_decay. A zero momentum must stay zero, and a nonzero momentum must stay nonzero. The "
+                "same holds for CatchUpAdam's weight_decay. OneCycleLR and CyclicLR set momentum: give them "
+                "cycle_momentum=False, or make the optimizer with a momentum"
             )
         old = self._checked_settings if self._should_warn_of_changes else None
         if old and (changed := [name for name in ("betas", "eps", "weight_decay") if settings[name] != old[name]]):
             self._should_warn_of_changes = False
             log.warning(
-                "%s of %s changed: steps that a row has missed use the new value, unlike in a dense table. Keep it "
-                "constant, and give cycle_momentum=False to OneCycleLR and CyclicLR",
+                "%s of %s changed. Steps that a row has missed use the new value; in a dense table, they would use the "
+                "old value. Keep the setting constant. Give cycle_momentum=False to OneCycleLR and CyclicLR",
                 " and ".join(changed), type(self._optimizer).__name__,
             )  # fmt: skip
         for name in _NONNEGATIVE_SETTINGS:
@@ -148,9 +149,9 @@ class RowOptimizer:
 def row_optimizer(optimizer: torch.optim.Optimizer, group: ParamGroup) -> RowOptimizer:
     """Make the row optimizer for `group`, one of the optimizer's param groups.
 
-    The optimizer must be an instance of a class in `all_rules`, not of a subclass. TorchRec's KeyedOptimizer and
-    similar wrappers may contain it. Raises OptimizerError for another type, for `amsgrad`, `centered` or
-    `differentiable`, for a limit that is not a positive float32 number, and for a key that the optimizer does not know.
+    The optimizer's class must be in `all_rules`; a subclass is not supported. TorchRec's KeyedOptimizer and similar
+    wrappers may contain the optimizer. Raises OptimizerError if the class is not supported, or if the group sets
+    `amsgrad`, `centered` or `differentiable`, an unknown key, or a limit that is not a positive float32 number.
     """
     return RowOptimizer(_inner_optimizer(optimizer, group), group)
 
@@ -159,9 +160,9 @@ def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
     """Log a warning for each lazy optimizer that would change all rows of a dense nn.Embedding."""
     for kind, rule in dict.fromkeys((type(o._optimizer).__name__, o.rule) for o in optimizers if o.is_lazy):
         log.warning(
-            "rows are trained by a lazy %s: momentum, moments or weight decay would change all rows of a dense "
-            "nn.Embedding in each step, but here a step changes only the rows that it looks up. %s all rows torch's "
-            "numbers",
+            "rows are trained by a lazy %s: a step changes only the rows that it looks up. In a dense nn.Embedding, "
+            "momentum, moments or weight decay would change all rows in each step. %s rows the values that they would "
+            "have in a dense nn.Embedding",
             kind, _EQUIVALENT.get(rule, _PARTLY_EQUIVALENT),
         )  # fmt: skip
 
@@ -172,9 +173,9 @@ def _inner_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer
     clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
     if clips and optimizer._clipping.name != "NONE":
         raise OptimizerError(
-            f"{kind.__name__} clips gradients stored in tensors, but row gradients are not stored in a tensor. Wrap "
-            "only dense parameters in it, and limit rows by clip_grad_value or clip_grad_row_norm in their param "
-            "group, or clip everything with an EagerOptimizer's clip_grad_norm_"
+            f"{kind.__name__} clips gradients stored in tensors, but row gradients are not stored in a tensor. Use "
+            "this wrapper only for dense parameters. To clip rows, set clip_grad_value or clip_grad_row_norm in the "
+            "rows' param group. To clip all gradients together, call an EagerOptimizer's clip_grad_norm_"
         )
     if not kind.__module__.startswith("torchrec.optim."):
         return optimizer
@@ -186,7 +187,7 @@ def _inner_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer
 
 
 def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Raise OptimizerError for a torchrec.optim class without `step`, which only names a fused optimizer."""
+    """Raise OptimizerError if there are no param groups. torchrec.optim's stand-ins for fused optimizers have none."""
     if not hasattr(optimizer, "param_groups"):
         raise _unsupported_error(type(optimizer))
 

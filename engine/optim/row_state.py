@@ -1,4 +1,4 @@
-"""The optimizer state of rows, described without the optimizer itself."""
+"""`RowState` describes the optimizer states that a row stores. It holds no reference to the optimizer."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class RowState:
 
     rule: str | None = None  # None if `put` wrote the rows without an optimizer
     names: tuple[str, ...] = ()
-    widths: tuple[int, ...] = ()  # the size of each state, in numbers per row
+    widths: tuple[int, ...] = ()  # for each state, how many numbers a row stores
     initial: tuple[float, ...] = ()  # the initial value of each state
     types: tuple[str, ...] = ()  # the dtype of each state; empty if all are float32
 
     @property
     def width(self) -> int:
-        """The size of all states together, in numbers per row."""
+        """How many numbers a row stores for all states together."""
         return sum(self.widths)
 
     @property

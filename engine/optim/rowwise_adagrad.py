@@ -39,7 +39,7 @@ ROWWISE_ADAGRAD = Kernel(
 
 
 class RowWiseAdagrad(DenseOptimizer):
-    """Adagrad with one accumulator per row (the last dimension) of a parameter.
+    """Adagrad with one accumulator per row. A row is a slice along a parameter's last dimension.
 
     The formula is FBGEMM's EXACT_ROWWISE_ADAGRAD; see docs/optimizers.md.
 

@@ -1,1 +1,1 @@
-"""User-facing options: stores, tables, initializers and names, and the checks of arguments."""
+"""Options for stores, tables and initializers. Also checks table names and lookup arguments."""

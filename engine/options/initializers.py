@@ -133,7 +133,7 @@ class TruncNormalInitializer(NormalInitializer):
         mean: The mean before truncation.
         std: The standard deviation before truncation.
         a: The lower bound, an absolute value (not a multiple of `std`).
-        b: The upper bound, also an absolute value.
+        b: The upper bound, an absolute value (not a multiple of `std`).
 
     Raises:
         OptionError: `std < 0`, `a >= b`, the probability of [a, b] is below 1e-6, or float32 cannot hold the values.
@@ -174,7 +174,7 @@ def _truncation_quantiles(mean: float, std: float, a: float, b: float) -> tuple[
 
 
 def _bisect(is_reached: Callable[[float], bool]) -> tuple[float, float]:
-    """Returns the floats in (0, 1) just below and above the threshold of `is_reached` (near 0, within 2^-100)."""
+    """Returns two floats from 0 to 1 around the threshold of `is_reached`: adjacent, or at most 2^-100 apart."""
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = low + (high - low) / 2
@@ -325,7 +325,7 @@ def as_arrays(
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
     """Returns (kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, with n = len(tables) * len(columns).
 
-    `columns` holds the widths of the column groups. Raises OptionError if a table has another number of column options.
+    `columns` holds the widths of the column groups. Raises OptionError if a table has more or fewer column options.
     """
     entries: list[InitializerEntry] = []
     for index, table in enumerate(tables):

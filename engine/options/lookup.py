@@ -25,12 +25,14 @@ OUTPUT_DTYPES = DTYPES
 class Lookup(NamedTuple):
     """The checked arguments of a lookup. A bag is a list of ids whose rows are pooled into one row."""
 
-    ids: Tensor  # [...] without pooling, [..., L] with pooling, or [n] with offsets
-    # integers in the result's shape, or [columns] with feature_columns; None if the last dimension indexes the table
+    ids: Tensor  # shape: [...] without pooling, [..., L] for bags of L ids, [n] if `offsets` define the bags
+    # Table numbers: one for each id or bag, or one for each result column if `feature_columns` is set. None if the last
+    # dimension of `shape` indexes the tables.
     table_ids: Tensor | None = None
     offsets: Tensor | None = None  # [bags + 1]: where each bag starts, then where the last bag ends
     pooling: str | None = None  # "sum" or "mean"
-    # each feature's column in the result, or -1 if it is not looked up; offsets are then [features * batch + 1]
+    # For each feature, its column in the result, or -1 if the feature is not looked up. If `feature_columns` is set,
+    # `offsets` has the shape [features * batch + 1].
     feature_columns: tuple[int, ...] | None = None
 
     @property
@@ -39,7 +41,7 @@ class Lookup(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The result's shape without its last dimension: the shape of ids, (bags,) or (batch, columns)."""
+        """The result's shape without its last dimension."""
         if self.offsets is not None:
             bags, columns = self.offsets.shape[0] - 1, self.feature_columns
             return (bags,) if columns is None else (bags // len(columns), len(columns) - columns.count(-1))
@@ -235,7 +237,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
 def _suggest_conversion(ids: Tensor, spec: TableSpec) -> str:
     """Returns advice for ids in another dtype: how to convert them, or what to do if conversion would change them."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
-        return f"give the same 64 bits as ids.view({spec.key_type})"  # .to() depends on the CPU for values >= 2**63
+        return f"give the same 64 bits as ids.view({spec.key_type})"  # .to() differs between CPUs if values >= 2**63
     if ids.dtype in KEY_TYPES and ids.dtype.itemsize > spec.key_type.itemsize:
         return f"make the embedding with key_type={ids.dtype}; ids.to({spec.key_type}) would drop the high bits"
     return f"convert them with ids.to({spec.key_type})"

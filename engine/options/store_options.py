@@ -145,14 +145,14 @@ class StoreOptions(_CommonFields):
         storage_dim: The row size in floats. Like `size_factor`, this argument only checks the row size.
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
-            there is none; "error" raises. "mixed" is like "resume", but lets embeddings that are trained together start
-            from different steps if they share no step. "pretrained" is like "resume", but expects a new dense
-            part to train with these rows. "fresh" starts empty in any case, and keeps the snapshots.
+            there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together may resume
+            from different steps. "pretrained" is like "resume", but does not warn if a new dense part trains with the
+            resumed rows. "fresh" always starts empty, even after a clean shutdown, and keeps the snapshots.
         snapshot_path: The folder that holds a folder of snapshots for each embedding. Default: `persistent_path`.
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.
-        admission: Which new rows training keeps. None keeps all rows. A whole number n keeps rows that n training steps
-            looked up. A probability p keeps a new row with probability p at each step that looks it up.
+        admission: Which new rows training keeps. None keeps all rows. A whole number n keeps a row from the n-th
+            training step that looks it up. A number below 1 is the probability that a step keeps a new row.
         ttl_steps: Delete rows that were not written for more than this many steps; with `eviction="ttl"`, only when new
             rows exceed `capacity`. None deletes no rows.
         state_dict_snapshots: If True, `state_dict()` saves a snapshot, and `load_state_dict()` loads it. A number keeps
@@ -246,10 +246,10 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
     """Stores all rows in host memory, with a cache in device memory. `StoreOptions` describes the other arguments.
 
     Args:
-        cache_budget_mb: The cache size in MiB. "auto" divides the memory that is free when the table opens, and prints
-            the division to stderr: the cache gets half of a GPU's memory, or an eighth of memory shared with the table.
-        cache_policy: Which row of a full set to evict if the announced steps do not decide: "lru", the least recently
-            used, or "lfu", the row that the fewest steps used.
+        cache_budget_mb: The cache size in MiB. "auto" takes half of the GPU memory that is free when the table opens.
+            Without a GPU, "auto" takes an eighth of the free host memory. "auto" prints the sizes to stderr.
+        cache_policy: Which row to evict from a full cache set: "lru" (the least recently used row) or "lfu" (the row
+            used in the fewest steps). A row that an announced step needs is not evicted.
         overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
             into their set. With RocksDB, the area also holds rows that wait for write-back; they may keep half of it
             until other rows need the space. If the area is full, prefetches and evictions wait, but a step gets what it
@@ -285,23 +285,22 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
     `StoreOptions` and `CachedHostMemOptions` describe the other arguments.
 
     Args:
-        cache_budget_mb: The size in MiB of the cache in device memory. "auto" divides the memory that is free when the
-            table opens, and prints the division to stderr: half for the cache, at most an eighth for the overflow area.
+        cache_budget_mb: The size in MiB of the cache in device memory. "auto" gives the cache half of the memory that
+            is free when the table opens, and the overflow area at most an eighth. "auto" prints the sizes to stderr.
         host_cache_budget_mb: The size in MiB of a second cache, in host memory; 0 for none, or "auto". If both budgets
             are "auto" and there is no GPU, there is no second cache.
         shards: The number of RocksDB databases in a new folder, 1 to 64. Rows are divided among the databases by hash.
             An existing folder keeps its number of databases. Default: 4.
         read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
-        io_threads: The maximum number of threads that read rows at the same time, that prefetch rows, and that write
-            rows back. By default, as many threads read as the disk can serve, up to 64. Prefetch and write-back each
-            use half of the cores, up to 4.
+        io_threads: The maximum number of threads for each of three tasks: reading rows, prefetch, and write-back. By
+            default, up to 64 threads read rows, depending on the disk. Prefetch and write-back each use half of the
+            cores, up to 4.
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.
-        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or as RocksDB's options string
-            (they are stored as a string). docs/tiers.md, "RocksDB", lists the names and values. File format options are
-            fields of {"block_based_table_factory": {...}}.
+        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or as RocksDB's options string.
+            docs/tiers.md, "RocksDB", lists them. File format options go into {"block_based_table_factory": {...}}.
     """
 
     store: str = field(default="cached_ssd", init=False)
@@ -370,7 +369,7 @@ for _name, _class in STORES.items():
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:
-    """Make store options from their printed form: `store` and its arguments. Raises OptionError; `where` begins it."""
+    """Make store options from a dict: `store` and its arguments. Raises OptionError; messages begin with `where`."""
     if isinstance(options, StoreOptions):
         return options
     if not isinstance(options, Mapping):
@@ -393,9 +392,8 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
-    The file has a table [name] with `store`, such as "cached_ssd", and the arguments of that store's
-    `make_*_store_options`. A relative persistent_path starts at the working directory. `tierbed store options` checks
-    a file.
+    The file has a table [name]. The table has `store`, such as "cached_ssd", and arguments of `make_*_store_options`. A
+    relative persistent_path starts at the working directory. To check a file, run `tierbed store options`.
 
     Args:
         path: The TOML file.

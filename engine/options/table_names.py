@@ -29,7 +29,7 @@ def check_table_name(name: Any) -> str | None:
     if name is not None and not is_table_name(name):
         raise OptionError(
             f"table name={name!r}: give None, or 1 to {MAX_LENGTH} printable characters, not only digits, without "
-            "leading or trailing spaces"
+            "spaces at either end"
         )
     return None if name is None else str(name)
 
@@ -78,7 +78,7 @@ def describe_table(table: int, names: Names) -> dict[str, Any]:
 
 
 def find_mismatched_tables(stored: Names, names: Names) -> list[int]:
-    """Returns the numbers of tables whose stored name differs from `names`. Tables stored without a name match."""
+    """Returns the numbers of tables whose stored name differs from `names`. Skips tables without a stored name."""
     padded = [*names, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 

@@ -39,7 +39,7 @@ class TableSpec:
     seed: int
     dtype: str = "float32"  # the dtype of stored embeddings
     state_dtype: str = "float32"  # the dtype of stored element states; row states are float32
-    has_own_seed: bool = True  # False if the seed does not come from the user, but from the name or stored rows
+    has_own_seed: bool = True  # True if the user gave the seed; else it comes from the name or stored rows
     zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state
     num_tables: int = field(init=False)
@@ -75,7 +75,7 @@ class TableSpec:
         return table_labels(self.table_names)
 
     def id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
-        """Returns for each table a number above all its legal and stored ids, or None if no such number is known."""
+        """Returns, for each table, a number above all legal ids and all stored ids; None if no such number is known."""
         own_limits = [table.ids for table in self.tables]
         field = None if stored is None else stored.get(ID_LIMITS)
         stored_limits = field if isinstance(field, list) else [None] * (0 if stored is None else len(stored["tables"]))
@@ -156,7 +156,7 @@ def table_spec(
         key_type,
         options,
         padding_idx,
-        zlib.crc32(name.encode()) if seed is None else check_seed(seed),  # by name, so that rows differ
+        zlib.crc32(name.encode()) if seed is None else check_seed(seed),  # by default, each name has its own seed
         dtype,
         state_dtype,
         seed is not None,
@@ -167,8 +167,8 @@ def check_name(name: Any) -> str:
     """Returns an embedding's name. Raises OptionError if no folder can have that name."""
     if not is_folder_name(name) or name != name.strip():
         raise OptionError(
-            f"name={name!r}: a folder gets this name; give 1 to 200 printable bytes without slashes, a leading dot, or "
-            "leading or trailing spaces"
+            f"name={name!r}: a folder gets this name; give 1 to 200 printable bytes, without slashes, without a dot at "
+            "the start, and without spaces at either end"
         )
     return str(name)
 
@@ -194,8 +194,8 @@ def check_dtype(dtype: Any) -> str:
     """Returns the dtype's name. Raises OptionError if rows cannot be stored in this dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
-            f"dtype={dtype!r}: give the dtype that rows are stored in, torch.float32, torch.bfloat16 or "
-            "torch.float16 (output_dtype sets the dtype that lookups return)"
+            f"dtype={dtype!r}: rows cannot be stored in this dtype; give torch.float32, torch.bfloat16 or "
+            "torch.float16. To set the dtype that lookups return, give output_dtype"
         )
     return DTYPES[dtype]
 
@@ -204,8 +204,8 @@ def check_state_dtype(dtype: Any) -> str:
     """Returns the dtype's name. Raises OptionError for a dtype that element states do not support."""
     if dtype is torch.float16:
         raise OptionError(
-            "state_dtype=torch.float16: it rounds sums of squares below 6e-8 to 0, and then updates are infinite; give "
-            "torch.bfloat16, which has the range of float32, or torch.float32"
+            "state_dtype=torch.float16: float16 rounds sums of squares below 6e-8 to 0, and then updates are infinite; "
+            "give torch.float32 or torch.bfloat16. The range of bfloat16 is as large as the range of float32"
         )
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(f"state_dtype={dtype!r}: give torch.float32 or torch.bfloat16")

@@ -91,7 +91,7 @@ class CpuProcessor(Processor[Batch]):
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        # zeros for features that are not looked up, since their ids have weights as well
+        # the kernel writes no gradients for features that are not looked up, so start from zeros
         make = torch.empty if lookup.feature_columns is None else torch.zeros
         out = make(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]

@@ -111,7 +111,7 @@ class CudaProcessor:
         return batch
 
     def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        batch.record_stream()  # a fetch of the batch's rows may still use the memory of the batch's faults
+        batch.record_stream()  # a fetch that still runs may use the tensor `batch.faults`
         is_different = [
             (old != new).any()
             for pair in zip(announced, lookups, strict=True)
@@ -143,7 +143,7 @@ class CudaProcessor:
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
-        # zeros for features that are not looked up, since their ids have weights as well
+        # the kernel writes no gradients for features that are not looked up, so start from zeros
         make = torch.empty if lookup.feature_columns is None else torch.zeros
         out = make(lookup.ids.shape, dtype=torch.float32, device=self.device)
         kernels.weights_grad(batch, self._device_layout, index, grad.contiguous(), out, lookup.pooling == "mean")
@@ -212,7 +212,7 @@ class CudaProcessor:
 
 
 def _make_segment(lookup: Lookup) -> Segment:
-    """Make a lookup's segment of a batch on the device, without reading values on the host."""
+    """Convert a lookup to a segment of a batch. All values stay on the device."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     tables, offsets = (

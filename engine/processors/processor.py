@@ -26,7 +26,7 @@ B = TypeVar("B")
 
 
 class DeferredError(NamedTuple):
-    """An error that was found after the wrong call had returned. No row has changed since that call."""
+    """An error that was found after the call that caused it had returned. No row has changed since that call."""
 
     error: TierbedError
     updates: int  # number of the launched updates that were applied
@@ -37,7 +37,7 @@ class RowsByOwner(NamedTuple):
 
     keys: Tensor  # [unique] int64
     tables: Tensor  # [unique] int64
-    positions: NDArray[np.int64]  # [unique], for each row of the batch, its position in this order
+    positions: NDArray[np.int64]  # [unique]: where each row of the batch is in `keys`
     counts: list[int]  # [ranks], number of rows that each rank owns
 
 
@@ -58,7 +58,7 @@ def sort_by_owner(unique: Lookup, ranks: int, last: int) -> RowsByOwner:
 class Processor(Protocol[B]):
     """Runs one table's operations on one kind of device. Rows and outputs are bit-identical on all devices.
 
-    `B` is the processor's batch type: the unique rows of lookups, with the rows' memory addresses, set by a store.
+    `B` is the type of a batch. A batch holds the unique rows of lookups. A store adds the rows' memory addresses.
     Tensors are on `device`. The default methods suit a processor that finishes a call's work before the call returns.
     """
 
@@ -116,7 +116,7 @@ class Processor(Protocol[B]):
         return
 
     def adopt(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Make a batch usable in this thread for `lookups`. Another thread made the batch from equal lookups."""
+        """Make another thread's batch usable in this thread. `lookups` must have the same values as `announced`."""
         return
 
     def count_written(self, batch: B) -> Counts:
@@ -146,14 +146,14 @@ class Processor(Protocol[B]):
         """Sum the gradients of each row and apply the rule. Raises TypeError or ValueError before any write."""
 
     def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
-        """Returns each row's sum of squared gradient elements: float32 [unique or longer], padded with 0."""
+        """Returns each unique row's sum of squared gradient elements, as float32. Zeros may follow these sums."""
 
     def sum_gradients(
         self, batch: B, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns each row's summed gradient, reduced as in `update`: float32 [unique, dim].
 
-        With `out`, a contiguous tensor [*, dim], row u's gradient is written to out[positions[u]]. May wait.
+        If `out` is given, writes row u's gradient to out[positions[u]]; `out` is contiguous, [*, dim]. May wait.
         """
 
     def unique_rows(self, batch: B) -> Lookup:
@@ -162,17 +162,17 @@ class Processor(Protocol[B]):
     def set_lines(
         self, batch: B, rows: Tensor, positions: NDArray[np.int64], rest: tuple[B, int] | None = None
     ) -> None:
-        """Make `gather` and `weights_grad` read row u of the batch from rows[positions[u]]; rows are float32 [*, dim].
+        """Set where `gather` and `weights_grad` find row u of the batch: at rows[positions[u]].
 
-        With `rest=(other, start)`, position len(rows) + i means the row at position start + i of `other`, a batch of
-        this processor. `other` must stay pinned while `batch` is read.
+        `rows` is float32 [*, dim]. With `rest=(other, start)`, position len(rows) + i means the row at position
+        start + i of `other`, a batch of this processor. `other` must stay pinned while `batch` is read.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags. A row's last value wins."""
 
     def preview_catch_up(self, batch: B, rule: str) -> None:
-        """Make gathers return rows as they are after their missed steps, without changing the stored rows."""
+        """Apply missed steps to the rows that `gather` returns. The stored rows do not change."""
 
     def catch_up(self, batch: B, rule: str) -> None:
         """Apply missed steps to the stored rows of a batch."""

@@ -43,7 +43,7 @@ _INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] 
 }
 _ARGUMENT_NAMES = {"a": "low", "b": "high", "val": "value"}  # {torch's argument name: tierbed's}
 
-# the keys are the values of TorchRec's DataType and the names of torch's dtypes
+# {name: dtype}. A name is a value of TorchRec's DataType, such as "FP32", or torch's name, such as "torch.float32".
 _DATA_TYPES = {
     name: dtype
     for value, dtype in (("FP32", torch.float32), ("BF16", torch.bfloat16), ("FP16", torch.float16))
@@ -68,8 +68,8 @@ class EmbeddingConfig:
         name: Table name.
         data_type: Storage dtype: FP32, BF16 or FP16, as text, torch's dtype or TorchRec's DataType.
         feature_names: Features that look the table up. By default, one feature with the same name as the table.
-        weight_init_min, weight_init_max: New rows are uniform in this range. Default: +-sqrt(1 / num_embeddings),
-            or normal(0, 0.05) if num_embeddings is None.
+        weight_init_min, weight_init_max: New rows are drawn uniformly from this range. Default:
+            +-sqrt(1 / num_embeddings), or normal(0, 0.05) if num_embeddings is None.
         initializer: Initializer for new rows, from a `make_*_initializer`. Replaces the range.
         init_fn: TorchRec's form of the initializer: `uniform_`, `normal_`, `constant_`, `zeros_` or `ones_` of
             torch.nn.init, or a functools.partial of one. The id of a row determines its initial values.
@@ -89,7 +89,7 @@ class EmbeddingConfig:
     bad_ids: str = field(default="raise", kw_only=True)
     init_fn: Any = field(default=None, kw_only=True)
     num_embeddings_post_pruning: int | None = _refused_field(None, "only rows that were trained are stored")
-    need_pos: bool = _refused_field(False, "PositionWeightedModuleCollection weights any feature by position")
+    need_pos: bool = _refused_field(False, "use PositionWeightedModuleCollection to weight features by position")
     input_dim: int | None = _refused_field(None, "ids are hashed; num_embeddings=None takes any 64-bit id")
     total_num_buckets: int | None = _refused_field(None, "the store has its own hash partitions")
     use_virtual_table: bool = _refused_field(False, "every table is virtual; num_embeddings=None takes any 64-bit id")
@@ -193,9 +193,9 @@ def _convert_init_fn(init_fn: Any, subject: str) -> Mapping[str, Any]:
     function, arguments = (init_fn.func, init_fn.keywords) if isinstance(init_fn, partial) else (init_fn, {})
     if function not in _INIT_FNS or (isinstance(init_fn, partial) and init_fn.args) or arguments.get("generator"):
         raise OptionError(
-            f"{subject}: init_fn={init_fn!r}; each new row is initialized alone, from its id: give uniform_, normal_, "
-            "constant_, zeros_ or ones_ of torch.nn.init, as functools.partial(normal_, std=0.01), or "
-            "initializer=make_normal_initializer(...)"
+            f"{subject}: init_fn={init_fn!r} cannot initialize each new row alone, from its id. Give uniform_, "
+            "normal_, constant_, zeros_ or ones_ of torch.nn.init, for example functools.partial(normal_, std=0.01). "
+            "Or give an initializer, for example initializer=make_normal_initializer(...)"
         )
     initializer, defaults = _INIT_FNS[function]
     try:

@@ -40,14 +40,14 @@ class _PooledLookup:
 
 
 class EmbeddingBagCollection(TableCollection):
-    """TorchRec's collection of pooled tables, stored in tiered hashed tables.
+    """TorchRec's EmbeddingBagCollection, with rows that tierbed stores. A lookup pools the rows of each bag.
 
     Tables with equal dim share an embedding. Embeddings are named `<name>-d<dim>`, or `<name>-d<dim>-<group>`.
 
     Args:
         tables: One EmbeddingBagConfig (tierbed's or TorchRec's) per table.
-        store_options: Options from a `make_*_store_options`, divided between the embeddings (`stores()` prints the
-            result), or a mapping from embedding name to options. None keeps all rows in device memory.
+        store_options: Options from a `make_*_store_options`. They are divided between the embeddings; see `stores()`.
+            Or give a dict {embedding name: options}. None keeps all rows in device memory.
         name: Prefix for embedding names. None means "ebc". If a model has several collections without a name, their
             embeddings are named by the collections' module paths.
         is_weighted: If True, multiplies rows by the batch's weights.
@@ -139,7 +139,7 @@ class EmbeddingBagCollection(TableCollection):
             yield embedding, check_lookup(embedding.spec, *arguments, positions, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
-        """Add a feature to the first lookup of its table's embedding that lacks it. Returns the lookup's index."""
+        """Add a feature to a lookup that does not have the feature yet. Returns the lookup's index."""
         embedding, table = self.table_location(config.name)
         pooling = config.pooling.value.lower()
         candidates = (entry for entry in self._lookups if (entry.embedding, entry.pooling) == (embedding, pooling))
@@ -220,9 +220,7 @@ class Padded(NamedTuple):
 
 
 class EmbeddingCollection(TableCollection):
-    """TorchRec's collection of tables whose rows are not pooled, stored in tiered hashed tables.
-
-    Tables may differ in dim.
+    """TorchRec's EmbeddingCollection, with rows that tierbed stores. A lookup returns one row per id.
 
     Args:
         tables: One EmbeddingConfig (tierbed's or TorchRec's) per table.
@@ -231,7 +229,7 @@ class EmbeddingCollection(TableCollection):
         padded: {feature: length}. Each of these features is returned as a dense `Padded`. Ids beyond `length` are left
             out. If this argument is given, the id -1 (2**64 - 1 as uint64) means padding in every feature.
 
-    The other arguments are the same as for EmbeddingBagCollection.
+    The other arguments are the same as for EmbeddingBagCollection. Tables may differ in dim.
 
     Raises:
         OptionError: If an argument is invalid.
@@ -273,8 +271,9 @@ class EmbeddingCollection(TableCollection):
         for embedding in self.each():
             if padding is not None and embedding.spec.padding_idx != padding:
                 raise OptionError(
-                    f"padded={self._padded}: the shared embedding {embedding.name!r} was made without padding id "
-                    f"{padding}; make this collection first, with store_options, and pass it to the other as share"
+                    f"padded={self._padded}: the shared embedding {embedding.name!r} does not use id {padding} as "
+                    "padding. Make the padded collection first, with store_options. Then make the other collection, "
+                    "and pass the padded collection as share"
                 )
 
     def forward(self, features: Any) -> dict[str, JaggedTensor | Padded]:
@@ -307,7 +306,7 @@ class EmbeddingCollection(TableCollection):
         """Return the dim of all tables, or -1 if there are none. Raises InputError if dims differ."""
         dims = {config.embedding_dim for config in self.configs}
         if len(dims) > 1:
-            raise InputError(f"embedding_dim of {self.name!r}: tables have dims {sorted(dims)}; read a config's")
+            raise InputError(f"embedding_dim of {self.name!r}: dims are {sorted(dims)}; read a config's embedding_dim")
         return dims.pop() if dims else -1
 
     def embedding_names_by_table(self) -> list[list[str]]:
@@ -333,12 +332,12 @@ class EmbeddingCollection(TableCollection):
                 yield name, embedding, table, ids[feature]
 
     def _read_ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _Ids:
-        """Return (ids [n], offsets, None), or for a padded feature (ids [batch, length], offsets, its mask)."""
+        """Return (ids, offsets, mask). A padded feature has ids [batch, length]. Others have ids [n] and no mask."""
         length = self._padded.get(feature)
         if length is None or isinstance(batch, dict) or batch.variable_stride_per_key():
             jagged = batch[feature]
             values, offsets = jagged.values(), jagged.offsets()
-        else:  # a graph cannot trace splitting values by key, so take all values with this key's offsets
+        else:  # a graph cannot trace `batch[feature]`: use the values of all features, and this feature's offsets
             first = batch.keys().index(feature) * batch.stride()
             values, offsets = batch.values(), batch.offsets()[first : first + batch.stride() + 1]
         ids = self.convert_ids(values)

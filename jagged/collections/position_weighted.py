@@ -24,7 +24,7 @@ _LENGTH_EXPECTED = "the maximum ids of a bag, from 1"
 class PositionWeightedModule(NoTorchScript, nn.Module):
     """Weights each id of one feature by its position in the bag. Weights start at 1.
 
-    The parameter is `position_weight` [max_feature_length].
+    The parameter `position_weight` holds one weight per position. Its shape is [max_feature_length].
 
     Args:
         max_feature_length: Maximum bag length. Longer bags are handled as in
@@ -51,8 +51,8 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
 class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
     """Weights each id by its position in the bag. Weights start at 1.
 
-    A feature's parameter is `position_weights[feature]` [maximum length]. A longer bag raises InputError. A graph on a
-    GPU does not check lengths: ids beyond the last position get the last position's weight.
+    `position_weights[feature]` is a parameter, with one weight per position. A longer bag raises InputError. A graph on
+    a GPU does not check lengths: ids beyond the last position get the last position's weight.
 
     Args:
         max_feature_lengths: {feature: maximum bag length}. Features that are not listed get weight 1.
