@@ -1,4 +1,4 @@
-"""The sides that only train rows, without a model: tierbed on its stores and over ranks, FBGEMM, torch, TorchRec."""
+"""The sides that only train rows, without a model: tierbed on its stores and across ranks, FBGEMM, torch, TorchRec."""
 
 from __future__ import annotations
 

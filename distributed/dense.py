@@ -39,7 +39,7 @@ def all_reduce_in_order(
     is_finite: bool = True,
     shared_values: Mapping[str, Any] | None = None,
 ) -> AllReduceResult:
-    """Sum tensors over ranks. Shapes and dtypes must be equal on all ranks. This is a collective.
+    """Sum tensors across ranks. Shapes and dtypes must be equal on all ranks. This is a collective.
 
     Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank has tensors;
     at least one must. shared_values: values equal on all ranks. error: this rank's error, to raise on all ranks.

@@ -439,7 +439,7 @@ class ShardedTable:
 
     @_collective("delete")
     def delete(self, lookup: Lookup) -> int:
-        """Delete rows, as `OpenTable.delete` does. Returns how many ids had rows, summed over ranks."""
+        """Delete rows, as `OpenTable.delete` does. Returns how many ids had rows, summed across ranks."""
         op = f"delete of embedding {self.name!r} at step {self.open_table.step}"
         requested, _ = self._scatter(op, lookup, None)
         self.local.count_write()

@@ -1,6 +1,6 @@
 """`World`: the processes that share embedding rows, and the collective calls that these processes make.
 
-Every operation over ranks begins with a handshake. In a world of one process, collective calls are plain calls.
+Every operation across ranks begins with a handshake. In a world of one process, collective calls are plain calls.
 """
 
 from __future__ import annotations

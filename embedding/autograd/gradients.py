@@ -36,7 +36,7 @@ _METADATA |= {"size", "storage_offset", "stride", "untyped_storage"}
 # for messages: maps a function called on a gradient to the user's call that leads to the function
 _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
     "foreach": "a clip with foreach=True",
-    "linalg_vector_norm": "a norm by torch over ranks, or with a norm_type other than 2,",
+    "linalg_vector_norm": "a norm by torch across ranks, or with a norm_type other than 2,",
 }
 os.register_at_fork(after_in_child=trainers.clear)  # otherwise a child process would train a copy of the rows
 
@@ -146,7 +146,7 @@ class RowGradients:
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # over ranks, `clip` is empty and gradients are averaged
+        batch.update(*self.grads(), *clip)  # across ranks, `clip` is empty and gradients are averaged
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:

@@ -246,7 +246,7 @@ def _describe_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any
 def _make_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_write: bool = False) -> Exception:
     name, operation = operation_name(func), _describe_operation(func, args, kwargs)
     if is_write:
-        remedy = "train in one process, or over ranks by world=" if name == "share_memory_" else _WRITE_REMEDY
+        remedy = "train in one process, or across ranks by world=" if name == "share_memory_" else _WRITE_REMEDY
         return InputError(f"{operation}: no tensor holds its rows, so no row would change or be shared; {remedy}")
     if name in _CHECKS or name == "copy_":
         return GraphError(f"{operation}: no tensor holds its rows, so the result would ignore the rows; {_READ_REMEDY}")

@@ -212,7 +212,7 @@ def apply_gradients(
 ) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns True after an update.
 
-    With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Over ranks, the
+    With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Across ranks, the
     update uses the mean of the ranks' gradients; row gradients have already been sent.
     """
     scale, finite = 1.0 / epilogue.accumulate_steps if epilogue.takes_mean else 1.0, True

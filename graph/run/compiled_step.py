@@ -106,7 +106,7 @@ class CompiledStep:
 
 @dataclass(frozen=True)
 class RankStep(CompiledStep):
-    """A compiled step over ranks."""
+    """A compiled step across ranks."""
 
     collectives: StepCollectives = field(kw_only=True)
     synced_indices: dict[str, int] = field(kw_only=True)  # name of a parameter or buffer -> index in the step's inputs

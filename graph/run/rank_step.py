@@ -1,4 +1,4 @@
-"""The collectives of a compiled step over ranks.
+"""The collectives of a compiled step across ranks.
 
 In each collective, a rank waits for all other ranks. So every rank must make all collectives of a step in the same
 order, even if the step fails on this rank. A rank that fails makes the remaining collectives with empty data and
@@ -90,7 +90,7 @@ class StepCollectives:
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
     def vote(self, dense: list[DenseGrads], *, finite: bool, has_batch: bool = True) -> AllReduceResult:
-        """Sum dense gradients over ranks. If the step failed on one rank, raise that rank's error on all ranks."""
+        """Sum dense gradients across ranks. If the step failed on one rank, raise that rank's error on all ranks."""
         grads = [grad for part in dense for grad in part.grads]
         settings = read_settings([part.optimizer for part in dense])
         trained: list[Any] = self._trained
