@@ -104,7 +104,7 @@ private:
     // Returns false if a prefetch might need too much of the overflow area now.
     bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Takes the locks itself. Writes back at most `max_rows` dirty rows of a `for_each` visit. True if dirty rows remain.
+    // Takes the locks. Writes back up to `max_rows` of the dirty rows that `for_each` visits. True if others remain.
     template <class ForEach>
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Copies resident rows to the lines `to`, and returns the missing rows. touch: the copy counts as a use.
