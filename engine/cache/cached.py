@@ -27,7 +27,7 @@ def make_budget_error(option: str, budget_mb: float, line_bytes: int, error: Exc
 
 
 class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
-    """A write-back cache. tier: its name in metrics. option: its budget's name in errors. Budgets include metadata."""
+    """A write-back cache. `tier` names it in metrics; `option` names its budget in errors. Budgets include metadata."""
 
     def __init__(
         self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
@@ -46,7 +46,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         except (ValueError, MemoryError) as error:
             raise make_budget_error(option, budget_mb, layout.line_bytes, error) from None
         self._budget = f"{option}={budget_mb}"
-        self._capacity = int(self.native.metrics()["capacity"])  # in rows; the first larger batch logs a warning
+        self._capacity = int(self.native.metrics()["capacity"])  # the first batch with more rows logs a warning
         self._peek_counts = (0, 0, 0)
 
     def announce(self, batch: _core.Batch) -> None:

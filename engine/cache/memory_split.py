@@ -14,7 +14,7 @@ LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # cache metadata per line: a way and a tag
 OVERFLOW_OVERHEAD_BYTES = 91  # overflow area metadata per line
 MIN_CACHE_ROWS = WAYS * BUCKETS  # with fewer rows, buckets share sets, and a batch's rows are inserted in another order
 
-# What else uses the memory: RocksDB and the page cache, a full table, or the other data of a GPU
+# What shares memory with the cache. rocksdb: RocksDB and the page cache; table: a full table; device: other GPU data.
 SharedWith = Literal["rocksdb", "table", "device"]
 CACHE_SHARES = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW_SHARES = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
@@ -53,10 +53,10 @@ def split_memory(
     overflow_mb: float | None = 0,
     fixed_mb: float = 0,
 ) -> MemorySplit:
-    """Divide `free_mb` MiB, less `fixed_mb` for other budgets, between a cache and the other users of the memory.
+    """Reserve `fixed_mb` of `free_mb` MiB for other budgets, then divide the rest between a cache and `shared_with`.
 
-    row_bytes: cache memory per row, metadata included. capacity: maximum number of rows; the cache and RocksDB get no
-    more memory than so many rows need. overflow_mb: limit for the overflow area; None means the option's default.
+    row_bytes: cache memory per row, metadata included. capacity: maximum number of rows. The cache and RocksDB get at
+    most the memory for `capacity` rows. overflow_mb: limit for the overflow area; None means the option's default.
     """
     available = max(free_mb - fixed_mb, 0)
     cache, rocksdb = available * CACHE_SHARES[shared_with], available * ROCKSDB_SHARES[shared_with]

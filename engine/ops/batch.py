@@ -22,9 +22,9 @@ from ..options.table_spec import TableSpec
 
 LARGE = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
 
-# (keys [n], each bag's table id or None, bags); bags: None without pooling, else the bags' length or offsets [bags + 1]
+# (keys [n], table ids [bags] or None, bags). bags: one length for all bags, offsets [bags + 1], or None without pooling
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# a Segment's items, then each result column's feature [columns] and the batch size
+# a Segment's three items, features [columns] (one per result column), and the batch size
 FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
@@ -55,7 +55,7 @@ def check_gradients(
 
 
 def convert_gradients(gradients: Gradients) -> tuple[list[Any], list[bool], list[Any]]:
-    """Return the core's arguments, one item per lookup: gradients, True for mean pooling, pooling weights."""
+    """Return three lists for the core, each with one item per lookup: gradients, "is mean" flags, pooling weights."""
     means = [lookup.pooling == "mean" for lookup in gradients.lookups]
     weights = [None if tensor is None else flatten_weights(tensor) for tensor in gradients.weights]
     return [as_array(grad) for grad in gradients.grads], means, weights
@@ -86,7 +86,7 @@ def invert_feature_columns(feature_columns: tuple[int, ...]) -> NDArray[np.uint3
 
 @cache
 def _make_default_tables(columns: int, num_tables: int) -> NDArray[np.uint32]:
-    """Return each column's table, [columns], if no table ids were passed: the only table, or all tables in order."""
+    """Return default table ids [columns]. Column c gets table c, or table 0 if there is only one table."""
     return np.zeros(columns, np.uint32) if num_tables == 1 else np.arange(columns, dtype=np.uint32)
 
 
@@ -97,7 +97,7 @@ def _make_table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np
 
 
 def make_batch(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
-    """Deduplicate lookups on the CPU. Raises InputError; with `strict`, also for ids that `bad_ids='drop'` drops."""
+    """Deduplicate lookups on the CPU. Raises InputError for bad lookups; if `strict`, also for ids to be dropped."""
     segments = [make_segment(spec, lookup) for lookup in lookups]
     try:
         batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)
@@ -117,8 +117,8 @@ def make_illegal_id_error(spec: TableSpec, table: int, key: int) -> InputError:
     id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
-        "correct the ids, raise the table's number of ids (ids, or num_embeddings in a config; None allows any id), "
-        "or leave such ids out by make_table_options(bad_ids='drop')"
+        "correct the ids, or give the table more ids (num_embeddings in a config, otherwise ids). None allows any id. "
+        "make_table_options(bad_ids='drop') ignores such ids instead"
     )
 
 
@@ -209,8 +209,8 @@ def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
     where = f"offsets of embedding {spec.name!r}"
     if flat[0] != 0 or flat[-1] != ids:
         raise InputError(
-            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 offsets, the first 0 and the last "
-            f"the number of ids, {ids}"
+            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 offsets. The first must be 0, and the last "
+            f"must be {ids}, the number of ids"
         )
     descents = np.flatnonzero(flat[1:] < flat[:-1])
     if len(descents):

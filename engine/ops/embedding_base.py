@@ -14,7 +14,7 @@ from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
 TRACED = "tierbed_traced"  # attribute of a traced tensor: (tracing thread, live parameter)
-REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage: error text for writes to the weight
+REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage; a write to the weight raises this text
 
 
 class NoTorchScript:
@@ -41,7 +41,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     row_optimizer: RowOptimizer | None  # applies the next update to the rows
     world: Any = None  # the ranks that own the rows
     group: Any = None  # the training group
-    # "path": no name until its path in a model is known; "default": the name may change; "given": the user's name
+    # The name was "given" by the user, is a "default" that may change, or will be the module's "path" in a model.
     naming: str = "given"
 
     @property
@@ -68,8 +68,8 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
         """Pin all rows that a training step looks up. Returns a `PinnedBatch`, or with ranks a `ShardedBatch`.
 
-        dedup_from: another embedding's batch of the same lookups, whose deduplication is reused. dtype: of results and
-        gradients, by default `output_dtype`. Raises OptimizerError, StoreError, CapacityError, InputError.
+        dedup_from: a batch with the same lookups in another embedding, to reuse its deduplication. dtype: the dtype for
+        results and gradients, by default `output_dtype`. Raises OptimizerError, StoreError, CapacityError, InputError.
         """
         raise NotImplementedError
 

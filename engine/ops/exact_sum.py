@@ -15,12 +15,12 @@ from torch import Tensor
 
 _NUM_LIMBS, _LIMB_BITS = 10, 32  # a partial sum: ten 32-bit limbs, lowest first, enough for 2^40 numbers
 _UNIT = 1 << 149  # 1.0 as a multiple of the smallest float32
-_CHUNK_NUMBERS = 1 << 28  # float64 sums this many 24-bit mantissas exactly
+_CHUNK_NUMBERS = 1 << 28  # a float64 sum of up to this many 24-bit mantissas is exact
 _NUM_LANES = 1 << 16  # parallel sums
 
 
 def compute_partial_sum(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Sum numbers [n] >= 0 exactly. Returns [12]: the sum's 10 limbs, then the counts of infinities and NaNs."""
+    """Sum non-negative numbers [n] exactly. Returns [12]: the sum's 10 limbs, then counts of infinities and NaNs."""
     bits = numbers.view(np.uint32) & 0x7FFFFFFF  # a NaN's sign bit may be set
     exponents = (bits >> 23).astype(np.int64)
     mantissas = (bits & 0x7FFFFF) + ((exponents > 0).astype(np.uint32) << 23)

@@ -18,11 +18,11 @@ def read_write_count(tensor: Tensor) -> int | None:
 def fingerprint(tensor: Tensor | None, by_memory: bool = False) -> Hashable:
     """Return a value that changes when torch writes to the tensor. Keep the tensor alive while you compare values.
 
-    Equal values mean the same tensor object; with `by_memory`, the same memory, even in another view.
+    Different tensor objects have different values. With `by_memory`, equal views of the same memory have equal values.
     """
     if tensor is None:
         return None
-    # torch does not count writes to inference tensors, so a new object makes two fingerprints differ
+    # torch does not count writes to inference tensors, so each call returns a different value for them
     count = object() if tensor.is_inference() else tensor._version
     return (tensor.data_ptr(), count, tensor.dtype, tensor.shape, tensor.stride()) if by_memory else (id(tensor), count)
 

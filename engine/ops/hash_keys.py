@@ -33,7 +33,7 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
         The hashes as a signed int64 tensor on the CPU, with the shape of `values`.
 
     Raises:
-        InputError: `values` has another type, text that is not Unicode, or a null while `null` is None.
+        InputError: the type of `values` is not supported, a text is not Unicode, or a value is null and `null` is None.
         OptionError: `seed` or `null` is not a 64-bit integer.
     """
     seed = int_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64
@@ -72,7 +72,7 @@ def _hash_padded(values: NDArray[Any], seed: int) -> Ids:
     is_text = native.dtype.kind == "U"
     first_invalid = _core.hash_rows(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
     if first_invalid < len(ids):
-        raise InputError(f"values: element {first_invalid} has a character that is not Unicode, so it has no UTF-8")
+        raise InputError(f"values: element {first_invalid} has a character that is not Unicode; give valid text")
     return ids
 
 
@@ -84,7 +84,7 @@ def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
             try:
                 parts.append(value.encode())
             except UnicodeEncodeError as error:
-                raise InputError(f"values: element {position}, {value!r}, has no UTF-8: {error.reason}") from None
+                raise InputError(f"values: element {position}, {value!r}, is not Unicode: {error.reason}") from None
         elif isinstance(value, bytes):
             parts.append(value)
         elif value is None or (isinstance(value, float) and value != value) or type(value).__name__ == "NAType":

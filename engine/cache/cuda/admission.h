@@ -25,13 +25,13 @@ struct Cache {
 
 enum Eviction : u8 { NOTHING, CLEAN, DIRTY };
 
-// Arrays with one element per row of a batch: slot or NONE, line or 0, 1 for a hit, Eviction, the evicted row's Way.
+// The result of admitting a batch. Each array has one element per row of the batch.
 struct Admission {
-    u32* slots;
-    u64* lines;
-    u8* is_hit;
-    u8* evictions;
-    Way* victim_ways;
+    u32* slots;        // the row's slot, or NONE
+    u64* lines;        // the row's line, or 0
+    u8* is_hit;        // 1 for a hit, 0 for a miss
+    u8* evictions;     // an Eviction
+    Way* victim_ways;  // the evicted row's Way
 };
 
 }  // namespace tierbed

@@ -131,7 +131,7 @@ extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u3
     });
 }
 
-// Looks up the first `count` rows: writes lines [n], 0 for a miss, and is_missing [n], 1 for a miss, otherwise 0.
+// Looks up the first `count` rows. Sets lines [n]: 0 for a miss. Sets is_missing [n]: 1 for a miss, otherwise 0.
 extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
                                        u64* lines, i32* is_missing) {
     for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 i) {

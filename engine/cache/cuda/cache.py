@@ -58,7 +58,7 @@ class CudaWindow:
         self._changed = Condition()
         self._num_waiting_steps = 0  # steps that wait for a prefetch to end
         self.is_fetching = False  # True while a thread is in `fetch`
-        # An event after a step's launches that prefetch waits for, and the last batch completed by then.
+        # (event after a step's launches, last batch completed by then). A prefetch waits for the event.
         self._step_end: tuple[Event, int] = (device.record_event(), cache.latest_number)
         self._prefetch_end = device.record_event()  # the event after the last prefetch's launches
 
@@ -119,7 +119,7 @@ class CudaWindow:
             return admission is not None
 
     def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Pin a batch. Returns True if its rows were resident; otherwise `admit(last_completed)` fetches the rows."""
+        """Pin a batch. Returns True if all rows were resident. If not, calls `admit(last_completed)` to fetch rows."""
         if self._pin_if_resident(batch):
             return True
         with self.exclusive():

@@ -96,7 +96,7 @@ class CudaCachedStore(DeviceCache):
             self._below.erase(tables, keys)
 
     def flush(self) -> None:
-        self._below.native.forget_errors()  # writes to the tier below raise any new error
+        self._below.native.forget_errors()  # drop earlier errors; a write that fails from now on raises again
         self._write_back()
         self._below.flush()
 

@@ -44,7 +44,7 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
         if (tile.lane == 0) lines[i] = used_line;
         if (admission.is_hit[i] || line_below == zero_line) return;
         const u32 stored = row_counters(line_below, SHAPE)->updates;
-        synchronise(tile);  // all lanes have read the counters; `used_line` may be `line_below`
+        synchronise(tile);  // all lanes must read the counters before `used_line` changes
         if (tile.lane == 0) {
             ++thread_counts.values[stored ? HIT_BELOW : MISS_BELOW];
             tally.add(hit_index(tables[i], true));
@@ -59,8 +59,8 @@ extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* ha
     thread_counts.add_to(counts);
 }
 
-// Looks up the first `count` rows for reading: writes lines [n], 0 if no tier has the row, and absent [n], 1 if no
-// tier has the row, otherwise 0. Counts hits and misses in lookups [tables, 2].
+// Looks up the first `count` rows for reading. If no tier has row i, sets lines[i] to 0 and absent[i] to 1. Otherwise
+// sets lines[i] to the row's line and absent[i] to 0. Counts hits and misses in lookups [tables, 2].
 extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
                                        const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
                                        Counters lookups) {

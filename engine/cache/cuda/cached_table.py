@@ -35,7 +35,7 @@ class CachedTable(DeviceCache):
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
         self._peek_counts = torch.zeros_like(self._counts)  # the same counters for `peek`
         self._hit_counters = HitCounters(layout)  # hits of read-only lookups, and all misses
-        self._inserted_flags: dict[Batch, Tensor] = {}  # flags [size]: rows that an announced batch inserted below
+        self._inserted_flags: dict[Batch, Tensor] = {}  # [size], True for rows that the batch added to the table
 
     def prefetch(self, batch: Batch) -> bool:
         return self._window.fetch(batch, partial(self._fetch, batch, is_ahead=True))
@@ -123,7 +123,7 @@ class CachedTable(DeviceCache):
         admission = self._cache.admit(batch, last_completed)
         if is_ahead and not admission.has_all_slots():
             self._cache.cancel(admission, restore=True)
-            batch.faults &= ~NO_ROOM  # the rows may fit at the batch's step
+            batch.faults &= ~NO_ROOM  # at the batch's step, the table below may have room for the rows
             return None
         cache, index, struct = self._cache.as_struct(), table.by_value(), admission.as_struct()
         self._run("write_back", batch.size, self._layout.copy_lanes, index, struct, batch.count, self._counts)

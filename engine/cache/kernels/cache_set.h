@@ -5,8 +5,8 @@
 // group are pinned or needed by an announced batch, the search goes on in the next group. Only one tile (a CPU thread,
 // or threads of one GPU warp) uses a set at a time. The tile's size does not change which row is evicted.
 //
-// Batch numbers ascend in step order. A row is pinned until the last batch that touched it (`Way::last_batch`) has
-// completed, so ending a step changes no row. A row is dirty if the tier below lacks some of the row's updates.
+// Batch numbers ascend in step order. `Way::last_batch` is the last batch that touched the row. The row is pinned until
+// this batch has completed, so unpinning writes nothing. A row is dirty if the tier below lacks some of its updates.
 #pragma once
 #include "ops/kernels/hash.h"
 #include "ops/kernels/deduplicate.h"
@@ -51,7 +51,7 @@ TIERBED_FN u32 get_set(u64 hash, u32 sets) {
 TIERBED_FN u32 get_home(u64 hash) { return static_cast<u32>(hash >> 32) % (WAYS / GROUP_WAYS) * GROUP_WAYS; }
 
 #ifndef TIERBED_GPU
-// Returns a mask with a bit for each way of a group whose tag matches. Rarely, another way's bit is set too.
+// Compares a group's tags with `tag`. Returns a mask: bit i is set if way i's tag matches, and rarely also if not.
 TIERBED_FN u32 match_tags(const u8* tags, u8 tag) {
     u32 matches = 0;
     for (u32 half = 0; half < GROUP_WAYS / 8; ++half) {
@@ -108,14 +108,14 @@ TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || 
 // True if batch `number` comes after `other`. Batch numbers wrap around, so the sign of their difference decides.
 TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }
 
-// Returns by how many batches `next` comes after `number`; NEVER if `next` is 0 or does not come after `number`.
+// Returns the distance from batch `number` to batch `next`; NEVER if `next` is 0 or does not come after `number`.
 TIERBED_FN u32 count_batches_until(u32 next, u32 number) {
     return next != 0 && is_after(next, number) ? next - number : NEVER;
 }
 
 // Returns the way that a new row of batch `number` gets: the first free way, searched from `home` on. If none is free,
 // searches groups from `home` on for rows that are neither pinned nor needed by an announced batch. In the first group
-// with such rows, takes the least recently used row (LRU) or the least used row (LFU). Returns NONE for no such row.
+// with such rows, takes the least recently used row (LRU) or the least used row (LFU). NONE: no group has such rows.
 TIERBED_FN u32 find_victim(const SetView& set, u32 home, u32 number, u32 last_completed, CachePolicy policy) {
     for (u32 turn = 0; turn < WAYS; turn += GROUP_WAYS) {
         const u32 first = (home + turn) % WAYS, free = find_free_way(set.tags + first);

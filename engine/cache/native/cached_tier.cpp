@@ -259,7 +259,7 @@ bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpo
     try {
         overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, demand + 1));
         if (!writer) write_back_victims();
-        if (purpose != Purpose::write) directory_.count_hits(requested, hit_counts_);  // writes count no hits
+        if (purpose != Purpose::write) directory_.count_hits(requested, hit_counts_);  // writes are not counted as hits
     } catch (...) {
         directory_.undo_victims();
         throw;
@@ -458,7 +458,7 @@ u32 CachedTier::flush_some(u32 begin, u32 max_rows) {
 template <class ForEach>
 bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     const std::lock_guard admission(threads_->admission);
-    below_.forget_errors();  // writes to the tier below throw any new error
+    below_.forget_errors();  // drop earlier errors; a write that fails from now on throws again
     std::unique_lock directory(threads_->directory);
     auto& writer = threads_->writer;
     if (writer) {

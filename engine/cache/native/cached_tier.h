@@ -2,9 +2,9 @@
 //
 // Batches get numbers when they are announced or pinned, and end in the order of their numbers. `admit` looks up a
 // batch's rows, chooses victims for missing rows and pins all its rows; then `fetch` reads the missing rows from the
-// tier below. `prefetch` admits and fetches an announced batch before its step, in another thread. If no prefetch did
-// this, `pin` admits and fetches the batch. Rows that announced batches need are not chosen as victims. A row is pinned
-// until the last batch that touched the row has ended, so ending a batch changes no row.
+// tier below. `prefetch` admits and fetches an announced batch before its step, in another thread. `pin` admits and
+// fetches a batch that was not prefetched. Rows that announced batches need are not chosen as victims. Each row records
+// the last batch that touched it. The row is pinned until this batch has ended, so unpinning writes nothing.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
 // Above a tier in memory, `admit` writes evicted rows back itself. The overflow area also holds rows without a slot.
@@ -104,7 +104,7 @@ private:
     // Returns false if a prefetch might need too much of the overflow area now.
     bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Takes the locks itself. Writes up to `max_rows` dirty rows of `for_each` back. True if dirty rows remain.
+    // Takes the locks. Writes back up to `max_rows` of the dirty rows that `for_each` visits. True if others remain.
     template <class ForEach>
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Copies resident rows to the lines `to`, and returns the missing rows. touch: the copy counts as a use.

@@ -87,7 +87,7 @@ private:
 };
 
 // The look-ahead window records which announced batches need which rows, one bit per row and batch. A window has at
-// most SPAN batches with consecutive numbers. A batch leaves when it begins. Threads may change different buckets.
+// most SPAN batches with consecutive numbers. Admitted batches leave the window. Threads may change different buckets.
 class Window {
 public:
     static constexpr u32 SPAN = 32;
@@ -111,7 +111,7 @@ public:
         return !bits;
     }
 
-    // Removes batch `number`, the window's earliest batch, when it begins.
+    // Removes batch `number`, the window's earliest batch, because it is being admitted.
     void remove(u32 number) {
         if (empty()) return;
         first_ = number + 1;
@@ -176,8 +176,8 @@ struct CacheCounts {
     CacheCounts& operator+=(const CacheCounts& more);
 };
 
-// Admits a batch by `probe` (then `pin`, unless `probe` pinned), `choose_victims` and `place_misses`. If a later call
-// fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that could not be fetched.
+// To admit a batch, call `probe`, `choose_victims` and `place_misses`. If `probe` does not pin, call `pin` next. If a
+// later call fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that were not fetched.
 class Directory {
 public:
     Directory(const LineShape& shape, std::size_t budget_bytes, CachePolicy policy, std::size_t overflow_rows)
@@ -193,7 +193,7 @@ public:
     // Returns how many overflow entries the batch may still need.
     std::size_t overflow_demand() const;
 
-    // Chooses a slot for each miss. Rows that announced batches need soonest choose first.
+    // Chooses a slot for each miss. The sooner an announced batch needs a row, the earlier the row gets a slot.
     void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
     void undo_victims();
     // Gives each miss its line. Rows in the overflow area keep their values. keep_victims: move dirty victims there.

@@ -4,7 +4,7 @@ namespace tierbed {
 
 void Overflow::reserve(std::size_t rows) {
     index_.reserve(index_.size() + rows);
-    const std::size_t base = capacity_ + 1;  // a spare entry: a victim enters before the row that takes its slot leaves
+    const std::size_t base = capacity_ + 1;  // + 1: a swap with the sets adds a row before it removes one
     while (num_entries_ - num_rows_ < rows) {
         const bool is_beyond = num_entries_ >= base;
         const u32 size = is_beyond ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, base - num_entries_));

@@ -45,13 +45,13 @@ public:
     static std::size_t round_up_to_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
     std::size_t capacity() const { return capacity_; }
 
-    // At most `max_rows` rows stay. If announced batches need more rows, at most `max_needed_rows` rows stay.
+    // `write_back` keeps up to `max_rows` rows, or up to `max_needed_rows` if announced batches need the rows.
     struct Limits {
         std::size_t max_rows, max_needed_rows;
     };
     // Evicts rows until the limits hold. Clean rows are evicted immediately. Up to `max_rows` dirty rows are sorted by
-    // hash, written to the tier below by `write`, and then evicted. Evictable rows go first, in order of arrival. Rows
-    // that batches after `last_completed` use stay. Returns the number of rows written.
+    // hash, written to the tier below by `write`, and then evicted. Evictable rows go first, in order of arrival. A row
+    // is not evicted while a batch after `last_completed` uses it. Returns the number of rows written.
     std::size_t write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
                            const std::function<void(const RowSpan&)>& write);
 

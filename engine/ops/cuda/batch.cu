@@ -61,7 +61,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
                 else
                     end = middle;
             }
-        // ids without bags have no column: the offsets are bad
+        // if there are ids but no bags, the offsets are bad, and no id gets a column or a table
         const i32 column = bags == 0 ? -1 : feature_columns ? feature_columns[bag / batch_size] : 0;
         u32 table = NONE;
         if (column >= 0) {
@@ -116,8 +116,8 @@ extern "C" __global__ void number_rows(const u64* hashes, const u32* tables, con
     });
 }
 
-// Groups positions by row. rows [n]: the sorted inverse; order [n]: the positions in that order. Writes positions [n],
-// their output rows to `output_rows` unless null, and where each row's positions begin to offsets [unique + 1].
+// Groups positions by row. rows [n]: the sorted inverse; order [n]: the positions in that order. Sets positions [n],
+// output_rows [n] if not null, and offsets [unique + 1]. offsets[u] is where row u's positions begin.
 extern "C" __global__ void group_rows(const i32* rows, const i64* order, const u32* position_output_rows, u64 n,
                                       u32* offsets, u32* positions, u32* output_rows) {
     for_each(n, [&](u64 i) {

@@ -85,7 +85,7 @@ class Segment(NamedTuple):
 
     keys: Tensor  # [n] int64
     tables: Tensor | None = None  # [bags] int64, or [columns] with feature_columns
-    bags: int | Tensor | None = None  # None without pooling; otherwise the bags' length or offsets [bags + 1] int64
+    bags: int | Tensor | None = None  # one length for all bags, offsets [bags + 1] int64, or None without pooling
     feature_columns: tuple[int, ...] | None = None  # as in `Lookup.feature_columns`
 
 
@@ -128,7 +128,7 @@ class PositionsByRow:
     rows: Tensor  # [size] int32, each position's row, -1 for padding
     order: Tensor  # [size] int64, positions
     positions: Tensor  # [size] uint32 as int32, equal to `order`
-    output_rows: Tensor  # [size], output rows; `positions` if nothing is pooled
+    output_rows: Tensor  # [size], each position's output row; the same as `positions` without pooling
     offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with size + 1 elements
 
 

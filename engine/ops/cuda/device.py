@@ -61,7 +61,7 @@ def _convert_argument(argument: Argument) -> np.generic | np.ndarray:
 
 
 class _Call:
-    """A kernel with one thread's memory for the kernel's arguments. A launch copies the arguments."""
+    """A kernel and a buffer for its arguments. Each thread has its own buffer. A launch copies the arguments."""
 
     def __init__(self, function: Any, arguments: Sequence[np.generic | np.ndarray]) -> None:
         self.function = function
@@ -156,9 +156,9 @@ class Device:
             torch.cuda.synchronize(self.torch_device)
 
     def capture(self, launches: Callable[[], R]) -> tuple[Callable[[], None], R]:
-        """Capture the kernels and torch ops that `launches` launches. Returns (replay, the result of `launches`).
+        """Call `launches`, and capture its kernels and torch ops. Returns (replay, the result of `launches`).
 
-        Each call of `replay` runs the captured work on the same memory, and so computes the tensors in the result.
+        Each call of `replay` runs the captured work on the same memory. It fills the tensors that `launches` returned.
         Raises RuntimeError if `launches` waits for the device.
         """
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
@@ -204,7 +204,7 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _ignore_warning() -> Iterator[None]:
-    """Ignore torch's warning about an empty capture. As an error, the warning would hide why `launches` failed."""
+    """Ignore torch's warning about an empty capture. If warnings raise, this one would hide the error in `launches`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         yield

@@ -19,8 +19,8 @@ TIERBED_FN void for_each(u64 n, const Body& body) {
     for_each_item<1>(n, [&](Tile, u64 item) { body(item); });
 }
 
-// Calls body(warp, item, data) for items [0, n), each on a whole warp. Each lane reads one item's Data by read(item),
-// and data.shuffle_from(warp, lane) passes it to the other lanes, so that a warp waits for memory once per 32 items.
+// Calls body(warp, item, data) for items [0, n), each on a whole warp. Each lane reads one item's Data by read(item).
+// shuffle_from(warp, lane) then copies one lane's Data to all lanes. So a warp waits for memory once per 32 items.
 template <class Data, class Read, class Body>
 TIERBED_FN void for_each_ahead(u64 n, const Read& read, const Body& body) {
     const Tile warp{threadIdx.x % 32, 32};

@@ -45,7 +45,7 @@ extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const T
     });
 }
 
-// Writes the factor of each position's gradient to scales [n]: its weight, divided by the bag's row count for a mean.
+// Sets scales [n], each position's gradient factor: the weight for a sum, or weight / (rows in the bag) for a mean.
 extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
     for_each(ids.count, [&](u64 number) {
         const Bag bag = ids.at(number);

@@ -19,8 +19,8 @@ from ...errors import StoreError
 from ...optim.kernel import generate_header
 
 ENGINE = Path(__file__).parents[2]
-# NVRTC's options. Floating-point results are the same as on a CPU. Generic lambdas are device code also before CUDA
-# 13.2. Warnings are off for unused constants in headers (177) and for loops that never run (186).
+# NVRTC's options. Floating-point results are the same as on a CPU. Generic lambdas compile to device code, even before
+# CUDA 13.2. Warnings are off for unused constants in headers (177) and for loops that never run (186).
 OPTIONS = (
     "--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true",
     "--device-as-default-execution-space", "--diag-suppress=177", "--diag-suppress=186",

@@ -1,9 +1,9 @@
 // Sums the gradients of a batch's rows. Compiled for one gradient type (TIERBED_GRADIENTS).
 //
-// One warp works on one row. If a row has more than SUM_BLOCK occurrences, another kernel, `sum_blocks`, has already
-// summed each block after the first with a separate warp. These sums are then added in order, so the result equals a
-// single thread's result. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. Except
-// for the first blocks of rows, no two blocks have the same slot.
+// One warp works on one row. It sums gradients in blocks of SUM_BLOCK occurrences. Blocks after the first were already
+// summed by the kernel `sum_blocks`, with one warp per block. Block sums are added in order, so the result equals a
+// single thread's result. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. Blocks
+// with b > 0 have distinct slots.
 #pragma once
 #include "items.h"
 #include "layout.h"
@@ -43,7 +43,7 @@ struct NextOutputRows {
     }
 };
 
-// Sums columns [begin, begin + VEC) over occurrences [first, last), in order, to sum [VEC]. next: read from `first` on.
+// Sums columns [begin, begin + VEC) over occurrences [first, last), in order, to sum [VEC]. `next` begins at `first`.
 template <u32 N>
 TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, const Occurrences& row, u32 first,
                                 u32 last, u32 begin, NextOutputRows<N> next) {
@@ -123,10 +123,10 @@ TIERBED_FN float* warp_memory(float* memory) {
     return memory ? memory + warp * SHAPE.dim : nullptr;
 }
 
-// Writes the sums of all blocks except each row's first to sums [n / SUM_BLOCK + 1, dim], by slot.
+// Sums each block after a row's first block. Writes the block's sum to row `slot` of sums [n / SUM_BLOCK + 1, dim].
 extern "C" __global__ void sum_blocks(const __grid_constant__ BatchGradients from, float* sums) {
     for_each_item<WARP>(from.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
-        // a block has this slot only if the slot's first occurrence and the preceding one belong to the same row
+        // a block to sum has this slot only if occurrences middle - 1 and middle belong to the same row
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= from.n || from.rows[middle] < 0 || from.rows[middle - 1] != from.rows[middle])
             return;

@@ -1,5 +1,5 @@
-// Copies lines between device memory and page-locked host memory, where the tiers below read and write lines. Copies
-// the rows whose flags [n] are 1. ranks [n], the running sum of `flags`, are positions in host memory plus 1.
+// Copies lines between device memory and page-locked host memory, where the tiers below read and write lines. Row i is
+// copied if flags[i] is 1. ranks [n] is the running sum of `flags`. Row i's position in host memory is ranks[i] - 1.
 #include "layout.h"
 #include "ops/kernels/hash.h"
 

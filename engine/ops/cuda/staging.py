@@ -75,7 +75,7 @@ class Staging:
         return packed
 
     def read_counters(self, lines: Tensor) -> NDArray[np.uint32]:
-        """Return the update counts and last steps of lines [n], [n, 2]. Overwrites the staging memory."""
+        """Return each line's update count and last step as an [n, 2] array. Overwrites the staging memory."""
         end = self._layout.stored_bytes
         return self.read(lines)[:, end - 8 : end].copy().view(np.uint32)
 

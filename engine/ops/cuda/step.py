@@ -17,7 +17,7 @@ from .program import Program
 
 LINES, LOOKUPS = "ops/cuda/lines.cu", "ops/cuda/lookups.cu"
 WARP, SUM_BLOCK, MAX_OUTPUTS, MAX_HYPERS = 32, 256, 8, 504  # as in update.cu and row_gradient.h
-# one item per lookup: gradients [output rows, dim] of one dtype, True for mean pooling, pooling weights
+# (gradients, "is mean" flags, pooling weights), one item per lookup. Gradients [output rows, dim] have one dtype.
 Grads = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _TYPE_STRUCTS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
@@ -49,7 +49,7 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
 
 
 def write_hyper(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-    """Write the numbers of `Processor.set_hyper` to memory from `allocate_hyper`, where kernels read them."""
+    """Write the arguments of `Processor.set_hyper` to `numbers`, which kernels read (see `allocate_hyper`)."""
     values = np.zeros((), _STEP_NUMBERS)
     values["hyper"][: len(hyper)], values["scale"], values["step"] = hyper, scale, step
     launch(layout.device, _update_program(layout, rule), "write_hyper", 1, WARP, values, numbers)
@@ -69,7 +69,7 @@ def update(
 
 
 def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -> None:
-    """Make lookups read copies of rows with missed steps applied. For optimizer rules that catch up."""
+    """Apply missed steps to copies of the rows, and make lookups read the copies. For optimizer rules that catch up."""
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     batch.keep_alive(memory)
     copies = batch.empty(torch.int64)

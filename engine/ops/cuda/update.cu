@@ -100,9 +100,9 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step
         });
 }
 
-// Catches up the first `count` lines to the beginning of the step. With copies [count], lines do not change: rows that
-// missed steps are copied to `memory`, with room for `count` lines, and caught up there. copies[i] becomes the copy's
-// address, or the line's address if the row missed no step.
+// Catches up the first `count` lines to the beginning of the step. With copies [count], the lines do not change. Rows
+// that missed steps are copied to `memory`, and the copies are caught up. `memory` has room for `count` lines.
+// copies[i] becomes the address of row i's copy, or of row i's line if the row missed no step.
 extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const StepNumbers* numbers, u64 memory,
                                           u64* copies, u64 wide) {
     catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, copies, wide);

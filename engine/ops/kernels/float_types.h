@@ -1,17 +1,17 @@
 // Float types for stored rows, lookup outputs and gradients.
 //
-// `store` rounds to nearest even. `store_stochastic` rounds to one of the two neighbours, mostly to the nearer one:
-// it adds the top bits of 32-bit noise below the last place and truncates. A subnormal float16 is first rounded to
-// nearest at 13 bits below its last place. Exact values and infinities do not change. Values beyond the largest finite
-// number become this number. Every NaN becomes the same quiet NaN, since processors differ in a NaN's sign and payload.
-// Operations and their order are fixed, so results have the same bits everywhere.
+// `store` rounds to nearest even. `store_stochastic` rounds to one of the two neighbours, mostly to the nearer one. It
+// adds random bits, the top bits of `noise`, to the bits that do not fit, and then drops these bits. Before this, it
+// rounds a subnormal float16 to the nearest multiple of 2^-37. Exact values and infinities do not change. Values beyond
+// the largest finite number become this number. Every NaN becomes the same quiet NaN, since processors differ in a
+// NaN's sign and payload. Operations and their order are fixed, so results have the same bits everywhere.
 #pragma once
 #include "portable.h"
 
 namespace tierbed {
 
 // Comparison and selection without branches, so that compilers vectorise loops. Operands are below 2^31.
-TIERBED_FN u32 less_mask(u32 a, u32 b) { return static_cast<u32>(static_cast<i32>(a - b) >> 31); }  // all bits if a < b
+TIERBED_FN u32 less_mask(u32 a, u32 b) { return static_cast<u32>(static_cast<i32>(a - b) >> 31); }  // a < b ? ~0 : 0
 TIERBED_FN u32 select(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 TIERBED_FN u32 minimum(u32 a, u32 b) { return a < b ? a : b; }
 

@@ -35,7 +35,7 @@ TIERBED_FN float sum_columns(Tile tile, u32 n, const Value& value) {
     i32 begin = end < 32 ? 0 : 32;
     if (begin == 0)
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f;
-    else  // start at a constant 0, since GCC would clear `sums` slowly
+    else  // each sum starts at a constant 0; clearing `sums` first would be slow with GCC
         for (i32 j = 0; j < 32; ++j) sums[j] = 0.0f + value(j);
     for (; begin + 32 <= end; begin += 32)
         for (i32 j = 0; j < 32; ++j) sums[j] += value(begin + j);
@@ -50,7 +50,7 @@ constexpr u32 SUM_BLOCK = 256;
 // One lookup's output gradient.
 struct OutputGradient {
     const void* rows;  // [output rows, dim]
-    u32 begin;         // the first row's number among all lookups' output rows
+    u32 begin;         // index of the first row, among the output rows of all lookups
 };
 
 struct OutputGradients {
@@ -71,7 +71,7 @@ struct Occurrences {
     const u32* output_rows;  // [count], ascending by position
     const float* scales;  // [count], or null if all are 1
     u32 count;
-    const u32* end;  // end of the output rows that may be prefetched, for this and later rows
+    const u32* end;  // prefetching may go beyond this row, up to here
 };
 
 constexpr u32 OUTPUT_ROWS_AHEAD = 16;

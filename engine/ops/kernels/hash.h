@@ -31,7 +31,7 @@ TIERBED_FN u64 hash_row(u32 table, u64 key) { return apply_last_shift(mix_key(ta
 
 TIERBED_FN u32 get_bucket(u64 hash) { return static_cast<u32>(hash >> 58); }
 
-// Returns the rank that owns a row: each rank owns an interval of 16 bits of `hash_row`. ranks <= MAX_RANKS.
+// Returns a row's owner. Each rank owns a range of the values of `hash_row`'s bits 34 to 49. ranks <= MAX_RANKS.
 TIERBED_FN u32 find_owner(u64 hash, u32 ranks) { return static_cast<u32>((hash >> 34 & 0xFFFF) * ranks >> 16); }
 
 TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
@@ -41,7 +41,7 @@ TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
 }
 
 // Multiplies `mix_key` by a random factor, folds the product and multiplies by a second factor. The top byte holds the
-// bucket and must not change. It is rotated to the bottom meanwhile, where factors that are 1 modulo 256 keep it.
+// bucket and must not change. It is first rotated to the bottom. Factors that are 1 modulo 256 keep the bottom byte.
 //
 // With a random odd factor, two keys agree in m leading bits with probability at most 2 / 2^m (Dietzfelbinger, Hagerup,
 // Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). This is not enough for

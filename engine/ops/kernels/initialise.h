@@ -1,8 +1,8 @@
 // Computes a row's initial values. Values depend only on (seed, table, key, column), so rows that were never updated
 // need not be stored. The row of `zero_key`, if there is one, starts as zeros.
 //
-// One tile writes one whole line: embedding, optimizer state, counters, padding. Column c uses word c % 4 of Philox
-// with counter (c / 4, table, key low, key high) and the seed as Philox key, so every column gets its own 32 bits.
+// One tile writes one whole line: embedding, optimizer state, counters, padding. Philox's key is the seed. Column c
+// gets word c % 4 of the output for counter (c / 4, table, key low, key high), so each column has its own 32 bits.
 #pragma once
 #include "codec.h"
 #include "math.h"
@@ -30,8 +30,8 @@ TIERBED_FN Words philox(Words counter, u64 key) {
 
 enum class Initial : u32 { constant = 0, uniform = 1, normal = 2 };
 
-// One table's initial values for a column group: constant a | uniform a + u (b - a) |
-// normal a + b quantile(q0 + u (q1 - q0)), with u random in [0, 1).
+// One table's initial values for a column group. u: a random number in [0, 1).
+// constant: a. uniform: a + u (b - a). normal: a + b quantile(q0 + u (q1 - q0)).
 struct InitialValues {
     Initial kind;
     float a, b;
@@ -66,7 +66,7 @@ template <class Type>
 TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape, const InitialRow& row, u32 table,
                                      u64 key) {
     auto* out = reinterpret_cast<typename Type::Stored*>(line);
-    // number of columns with random values; keys are compared first, since most differ from the zero key
+    // The zero key's row has no random columns. Keys are compared first, since most keys differ from the zero key.
     const u32 random = key == row.zero_key && row.has_zero_key != 0 ? 0 : shape.dim;
     for (u32 block = tile.lane; block * 4 < random; block += tile.size) {
         const Words words = philox(Words{{block, table, static_cast<u32>(key), static_cast<u32>(key >> 32)}}, row.seed);

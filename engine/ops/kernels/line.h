@@ -11,8 +11,8 @@ struct LineShape {
     u32 dim;         // embedding columns
     u32 width;       // 4-byte words in embedding and states
     u32 line_bytes;  // including counters and padding, a multiple of 16
-    // Types of the embedding and the first `narrow_states` states: `dim` numbers, padded to a word. Other states:
-    // float32.
+    // The embedding's type, and the type of the first `narrow_states` states. Each has `dim` numbers and is padded to a
+    // whole 4-byte word. Other states are float32.
     FloatType embedding = FloatType::float32, states = FloatType::float32;
     u32 narrow_states = 0;
 

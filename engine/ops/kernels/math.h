@@ -90,8 +90,8 @@ TIERBED_FN double exponential_near_zero(double x) {
     return series;
 }
 
-// Returns x^exponent for x >= 0, otherwise NaN: 2^k e^r with ln(x^exponent) = k ln 2 + r, rounded once from a double
-// with a relative error below 2^-40.
+// Returns x^exponent for x >= 0, otherwise NaN. Computes 2^k e^r as a double, where k ln 2 + r = exponent ln x. The
+// double's relative error is below 2^-40. The double is then rounded to float.
 TIERBED_FN float power(float x, float exponent) {
     const float zero = 0.0f, infinity = as_float(0x7F800000u), not_a_number = as_float(0x7FC00000u);
     if (!(x >= 0.0f)) return not_a_number;

@@ -13,8 +13,8 @@ namespace tierbed {
 
 // Maps a lookup's bags to their ids and output rows.
 //
-// Without features, bag b has the ids from offsets[b] on, and output row b. With features, bag `column * batch_size +
-// b` is the bag of sample b for that column's feature, and its output row is `b * num_columns + column`.
+// Without features, bag b's ids begin at offsets[b], and the bag's output row is b. With features, each column looks up
+// one feature. In a column, sample b has bag `column * batch_size + b` and output row `b * num_columns + column`.
 struct Bags {
     const i64* offsets = nullptr;  // [bags + 1] ascending; null if all bags have `length` ids
     u64 length = 1;
@@ -125,8 +125,8 @@ TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 
         for (u32 c = tile.lane; c < dim; c += tile.size) out[c] = Type::store(Row::load(embedding<Row>(line)[c]));
 }
 
-// Writes a bag's weight gradients to out [count], 0 for padding. A gradient is the dot product of `grad` and the row,
-// for a mean divided by the row count.
+// Writes a bag's weight gradients to out [count], 0 for padding. A gradient is the dot product of `grad` and the row.
+// For a mean, the product is divided by the row count.
 template <class Row, class Type>
 TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
                                   const typename Type::Stored* grad, u32 dim) {

@@ -1,7 +1,7 @@
 // Macros and functions with which the same kernel body compiles for CPU and GPU.
 //
 // A body processes one item (a row, a key, a set) with a *tile*: on a GPU a warp or part of it, on a CPU one thread.
-// Inner loops start at `tile.lane` and advance by `tile.size`; each item goes to one tile. Bodies do not allocate and
+// A tile's lanes share inner loops: each starts at `tile.lane` and advances by `tile.size`. Bodies do not allocate and
 // call no library function but sqrt, so the same IEEE operations run everywhere (build with FP contraction off).
 #pragma once
 
@@ -89,7 +89,7 @@ TIERBED_FN void store_floats(float* to, const float* registers, u32) {
     *reinterpret_cast<Vector<float>*>(to) = numbers;
 }
 TIERBED_FN u32 multiply_high(u32 a, u32 b) { return __umulhi(a, b); }
-// A tile is a warp, or an aligned part of a warp whose size is a power of two.
+// A tile is a warp, or an aligned part of a warp. The tile's size is a power of two.
 TIERBED_FN u32 first_lane(Tile tile) { return (threadIdx.x & 31) - tile.lane; }
 TIERBED_FN u32 lane_mask(Tile tile) { return 0xFFFFFFFFu >> (32 - tile.size) << first_lane(tile); }
 TIERBED_FN u32 ballot(Tile tile, bool predicate) {

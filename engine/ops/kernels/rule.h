@@ -17,8 +17,8 @@ TIERBED_FN float quotient(float a, float b) { return a / (b == 0.0f ? 0x1p127f :
 TIERBED_FN float square(float x) { return x * x; }
 TIERBED_FN float absolute(float x) { return x < 0.0f ? -x : x; }
 
-// A row's limits. Before weight decay, each element of the summed gradient is limited to [-clip_value, clip_value],
-// then the gradient's L2 norm to clip_norm; after the rule, the row's L2 norm to row_norm. 0: no limit. NaN stays NaN.
+// A row's limits; 0 means no limit. Before weight decay, gradient elements are limited to [-clip_value, clip_value].
+// Then clip_norm limits the gradient's L2 norm. After the rule, row_norm limits the row's L2 norm. NaN stays NaN.
 struct Limits {
     static constexpr u32 LIMITS = 3;
     float clip_value, clip_norm, row_norm;
@@ -45,7 +45,7 @@ public:
         if (index_ == 0) return b[1];
         return b[-1] + (b[1] - b[-1]) * ((x - b[-2]) / (b[0] - b[-2]));
     }
-    // Returns the last step on the same line segment of the rates as the last `at` call's step.
+    // Call after at(step). From `step` up to the step that this returns, the rates are linear.
     TIERBED_FN u32 last() const { return index_ < count_ ? static_cast<u32>(knots_[2 * index_]) : 0xFFFFFFFFu; }
 
 private:

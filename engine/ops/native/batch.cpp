@@ -14,7 +14,7 @@ namespace {
 
 constexpr std::size_t CHUNK = 4096;  // positions per task; fixed, so that the order does not depend on threads
 
-// Positions [begin, end) in a segment. With features, all positions belong to one column's feature.
+// Positions [begin, end) in a segment. With features, all positions of a chunk belong to the same feature.
 struct Chunk {
     const Segment* segment;
     std::size_t first_position;    // the segment's first position in the batch
@@ -23,7 +23,7 @@ struct Chunk {
     u32 column;
 };
 
-// Calls body(begin, end, table, row) for each bag in a chunk: its positions [begin, end) and the segment's output row.
+// Calls body(begin, end, table, row) for each bag in a chunk. The bag has positions [begin, end) and output row `row`.
 template <class Body>
 void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
     const Segment& segment = *chunk.segment;
@@ -201,8 +201,8 @@ std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks,
     return table_chunks;
 }
 
-// Sorts n 64-bit entries by their high words, all below 2^bits. Stable. Scratch memory for n entries must follow the
-// entries. Returns the half of the memory that holds the result.
+// Sorts n 64-bit entries by their high words. Each high word is below 2^bits. The sort is stable. Scratch memory for n
+// entries must follow the entries. Returns the half of the memory that holds the result.
 //
 // A radix sort in few passes: digits are so long that there are about as many counters as entries.
 u64* sort_entries(u64* numbers, u32 n, u32 bits) {
@@ -307,7 +307,7 @@ void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
         const std::size_t begin = grouped.bucket_begins[bucket], count = grouped.bucket_begins[bucket + 1] - begin,
                           base = bucket_begin[bucket];
-        u32 start = static_cast<u32>(begin);  // a bucket has as many occurrences as entries
+        u32 start = static_cast<u32>(begin);  // a bucket's occurrences begin at the same index as its entries
         for (std::size_t i = 0; i < unique_counts[bucket]; ++i) {
             UniqueRow& row = rows[begin + i];
             out.hashes[base + i] = row.hash;

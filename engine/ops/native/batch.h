@@ -22,10 +22,10 @@ namespace tierbed {
 struct Segment {
     const u64* keys;          // [n]
     const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
-    std::size_t num_ids;      // also of features that are not looked up
+    std::size_t num_ids;      // includes ids of features that are not looked up
     std::size_t num_bags;     // bags, each with one output row
     Bags bags;                // its offsets ascend from 0 to num_ids
-    std::size_t num_offset_bags;  // bags in the offsets, also of features that are not looked up
+    std::size_t num_offset_bags;  // includes bags of features that are not looked up
     bool is_pooled;
 };
 

@@ -51,7 +51,7 @@ namespace {
 constexpr std::size_t STRINGS = 4096;  // per task
 constexpr u32 LAST_OF_UNICODE = 0x10FFFF;
 
-// Writes a code point's UTF-8 bytes, at most 4, to `out`. Returns how many bytes; 0: invalid code point.
+// Writes a code point's UTF-8 bytes, at most 4, to `out`. Returns the number of bytes, or 0 for an invalid code point.
 u32 encode_utf8(u32 point, u8* out) {
     if (point < 0x80) {
         out[0] = static_cast<u8>(point);

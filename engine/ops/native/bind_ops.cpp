@@ -13,10 +13,10 @@ namespace {
 
 // Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `owners`, to keep them alive.
 //
-// bags: None without pooling, each bag's length, or ascending offsets [bags + 1] from 0 to n. table ids: [bags], or
-// None if bag i belongs to table i % num_tables. features [columns]: distinct features to look up. With features,
-// offsets are [features * batch + 1], feature by feature, and table ids are [columns]. Bag b * columns + c is sample b
-// of features[c].
+// table ids: [bags], or [columns] with features. None: bag i belongs to table i % num_tables.
+// bags: one length for all bags, or ascending offsets [bags + 1] from 0 to n. None: no pooling.
+// features [columns]: distinct features to look up. Offsets are then [features * batch + 1], feature by feature. Bag
+// b * columns + c is sample b of features[c].
 Segment parse_segment(nb::tuple lookup, std::vector<nb::object>& owners) {
     const auto array = [&](auto values) {
         owners.push_back(nb::cast(values));
@@ -131,7 +131,7 @@ Pooling make_pooling(const Batch& batch, std::size_t lookup, bool mean, const st
     return {mean, weights ? weights->data() : nullptr, parse_float_type(dtype)};
 }
 
-// Checks that rows are [the lookup's output rows, dim], float32, or uint16 for 16-bit floats.
+// Checks that `rows` has shape [the lookup's output rows, dim] and dtype float32. 16-bit floats are passed as uint16.
 template <class RowSpan>
 void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
@@ -164,7 +164,7 @@ struct LookupGradients {
     }
 };
 
-// Checks that `positions` has a position below `rows` for each unique row; if null, that there are `rows` unique rows.
+// Checks that each unique row has a position below `rows`. If there are no `positions`, checks for `rows` unique rows.
 void require_positions(const Batch& batch, const std::optional<InVector<i64>>& positions, std::size_t rows) {
     require(positions ? positions->size() == batch.num_unique : rows == batch.num_unique, "give one position per row");
     for (std::size_t row = 0; positions && row < batch.num_unique; ++row)
@@ -238,8 +238,8 @@ void bind_step(nb::module_& m) {
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "positions"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[positions[u]]. positions[u] = len(rows) + i stands for the row that lookups of
-    // another batch, `rest`, read at position `rest_begin` + i.
+    // Sets the line of row u to rows[positions[u]]. If positions[u] is len(rows) + i, the row comes from another batch,
+    // `rest`. It is the row that lookups of `rest` read at position `rest_begin` + i.
     m.def(
         "set_lines",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> positions, const Batch* rest,
@@ -296,7 +296,7 @@ void bind_step(nb::module_& m) {
     });
 }
 
-// Entries t * columns + c of `kinds`, `parameters` (a, b) and `quantiles` (q0, q1) are for table t, column group c.
+// In `kinds`, `parameters` (a, b) and `quantiles` (q0, q1), entry t * columns + c is for table t's column group c.
 void bind_layout(nb::module_& m) {
     nb::class_<Layout>(m, "Layout")
         .def(

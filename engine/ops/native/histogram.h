@@ -28,7 +28,7 @@ public:
 
     std::uint64_t count() const { return std::accumulate(buckets_.begin(), buckets_.end(), std::uint64_t{0}); }
 
-    // Returns the q-quantile in seconds, q in [0, 1], as the middle of a bucket, at most `max`. 0 if nothing was added.
+    // Returns the q-quantile in seconds; 0 <= q <= 1. It is a bucket's middle or `max`. Returns 0 if nothing was added.
     double quantile(double q) const {
         const std::uint64_t all = count();
         if (all == 0) return 0;

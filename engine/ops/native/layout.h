@@ -33,13 +33,13 @@ public:
     bool operator==(const Numbering& other) const { return first_ == other.first_; }
 
 private:
-    std::vector<u32> first_;  // [tables + 1], the number of each table's id 0, then how many ids there are
+    std::vector<u32> first_;  // [tables + 1], each table's first number, then the last table's end
 };
 
 class Layout {
 public:
     // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or `dim`.
-    // types: of the embedding and of the first `narrow_states` states. zero_key: this key's row starts as zeros.
+    // types: the embedding's type and the first `narrow_states` states' type. zero_key: this key's row starts as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0,

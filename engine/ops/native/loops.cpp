@@ -1,5 +1,5 @@
-// Compiled once per instruction set; TIERBED_LOOPS names the resulting table. Includes only kernels, because the linker
-// might let code for older processors use an inline standard library function that was compiled here.
+// Compiled once per instruction set; TIERBED_LOOPS names the resulting table. Includes only kernels: the linker keeps
+// one copy of an inline library function, and older processors might be unable to run a copy compiled here.
 #include "loops.h"
 
 #include "ops/kernels/codec.h"

@@ -79,7 +79,7 @@ struct RuleLoops {
     const char* name;
     u32 num_element_states, num_row_states;
     u32 num_hypers;         // hyper-parameters, including limits
-    bool misses_unwritten;  // true if rows that were never written miss steps
+    bool misses_unwritten;  // true if a row can miss steps before its first write
     // Returns how many rows were written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
     void (*catch_up)(const CatchUpJob&, std::size_t begin, std::size_t end);  // null if the rule does not catch up

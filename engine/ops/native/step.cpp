@@ -55,7 +55,7 @@ GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t 
     return job;
 }
 
-// Returns how many bags have about ROWS ids.
+// Returns how many bags have about ROWS ids in total.
 std::size_t count_bags_per_task(const Segment& segment) {
     return std::max<std::size_t>(
         ROWS * segment.num_bags / std::max<std::size_t>({segment.num_ids, segment.num_bags, 1}), 1);

@@ -16,8 +16,8 @@ struct Pooling {
 
 // Writes the sum or mean of each bag's weighted rows to out [bags, dim]; zeros for padding and empty bags.
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out);
-// Writes each weight's gradient to out [positions]: the dot product of the weighted row and the bag's gradient in grads
-// [bags, dim], divided by the bag's row count for a mean.
+// Writes each weight's gradient to out [positions]. It is the dot product of the position's row and the bag's gradient
+// in grads [bags, dim]. For a mean, the product is divided by the bag's row count.
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out);
 

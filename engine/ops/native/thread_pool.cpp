@@ -188,7 +188,7 @@ struct ProcessPool {
 ProcessPool* process_pool = new ProcessPool{was_started_by_exec()};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { process_pool = new ProcessPool; });
 
-// Returns torch's OpenMP if its threads spin after their work, because other threads would have to wait for cores.
+// Returns torch's OpenMP if its threads spin after their work. Spinning threads would keep other workers off the cores.
 // Returns null if OpenMP's threads sleep, if the calling thread runs no steps, and in a forked child.
 RunParallel find_openmp() {
 #ifdef __SANITIZE_THREAD__

@@ -1,8 +1,8 @@
 // The native loops' thread pool. The caller and `threads - 1` workers run numbered tasks.
 //
 // Any thread may run any task, so no two tasks may write the same memory. The first exception that a task throws is
-// rethrown to the caller. While one caller uses the pool, other callers run their tasks alone. A forked child starts a
-// new pool. If torch's OpenMP threads spin between ops, threads that run steps use OpenMP's threads as workers.
+// rethrown to the caller. While one caller uses the pool, others run their tasks without workers. A forked child starts
+// a new pool. If torch's OpenMP threads spin between ops, threads that run steps use OpenMP's threads as workers.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -18,10 +18,10 @@ void use_own_pool(std::size_t threads);
 // Calls task(i) for i in [0, tasks).
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
-// Calls task(i) for tasks with `items` items in total. Few items wake no worker: the caller runs them.
+// Calls task(i) for tasks with `items` items in total. If there are few items, the caller runs all tasks itself.
 void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
 
-// Calls body(begin, end) for ranges of at most `grain` items that cover [0, n).
+// Divides [0, n) into ranges of at most `grain` items, and calls body(begin, end) for each range.
 void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body);
 
 }  // namespace tierbed
