@@ -1,8 +1,8 @@
 """The handshake before every collective operation.
 
-A handshake checks that all ranks are in the same call, can make the call, and agree on its arguments. It is a single
-all-to-all of headers with a fixed size, so it works even if ranks are in different calls, where any other transfer
-would crash.
+A handshake checks that all ranks are in the same call, can make the call, and agree on the call's arguments. Ranks
+exchange headers of a fixed size, so a handshake works even if ranks are in different calls. Other transfers would crash
+in this case, because ranks would expect different sizes.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Handshake:
         rank_group.pending_handshake = self
 
     def wait(self) -> HandshakeResult:
-        """Wait for all headers. If any rank has an error or other values, every rank raises, and no data is moved.
+        """Wait for all headers. All ranks raise if any rank has an error, or if calls or values differ between ranks.
 
-        All ranks raise the lowest failing rank's error. If it is no TierbedError, all ranks raise a GroupError.
+        All ranks raise the lowest failing rank's error. If this error is no TierbedError, all ranks raise a GroupError.
         """
         if self.raised_error is not None:
             raise self.raised_error

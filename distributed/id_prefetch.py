@@ -1,7 +1,7 @@
 """Exchange the ids of announced steps before the steps begin. Each rank can then prefetch the rows it must send.
 
 Every exchange is a collective, so all ranks must start and finish exchanges at the same points of the program. A rank
-may not start a collective earlier because its data has arrived: ranks would start collectives in different orders.
+must not start a collective as soon as its data arrives. Otherwise ranks would start collectives in different orders.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AnnouncedStep:
 
 
 class IdPrefetcher:
-    """The announced steps of one embedding, in order. on_ids: called with the lookups that ranks request here."""
+    """The announced steps of one embedding, in order. on_ids: called with rows that ranks request from this rank."""
 
     def __init__(self, world: World, name: str, traffic: Traffic, on_ids: Callable[[list[Lookup]], None]) -> None:
         self._world, self._name, self._traffic, self._on_ids = world, name, traffic, on_ids
@@ -94,7 +94,7 @@ class IdPrefetcher:
         number = self._num_announced + 1
         op = f"announced step {number} of embedding {self._name!r}"
         self._steps.append(AnnouncedStep(self._world, op, number, lookups, local_batch, self._traffic))
-        self._num_announced = number  # counted last: if ranks refuse the headers in flight, no rank announces this step
+        self._num_announced = number  # if the line above raises, no rank has announced this step
         if len(self._steps) > MAX_QUEUE and self._steps[0].is_complete:
             self._steps.popleft()
 
@@ -110,7 +110,7 @@ class IdPrefetcher:
         return next((step for step in self._steps if step.matches(lookups, processor)), None)
 
     def take(self, step: AnnouncedStep) -> list[Lookup]:
-        """Return each rank's requests to this rank in an announced step. Drops that step and all earlier steps."""
+        """Return one lookup per rank i: the rows that rank i requests. Drops the step and all earlier steps."""
         while not step.is_complete:
             self._advance(step)
         self.skip(step.number)

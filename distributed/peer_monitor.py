@@ -31,7 +31,7 @@ from ..engine.threads import Thread
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 BACKLOG = 65535  # length of the accept queue, unknown connections included; Linux lowers this number to its own limit
-MAX_SILENT = 16  # connections that may wait without a greeting, in addition to one per missing rank
+MAX_SILENT = 16  # at most this many connections without a greeting, plus one for each missing rank
 MAX_NAMES = 3  # a message names at most this many unknown hosts
 GREETING = struct.Struct("32si")  # the greeting: the listener's token, and the number of the rank that connects
 CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # accept() lacks descriptors or memory
@@ -102,7 +102,7 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, deadline: 
 def _accept_ranks(
     listener: socket.socket, token: str, ranks: Sequence[int], deadline: float, stack: ExitStack
 ) -> dict[int, socket.socket]:
-    """Accept the connections of `ranks`, which `stack` closes. Other connections are closed and logged.
+    """Accept one connection from each of `ranks`, and add it to `stack`. Close and log all other connections.
 
     The kernel reports a connection as readable only when its greeting is complete, so silent connections delay no rank.
     """

@@ -41,7 +41,7 @@ _closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has
 
 
 class CollectiveSequence:
-    """A step's collectives in order, and the dense parameters whose gradients the step sums, as text."""
+    """Describes a step's collectives in order, and the dense parameters whose gradients the step sums."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
         self.parts = {f"exchange {number}": text for number, text in enumerate(exchanges)}
@@ -121,9 +121,9 @@ class RankGroup:
         self.shared_error: BaseException | None = None  # the last error raised on all ranks
         self.num_mismatches = 0  # how often all ranks raised because their calls or values differed
         self.failure: GroupError | None = None
-        self._caller: tuple[int, int] | None = None  # process id and thread id that make all calls
+        self._caller: tuple[int, int] | None = None  # ids of the process and the thread that must make all calls
         self.num_calls = self.num_shared_calls = 0  # collectives begun on this rank, and known to be begun on all ranks
-        self._in_flight: list[PendingAllToAll] = []  # failed steps leave transfers here that nobody waits for
+        self._in_flight: list[PendingAllToAll] = []  # includes transfers of failed steps; no step waits for these
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
         self._op = "start of the world"  # the last call begun here
@@ -136,7 +136,7 @@ class RankGroup:
         with uninterrupted():
             if self.failure is None:
                 deadline = monotonic() + PATIENCE_SECONDS
-                for pending in self._in_flight:  # transfers that failed steps left
+                for pending in self._in_flight:  # includes transfers of failed steps
                     while pending.call <= self.num_shared_calls and monotonic() < deadline and pending.poll():
                         pass
             self.failure = self.failure or GroupError("this world is closed")

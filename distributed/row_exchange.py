@@ -101,7 +101,7 @@ class IdExchange:
         self._exchange: PendingAllToAll = world.start(op, ids[: sum(send_counts)], send_counts, self._receive_counts)
 
     def wait(self) -> list[Lookup]:
-        """Return one lookup per rank: the rows that the rank requests from this rank."""
+        """Return one lookup per rank. Lookup i contains the rows that rank i requests from this rank."""
         parts = [*self._exchange.wait().split(self._receive_counts)]
         parts[self._rank] = self._own_ids
         return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]

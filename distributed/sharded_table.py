@@ -246,8 +246,9 @@ class ShardedBatch:
     def _check_pinned(self) -> None:
         if self._table.pinned is not self:
             raise StoreError(
-                f"embedding {self.local_batch.spec.name!r}: the batch is no longer pinned, because put, delete or "
-                "a load was called in the middle of the step; write to an embedding from one thread at a time"
+                f"embedding {self.local_batch.spec.name!r}: the batch is no longer pinned, because call "
+                "(put, delete or "
+                "a load was called in the middle during the step; write to an embedding from one thread at a time"
             )
 
 
@@ -362,7 +363,7 @@ class ShardedTable:
             world.num_step_collectives += 1
         assert local_batch is not None
         if is_step:
-            self.id_prefetcher.advance()  # not before the handshake: a failed rank takes part in no later handshake
+            self.id_prefetcher.advance()  # after the handshake, because a failed rank makes no further collective
         if answer.wants_more:
             self._requests.serve()
         has_pooling = any(note & 1 for note in answer.notes)
@@ -503,7 +504,7 @@ class ShardedTable:
         self.local.mark_failed(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.open_table.failure is not None:  # without a failure, a load has replaced the table
+        if self._diverged and self.open_table.failure is not None:  # a load makes a new table without a failure
             raise StoreError(f"{self._diverged}; load a snapshot of every embedding, all of one step, on all ranks")
 
     def release(self) -> None:

@@ -58,7 +58,7 @@ def make_default_group(timeout: float) -> None:
 
 
 def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return a view of torch's store that only the ranks of the job's current start use.
+    """Return torch's store with a key prefix that is unique to this start of the job.
 
     torchrun keeps its store when it restarts a job's processes. A rank that starts early could then read addresses of
     ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a random name for
@@ -121,8 +121,8 @@ class World(RankGroup):
         rank, size = _read_rank_and_size(group)
         if size > 1 and "gloo" not in (backends := dist.get_backend_config(group)):
             raise OptionError(
-                f"group: its backends are {backends}; ranks exchange rows through host memory over Gloo, also for "
-                "tables on a GPU: call init_process_group('cpu:gloo,cuda:nccl'), or give new_group(backend='gloo')"
+                f"group: its backends are {backends}, but a World needs Gloo to exchange rows through host memory, "
+                "even on a GPU; call init_process_group('cpu:gloo,cuda:nccl'), or give new_group(backend='gloo')"
             )
         ranks = dist.get_process_group_ranks(group or dist.group.WORLD) if size > 1 else []
         super().__init__(ranks, rank, timeout, rows, grads)

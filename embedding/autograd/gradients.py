@@ -33,10 +33,10 @@ _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.Dispatch
 # functions that torch and torch.compile call to read a tensor's metadata, but not its values
 _METADATA = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
 _METADATA |= {"size", "storage_offset", "stride", "untyped_storage"}
-# for messages: maps a function called on a gradient to the user's call that leads to the function
+# names for error messages: maps a torch function to the call that a user made
 _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
     "foreach": "a clip with foreach=True",
-    "linalg_vector_norm": "a norm by torch across ranks, or with a norm_type other than 2,",
+    "linalg_vector_norm": "a torch norm (if norm_type across not 2, or ranks share the rows)",
 }
 os.register_at_fork(after_in_child=trainers.clear)  # otherwise a child process would train a copy of the rows
 
@@ -78,7 +78,7 @@ class _LookupGradient:
 
 
 class RowGradients:
-    """The gradients of one embedding. Lookups and backward passes add gradients, until all of them are dropped."""
+    """Collects one embedding's gradients. Each backward pass through a lookup adds gradients; zero_grad() drops all."""
 
     def __init__(self, embedding: EmbeddingBase) -> None:
         self._embedding = weakref.ref(embedding)  # weak, because the embedding holds this object
@@ -98,7 +98,7 @@ class RowGradients:
         return embedding
 
     def add(self, lookup: Lookup, grad: Tensor, weights: Tensor | None = None, order: int = 0) -> None:
-        """Keep the gradient of a lookup's result, lookup.shape + (dim,), in the output dtype.
+        """Keep the gradient of a lookup's result. grad: shape lookup.shape + (dim,), dtype `output_dtype`.
 
         The lookup and the weights are copied. `grad` is not copied: if code changes it in place, the step raises
         InputError. Two lookups with the same tensor objects get one summed gradient, as in a graph. order: an id's
@@ -146,7 +146,7 @@ class RowGradients:
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # across ranks, `clip` is empty and gradients are averaged
+        batch.update(*self.grads(), *clip)  # across a world, `clip` is empty, so the ranks' gradients are averaged
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:
@@ -168,7 +168,7 @@ class RowGradients:
         self._clip_value = min(value, self._clip_value or value)
 
     def _apply_scale(self) -> None:
-        """Multiply the gradients so far by the scale, so that later gradients stay unscaled. Raises InputError."""
+        """Multiply the collected gradients by the scale, and reset the scale for later gradients. Raises InputError."""
         if self._scale != 1.0:
             for gradient in self._gradients.values():
                 gradient.require_unchanged(self.embedding.name)
@@ -220,10 +220,10 @@ class ShadowGrad(Tensor):
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
         caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
         raise GraphError(
-            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of its rows; "
-            "call step(), zero_grad() and clip_grad_norm_(parameters, max_norm) of the EagerOptimizer, leave "
-            "foreach=True out of torch's clips, set clip_grad_row_norm in the rows' param group to clip rows alone, "
-            "and leave the embedding's parameters out of other code that reads gradients"
+            f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of its rows. "
+            "Call step(), zero_grad() and clip_grad_norm_(parameters, max_norm) of the EagerOptimizer. Leave "
+            "foreach=True out of torch's clips. To clip rows alone, set clip_grad_row_norm in their param group. Leave "
+            "the embedding's parameters out of other code that reads gradients"
         )
 
 
@@ -258,7 +258,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     return grads
 
 
-# for rows without a world: what torch's clips and scalers call. A result of None means an unsupported argument
+# torch's clips and GradScaler call these operations. An operation returns None if it does not support an argument
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "mul_": _multiply,
@@ -272,21 +272,21 @@ def check_not_traced(embedding: EmbeddingBase) -> None:
     traced = getattr(embedding.shadow, TRACED, None)
     if traced is not None and traced[0] != get_ident():
         raise GraphError(
-            f"embedding {embedding.name!r} cannot be trained while another thread traces a graph that has it; let the "
-            "first call of each signature end before other threads train its rows"
+            f"embedding {embedding.name!r} cannot be trained while another thread traces a graph that contains the "
+            "embedding. A graph's first call with a new signature traces the graph; train after this call has returned"
         )
 
 
-def is_reached(leaf: Tensor, refusal: str) -> bool:
+def is_reached(leaf: Tensor, grad_error: str) -> bool:
     """True if the running backward pass computes a leaf's gradient. torch.autograd.grad may skip this leaf.
 
-    refusal: the message of the GraphError that torch.autograd.grad of this leaf raises.
+    grad_error: the message of the GraphError that is raised if code calls torch.autograd.grad for this leaf.
     """
     try:
         with torch._C.DisableTorchFunctionSubclass():
             return bool(torch._C._will_engine_execute_node(get_gradient_edge(leaf).node))
     except RuntimeError:  # torch raises this error for autograd.grad of the leaf itself
-        raise GraphError(refusal) from None
+        raise GraphError(grad_error) from None
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
@@ -321,9 +321,9 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
     name, shadow = embedding.name, embedding.shadow
     if embedding.op_id not in trainers:
         raise GraphError(
-            f"embedding {name!r}: backward() outside a graph, and no EagerOptimizer trains the embedding; to train in "
-            "a loop, give tierbed.EagerOptimizer the optimizer and a module that has the embedding; or call backward() "
-            "in the build() of a tierbed.Graph, or read under torch.no_grad()"
+            f"embedding {name!r}: backward() outside a graph, but no EagerOptimizer trains the embedding. To train in "
+            "a loop, give tierbed.EagerOptimizer the optimizer and a module that contains the embedding. To train in a "
+            "graph, call backward() in the build() of a tierbed.Graph. To only read rows, use torch.no_grad()"
         )
     with torch._C.DisableTorchFunctionSubclass():
         if shadow._backward_hooks or shadow._post_accumulate_grad_hooks:
@@ -355,6 +355,6 @@ def get_gradients(embedding: EmbeddingBase) -> RowGradients | None:
         if (rows is not None and not grad.is_cpu) or not grad.item():
             return rows
     raise OptimizerError(
-        f"embedding {embedding.name!r}: its parameter has a gradient that no lookup made, and no row would follow it; "
-        "call zero_grad(), and leave the embedding's parameters out of code that sets gradients"
+        f"embedding {embedding.name!r}: its parameter has a gradient that no lookup made, so step() would update no "
+        "row. Call zero_grad(), and leave the embedding's parameters out of code that sets gradients"
     )

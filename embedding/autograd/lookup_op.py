@@ -59,9 +59,9 @@ def find_embedding(op_id: int) -> EmbeddingBase:
     reference = _embeddings.get(op_id)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of handle {op_id}, which no embedding of this process has: either the embedding was deleted "
-            "(keep a reference to it), or another process recorded the program (record the module that takes the rows, "
-            "and call the embedding before the program)"
+            f"a lookup of handle {op_id}, but this process has no embedding with this handle. If the embedding was "
+            "deleted, keep a reference to it. If another process recorded the program, record only the module that "
+            "takes the rows, and call the embedding before the program"
         )
     return embedding
 
@@ -81,12 +81,12 @@ def refuse_export(name: str) -> None:
 
 def _refuse_export(name: str) -> None:
     raise GraphError(
-        f"embedding {name!r} cannot be part of a program of torch.export, torch.jit or torch.onnx, which would run "
-        "without its rows; export the module that takes the rows, and call the embedding before the program"
+        f"embedding {name!r} cannot be exported by torch.export, torch.jit or torch.onnx, because the program would "
+        "not contain its rows; export only the module that takes the rows, and call the embedding before the program"
     )
 
 
-# the effect of torch.compiler.assume_constant_result without importing Dynamo: strict export raises this error
+# same as torch.compiler.assume_constant_result, but imports no Dynamo. Strict export then raises the error above.
 _refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -174,7 +174,7 @@ def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
 class EagerLookup(_SingleLevelFunction):
     """The op `lookup` without torch's dispatcher, because dispatching takes longer than a small lookup.
 
-    The base class is autograd.Function's base, whose `apply` skips torch.func support. torch.func gets the op itself.
+    Derives from autograd.Function's base class, to skip torch.func support. Under torch.func, lookups use the op.
     """
 
     @staticmethod

@@ -33,8 +33,8 @@ _ARITHMETIC = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "su
 _CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
 _NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # operations that return numbers, not tensors
 _WRITE_REMEDY = (
-    "choose initial rows by initializer= (of Embedding), default_initializer= or make_table_options, write rows by put "
-    "or load_dense, and carry them over by load_state_dict"
+    "choose initial rows by default_initializer=, make_table_options or initializer= (of Embedding); write rows by put "
+    "or load_dense; carry rows over by load_state_dict"
 )
 _READ_REMEDY = "read emb.weight, some ids' rows by emb.get, or all embeddings' rows by tierbed.to_dense_state_dict"
 PARTLY_CONVERTED = "A model that contains the embedding may be half converted: make or load it again"
@@ -57,7 +57,7 @@ def is_write(function: Any) -> bool:
 
 
 def is_arithmetic(function: Any) -> bool:
-    """True for arithmetic with another tensor or a number, as code that averages weights uses."""
+    """True for arithmetic with another tensor or a number. Code that averages weights calls such operations."""
     return operation_name(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _ARITHMETIC
 
 
@@ -66,7 +66,7 @@ class _Guarded(Tensor):
 
     owner: ref[EmbeddingBase]
     is_writable = False  # True for a writable copy
-    is_in_state = False  # True for a copy in a state_dict(); reading it is fine, as the state_dict has or names rows
+    is_in_state = False  # True for a copy in a state_dict(); it may be read, since the state_dict also saves the rows
 
     @classmethod
     def __torch_function__(
@@ -97,7 +97,7 @@ class _Guarded(Tensor):
             if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
                 _warn_of_read(func, args, kwargs)
             if torch.compiler.is_dynamo_compiling():
-                raise GraphError("not compiled: Dynamo calls the operation itself, which raises an error with a remedy")
+                raise GraphError("this operation cannot be compiled; outside torch.compile, its error says what to do")
             if type(result) in (list, tuple):
                 return type(result)([_guard_result(item, func, args, kwargs) for item in result])
             return _guard_result(result, func, args, kwargs)
@@ -135,7 +135,7 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
     """Turn a parameter into an embedding's `Shadow`. Raises InputError if the parameter is unsuitable."""
     if name not in ("shadow", embedding.parameter_name) or parameter is None or parameter.shape != (1, 1):
         raise InputError(
-            f"{name} = of embedding {embedding.name!r}: no parameter has rows, so no row would change; {_WRITE_REMEDY}"
+            f"{name} of embedding {embedding.name!r} cannot be set: no parameter holds its rows; {_WRITE_REMEDY}"
         )
     if type(parameter) is nn.Parameter:  # in a trace, the parameter has another type
         shadow: Any = parameter
@@ -149,8 +149,8 @@ def make_converter(
 ) -> Callable[[Tensor], Tensor]:
     """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
 
-    Raises OptionError for a dtype other than `output_dtype`, and for a device that torch does not have here. note: the
-    last sentence of errors, to say how much of the model is already converted.
+    Raises OptionError if the dtype is neither float32 nor `output_dtype`, or if torch does not support the device here.
+    note: ends each error message, and says how much of the model is already converted.
     """
     try:
         dtype = function(embedding.shadow.detach()).dtype
@@ -158,8 +158,8 @@ def make_converter(
         if torch.cuda.is_available():
             raise
         raise OptionError(
-            f'embedding {embedding.name!r}: torch has no such device here ({error}); call .to("cpu"): training there '
-            f"gives its rows the same bits as on a GPU. {note}"
+            f'embedding {embedding.name!r}: torch has no such device here ({error}); call .to("cpu"). Rows trained '
+            f"on the CPU are equal to rows trained on a GPU, bit for bit. {note}"
         ) from error
     if dtype not in (torch.float32, embedding.output_dtype):
         if dtype in (torch.float16, torch.bfloat16):
@@ -195,10 +195,10 @@ def _has_state_copy(*arguments: Any) -> bool:
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warn once per operation that the operation reads a zero and no rows."""
+    """Warn once per operation that the operation reads the parameter's zero, but no rows."""
     if func.__name__ not in _warned and not _has_state_copy(args, kwargs):
         _warned.add(func.__name__)
-        log.warning("%s reads a zero instead of the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
+        log.warning("%s works on a zero, not on the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -223,7 +223,7 @@ def _find_guarded(*arguments: Any) -> list[_Guarded]:
 
 
 def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise if an operation writes to a shadow or its copy, or copies one into a tensor of another size."""
+    """Raise if an operation writes to a guarded tensor, or copies a guarded tensor into a tensor of another size."""
     if operation_name(func) == "copy_":
         target, source = args[0], args[1]
         if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill `target` with zeros
@@ -251,7 +251,7 @@ def _make_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_wr
     if name in _CHECKS or name == "copy_":
         return GraphError(f"{operation}: no tensor holds its rows, so the result would ignore the rows; {_READ_REMEDY}")
     return GraphError(
-        f"{operation}: no tensor holds its rows, so a penalty or an average would leave them out; penalise emb.weight "
-        "of an Embedding, or the rows that a lookup returns, or give the optimizer weight_decay; leave the embedding's "
-        "parameters out of sums over parameters(), and average what tierbed.to_dense_state_dict(model) returns"
+        f"{operation}: no tensor holds its rows, so a penalty or an average would ignore the rows. To penalise rows, "
+        "use emb.weight of an Embedding, the rows that a lookup returns, or weight_decay. To average rows, "
+        "average what tierbed.to_dense_state_dict(model) returns. Leave the embedding out of sums over parameters()"
     )

@@ -30,7 +30,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copy_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return table `number`'s first `rows` rows, [rows, dim]. Rows that were never written have initial values."""
+    """Return the first `rows` rows of table `number`, [rows, dim]. Unwritten rows have their initial values."""
     with torch.inference_mode(False):
         weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
     for first in range(0, rows, CHUNK):
@@ -101,8 +101,8 @@ def convert_dense(
         raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give the weights of all tables")
     if not has_states and table.state.names and table.step:
         log.warning(
-            "embedding %r: this load of rows drops the optimizer state of %d steps, which optimizer.state_dict() does "
-            "not have; to keep the state, change rows by put(ids, rows), or load a state_dict() of this model",
+            "embedding %r: loading rows drops the optimizer state of %d steps, and optimizer.state_dict() does not "
+            "contain this state. To keep it, change rows by put(ids, rows), or load a state_dict() of this model",
             embedding.name,
             table.step,
         )
@@ -111,8 +111,8 @@ def convert_dense(
         retained = [] if len(weights) == spec.num_tables else _copy_other_tables(table, weights)
         if retained and new_step != table.step:
             raise InputError(
-                f"step={new_step} of embedding {spec.name!r}: other tables keep their rows, which were trained for "
-                f"{table.step} steps; give the weights and states of all tables, or the same step"
+                f"step={new_step} of embedding {spec.name!r}: other tables keep their rows, and these rows were "
+                f"trained for {table.step} steps; give step={table.step}, or the weights and states of all tables"
             )
         replaced = [rows for number in weights for rows in _to_rows(table, number, weights, states_by_number, new_step)]
         chunks = retained + replaced
@@ -169,7 +169,7 @@ def _key_by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any
         number = find_table(name, spec.table_names)
         if number is None:
             raise InputError(
-                f"{argument}: table {name!r} of embedding {spec.name!r}; give one of {choices(spec.table_names)}"
+                f"{argument}: embedding {spec.name!r} has no table {name!r}; give one of {choices(spec.table_names)}"
             )
         if number in by_number:
             raise InputError(f"{argument}: table {spec.labels[number]} is given twice; give it by number or by name")
@@ -183,10 +183,10 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         raise InputError(f"{where}: a {type(rows).__name__} has parts on other ranks; give the whole tensor")
     if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
         actual = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        form = " by torch.from_numpy" if isinstance(rows, np.ndarray) else ""
-        raise InputError(f"{where}: got {actual}; give torch.float32{form}, or floats of 16 bits, [rows, {spec.dim}]")
+        form = "torch.from_numpy(array), " if isinstance(rows, np.ndarray) else ""
+        raise InputError(f"{where}: got {actual}; give {form}a float32, float16 or bfloat16 tensor [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
-        raise InputError(f"{where}: {len(rows)} rows, and the table has {ids}; make it with that num_embeddings")
+        raise InputError(f"{where}: {len(rows)} rows; give {ids}, or make the table with num_embeddings={len(rows)}")
     for first in range(0, len(rows), CHUNK):
         keys = torch.arange(first, min(first + CHUNK, len(rows)))
         check_values(spec, keys, _to_numpy(rows[first : first + CHUNK]), allow_nonfinite=True)
@@ -214,7 +214,7 @@ def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], r
             actual = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise InputError(f"{where}: {name!r} is {actual}; give a tensor {list(shapes[-1])}")
         if not state.is_floating_point() or (state.isfinite() & ~state.float().isfinite()).any():
-            raise InputError(f"{where}: {name!r} is {state.dtype}, or beyond float32's range; give float32")
+            raise InputError(f"{where}: {name!r} is {state.dtype}; give floats within float32's range")
     if missing := [name for name in names if name not in states]:
         raise InputError(f"{where}: there is no {missing[0]!r}; give all of {', '.join(names)}, or none")
 

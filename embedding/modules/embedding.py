@@ -51,7 +51,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     column's width.
     """
 
-    _has_columns = True  # False if embedding_dim must be one width
+    _has_columns = True  # True if embedding_dim may be a list of column widths
 
     def __init__(
         self,
@@ -139,8 +139,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
             weights: float32 with the shape of ids, to multiply rows before pooling. A weighted mean divides by the
                 number of ids that are not padding.
-            features: indices of the features to look up, without repeats. `offsets` is then [num_features * batch + 1],
-                feature by feature, and `table_ids` contains one entry for each listed feature.
+            features: indices of the features to look up, without repeats. `offsets` [num_features * batch + 1] then
+                lists the bags of feature 0, then of feature 1, and so on. `table_ids` has one entry per listed feature.
             num_features: the number of features that `offsets` covers. Default: len(features).
 
         Returns:
@@ -177,8 +177,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Look up rows for arguments that are already checked. Autograd records the lookup."""
         shadow: Tensor = self.shadow
         traced = getattr(shadow, TRACED, None)
-        # Another thread traces the shadow. Autograd on the shadow's fake tensor could deadlock: each thread would hold
-        # one of Python's and autograd's locks, and wait for the other lock.
+        # Another thread traces the shadow. Autograd on the shadow's fake tensor could deadlock: one thread would hold
+        # Python's lock and wait for a lock of autograd, and the other thread would do the reverse.
         if traced is not None and traced[0] != get_ident():
             shadow = traced[1]
         return ops.look_up(self, shadow, lookup, weights)
@@ -195,8 +195,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Announce the lookup of a later training step. A thread prefetches the lookup's rows while earlier steps run.
 
         Announce steps in the order in which they will run, any number of steps ahead. Announcements never change
-        results: a step that was not announced, or looks up other ids, runs without prefetch. A cache over a slower
-        tier keeps the rows that the announced steps need soonest. On CUDA, the thread uses a second stream.
+        results. If a step was not announced or looks up other ids, the step runs without prefetch. A cache over a
+        slower tier keeps the rows that the announced steps need soonest. On CUDA, the thread uses a second stream.
 
         Args:
             ids, table_ids, offsets, pooling, features, num_features: as in the lookup.
@@ -227,8 +227,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 per row. If None, the optimizer starts with new state.
             step: how many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
                 must be the embedding's own step. Default: the largest `step` (torch) or `iter` (FBGEMM) in `states`. If
-                `states` has no step: 0 if weights for all tables and no states are given; otherwise the embedding's own
-                step, with a warning if the optimizer counts steps.
+                `states` contains no step, the default is the embedding's own step, with a warning if the optimizer
+                counts steps. If `states` is empty and `weights` contains all tables, the default is 0.
 
         Raises:
             InputError: a tensor does not fit, or `step` is needed.
@@ -280,10 +280,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def __getstate__(self) -> dict[str, Any]:
         raise StoreError(
-            f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create another under its "
-            "own name, and carry rows over by save_snapshot or put. To save a model, use graph.save, save_checkpoint "
-            "or state_dict(). A state_dict() has the rows of an embedding without a folder; for one with a folder, "
-            "state_dict_snapshots=True in the store options makes it name a snapshot. For averages (AveragedModel), "
+            f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create an embedding with "
+            "another name, and carry rows over by save_snapshot or put. To save a model, use graph.save, "
+            "save_checkpoint or state_dict(). If the store has a folder, state_dict() contains no rows; to save a "
+            "snapshot with it, set state_dict_snapshots=True in the store options. For averages (AveragedModel), "
             "average what tierbed.to_dense_state_dict(model) returns"
         )
 
@@ -297,8 +297,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Freeze or unfreeze all tables, as torch does for a module."""
         if not requires_grad and self.spec.num_tables > 1:
             log.warning(
-                "embedding %r: requires_grad_(False) freezes all of its tables, %s; to freeze one of them, give that "
-                "table an embedding of its own (in a collection, a group of its own)",
+                "embedding %r: requires_grad_(False) freezes all of its tables, %s. To freeze a single table, put "
+                "it into a separate embedding. In a collection, put it into a separate group",
                 self.name,
                 ", ".join(self.spec.labels),
             )
@@ -428,9 +428,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self.naming == "path" and path is not None:
             with self.raise_on_all_ranks():
                 raise StoreError(
-                    f"an embedding was used before it had a name, so its folder under {path!r} is not known; give it "
-                    "name=, or before the first use make the model's Graph or its EagerOptimizer with module=, or load "
-                    "a checkpoint into the model"
+                    f"an embedding was used before it had a name, so its folder under {path!r} is not known; before "
+                    "the first use, give it name=, pass the model to a Graph or an EagerOptimizer, or load a model "
+                    "checkpoint"
                 )
 
     def _make_handle(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
@@ -448,8 +448,8 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
     use, on the module's device, and moves with the module.
 
     Args:
-        name: also names the store's folder under `persistent_path`. With None, the embedding is named after its path
-            in the model when an EagerOptimizer, Graph, DistributedModelParallel or checkpoint first gets the model.
+        name: also names the store's folder under `persistent_path`. If None, the embedding is named after its path
+            in the model. An EagerOptimizer, Graph, DistributedModelParallel or checkpoint of the model sets this name.
         embedding_dim: a row's width.
         dtype: the stored rows' dtype, torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows
             to 16 bits stochastically; everything else rounds to nearest even.

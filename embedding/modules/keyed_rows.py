@@ -158,7 +158,7 @@ class KeyedRows(SnapshotEmbedding):
 
     @retry_if_replaced
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
-        """Return the same as `metrics`. Waits up to `seconds` for another thread's lock, but not for a store's move."""
+        """Return the same as `metrics`. Waits up to `seconds` for a lock, but never for a pending move to a device."""
         handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**read_metrics(handle.open_table, seconds), **traffic}
@@ -178,7 +178,7 @@ class KeyedRows(SnapshotEmbedding):
             - `why`: the reason why the row is not stored, if known; otherwise None.
             - `updates`, `last_step`: how often the row was written, and the last step that wrote it.
             - `tiers`: the tiers that hold the row, from the top, with the row's position. In a cache, `dirty` means
-              that the tier below holds an older row, and `pinned` that a step or a prefetch keeps the row cached.
+              that the next tier holds an older row. `pinned` means that a step or a prefetch keeps the row cached.
 
         Raises:
             InputError: the key or the table is invalid.
@@ -190,7 +190,7 @@ class KeyedRows(SnapshotEmbedding):
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}
 
     def _make_collective_lookup(self, keys: Any, table_ids: Any) -> Lookup:
-        """Check a collective call's arguments and return their lookup. An error is raised on all ranks."""
+        """Check a collective call's arguments, and return them as a `Lookup`. An error is raised on all ranks."""
         with self.raise_on_all_ranks():
             return self._make_lookup(keys, table_ids)
 

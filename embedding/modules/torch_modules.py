@@ -208,7 +208,7 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
         device: where lookups run: "cpu", "cuda" or "meta".
         dtype: the dtype of rows and results, torch.float32, float16 or bfloat16. Default: torch's default dtype.
         store: the result of a `make_*_store_options` function, the dict that the function prints, or the path of a
-            TOML file with a table [name] or a single table. Default: host memory.
+            TOML file. The file's section [name] is used; without `name`, its only section. Default: host memory.
         name: the embedding's name, also used for the store's folder. Default: the module's path in the model.
         initializer: initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
         seed: for initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
@@ -279,7 +279,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         """Look up bags of ids, and sum or average each bag's rows.
 
         Args:
-            input: integer ids: [n], all bags one after another, with `offsets`; or [bags, L], a bag in each row.
+            input: integer ids. With `offsets`: [n], all bags in sequence. Without `offsets`: [bags, L], a bag per row.
             offsets: each bag's first index, int64 or int32 [bags]; [bags + 1] with `include_last_offset`.
             per_sample_weights: floats with the shape of input, to multiply rows with. For mode="sum" only.
 

@@ -53,8 +53,8 @@ def refuse_ranks(root: nn.Module) -> None:
 def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
     """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
-    Rows diverge if the embeddings have different worlds, or if a module that is sharded or kept equal across ranks
-    contains embeddings without a world. Embeddings with a world may not be inside such a module either.
+    Rows diverge if the embeddings have different worlds. Rows without a world also diverge if `root` contains across module
+    that shards or replicates parameters over ranks. Embeddings with a world must be outside such modules.
     """
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:
@@ -68,8 +68,8 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
         inner = next((child for child in children if child in embeddings), None)
         if isinstance(inner, EmbeddingBase):
             raise OptimizerError(
-                f"embedding {inner.name!r} is in {path or 'the module'}, a {type(module).__name__}, but its world "
-                "exchanges its rows; wrap the other modules instead"
+                f"embedding {inner.name!r} exchanges its rows by a World, so it must not be in {path or 'the module'}, "
+                f"a {type(module).__name__}; wrap the other modules instead"
             )
     return world
 

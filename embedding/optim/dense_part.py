@@ -2,8 +2,8 @@
 
 Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers contain the run id, so
 copies keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
-together with the parameter. A parameter is fresh if no run id is remembered and if, since its graph or optimizer was
-made, no code wrote to it or loaded optimizer state for it. Rows of earlier tierbed versions get a run id when opened.
+together with the parameter. A parameter without run ids is fresh if no code wrote to it or loaded its optimizer
+state since its graph or optimizer was made. Rows of earlier tierbed versions get a run id when opened.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class DensePart:
             self._has_warned = True
             count = f" ({num_fresh} of its {len(self._entries)} parameters)" if self._is_known else ""
             log.warning(
-                "%s trains half a model: embedding %r resumes rows of step %d, and the dense part begins at step 0%s. "
-                'Load both by graph.load or load_checkpoint; or start over with open="fresh" in the store options; or '
-                'say by open="pretrained", or by keep_rows(), that a new dense part is intended',
+                "%s continues half a model: embedding %r has rows of step %d, but the dense part begins at step 0%s. "
+                'To load both parts, use graph.load or load_checkpoint. To start over, set open="fresh" in the store '
+                'options. If the new dense part is intended, set open="pretrained", or call keep_rows()',
                 self._owner,
                 embedding.name,
                 step,

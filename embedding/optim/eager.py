@@ -41,7 +41,7 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED_EMBEDDINGS = 62  # the most embeddings that ranks share: each needs one bit in a handshake's note
+MAX_SHARED_EMBEDDINGS = 62  # the most embeddings that ranks share: each takes one bit of a handshake's note
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
@@ -51,9 +51,9 @@ def _make_wrapped_attribute(name: str) -> Any:
 
     def refuse(_: EagerOptimizer, value: Any) -> None:
         raise OptimizerError(
-            f"{name} of an EagerOptimizer cannot be set: no row would follow it. Change settings in place, as in "
-            "optimizer.param_groups[0]['lr'] = 0.01; to start without state, call model.load_state_dict("
-            "tierbed.to_dense_state_dict(model)) and make another optimizer"
+            f"{name} of an EagerOptimizer cannot be set: rows would not use the new value. Change settings in place, "
+            "as in optimizer.param_groups[0]['lr'] = 0.01. To start without state, call model.load_state_dict("
+            "tierbed.to_dense_state_dict(model)), and make another optimizer"
         )
 
     return property(lambda self: getattr(self.optimizer, name), refuse)
@@ -76,8 +76,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         module: the model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
 
     Raises:
-        OptimizerError: rows cannot follow `optimizer`; `optimizer` lacks an embedding of `module`; an older
-            EagerOptimizer has not applied all its gradients; or ranks share the module, but not the rows.
+        OptimizerError: `optimizer` is unsupported, or lacks an embedding of `module`. Also raised if an older
+            EagerOptimizer has unapplied gradients, or if ranks share `module`, but not the embeddings' rows.
 
     Example::
 
@@ -90,7 +90,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     state, param_groups = _make_wrapped_attribute("state"), _make_wrapped_attribute("param_groups")
     _warns_of_lazy_rows = True
-    _step_supports_amp_scaling = False  # a GradScaler must unscale, even if the wrapped optimizer could
+    _step_supports_amp_scaling = False  # GradScaler unscales the gradients; the wrapped optimizer must not do it
 
     @checked_arguments("module")
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> None:
@@ -117,8 +117,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 paths = (path for path, child in root.named_modules() if child is embedding and child.naming == "path")
                 raise OptimizerError(
                     f"{type(optimizer).__name__} does not hold embedding {next(paths, embedding.name)!r}; give it the "
-                    "embedding's parameters(), freeze it by requires_grad_(False), or give EagerOptimizer a module "
-                    "without it"
+                    "embedding's parameters(), freeze the embedding by requires_grad_(False), or give EagerOptimizer a "
+                    "module without this embedding"
                 )
             self._check_can_take(embedding)
         if module is None:
@@ -129,7 +129,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
         self._has_checked_dense = False  # True after the first step has checked that the dense part fits the rows
-        # True until state is loaded; the state that Adagrad makes in its constructor has step 0
+        # True until optimizer state is loaded. Adagrad's constructor makes state too, but with step 0
         self._is_new = not any(state.get("step", True) for state in optimizer.state.values())
         self._carryovers = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
         note_versions(self._list_dense_parameters(embeddings) or ())
@@ -150,8 +150,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Raise OptimizerError if backward() trains the embedding, or an older optimizer would lose gradients."""
         if hasattr(embedding.shadow, IN_BACKWARD):
             raise OptimizerError(
-                f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, which "
-                "trains its rows in backward(); leave the embedding out of this optimizer, or make it again"
+                f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, so "
+                "backward() trains its rows; leave the embedding out of this optimizer, or make the embedding again"
             )
         grad = embedding.shadow.grad
         if embedding.op_id in trainers and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
@@ -200,7 +200,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             StoreError, CapacityError, InputError: rows cannot be fetched; no row has changed.
             GraphError: the call is in `build` of a graph, or another thread trains the rows.
             OptimizerError: a newer EagerOptimizer trains an embedding; or an earlier step raised during one rank's
-                updates. In the second case, load the rows, and load optimizer state by `load_state_dict()`.
+                updates. In the second case, load the rows, second case, load the rows, and call `load_state_dict()`.
 
         If the closure raises on one rank, all ranks raise.
         """
@@ -426,7 +426,7 @@ class InBackwardOptimizer(EagerOptimizer):
     def _check_can_take(self, embedding: EmbeddingBase) -> None:
         if embedding.op_id in trainers:
             raise OptimizerError(
-                f"another EagerOptimizer has embedding {embedding.name!r}, so apply_optimizer_in_backward cannot add "
+                f"embedding {embedding.name!r} has an EagerOptimizer, so apply_optimizer_in_backward cannot add "
                 "one. Delete that EagerOptimizer, or leave the embedding out of apply_optimizer_in_backward"
             )
 

@@ -124,7 +124,7 @@ def test_a_module_around_rows_several_worlds_and_clipping_by_one_norm_are_refuse
     around = DistributedDataParallel(model)
     optimizer = trained(model)
     said = fails(lambda: EagerOptimizer(torch.optim.Adagrad(around.parameters()), around), OptimizerError)
-    assert "embedding 'rows' is in the module, a DistributedDataParallel, but its world exchanges" in said
+    assert "embedding 'rows' exchanges its rows by a World, so it must not be in the module, a Distributed" in said
     with pytest.raises(OptimizerError, match=r"clip_grad_norm_ cannot clip rows that ranks share.*clip_grad_row_norm"):
         optimizer.clip_grad_norm_(model.parameters(), 1.0)
     del optimizer

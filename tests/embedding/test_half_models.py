@@ -78,7 +78,7 @@ def test_a_fresh_dense_part_on_old_rows_is_told_once_with_both_steps_and_remedie
     for make in (optimizer_of, scores):
         run(towers(tmp_path), make)
         (warning,) = warnings_in(caplog)
-        for part in ("resumes rows of step", "begins at step 0", "graph.load", 'open="fresh"', 'open="pretrained"'):
+        for part in ("has rows of step", "begins at step 0", "graph.load", 'open="fresh"', 'open="pretrained"'):
             assert part in warning
 
 

@@ -88,7 +88,7 @@ def test_other_tables_keep_their_rows_and_states() -> None:
 WEIGHTS, SUMS = torch.rand(ROWS, DIM), torch.rand(ROWS, DIM)
 A, OF_SUM = {"a": WEIGHTS}, "'sum' is torch."
 MISFITS = [
-    (({"c": WEIGHTS},), "table 'c' of embedding 'rows'", "0 to 1, or by name 'a', 'b'"),
+    (({"c": WEIGHTS},), "embedding 'rows' has no table 'c'", "0 to 1, or by name 'a', 'b'"),
     (({"a": WEIGHTS[1:]},), "weights of table a: 29 rows", "30"),
     (({"a": WEIGHTS[:, 1:]},), "weights of table a: got torch.float32 [30, 3]", "[rows, 4]"),
     (({"a": WEIGHTS.long()},), "weights of table a: got torch.int64"),
@@ -99,7 +99,7 @@ MISFITS = [
     ((A, {"a": {"exp_avg": SUMS}}), "'exp_avg' is no state of adagrad, which has sum"),
     ((A, {"a": {}}), "there is no 'sum'"),
     ((A, {"a": {"sum": SUMS[:, 0]}}), "'sum' is [30]", "[30, 4]"),
-    ((A, {"a": {"sum": SUMS.double().index_fill(0, torch.tensor([3]), -1e39)}}), OF_SUM, "beyond float32"),
+    ((A, {"a": {"sum": SUMS.double().index_fill(0, torch.tensor([3]), -1e39)}}), OF_SUM, "within float32's range"),
     *(((A, {"a": {"sum": SUMS.to(kind)}}), OF_SUM) for kind in (torch.int32, torch.bool, torch.cfloat)),
     *(((A, None, step), f"step={step!r}: give a whole number") for step in (-1, 1.5, "3", True)),
 ]

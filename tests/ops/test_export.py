@@ -57,7 +57,7 @@ def test_an_export_with_an_embedding_is_refused_by_name_not_bound_to_this_proces
         lambda: torch.jit.trace(model, (IDS,)),
     ):
         with pytest.raises(
-            GraphError, match=f"embedding '{model.rows.name}' cannot be part.*call the embedding before"
+            GraphError, match=f"embedding '{model.rows.name}' cannot be exported.*call the embedding before"
         ):
             export()
     model(IDS)  # nothing of the export is left
@@ -92,7 +92,7 @@ def test_a_recorded_lookup_reads_no_embedding_that_came_after_its_own() -> None:
 def test_a_lookup_by_a_small_number_as_in_programs_of_old_reads_no_embedding() -> None:
     rows = [embedding() for _ in range(20)]
     for number in range(100):
-        with pytest.raises(ClosedError, match=f"handle {number}, which no embedding"):
+        with pytest.raises(ClosedError, match=f"handle {number}, but this process has no embedding"):
             torch.ops.tierbed.lookup(rows[0].shadow, IDS, *[None] * 5, number)
 
 
