@@ -246,9 +246,8 @@ class ShardedBatch:
     def _check_pinned(self) -> None:
         if self._table.pinned is not self:
             raise StoreError(
-                f"embedding {self.local_batch.spec.name!r}: the batch is no longer pinned, because call "
-                "(put, delete or "
-                "a load was called in the middle during the step; write to an embedding from one thread at a time"
+                f"embedding {self.local_batch.spec.name!r}: the batch is no longer pinned, because put, delete or "
+                "a load was called in the middle of the step; write to an embedding from one thread at a time"
             )
 
 

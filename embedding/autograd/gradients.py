@@ -36,7 +36,7 @@ _METADATA |= {"size", "storage_offset", "stride", "untyped_storage"}
 # names for error messages: maps a torch function to the call that a user made
 _CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
     "foreach": "a clip with foreach=True",
-    "linalg_vector_norm": "a torch norm (if norm_type across not 2, or ranks share the rows)",
+    "linalg_vector_norm": "a torch norm (if norm_type is not 2, or ranks share the rows)",
 }
 os.register_at_fork(after_in_child=trainers.clear)  # otherwise a child process would train a copy of the rows
 
@@ -146,7 +146,7 @@ class RowGradients:
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # across a world, `clip` is empty, so the ranks' gradients are averaged
+        batch.update(*self.grads(), *clip)  # with a world, `clip` is empty, so the ranks' gradients are averaged
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:

@@ -53,8 +53,8 @@ def refuse_ranks(root: nn.Module) -> None:
 def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
     """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
-    Rows diverge if the embeddings have different worlds. Rows without a world also diverge if `root` contains across module
-    that shards or replicates parameters over ranks. Embeddings with a world must be outside such modules.
+    Rows diverge if the embeddings have different worlds. Rows without a world also diverge if `root` contains a module
+    that shards or replicates parameters across ranks. Embeddings with a world must be outside such modules.
     """
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:

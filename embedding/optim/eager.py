@@ -200,7 +200,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             StoreError, CapacityError, InputError: rows cannot be fetched; no row has changed.
             GraphError: the call is in `build` of a graph, or another thread trains the rows.
             OptimizerError: a newer EagerOptimizer trains an embedding; or an earlier step raised during one rank's
-                updates. In the second case, load the rows, second case, load the rows, and call `load_state_dict()`.
+                updates. In the second case, load the rows, and call `load_state_dict()`.
 
         If the closure raises on one rank, all ranks raise.
         """
