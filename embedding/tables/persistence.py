@@ -195,7 +195,7 @@ class TablePersistence:
             spec, label = self.spec.with_stored_seed(stored), f"store folder {str(folder.path)!r}"
             self.source = logging.INFO, f"snapshot {plan.snapshot.name!r} of store folder {folder.path}"
             if is_new:
-                label = f"snapshot {plan.snapshot.name!r}, with which {label} opens,"
+                label = f"snapshot {plan.snapshot.name!r} of {label}"
             try:
                 check_stored_rows(spec, stored, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
                 self.spec = spec

@@ -205,8 +205,8 @@ class TrainPipelineSemiSync:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise OptionError(
-            "TrainPipelineSemiSync is not supported: it looks rows up before the previous step updates them; use "
-            "TrainPipelineSparseDist. Its results equal a plain loop's results"
+            "a TrainPipelineSemiSync looks rows up before the previous step updates them; use TrainPipelineSparseDist, "
+            "because its results equal a plain loop's results"
         )
 
 

@@ -305,7 +305,7 @@ def test_the_shell_loads_no_rows_beside_snapshots_of_another_store(tmp_path: Pat
     saved = alone(live, "host", 2, "base", snapshot_path=place)
     rows = ran(2, live, 1, snapshot_path=place).after if ranks == 2 else []
     said = Cli(place / "rows", capsys).fails("load", "base")
-    assert f"live rows, {str(live / 'rows')!r}" in said
+    assert f"live rows: {str(live / 'rows')!r}" in said
     assert not (place / "rows" / "live").exists()
     if ranks == 2:
         assert ran(2, live, snapshot_path=place).before == rows

@@ -198,7 +198,7 @@ MISTAKES = [
     (BAGS | {"ids": ints(3, 4), "table_ids": None}, "shape (3, 4) is not (..., 3, L)", "the table of each bag"),
     (BAGS | {"ids": ints(5, 4), "table_ids": ints(4)}, "table_ids", "(4,)", "bags, (5,)"),
     (BAGS | {"offsets": torch.tensor([1, 4])}, "offsets", "from 1 to 4"),
-    (BAGS | {"offsets": torch.tensor([0, 3])}, "offsets", "from 0 to 3", "number of ids, 4"),
+    (BAGS | {"offsets": torch.tensor([0, 3])}, "offsets", "from 0 to 3", "4, the number of ids"),
     (BAGS | {"offsets": torch.tensor([0, 3, 2, 4])}, "offsets", "3 at position 1 is followed by 2"),
     ({"weights": torch.ones(4)}, "weights", "pooling=None", "pooling='sum'"),
     (BAGS | {"weights": [1.0] * 4}, "weights", "got list; give torch.float32", "(4,)"),

@@ -276,7 +276,7 @@ def test_a_forked_child_does_not_train_a_copy_of_its_parent_s_rows_unnoticed(way
             else:
                 step(model, optimizer if way == "inherited" else optimizer_of(model))
         except TierbedError as error:
-            said = "no EagerOptimizer trains the embedding" if way == "inherited" else "train in one process"
+            said = "no EagerOptimizer trains the embedding" if way == "inherited" else "rain in one process"
             code = 0 if said in str(error) else 2
         finally:
             os._exit(code)

@@ -92,7 +92,7 @@ def test_two_stores_with_the_same_snapshots_are_not_open_at_once(tmp_path) -> No
     place = tmp_path / "elsewhere"
     with make(options("host", tmp_path / "one", snapshot_path=place)) as rows:
         rows.size()
-        with pytest.raises(StoreError, match=r"elsewhere/rows' is in use by process .*, this one"):
+        with pytest.raises(StoreError, match=r"elsewhere/rows' is in use by process .*this process"):
             make(options("host", tmp_path / "two", snapshot_path=place)).size()
     with make(options("host", tmp_path / "two", snapshot_path=place)) as rows:
         rows.size()

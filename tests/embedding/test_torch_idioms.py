@@ -184,7 +184,7 @@ def test_a_setting_that_changes_under_waiting_rows_says_so(name, caplog) -> None
     for at in range(3):
         optimizer.param_groups[0][name] = (0.8, 0.9) if name == "betas" else 0.01 * (at + 1)
         step(model, optimizer)
-    assert caplog.text.count(f"{name} of CatchUpAdam changed: steps that a row has missed") == (name != "lr")
+    assert caplog.text.count(f"{name} of CatchUpAdam changed. Steps that a row has missed") == (name != "lr")
 
 
 ROWS_STAY = "load_state_dict() got back what state_dict() returned, so its rows stay"

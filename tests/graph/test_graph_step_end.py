@@ -285,7 +285,7 @@ def test_wrong_settings_are_refused() -> None:
         ("set_grad_scaler", (2.0,), "scaler=float", "torch.amp.GradScaler"),
         ("add_optimizer", (optimizer, 0.1), "lr_sch=float"),
         ("add_optimizer", (optimizer, plateau), "ReduceLROnPlateau", "metric"),
-        ("add_optimizer", (optimizer, foreign), "lr_sch=StepLR is of another optimizer"),
+        ("add_optimizer", (optimizer, foreign), "lr_sch=StepLR belongs to another optimizer"),
     ):
         check_refusal((lambda m=method, v=values: getattr(graph, m)(*v), OptimizerError, *named))
     graph.add_optimizer(optimizer)  # nothing was kept

@@ -64,7 +64,7 @@ def load_a_state_of_float32(rows: MultiTableEmbedding) -> None:
 def test_loads_that_fail_leave_a_copied_snapshot_to_be_converted(tmp_path: Path, store: str, load: Any) -> None:
     put_rows(tmp_path, store=store)
     shutil.copytree(tmp_path / "ebc-d8" / "snapshots", tmp_path / "ebc-d8-bfloat16" / "snapshots")
-    said = r"snapshot 'a', with which store folder .*ebc-d8-bfloat16' opens, holds rows of dtype float32, not bfloat16"
+    said = r"snapshot 'a', of store folder .*ebc-d8-bfloat16' holds rows of dtype float32, not bfloat16"
     bags = collection(tmp_path, "BF16", store)
     rows = bags.embedding_of("t")
     with pytest.raises((SnapshotError, RuntimeError), match=r"aa|of dtype float32"):
@@ -91,7 +91,7 @@ def test_a_copied_snapshot_that_no_load_can_convert_is_refused_at_once(tmp_path:
         rows.save_snapshot("a")
     shutil.copytree(tmp_path / "old" / "snapshots", tmp_path / "new" / "snapshots")
     new = make(stored, None, "new", torch.int64, tables=1, dtype=torch.bfloat16)
-    with pytest.raises(StoreError, match=r"snapshot 'a', with which .* of key_type int32, not int64"):
+    with pytest.raises(StoreError, match=r"snapshot 'a' of store folder .* of key_type int32, not int64"):
         new.load_snapshot("a", convert=True)
     with pytest.raises(StoreError, match="of key_type int32, not int64"):
         new.size()
@@ -205,7 +205,7 @@ def test_other_sizes_are_reported_and_logged(tmp_path: Path, caplog: Any, users:
 def test_tensors_in_another_order_than_tables_are_refused(tmp_path: Path) -> None:
     source, swapped = checkpoint(tmp_path, {"user": 10, "item": 20}), [NAMES["item"], NAMES["user"]]
     import_snapshot(tmp_path / "ebc-d4", "d", source, tensor=swapped)
-    said = r"tables \['item', 'user'\], and the embedding has \['user', 'item'\]"
+    said = r"tables \['item', 'user'\], but the embedding has tables \['user', 'item'\]"
     with two_tables(tmp_path) as bags, pytest.raises(StoreError, match=said):
         bags.embedding_of("user").load_snapshot("d")
     shutil.rmtree(tmp_path / "ebc-d4" / "snapshots" / "d")

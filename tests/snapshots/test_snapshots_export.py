@@ -118,7 +118,9 @@ def test_storage_dim_tells_whether_optimizer_state_is_read(tmp_path: Path) -> No
         width = snapshot.manifest.form.width
         assert read_all(path, "s", *KINDS, DIM) == ordered(np.arange(6), seen)
         assert read_all(path, "s", *KINDS, width) == ordered(raw["key"], raw["values"])
-        check_refusal((lambda: make_persistent_table_writer(path, "t", *KINDS, DIM), StoreError, "'rows' has it open"))
+        check_refusal(
+            (lambda: make_persistent_table_writer(path, "t", *KINDS, DIM), StoreError, "Close embedding 'rows'")
+        )
     check_refusal((lambda: make_persistent_table_reader(path, "s", *KINDS, 7), InputError, "storage_dim=7", f"{width}"))
 
 

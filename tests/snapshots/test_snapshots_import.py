@@ -457,7 +457,7 @@ def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
     check_refusal((lambda: import_snapshot(tmp_path / "rows", "s", VALUES), SnapshotError, "s' exists"))
     with make(options("host", tmp_path), tables=1) as embedding:
         assert embedding.size() == 40
-        check_refusal((lambda: import_snapshot(tmp_path / "rows", "t", VALUES), StoreError, "'rows' has it open"))
+        check_refusal((lambda: import_snapshot(tmp_path / "rows", "t", VALUES), StoreError, "Close embedding 'rows'"))
     assert Snapshot.open(tmp_path / "rows" / "snapshots" / "s").manifest == before
     for change in ({"name": "a/b"}, {"embedding_dim": 0}, {"key_type": torch.int16}, {"seed": 0.5}):
         call = partial(description_for, **{"name": "a", "embedding_dim": 2} | change)  # type: ignore[arg-type]
