@@ -137,7 +137,7 @@ def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_other
         ("embedding", stored["rows.rows.embedding"].half(), "is torch.float16"),
         ("key", torch.tensor([1, 2, 3, 4, 2]), "the state contains one row twice"),
         ("updates", torch.tensor([1, 1, 1, 1, -1]), r"rows\.updates has values from -1 to 1"),
-        ("table", torch.tensor([0, 0, 0, 0, 2**32]), r"rows\.table has numbers from 0 to 4294967296"),
+        ("table", torch.tensor([0, 0, 0, 0, 2**32]), r"rows\.table has values from 0 to 4294967296"),
     ):
         with pytest.raises(RuntimeError, match=said):
             first.load_state_dict({**stored, f"rows.rows.{field}": broken})
