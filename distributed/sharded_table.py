@@ -428,7 +428,7 @@ class ShardedTable:
         self.world.handshake(f"{op}: done", error)
 
     def check_capacity(self, counts: list[int], new_counts: list[int]) -> None:
-        """Raise CapacityError on every rank if new rows exceed `capacity`. counts, new_counts: row counts by rank."""
+        """Raise CapacityError on all ranks if rows exceed `capacity`. counts, new_counts: old and new rows by rank."""
         if self.capacity is not None and any(new_counts) and sum(counts) + sum(new_counts) > self.capacity:
             self.world.raise_shared(
                 CapacityError(
