@@ -29,14 +29,14 @@ class HandshakeResult(NamedTuple):
 
     counts: list[int]  # how many items each rank will send to this rank
     notes: list[int]  # each rank's `note`
-    wants_more: bool  # True if any rank asks for another operation
+    wants_more: bool  # True if any rank requests one more call
 
 
 class Handshake:
     """One exchange of headers between all ranks, in flight until `wait` returns.
 
     op: the operation that every rank must be about to begin. shared_values: values by name, equal on all ranks. counts:
-    how many items go from this rank to each rank. note: a number for all ranks. wants_more: request another call.
+    how many items go from this rank to each rank. note: a number for all ranks. wants_more: request one more call.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Exchange the ids of announced steps before the steps begin. Each rank can then prefetch the rows it must send.
 
-Every exchange is a collective, so all ranks must start and finish exchanges at the same points of the program. A rank
-must not start a collective as soon as its data arrives. Otherwise ranks would start collectives in different orders.
+Every exchange is a collective, so all ranks must start and finish exchanges at the same points of the program. If ranks
+started a collective whenever data arrived, different ranks would start collectives in different orders.
 """
 
 from __future__ import annotations

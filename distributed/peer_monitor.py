@@ -2,7 +2,7 @@
 
 A collective that hangs does not say which rank is missing. So all ranks are also connected by sockets. When a
 collective takes too long, a rank asks the others on these sockets which call they have reached. If a rank's process
-ended, its sockets are closed. If a rank hangs, it answers with an earlier call. If a host is dead, no answer comes.
+ended, its sockets are closed. If a rank hangs, its thread reports an earlier call. If a host is dead, no answer comes.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _accept_ranks(
         remedy = unknown or "see the logs of these ranks"
         raise GroupError(f"ranks {missing} did not connect in time; {remedy}", missing)
     if unknown:
-        logging.getLogger("tierbed").warning("start of the world: %s", unknown)
+        logging.getLogger("tierbed").warning("while the ranks connected: %s", unknown)
     for connection in ungreeted:
         connection.close()
     return sockets
@@ -230,7 +230,7 @@ class PeerMonitor:
         """Return the ranks that delay this call, and what is known about each one. Raises `aborted`.
 
         Returns the ranks that exited or are silent. If there are no such ranks, returns the ranks that have not reached
-        the call. If all ranks have reached the call, returns the ranks that closed their world after it.
+        the call. If all ranks have reached the call, returns the ranks that closed their world afterwards.
         """
         self._send({"call": call})
         others = self._connections.keys()

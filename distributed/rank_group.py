@@ -34,7 +34,7 @@ from .peer_monitor import GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
 POLL_INTERVAL = timedelta(seconds=0.1)  # how often a wait checks for signals and aborts
-PATIENCE_SECONDS = 1.0  # seconds that a wait continues after a signal, so that a step can finish if all ranks answer
+PATIENCE_SECONDS = 1.0  # after Ctrl-C or SIGTERM, a wait continues this long, so that a running step may finish
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECT_SECONDS = 60.0  # how long all ranks have to connect
 _closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has left, each given by its ranks
@@ -49,7 +49,7 @@ class CollectiveSequence:
         self._checksum = str(crc32(repr(self.parts).encode()))
 
     def __repr__(self) -> str:
-        """Return a text that is equal on ranks with equal sequences."""
+        """Return a checksum. Ranks compare these checksums to check that their sequences are the same."""
         return self._checksum
 
 
@@ -67,8 +67,8 @@ class LossReport:
     def write(self, error: GroupError, is_early: bool = False) -> None:
         """Write an error. Any thread may call this.
 
-        is_early: True if the error was not raised in a call of this rank. Such an error is written only if it is the
-        first, because torchrun ends the remaining ranks once one is lost.
+        is_early: True if the error was not raised in a call of this rank. An early error is skipped after another
+        error, because torchrun ends all ranks after the first loss: later losses are only a result.
         """
         with self._lock:
             if self._is_written and is_early:
@@ -109,11 +109,11 @@ class RankGroup:
         rows: torch.dtype = torch.float32,
         grads: torch.dtype = torch.float32,
     ) -> None:
-        """ranks: torch's global ranks, in order; empty for this process alone. rank: this process's index there."""
+        """ranks: the group's global ranks, in order; [] for a single process. rank: this process's index in `ranks`."""
         self.rank, self.size = rank, max(len(ranks), 1)
         self.timeout, self.row_dtype, self.grad_dtype = timeout, rows, grads
         self.num_ranks_on_host = 1
-        self.num_step_collectives = 0  # how many collectives of steps were begun so far
+        self.num_step_collectives = 0  # number of collectives that this rank has begun in steps
         self.collectives = NO_COLLECTIVES  # the running step's collectives; must be equal on all ranks
         self.pending_handshake: Any = None  # the Handshake whose headers are in flight
         self.synced_tensors = WeakTensorKeyDictionary()  # tensors that were broadcast from rank 0
@@ -126,7 +126,7 @@ class RankGroup:
         self._in_flight: list[PendingAllToAll] = []  # includes transfers of failed steps; no step waits for these
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
-        self._op = "start of the world"  # the last call begun here
+        self._op = "connecting the ranks"  # the last call begun here
         self._loss_report = LossReport(self.rank)
         if ranks:
             self._connect(ranks)

@@ -318,7 +318,7 @@ class ShardedTable:
         return self.pinned
 
     def _clear_clean_marker(self) -> None:
-        """Clear the clean marker of this rank's rows before all ranks write rows. Raises StoreError."""
+        """Remove the marker of a clean close from this rank's rows, before any rank writes rows. Raises StoreError."""
         with self.open_table.lock:
             self.open_table.before_write(self.open_table.step)
 
@@ -428,7 +428,7 @@ class ShardedTable:
         self.world.handshake(f"{op}: done", error)
 
     def check_capacity(self, counts: list[int], new_counts: list[int]) -> None:
-        """Raise CapacityError on every rank if new rows exceed `capacity`. counts, new_counts: each rank's rows."""
+        """Raise CapacityError on all ranks if rows exceed `capacity`. counts, new_counts: old and new rows by rank."""
         if self.capacity is not None and any(new_counts) and sum(counts) + sum(new_counts) > self.capacity:
             self.world.raise_shared(
                 CapacityError(
@@ -503,8 +503,8 @@ class ShardedTable:
         self.local.mark_failed(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.open_table.failure is not None:  # a load makes a new table without a failure
-            raise StoreError(f"{self._diverged}; load a snapshot of every embedding, all of one step, on all ranks")
+        if self._diverged and self.open_table.failure is not None:  # a load replaces the failed table by a new one
+            raise StoreError(f"{self._diverged}; on all ranks, load snapshots of all embeddings from the same step")
 
     def release(self) -> None:
         """Unpin the batch that a failed step may have left pinned."""

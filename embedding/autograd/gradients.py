@@ -104,7 +104,7 @@ class RowGradients:
         InputError. Two lookups with the same tensor objects get one summed gradient, as in a graph. order: an id's
         gradients are summed by ascending `order`; equal numbers are summed in the order of the `add` calls.
         """
-        self._check_unclipped("backward()")
+        self._check_unclipped("run backward()")
         self._apply_scale()
         originals = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
@@ -146,12 +146,12 @@ class RowGradients:
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # with a world, `clip` is empty, so the ranks' gradients are averaged
+        batch.update(*self.grads(), *clip)  # with a world, `clip` is empty: update() then averages over ranks
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def square_gradients(self) -> float:
         """Return the squared norm of all rows' summed gradients. Raises InputError."""
-        self._check_unclipped("a norm")
+        self._check_unclipped("compute a norm")
         self._apply_scale()  # before squaring, because squares of a GradScaler's scaled gradients might overflow
         lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
@@ -159,7 +159,7 @@ class RowGradients:
 
     def multiply(self, scale: float) -> None:
         """Multiply the gradients collected so far by a number. Raises GraphError after `clip`."""
-        self._check_unclipped("a factor")
+        self._check_unclipped("scale gradients")
         self._scale *= scale
 
     def clip(self, value: float) -> None:
@@ -179,8 +179,8 @@ class RowGradients:
     def _check_unclipped(self, operation: str) -> None:
         if self._clip_value is not None:
             raise GraphError(
-                f"cannot make {operation} after clip_grad_value_ of embedding {self.embedding.name!r}: clip by value "
-                "just before step()"
+                f"embedding {self.embedding.name!r}: cannot {operation} after clip_grad_value_ was called; "
+                "clip by value last, just before step()"
             )
 
     def _in_order(self) -> list[_LookupGradient]:

@@ -41,7 +41,7 @@ def _list_embeddings() -> list[EmbeddingBase]:
 
 
 def _forget_optimizers() -> None:
-    """After a fork, make the child look up the optimizers of open embeddings again, so that its steps raise."""
+    """After a fork, drop the optimizers of open embeddings in the child process, so that training there raises."""
     for embedding in _list_embeddings():
         if getattr(embedding, "is_open", False):
             embedding.forget_optimizer()
@@ -59,9 +59,9 @@ def find_embedding(op_id: int) -> EmbeddingBase:
     reference = _embeddings.get(op_id)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of handle {op_id}, but this process has no embedding with this handle. If the embedding was "
-            "deleted, keep a reference to it. If another process recorded the program, record only the module that "
-            "takes the rows, and call the embedding before the program"
+            f"a lookup of handle {op_id}, but this process has no embedding with this handle. Python may have "
+            "deleted the embedding: keep a reference to it. Or another process recorded the lookup: record only the "
+            "modules after the embedding, and pass them the embedding's result"
         )
     return embedding
 
@@ -82,7 +82,7 @@ def refuse_export(name: str) -> None:
 def _refuse_export(name: str) -> None:
     raise GraphError(
         f"embedding {name!r} cannot be exported by torch.export, torch.jit or torch.onnx, because the program would "
-        "not contain its rows; export only the module that takes the rows, and call the embedding before the program"
+        "not contain its rows; export only the modules after the embedding, and pass them the embedding's result"
     )
 
 

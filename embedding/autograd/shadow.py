@@ -4,7 +4,7 @@ Rows are in a store, not in a parameter. Optimizers, autograd and state_dicts wo
 gets a *shadow*: a parameter [1, 1] that stands for all rows. The shadow's value is always zero. Code that expects rows
 in a parameter, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on a
 shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An operation
-that merely reads the zero logs a warning once.
+that only reads the shadow's value logs a warning once.
 """
 
 from __future__ import annotations
@@ -195,10 +195,10 @@ def _has_state_copy(*arguments: Any) -> bool:
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warn once per operation that the operation reads the parameter's zero, but no rows."""
+    """Warn once per operation that the operation reads the shadow's value, but no rows."""
     if func.__name__ not in _warned and not _has_state_copy(args, kwargs):
         _warned.add(func.__name__)
-        log.warning("%s works on a zero, not on the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
+        log.warning("%s reads a placeholder, not the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
 
 
 def shares_memory(one: Tensor, other: Tensor) -> bool:
@@ -252,6 +252,6 @@ def _make_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_wr
         return GraphError(f"{operation}: no tensor holds its rows, so the result would ignore the rows; {_READ_REMEDY}")
     return GraphError(
         f"{operation}: no tensor holds its rows, so a penalty or an average would ignore the rows. To penalise rows, "
-        "use emb.weight of an Embedding, the rows that a lookup returns, or weight_decay. To average rows, "
+        "use weight_decay, a lookup's result, or the weight of an Embedding. To average rows, "
         "average what tierbed.to_dense_state_dict(model) returns. Leave the embedding out of sums over parameters()"
     )

@@ -160,7 +160,7 @@ def _check_step_known(table: OpenTable) -> None:
 
 
 def _key_by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
-    """Convert a dict by table name or number into a dict by table number. Raises InputError."""
+    """Convert a dict so that its keys are table numbers. Given keys may also be table names. Raises InputError."""
     if not isinstance(values, Mapping):
         form = "torch.from_numpy(array)" if isinstance(values, np.ndarray) else "a dict by table"
         raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")

@@ -82,7 +82,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = make_provisional_name(world is not None) if name is None else name
         self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
-        self.spec.layout(RowState())  # if a table's columns do not fit, raise now and not at the first use
+        self.spec.layout(RowState())  # raise now if a table has too many or too few column options
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.world = check_world(world, name)
@@ -91,7 +91,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
         self.op_id = ops.register(self)
         self._open_lock, self._accumulate_lock = Lock(), Lock()
-        self._optimizer_error: OptimizerError | None = None  # raised by training if stored rows do not fit
+        self._optimizer_error: OptimizerError | None = None  # raised in training if rows do not match the optimizer
         self.has_cache_misses = False
 
     @property
@@ -203,7 +203,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         Raises:
             InputError: an argument is invalid.
-            OptimizerError: the stored rows do not fit the optimizer.
+            OptimizerError: the stored rows do not match the optimizer.
             StoreError: the store cannot be opened or read.
         """
         with self.raise_on_all_ranks():
@@ -231,7 +231,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 counts steps. If `states` is empty and `weights` contains all tables, the default is 0.
 
         Raises:
-            InputError: a tensor does not fit, or `step` is needed.
+            InputError: a table, shape or dtype is wrong, or `step` is missing.
             OptimizerError: `states` is given, but the embedding's optimizer is stateless.
             StoreError, SnapshotError: the rows cannot be stored.
         """
@@ -282,9 +282,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         raise StoreError(
             f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create an embedding with "
             "another name, and carry rows over by save_snapshot or put. To save a model, use graph.save, "
-            "save_checkpoint or state_dict(). If the store has a folder, state_dict() contains no rows; to save a "
-            "snapshot with it, set state_dict_snapshots=True in the store options. For averages (AveragedModel), "
-            "average what tierbed.to_dense_state_dict(model) returns"
+            "save_checkpoint or state_dict(). If the store has a folder, state_dict() contains no rows; to save "
+            "a snapshot by state_dict(), set state_dict_snapshots=True in the store options. For averages "
+            "(AveragedModel), average what tierbed.to_dense_state_dict(model) returns"
         )
 
     def extra_repr(self) -> str:
@@ -327,7 +327,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._optimizer_error is None or self._handle is None or self.is_closed or self.row_optimizer is None:
             return
         try:
-            self._handle.use_optimizer(self.row_optimizer)  # the optimizer may fit the rows that were just loaded
+            self._handle.use_optimizer(self.row_optimizer)  # may succeed now, because a load replaced the rows
             self._optimizer_error = None
         except OptimizerError as error:
             self._optimizer_error = error

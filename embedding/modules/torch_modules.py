@@ -33,11 +33,11 @@ from .embedding import MultiTableEmbedding
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
 # functions that configure a parameter; on a `weight` they would only affect one lookup's result
 _PARAMETER_ONLY = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-MAX_WEIGHT = 1 << 26  # elements of a `weight`: 256 MiB of float32
+MAX_WEIGHT = 1 << 26  # largest number of elements in `weight`; in float32, this is 256 MiB
 
 
 class Weight(ReadOnlyCopy):
-    """The rows of a table as a tensor that autograd follows. Writing to the tensor raises InputError.
+    """The rows of a table as a differentiable tensor. Writing to the tensor raises InputError.
 
     Torch's weight is a parameter and stays current. A `Weight` is one lookup's result: after a training step or a
     load, computing with the `Weight` or with a view raises InputError as well.
@@ -115,7 +115,7 @@ class TorchTable(MultiTableEmbedding):
 
     @property
     def weight(self) -> Tensor:
-        """All rows, [num_embeddings, embedding_dim]: a lookup's result, which autograd follows.
+        """All rows as a differentiable tensor [num_embeddings, embedding_dim], the result of a lookup.
 
         Each read of this attribute looks up all rows; call `emb(ids)` for a few rows. Writing to the tensor or
         assigning the attribute raises InputError; in torch.compile such writes are dropped.

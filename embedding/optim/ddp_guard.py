@@ -1,4 +1,4 @@
-"""Refuses modules that keep parameters equal across ranks, because rows without a world would diverge."""
+"""Refuses modules that keep parameters equal across ranks, because such modules do not synchronize rows."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def refuse_ranks(root: nn.Module) -> None:
 def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
     """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
-    Rows diverge if the embeddings have different worlds. Rows without a world also diverge if `root` contains a module
+    Rows diverge if the embeddings have different worlds. Without a world, rows also diverge if `root` contains a module
     that shards or replicates parameters across ranks. Embeddings with a world must be outside such modules.
     """
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}

@@ -2,8 +2,8 @@
 
 Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers contain the run id, so
 copies keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
-together with the parameter. A parameter without run ids is fresh if no code wrote to it or loaded its optimizer
-state since its graph or optimizer was made. Rows of earlier tierbed versions get a run id when opened.
+together with the parameter. A parameter without run ids is fresh if its value has not changed since its optimizer was
+made, and it has no optimizer state. Rows of earlier tierbed versions get a run id when opened.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbeddin
 
 
 def warn_of_state(embedding: SnapshotEmbedding) -> bool:
-    """Warn if rows have optimizer state, but their optimizer lacks state. Returns True if it warned."""
+    """Warn if rows have optimizer state that dense parameters in a new optimizer lack. Returns True if it warned."""
     handle: Any = embedding.table_handle()
     table = handle.open_table
     has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)
@@ -79,7 +79,7 @@ class DensePart:
             self._has_warned = True
             count = f" ({num_fresh} of its {len(self._entries)} parameters)" if self._is_known else ""
             log.warning(
-                "%s continues half a model: embedding %r has rows of step %d, but the dense part begins at step 0%s. "
+                "%s mixes old and new parts: embedding %r has rows of step %d, but the dense part begins at step 0%s. "
                 'To load both parts, use graph.load or load_checkpoint. To start over, set open="fresh" in the store '
                 'options. If the new dense part is intended, set open="pretrained", or call keep_rows()',
                 self._owner,

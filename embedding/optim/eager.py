@@ -41,7 +41,7 @@ from .dense_part import DensePart, note_versions, warn_of_state
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED_EMBEDDINGS = 62  # the most embeddings that ranks share: each takes one bit of a handshake's note
+MAX_SHARED_EMBEDDINGS = 62  # largest number of embeddings with a world; a handshake has one bit for each
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
@@ -128,7 +128,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         train_together(modules)
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
-        self._has_checked_dense = False  # True after the first step has checked that the dense part fits the rows
+        self._has_checked_dense = False  # True once a step has checked that dense parameters and rows belong together
         # True until optimizer state is loaded. Adagrad's constructor makes state too, but with step 0
         self._is_new = not any(state.get("step", True) for state in optimizer.state.values())
         self._carryovers = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
@@ -150,8 +150,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Raise OptimizerError if backward() trains the embedding, or an older optimizer would lose gradients."""
         if hasattr(embedding.shadow, IN_BACKWARD):
             raise OptimizerError(
-                f"embedding {embedding.name!r}: apply_optimizer_in_backward gave its parameter an optimizer, so "
-                "backward() trains its rows; leave the embedding out of this optimizer, or make the embedding again"
+                f"embedding {embedding.name!r}: apply_optimizer_in_backward gave it an optimizer, so backward() "
+                "trains its rows; leave the embedding out of the EagerOptimizer, or make the embedding again"
             )
         grad = embedding.shadow.grad
         if embedding.op_id in trainers and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:

@@ -30,14 +30,14 @@ _KINDS: dict[Any, str] = {
 
 
 class CollectiveCall(NamedTuple):
-    """One collective: a `vote`, or an embedding's `pin`, `rows` (wait for pinned rows), `read` or `send`."""
+    """A collective call. kind: `vote` for the whole step; `pin`, `rows`, `read` or `send` for one embedding."""
 
-    kind: str
+    kind: str  # `rows` waits for the rows of a `pin`
     embedding: EmbeddingBase | None
     ids_from: int | None = None  # the index of another pin, if this pin reuses that pin's ids
 
     def __str__(self) -> str:
-        """Return the text by which ranks check that they make the same collective."""
+        """Return a text that describes this call. Ranks compare these texts to check that their calls match."""
         suffix = "" if self.embedding is None else f" of {self.embedding.name!r}"
         return self.kind + suffix + ("" if self.ids_from is None else f", ids of {self.ids_from}")
 
@@ -93,7 +93,7 @@ def schedule_collectives(
 ) -> Any:
     """Send row gradients as soon as they are complete, and insert the vote before `end`, the last node of the step.
 
-    make: creates the returned `StepCollectives` from collective calls and (name, tensor) pairs of trained parameters.
+    make: takes the list of collective calls and the named trained parameters, and returns the `StepCollectives`.
     end: None if the step trains nothing. Raises GraphError for a sparse gradient.
     """
     graph = module.graph

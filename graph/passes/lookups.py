@@ -1,7 +1,7 @@
 """Passes that replace the lookups of a trace by calls that fetch, read and update rows.
 
-An embedding's trained lookups become one `pin` (deduplicate all ids, fetch and pin their rows), one `gather` per
-lookup, and one `update`; other lookups become `read`. Embeddings that train on the same ids share one deduplication.
+An embedding's trained lookups become one `pin`, one `gather` per lookup, and one `update`. `pin` deduplicates ids, then
+fetches and pins rows. Other lookups become `read`. Embeddings that train on the same ids share one deduplication.
 
 `extract_id_graph` copies the ops that make ids into a small graph, which `Graph.run` runs on later batches. The
 resulting ids are only hints for prefetch: each step computes its ids again.
@@ -116,7 +116,7 @@ def find_sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
 
 
 def is_repeatable(node: fx.Node, external: set[int]) -> bool:
-    """True if a node computes the same result before the step: it uses no rows, random numbers or custom ops."""
+    """True if a node can run before the step with the same result. False for lookups, random ops and custom ops."""
     if call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
@@ -180,8 +180,8 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
 
 
 def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
-    """Compute gradients of pooling weights from pinned rows if the batch has an equal lookup, whatever its weights."""
-    index_by_lookup = {key.lookup: index for index, key in enumerate(shared)}
+    """Compute the gradient of a lookup's pooling weights from pinned rows if the pinned batch contains the lookup."""
+    index_by_lookup = {key.lookup: index for index, key in enumerate(shared)}  # pooling weights may differ
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _read_lookup(node)
         if node.args[-1] == op_id and node > batch and lookup in index_by_lookup:
@@ -232,8 +232,8 @@ def _make_shadow_error(name: str) -> GraphError:
 
 
 def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
-    """Return the lookup gradients that sum up to `grad`, with repeats. Raises GraphError if `grad` is no plain sum."""
-    counts: Counter[fx.Node] = Counter()
+    """Return the lookup gradients whose sum is `grad`. Raises GraphError if `grad` is not a plain sum."""
+    counts: Counter[fx.Node] = Counter()  # how often the sum adds each gradient, and the result lists it
     visited: set[fx.Node] = set()
     pending: list[Any] = [grad]
     while pending:

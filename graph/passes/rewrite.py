@@ -1,4 +1,4 @@
-"""Passes that turn a trace, an FX graph whose nodes carry fake tensors in `meta`, into a compiled step.
+"""Passes that turn a trace into a compiled step. A trace is an FX graph with fake tensors in its nodes' `meta`.
 
 A dynamic-shape step computes all sizes and strides from its inputs' sizes when it begins (`compute_sizes`). A trace
 instead reads each size when needed, from the first tensor with this size. Late reads are unsafe: an op may have changed
@@ -78,7 +78,7 @@ def cut_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
 def add_dense_steps(
     module: fx.GraphModule, optimizers: Iterable[Optimizer], grads: list[tuple[Optimizer, fx.Node, fx.Node]]
 ) -> None:
-    """Add a node that steps each optimizer, at the end. grads: (optimizer, parameter node, gradient) triples."""
+    """Append a `dense_step` node for each optimizer. grads: (optimizer, parameter node, gradient node) triples."""
     graph = module.graph
     with graph.inserting_before(graph.output_node()):
         for optimizer in optimizers:

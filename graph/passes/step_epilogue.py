@@ -99,7 +99,7 @@ class DenseGrads(NamedTuple):
 
 
 class RowGrads(NamedTuple):
-    """Gradients of a pinned batch's lookups, and the weights that pooled the lookups' rows."""
+    """The gradients of all lookups in a pinned batch, and each lookup's pooling weights (or None)."""
 
     batch: Any
     grads: list[Tensor]
@@ -282,7 +282,7 @@ def schedule(scheduler: LRScheduler, was_updated: bool = True) -> None:
 
 
 def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None) -> list[Tensor]:
-    """Return scaled and clipped copies of gradients, because a gradient may be a view or a result of the step."""
+    """Return scaled and clipped gradients. Works out of place, because other tensors may share a gradient's memory."""
     if grads and scale != 1.0:
         grads = list(torch._foreach_mul(grads, scale))
     if grads and clip_value is not None:

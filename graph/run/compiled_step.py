@@ -1,8 +1,8 @@
 """Compile a trace into a step: run all passes, and run the result.
 
 A trace is a flat list of aten calls for forward and backward, with one `lookup` call per embedding lookup.
-`compile_step` first turns trained lookups into pin, gather and update calls. Gradients of dense parameters become
-optimizer steps. If gradients are clipped, scaled, accumulated or summed over ranks, one node replaces all updates. The
+`compile_step` first turns trained lookups into pin, gather and update calls. Then it adds nodes that step the
+dense optimizers. If gradients are clipped, scaled, accumulated or summed over ranks, one node replaces all updates. The
 remaining lookups become reads. Then equal lookups share one deduplication, and dead nodes are dropped. A copy of the
 ops that compute ids lets `Graph.run` prefetch rows. Users may choose TorchInductor for the dense part, or a CUDA graph
 for the step. A dynamic-shape step that fails can be undone (rollback.py).
@@ -182,7 +182,7 @@ def compile_step(
         if embedding is not None:
             expand_trained(module, embedding.op_id, grad, find_path)
             trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
-    # after the loop: the loop replaces gradients of pooling weights, and a pooling weight may be a dense parameter
+    # run cut_outputs after the loop: if a dense parameter is a pooling weight, the loop replaces this gradient
     grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
         (optimizer_by_parameter[id(tensors[index])], parameter_nodes[index], grad)

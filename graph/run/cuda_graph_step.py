@@ -69,7 +69,7 @@ def capture_read_weights_grad(embedding: SnapshotEmbedding, lookup: Lookup, grad
 
 
 def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
-    """Launch the kernels that find a read-only lookup's rows, and return its batch."""
+    """Launch the kernels that find a read-only lookup's rows. Returns a batch that contains this lookup."""
     batch = table.processor.make_batch([lookup])
     table.require_open().peek(batch, trains)
     table.preview_catch_up(batch)
@@ -234,7 +234,7 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
     graph = fx.Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     for node in graph.find_nodes(op="call_function", target=apply_gradients):
-        rows: Any  # here, apply_gradients only clips by value, and `update` clips by value itself
+        rows: Any  # a CUDA graph allows only clipping by value, and both calls below clip by value
         epilogue, rows, dense = node.args
         with graph.inserting_before(node):
             for batch, grads, weights in rows:
@@ -260,7 +260,7 @@ def _find_open_tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
 
 @contextmanager
 def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value: float | None) -> Iterator[None]:
-    """Do the host work of a step around one replay. The caller has locked the tables."""
+    """Context manager: does a step's host work before and after a replay. The caller has locked the tables."""
     for table in read_only:
         _begin_replay(table, False, None)
     updates = [(table, _begin_replay(table, True, clip_value)) for table in trained]

@@ -4,9 +4,9 @@ A run draws batches ahead of their steps and announces their ids, so that caches
 Announcements are only hints: a step reads its rows when it runs, after the previous step's update. Results are
 therefore the same as in a plain loop.
 
-With several ranks, every rank plans its next steps. For each planned step, a rank reports if its loader has a batch,
-and sends the announced ids. All ranks must make these reports in the same order, because the reports are collectives. A
-rank starts a report when it draws a batch, and waits for the other ranks' reports only after the current step.
+With several ranks, every rank plans its next steps. For each planned step, a rank sends a report: its loader has a
+batch, or lacks one. After the reports, the ranks exchange ids. Reports are collectives, so all ranks make them in the
+same order. A rank starts a report when it draws a batch, and waits for the other reports only after the current step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class RunProgress:
 
 
 class Announcer:
-    """Announces the batches of one run in order, equally on all ranks. Accumulated calls are announced together."""
+    """Announces a run's batches in order, for the same steps on all ranks. Announces accumulated calls together."""
 
     def __init__(self, root: nn.Module, epilogue: StepEpilogue, world: World) -> None:
         self._epilogue, self._world = epilogue, world
@@ -173,7 +173,7 @@ class Run(Iterator[Any]):
         progress: RunProgress,
         abandoned_runs: list[None],
     ) -> None:
-        """ahead: None means 8 if a thread can hide row reads, otherwise 0. On SSD, None means 8 while caches miss.
+        """ahead: None means 8 if a thread can hide row reads, else 0. If caches of SSD rows rarely miss, None means 0.
 
         find_lookups: returns the lookups of a call, given the call's arguments.
         abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
@@ -205,7 +205,7 @@ class Run(Iterator[Any]):
         self._batches = iterate(batches)
         self._window: deque[Any] = deque()
         self._window_tensors: deque[list[Tensor]] = deque()  # one list per batch in the window; fewer after Ctrl-C
-        self._plans: deque[_PlannedStep] = deque()  # planned steps; the first of them have a batch in the window
+        self._plans: deque[_PlannedStep] = deque()  # plan i belongs to batch i of the window, if this batch exists
         self._last_lookups: KnownLookups | None = None  # lookups of the last drawn batch
         self._loader_exception: Exception | None = None  # the loader's error, raised once the window is empty
         self._op_name = f"run of {type(graph).__name__}"
@@ -249,7 +249,7 @@ class Run(Iterator[Any]):
 
     @property
     def _has_mismatch(self) -> bool:
-        """True if ranks were in different calls since this run last checked."""
+        """True if a handshake after this run's last check found ranks in different calls."""
         return self._num_mismatches != self._world.num_mismatches
 
     def _adjust_look_ahead(self) -> None:

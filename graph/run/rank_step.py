@@ -42,9 +42,9 @@ class RankStepState:
     """A graph's state between steps that run on several ranks."""
 
     def __init__(self) -> None:
-        # kinds of steps (values of `trains`) that have already copied rank 0's parameters and buffers to all ranks
+        # contains True after a training step copied rank 0's tensors to all ranks; False, after an evaluation step did
         self.synced_at_start: set[bool] = set()
-        # (is in train() mode, step trains) -> the last such step's `join`; weak, because steps refer to this object
+        # key: (graph is in train() mode, step trains); value: weak reference to `join` of the last step with this key
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.partial_update = ""  # error in a step's updates on this rank; no step trains until a load clears it
 
@@ -148,7 +148,7 @@ class StepCollectives:
     def step(self, synced_tensors: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
         """Context manager around a step. If the step raises before its last collective, all ranks raise the error.
 
-        synced_tensors: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
+        synced_tensors: named tensors. The first step copies them from rank 0. nested: True within another `step` block.
         """
         world = self._world
         world.check_thread()

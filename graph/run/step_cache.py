@@ -20,7 +20,7 @@ from torch import Tensor
 from ..trace.signature import Call, Dims, drop_sizes
 from .compiled_step import CompiledStep
 
-MAX_DYNAMIC_TRIES = 2  # a family stops after this many dynamic-shape steps that accept no other sizes
+MAX_DYNAMIC_TRIES = 2  # after this many failed dynamic-shape steps, a family gets only static-shape steps
 MAX_STATIC_SHAPES = 8  # the limit on a family's static shapes, and on its dynamic-shape steps
 MAX_FAMILIES = 64
 
@@ -37,7 +37,7 @@ class _ShapeFamily:
 
     static_shapes: list[Shapes] = field(default_factory=list)  # sizes that have a static-shape step
     dynamic_steps: list[CompiledStep] = field(default_factory=list)
-    num_failed_tries: int = 0  # number of dynamic-shape steps that accepted no other sizes
+    num_failed_tries: int = 0  # number of tries that gave no useful dynamic-shape step
     has_failed: bool = False  # True if torch could not run a dynamic-shape step
     has_warned: bool = False  # True after the warning that each further size is compiled
 
@@ -111,14 +111,14 @@ class StepCache:
     """
 
     def __init__(self, name: str, limit: int) -> None:
-        """name: the graph's name. limit: the largest number of steps that serve one signature each."""
+        """name: the graph's name. limit: the largest number of steps; dynamic-shape steps of families do not count."""
         self._name, self._limit = name, limit
         self._steps: OrderedDict[Hashable, CompiledStep] = OrderedDict()
         self._families: dict[Hashable, _ShapeFamily] = {}
         self._static_signatures: dict[Hashable, None] = {}  # recent signatures that need static-shape steps
 
     def all(self) -> list[CompiledStep]:
-        """Return the steps that serve one signature each, followed by the dynamic-shape steps."""
+        """Return all steps. The dynamic-shape steps of families come last."""
         return [*self._steps.values(), *(step for family in self._families.values() for step in family.dynamic_steps)]
 
     def find(self, signature: Any, call: Call, static_only: bool) -> CompiledStep | None:
@@ -201,12 +201,12 @@ def _make_family_key(signature: Any, call: Call) -> Hashable:
 def _try_to_compile(compile_call: CompileCall, dynamic_dims: Dims) -> CompiledStep | None:
     try:
         return compile_call(dynamic_dims)
-    except Exception:  # build often reads a size; any other error comes again when the static-shape step is compiled
+    except Exception:  # ignore errors: the caller compiles a static-shape step next, and real errors are raised there
         return None
 
 
 def _make_other_calls(call: Call) -> Iterator[list[Tensor]]:
-    """Yield inputs without values for calls with other dynamic sizes: change all sizes, then one size at a time."""
+    """Yield example inputs with other dynamic sizes. First, all sizes change; later, only one size changes."""
     inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
     # some tensors may have to keep equal sizes, for example two features with one id per sample
     equal = [{i for i in dynamic if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in dynamic})]

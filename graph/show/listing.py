@@ -204,7 +204,7 @@ def describe_tensor(value: Tensor) -> str:
 
 
 def _show(value: Any) -> str:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):  # a Lookup: omit the unused fields at the end
+    if isinstance(value, tuple) and hasattr(value, "_fields"):  # print a Lookup without trailing None fields
         used = max((count for count, part in enumerate(value, 1) if part is not None), default=0)
         return f"{type(value).__name__}({', '.join(map(_show, value[:used]))})"
     if isinstance(value, list | tuple):

@@ -1,6 +1,6 @@
 """Explain why a graph compiled another step: how the call differs from the most similar signature compiled before.
 
-Signatures are quick to compare but contain no names. So each compilation also collects the properties by name.
+Signatures are quick to compare but contain no names. So each compilation also collects named facts about the call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("tierbed")
 
 
 class Fact(NamedTuple):
-    """A property in a signature: a text, and a key for details that the text omits. fields: a tensor's properties."""
+    """A fact about a call. text: shown to users. key: tells equal texts apart. fields: a tensor's shape, dtype, ..."""
 
     text: str
     key: Hashable = None
@@ -37,7 +37,7 @@ class Fact(NamedTuple):
 
 _NO_TENSOR, _ABSENT = Fact("no tensor"), Fact("missing")
 
-Facts = dict[tuple[str, str], Fact]  # (kind, name or path) -> fact
+Facts = dict[tuple[str, str], Fact]  # each key is a kind and a name, such as ("argument", "ids")
 
 
 class RecompileLog:
@@ -72,7 +72,7 @@ def collect_facts(
     settings: Mapping[str, str],
     values: Mapping[str, tuple[str, Hashable]],
 ) -> Facts:
-    """Return the facts that a call's step depends on, by names from the user's code. values: name -> (text, key)."""
+    """Return all facts that a compiled step depends on. values: maps names in the user's code to (text, key) pairs."""
     dynamic_dims = call.dynamic_dims if is_dynamic else ()
     facts: Facts = {}
     number = 0

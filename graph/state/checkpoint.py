@@ -14,7 +14,7 @@ the new folder is exchanged atomically with the old one, and then the old one is
 With several ranks, each rank writes its shard of the rows. After the ranks have compared checksums, rank 0 writes
 everything else, including its own buffers. `ranks` in graph.msgpack holds the other ranks' random states.
 
-Graphs write format 2. Plain loops write format 3, with `of`: "loop".
+Graphs write format 2. Plain loops write format 3; their graph.msgpack also contains the entry `"of": "loop"`.
 """
 
 from __future__ import annotations
@@ -274,7 +274,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # raise the first error only
                     embedding.table_handle().snapshots.discard_rows(name)
-    for path, snapshot in replaced_snapshots.items():  # snapshots of the replaced checkpoint in store folders
+    for path, snapshot in replaced_snapshots.items():  # drop the old checkpoint's snapshots from store folders
         try:
             if path in embeddings:
                 embeddings[path].table_handle().snapshots.drop_rows(snapshot)

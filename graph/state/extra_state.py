@@ -145,7 +145,7 @@ def _state_error(problem: str) -> GraphError:
 
 
 def check_same_structure(current: Any, saved: Any, label: str, optional_keys: Collection[Any] = ()) -> None:
-    """Raise GraphError if `saved` is of another kind than `current`, or lacks a key that is not in `optional_keys`.
+    """Raise GraphError if `saved` and `current` differ in kind. `saved` may lack only keys from `optional_keys`.
 
     If `current` is None, any value fits. A saved list may have another length, if its items fit the current items.
     """
@@ -176,8 +176,8 @@ def _kind(value: Any) -> str:
 def check_can_step(optimizer: Optimizer, label: str) -> None:
     """Raise GraphError or one of MALFORMED if an optimizer cannot step with its loaded state.
 
-    A torch optimizer loads any state and raises only in the step. So for torch.optim, this function steps a copy of the
-    optimizer with a tiny parameter (two elements per dimension), and compares the loaded states with the copy's state.
+    A torch optimizer loads any state and raises only in the step. So for classes of torch.optim, this function creates
+    a trial optimizer for a tiny parameter, and steps the trial optimizer. It then compares the loaded and trial states.
     """
     optimizer = optimizer.optimizer if isinstance(optimizer, EagerOptimizer) else optimizer
     cls: Any = type(optimizer)
@@ -240,7 +240,7 @@ def check_modules(root: nn.Module, state: dict[str, Any], owner: str) -> None:
 
 
 def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> dict[str, Any]:
-    """Remove rows from a state_dict: rows are loaded separately. Without `optimizers`, empty the extra state."""
+    """Remove rows from a state_dict: rows are loaded separately. If `optimizers` is False, clear the extra state."""
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SnapshotEmbedding):
             state.pop(f"{path}.{EXTRA}", None)

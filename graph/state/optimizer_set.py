@@ -149,8 +149,8 @@ class OptimizerSet:
         should_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._entries())
         if should_train and not trains and not self._has_checked_training:
             log.warning(
-                "%s has optimizers and is in training mode, but build leaves no gradient, so nothing is trained: call "
-                "loss.backward() in build, or graph.eval() if it only evaluates",
+                "%s is in training mode, but nothing is trained, because build computes no gradient. To train, call "
+                "loss.backward() in build. To evaluate, call graph.eval() first",
                 type(root).__name__,
             )
         self._has_checked_training = self._has_checked_training or should_train

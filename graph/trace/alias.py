@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-# ops whose schemas do not say that running mean and variance (arguments 3, 4) change if argument 5 (training) is true
+# in training (argument 5), these ops write to the running statistics (arguments 3, 4); their schemas do not say this
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
@@ -81,12 +81,12 @@ def preserve_value(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
 
 
 def external_storages(graph: fx.Graph) -> set[int]:
-    """Return the storages that exist after a call: of arguments, parameters, buffers and closure tensors."""
+    """Return the storages of all tensors that outlive a call: arguments, module tensors and closure tensors."""
     return find_storages(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
 def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
-    """Return each node that affects an output, a call in `effects`, an external tensor or the random generator."""
+    """Return all nodes whose results or side effects matter. effects: calls that a step must keep."""
     external = external_storages(graph)
     return add_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
 

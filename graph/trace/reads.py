@@ -1,8 +1,8 @@
 """Find the Python values that `build` reads while it is traced.
 
-Values that `build` reads become constants of the step, so later calls must check them. To observe attribute reads, the
-classes of the graph's modules, and of objects in these modules, get a `__getattribute__` while `build` runs. Reads of
-globals, closures and default arguments are not observed, but found in the code of the functions that `build` may call.
+Values that `build` reads become constants of the step, so later calls must check these values. While `build` runs, a
+`__getattribute__` hook records reads of attributes of modules, and of objects in modules. Globals, closures and default
+arguments have no such hook: the recorder finds them in the code of all functions that `build` may call.
 
 The result maps Python expressions such as `o3['cfg'].temp` to values. Evaluating an expression reads the current value.
 """
@@ -36,8 +36,8 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from .names import HasBuild
 from .signature import MODULE_HOOKS, is_plain
 
-MAX_ITEMS = 64  # for a container with more items, only the length is guarded
-MAX_NESTED = 1024  # for more items in a container and its nested containers, only the length is guarded
+MAX_ITEMS = 64  # if a container has more items, only its length is guarded
+MAX_NESTED = 1024  # if a container has more items, nested items included, only its length is guarded
 
 Names = frozenset[str]
 
@@ -211,7 +211,7 @@ class ReadRecorder:
                 self._record(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
-        """Record the values that a function, and the functions it calls, read by name. cls: a method's class."""
+        """Record the globals, closures and defaults that a function and its callees may read. cls: a method's class."""
         while isinstance(function, FunctionType) and function.__globals__.get("__name__", "").startswith("torch."):
             function = getattr(function, "__wrapped__", None)  # torch and FX decorate some functions
         if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._is_new(function, cls):
@@ -249,7 +249,7 @@ class ReadRecorder:
 
 
 def _list_items(value: Any) -> list[tuple[Any, Any]]:
-    """Return the (key, item) pairs of a container. Empty for sets and other values."""
+    """Return the (key, item) pairs of a dict or a sequence. Returns an empty list for any other value."""
     if isinstance(value, dict):
         return [*value.items()]
     return [*enumerate(value)] if isinstance(value, list | tuple | deque) else []
@@ -267,7 +267,7 @@ def _count_nested(value: Any) -> int:
 
 
 def is_constant(value: Any) -> bool:
-    """True for a value that cannot change: a plain value, a number, or a tuple of such values without functions."""
+    """True for a value that cannot change. Items of a tuple must be constants too, and must not be functions."""
     if isinstance(value, tuple | frozenset):
         return all(is_constant(item) and not callable(item) for item in value)
     return is_plain(value) or isinstance(value, Number)

@@ -1,7 +1,7 @@
 """The signature of a call. A compiled step is valid for all calls with the same signature.
 
 A signature consists of a key of the call's arguments (`call_key`) and the state of the graph's modules (`Structure`).
-Every call computes its signature, so this code is optimized for few interpreter steps.
+Every call computes its signature, so this code is written for speed.
 """
 
 from __future__ import annotations
@@ -151,8 +151,8 @@ class Structure:
     def read_state(self) -> tuple[list[Tensor], tuple[Hashable, ...]] | None:
         """Return the current parameters and buffers (tied tensors repeat), and a key of the whole state.
 
-        Returns None if modules, their hooks or the number of their attributes have changed. The key identifies
-        parameters, and tensors in plain attributes, by object, because optimizers and steps hold these objects.
+        Returns None if modules, their hooks or the number of their attributes have changed. The key contains the `id()`
+        of each parameter and each attribute tensor, because optimizers and steps hold these objects.
         """
         if self._read_layout() != self._layout:
             return None
@@ -165,7 +165,7 @@ class Structure:
             (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) for device in ("cpu", "cuda")
         )
         with DisableTorchFunctionSubclass():
-            # a step keeps its tensors alive, so their ids are not reused; other values count as constants
+            # id(v) stays unique, because a step keeps its tensors alive; values that are not tensors have the key None
             attribute_key = [
                 (id(v), _TENSOR_FIELDS(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
                 for v in attributes
@@ -235,7 +235,7 @@ def suggest_registration(value: Any) -> str:
 
 
 def drop_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """Return a `call_key` with the number of each tensor's dimensions in place of their sizes."""
+    """Return a `call_key` that contains each tensor's number of dimensions instead of the tensor's shape."""
     return tuple(
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)

@@ -152,5 +152,5 @@ def _walk_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
             pending += (
                 (attribute if key is None or key in _MODULE_DICTS else f"{attribute}.{key}", item)
                 for key, item in items
-                if isinstance(item, _WALKED_TYPES)  # skip strings, for example: a dict may hold millions of words
+                if isinstance(item, _WALKED_TYPES)  # skip plain values: a dict may hold millions of strings
             )

@@ -53,8 +53,8 @@ _INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # how torch's guards call input tens
 _OFFSET_CHECK = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # dropped from guards: a step works for any offset
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
-BACKWARD = "backward"  # a key in the meta of nodes that autograd added
-MODULE_TENSOR = "module_tensor"  # a key in the meta of placeholders for parameters and buffers
+BACKWARD = "backward"  # this key in a node's meta says that autograd added the node
+MODULE_TENSOR = "module_tensor"  # this key in a placeholder's meta marks a parameter or buffer
 
 ShapeGuard = Callable[[Sequence[Tensor]], bool]  # True if a step accepts inputs of these sizes
 
@@ -297,7 +297,7 @@ class _OpGuard(TorchDispatchMode):
         return result
 
     def check_seed(self) -> None:
-        """Raise GraphError if build reset the random generator. A reset changes the seed; random ops keep the seed."""
+        """Raise GraphError if build reset the random generator. Only a reset changes `initial_seed()`."""
         if torch.default_generator.initial_seed() != self._seed:
             raise GraphError(
                 "build sets the state of the random generator, which a compiled step does not repeat; leave out "

@@ -47,7 +47,7 @@ class ValueGuards:
         self._versions: dict[Keys, int] = {(): 0}
         self._next_version = count(1)
         self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive whose ids are in keys
-        self._last_changes: dict[str, Any] = {}  # expression -> value, for the last change
+        self._last_changes: dict[str, Any] = {}  # the values that changed last, by expression
         self._change_counts: Counter[str] = Counter()  # expression -> number of changes that led to another step
         self._written_expressions: set[str] = set()  # expressions that build itself may write
         self._dropped_expressions: set[str] = set()
@@ -73,7 +73,7 @@ class ValueGuards:
             return self.version
 
     def add(self, reads: ReadRecorder) -> None:
-        """Add the values that a trace read. If the trace changed values, the new values get the same version."""
+        """Add the values that a trace read. Values that build wrote during the trace do not start a new version."""
         new_values = {expr: entry for expr, entry in reads.values.items() if expr not in self._dropped_expressions}
         self._written_expressions |= set(filter(reads.may_be_written, new_values))
         self._max_expressions = max(MAX_EXPRESSIONS, 2 * len(new_values))  # always leave room for this trace
@@ -97,13 +97,13 @@ class ValueGuards:
 
     @property
     def is_full(self) -> bool:
-        """True if there are too many expressions (from a new function per call, say). The graph then starts over."""
+        """True if there are too many expressions, so the graph must start over. A new function per call causes this."""
         return len(self._labels) > self._max_expressions
 
     def find_equal_step(self, candidates: list[Any], program: Hashable, trace_again: Callable[[], Hashable]) -> Any:
         """Return a step with an equal program, or None. candidates: steps that differ only in guarded values.
 
-        If `trace_again` shows that `build` uses only a changed value's text, the value is no longer guarded.
+        If `trace_again` shows that `build` only prints a changed value, the value is no longer guarded.
         """
         step = next((candidate for candidate in candidates if candidate.program == program), None)
         if step is not None:
@@ -169,7 +169,7 @@ class ValueGuards:
         self.is_current = names["holds"]
 
     def _renumber(self) -> None:
-        """Give the current version to the values that build wrote. `is_current` detects writes of other threads."""
+        """Update the values that build wrote, but not the version. `is_current` detects other threads' writes."""
         values = [
             _read(read) if expr in self._written_expressions else value
             for expr, read, value in zip(self._labels, self._readers, self._values, strict=True)

@@ -67,7 +67,7 @@ def run(model: TwoTowers, make: Callable[[TwoTowers], Any] = optimizer_of, part:
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
-    found = [record.getMessage() for record in caplog.records if "half a model" in record.getMessage()]
+    found = [record.getMessage() for record in caplog.records if "mixes old and new parts" in record.getMessage()]
     caplog.clear()
     return found
 
@@ -173,7 +173,7 @@ def on_ranks(world: World, path: Path) -> list[str]:
     run_of_rank = model.users.table_handle().open_table.run_id
     model.close()
     assert len({*world.all_gather_object("runs", lambda: run_of_rank)}) == 1
-    return [text for text in found if "half a model" in text or "rows of rank 0" in text]
+    return [text for text in found if "mixes old and new parts" in text or "rows of rank 0" in text]
 
 
 def test_ranks_share_the_run_and_the_first_tells(tmp_path) -> None:
@@ -182,7 +182,7 @@ def test_ranks_share_the_run_and_the_first_tells(tmp_path) -> None:
     first, second = run_ranks(2, on_ranks, tmp_path)
     assert (len(first), len(second)) == (3, 0)
     assert "live rows of the last close" in first[0]
-    assert "half a model" in first[1]  # once the first of them is open
+    assert "mixes old and new parts" in first[1]  # once the first of them is open
 
 
 def test_each_open_and_load_logs_a_line_with_rows_step_and_source(tmp_path, caplog) -> None:

@@ -224,7 +224,7 @@ def test_a_read_of_the_parameter_says_once_that_it_finds_no_row(read, monkeypatc
     model = Model()
     for _ in range(3):
         read(next(model.parameters()))
-    assert caplog.text.count("works on a zero, not on the rows") == len(shadow._warned) > 0
+    assert caplog.text.count("reads a placeholder, not the rows") == len(shadow._warned) > 0
 
 
 CHECKS = {
