@@ -138,7 +138,7 @@ def test_dense_tables_of_a_state_dict(tmp_path: Path, suffix: str) -> None:
     for tensor, *named in (
         ("other", "tensor='other' does not exist", names[0]),
         (None, "bias", "'key' and 'embedding' are needed", "tensor="),
-        (f"{outer}bias", "bias is float64 (3,)", "(n, dim) of float32"),
+        (f"{outer}bias", "bias has dtype float64 and shape (3,)", "(n, dim)"),
     ):
         call = partial(import_snapshot, tmp_path / "three", "s", path, tensor=tensor)
         check_refusal((call, InputError, *named))
@@ -374,7 +374,7 @@ def test_a_flipped_bit_in_an_export_is_found(tmp_path: Path, format: str) -> Non
 
 
 COLUMNS: list[tuple[dict[str, Any], *tuple[str, ...]]] = [
-    ({"embedding": VALUES[:9].astype(np.float64)}, "embedding is float64 (9, 5)", "(n, dim) of"),
+    ({"embedding": VALUES[:9].astype(np.float64)}, "embedding has dtype float64 and shape (9, 5)", "(n, dim)"),
     ({"embedding": VALUES[:9, 0]}, "embedding is float32 (9,)"),
     ({"key": np.arange(9, dtype=np.int16)}, "key is int16", "int32, int64, uint64"),
     ({"key": np.zeros(9, np.float32)}, "key is float32"),
