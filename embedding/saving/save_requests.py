@@ -1,7 +1,6 @@
 """Serves requests from other processes: to save or prune snapshots of open rows, or to read a row.
 
-A request is served between two steps. With several ranks, rank 0 receives the request, and all ranks serve the request
-at the next step.
+A request is served between two steps. With several ranks, rank 0 receives it, and all ranks serve it at the next step.
 """
 
 from __future__ import annotations
