@@ -149,7 +149,7 @@ class Plan:
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Returns how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        capacity: the store option. Other store options have their defaults. OptionError if `memory_mb` is None.
+        capacity: the store option. Other options have their defaults. Raises OptionError if `memory_mb` is None.
         """
         if self.memory_mb is None:
             raise OptionError(

@@ -122,8 +122,8 @@ class Model:
     Each row belongs to one random group. A group holds GROUP_WAYS rows. For a given row, count the rows in its group
     that were used more recently. This count is Poisson distributed. Its mean is the row's depth in the LRU stack,
     divided by the number of groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978).
-    Rows last used in the same batch are in random order. A batch may use more rows than its group holds. Then rows of
-    this batch that are already cached stay cached. The batch's first missing rows take the rest of the group.
+    Rows last used in the same batch are in random order. A batch may use more rows of a group than fit. Then rows
+    of this batch that are already cached stay cached. The batch's first missing rows fill the rest of the group.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:

@@ -173,7 +173,7 @@ class LocalTable:
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train rows with `optimizer`. Opens the table again if rows lack room for optimizer state. StoreError."""
+        """Train rows with `optimizer`. Opens the table again if optimizer state needs more room. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, so this process would only train a "

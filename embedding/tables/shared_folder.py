@@ -61,7 +61,7 @@ class SharedFolder:
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """On rank 0: remove live rows that a single process wrote. Record that `ranks` ranks store shards."""
+        """On rank 0: remove a single process's live rows. Record that `ranks` ranks store shards. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:

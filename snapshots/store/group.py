@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 @dataclass(eq=False)
 class MemberRows:
-    """Facts about one store's rows. While this process locks the group, kept for all its stores, even closed ones."""
+    """Facts about one store's rows. If this process locks the group, kept for every store in it, even if closed."""
 
     now: Entry = NOTHING  # durable rows that equal the current rows
     first: int = 0  # the rows have not changed since this moment
@@ -146,7 +146,7 @@ class Member(MemberRows):
             return capture
 
     def mark_replaced(self, snapshot: str | None) -> None:
-        """Called after all rows were replaced. snapshot: the id of the snapshot with these rows, or None if none."""
+        """Called after all rows were replaced. snapshot: the id of the snapshot with these rows, or None."""
         with _changing:
             self.write()
             self.broken = ""

@@ -48,7 +48,7 @@ def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
 
 
 def make_store_record(store: str, folder: FolderState, live: str | None, shards: Mapping[int, str | None]) -> Record:
-    """Returns a record for a store that is new or was trained alone. live: the rows' version. shards: by rank."""
+    """Returns the record of a store that is new or trained alone. live: the rows' version. shards: versions by rank."""
     home = folder.recovery_folder
     ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
     candidates = [*_candidates(home)]

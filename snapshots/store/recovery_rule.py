@@ -133,7 +133,7 @@ class Interval:
 
 
 def usable(entry: Entry, files: Files) -> Entry:
-    """Remove unusable rows from an entry: a missing snapshot, or live rows that some shard does not have."""
+    """Returns the entry without unusable rows, that is, a missing snapshot, or live rows that some shard lacks."""
     has_snapshot = entry.snapshot == EMPTY or entry.snapshot in files.snapshots
     has_live = entry.live is not None and all(live == entry.live for live in files.live)
     return Entry(entry.snapshot if has_snapshot else None, entry.live if has_live else None)
