@@ -14,7 +14,7 @@ try:
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
     from .output import INTERRUPTED, checked_stdout, fail, print_interrupted
-except KeyboardInterrupt:  # handle Ctrl-C like `main`, but import nothing else
+except KeyboardInterrupt:  # report Ctrl-C like `main`, without more imports
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
     raise SystemExit(130) from None

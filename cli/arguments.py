@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # commands import the engine when they run, so that --help an
 
 
 def complete_names(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Complete a snapshot's name in the shell, for an argument or an option value that follows the store's path."""
+    """Complete a snapshot's name in the shell. The name is an argument or an option's value, after the store's path."""
     # click has not yet parsed words that follow an option: they are in `ctx.args`, not in `ctx.params`
     store = ctx.params.get("store") or next(iter(ctx.args), ".")
     try:

@@ -135,9 +135,9 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 
 
 def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each file system how many bytes its embeddings' rows need, if known, and how many are available.
+    """For each file system, return the bytes that rows of its embeddings need (if known), and the bytes available.
 
-    The available bytes include the size of each store's current files, but not the size of the store's snapshots.
+    Space used by a store's current files counts as available, but space used by its snapshots does not.
     """
     disks: dict[int, dict[str, Any]] = {}
     for name, disk in ((name, result["disk"]) for name, result in results.items()):

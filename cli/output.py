@@ -108,7 +108,7 @@ def print_interrupted(as_json: bool) -> None:
 
 
 def text(value: Any) -> str:
-    """Return printable text unchanged, and other values as JSON, because names may come from foreign files."""
+    """Return printable text unchanged. Convert anything else to JSON, because a foreign file may contain any name."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 
@@ -213,7 +213,7 @@ def entry(name: str, manifest: Manifest) -> dict[str, Any]:
 
 
 def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
-    """Return the dtypes of a snapshot's embeddings and optimizer state (None without state) from its description."""
+    """Return `dtype` and `state_dtype` from a snapshot's description. `state_dtype` is None if there is no state."""
     from ..snapshots.store.selection import types_of
 
     dtype, state_dtype = types_of(description)
@@ -239,8 +239,7 @@ def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
 def report(action: str, name: str, manifests: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
     """Print what a command did to a snapshot.
 
-    action: a verb in the past tense, such as "saved". manifests: {store name: manifest}. begin: the start time from
-    time.monotonic.
+    action: a verb in the past tense, such as "saved". manifests: {store name: manifest}. begin: from time.monotonic.
     """
     seconds = time.monotonic() - begin
     if as_json:

@@ -96,7 +96,7 @@ def prune(
 
 
 def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None, timeout: float, as_json: bool) -> None:
-    """Prune each store in the process that has it open, or else in this process. Updates `plans` with the results."""
+    """Prune the stores. If another process has a store open, that process prunes it. Puts the results into `plans`."""
     from ..snapshots.control.client import request_prune
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder

@@ -77,7 +77,7 @@ def movielens_clicks(folder: Path) -> Clicks:
 
 
 def synthetic_clicks(rows: int, seed: int = 0) -> Clicks:
-    """Make examples shaped like Criteo's. A model can learn first-order effects and interactions of two fields.
+    """Make examples shaped like Criteo's. A model can learn effects of single fields and of pairs of fields.
 
     Fields have 10 to 30,000 values, drawn from a power law; 3 % are missing. The click probability is the logistic of
     the dense features, an effect per value, and dot products of hidden factors of the first four fields. The examples

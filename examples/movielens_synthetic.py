@@ -9,8 +9,7 @@ USERS, ITEMS, RATINGS, FACTORS = 943, 1682, 100_000, 4
 
 
 def synthetic_log(seed: int = 0) -> Log:
-    """Make users and items with attributes and hidden factors. The better a user and an item match, the likelier is a
-    click.
+    """Make users and items with attributes and hidden factors. A click is likelier if the user and the item match.
 
     The click probability is the logistic of a sum: a user's generosity, an item's quality, hidden tastes, and each
     gender's preference for genres. A few zips, years and genres are missing. The log is the same on every machine.

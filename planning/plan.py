@@ -42,7 +42,7 @@ class Curve(NamedTuple):
     Attributes:
         rows: The cache size in rows.
         budget_mb: The cache size in MiB, as for the option `cache_budget_mb`.
-        miss_ratio: Misses divided by accesses. Each batch accesses a row once.
+        miss_ratio: Misses divided by accesses. A batch accesses each of its distinct rows once.
     """
 
     rows: NDArray[np.int64]
@@ -60,8 +60,8 @@ class Plan:
         state: Optimizer state elements per row.
         line_bytes: Bytes of a cached row with its state and counters. A cache adds `LINE_OVERHEAD_BYTES` per row.
         batches: How many batches the trace has after the warmup.
-        seen: int64 [tables], how many distinct rows the trace uses per table, including the warmup.
-        uses: int64 [tables], how many rows the batches after the warmup use per table. A row counts once per batch.
+        seen: int64 [tables], each table's number of distinct rows in the whole trace, including the warmup.
+        uses: int64 [tables], each table's number of row uses after the warmup. A row counts once per batch.
         rate: The fraction of rows that was sampled. If `rate` is 1, `seen` and `uses` are exact, otherwise estimates.
         memory_mb: The memory in MiB that `division` divides, or None if the system does not report its free memory.
         ranks: A `RankPlan` with the data that ranks would exchange, or None if `world_size` was not given.
@@ -109,7 +109,7 @@ class Plan:
     def overflow_mb(self, budget_mb: float) -> float:
         """Returns the default `overflow_mb` for a `cached_ssd` store whose cache has `budget_mb` MiB.
 
-        The default is the smaller of `budget_mb` and 192 MiB. If two batches need more, the default is their size.
+        The default is the smaller of `budget_mb` and 192 MiB, but at least twice the size of the largest batch.
         """
         batches_mb = 2 * self._max_batch_rows * self._overflow_row_bytes / MB
         return max(default_overflow_mb("cached_ssd", budget_mb), batches_mb)
@@ -149,8 +149,7 @@ class Plan:
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Returns how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        `capacity` is the store option `capacity`. Other store options have their defaults. Raises OptionError if
-        `memory_mb` is None.
+        capacity: the store option. Other options have their defaults. Raises OptionError if `memory_mb` is None.
         """
         if self.memory_mb is None:
             raise OptionError(
@@ -368,7 +367,7 @@ class RankPlan:
         batches: How many batches there are after the warmup.
         lookups: int64 [size], how many ids each rank looks up, without padding ids.
         ids: int64 [size, size]. Rank i requests `ids[i, j]` rows from rank j, each distinct row once per step.
-        rows: int64 [size], how many of its rows each rank pins. A row that several ranks request counts once per step.
+        rows: int64 [size], how many own rows each rank pins for requests from all ranks. A row counts once per step.
     """
 
     def __init__(self, size: int, dim: int, tables: int, padding: int | None) -> None:
@@ -379,7 +378,7 @@ class RankPlan:
     def add(
         self, batch: _core.Batch, keys: NDArray[np.uint64], tables: NDArray[np.uint32] | None, samples: int
     ) -> None:
-        """Count a batch of `samples` samples with equally many keys each. keys, tables: [n]; tables may be None."""
+        """Count one batch. keys: [n]. tables: [n] or None. samples: the batch size. Samples have equally many keys."""
         self.batches += 1
         self.rows += self._owned(batch)
         step = -(-samples // self.size) * (len(keys) // samples) if samples else 0

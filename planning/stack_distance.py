@@ -106,7 +106,7 @@ def depths(uses: Uses) -> Depths:
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
-        since = np.cumsum(last[batch::-1])[::-1]  # for each batch, rows last used by this batch or a later one
+        since = np.cumsum(last[batch::-1])[::-1]  # since[i]: how many rows were last used in batch i or later
         repeated = begin + np.flatnonzero(before[begin:end] >= 0)
         latest = uses.batch[before[repeated]]
         newer[repeated], tied[repeated] = since[latest + 1], last[latest] - 1
@@ -119,10 +119,11 @@ def depths(uses: Uses) -> Depths:
 class Model:
     """Predicts each use's hit probability, for a set-associative cache: a new row replaces a row of its own group.
 
-    Each row belongs to one random group. A group has GROUP_WAYS ways. Count the rows of a row's group that are above
-    the row in the LRU stack. This count is Poisson distributed. Its mean is the row's depth divided by the number of
-    groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978). Tied rows are in random
-    order. If a batch overfills a group, the batch's cached rows stay. Its first missing rows take the other ways.
+    Each row belongs to one random group. A group holds GROUP_WAYS rows. For a given row, count the rows in its group
+    that were used more recently. This count is Poisson distributed. Its mean is the row's depth in the LRU stack,
+    divided by the number of groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978).
+    Rows last used in the same batch are in random order. A batch may use more rows of a group than fit. Then rows
+    of this batch that are already cached stay cached. The batch's first missing rows fill the rest of the group.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:

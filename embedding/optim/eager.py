@@ -335,7 +335,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _number_embeddings(self) -> dict[int, EmbeddingBase]:
-        """Return the embeddings by their parameters' numbers in a state_dict."""
+        """Return {number: embedding}. The number is the index of the embedding's parameter in a state_dict."""
         numbers = {id(parameter): number for number, parameter in enumerate(self._list_parameters())}
         return {numbers[id(e.shadow)]: e for e, _ in self._pairs if id(e.shadow) in numbers}
 

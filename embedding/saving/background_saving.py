@@ -76,7 +76,7 @@ class BackgroundSaving:
             yield chunk
 
     def _count_arrival(self, number: int | None, error: BaseException | None = None) -> None:
-        """Count the thread of table `number` as written or failed. `number` is None once all threads are started.
+        """Called when the thread of table `number` has ended, and with number=None once all threads are started.
 
         The last of these calls completes the save. With several ranks, this method does nothing.
         """

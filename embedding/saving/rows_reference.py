@@ -78,7 +78,7 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
         snapshot = Snapshot.open(snapshots / name)
     except SnapshotError:
         return None
-    # full snapshots of the same rows in the same number of shards have equal files, whatever their names
+    # full snapshots with the same rows and shard count have equal files, even if the snapshots' names differ
     files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(snapshot.manifest.files.items())]
     content = json.dumps(files) if snapshot.kind == "full" else snapshot.manifest.id
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
@@ -86,13 +86,13 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
 
 
 def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return a reference to rows with a step and a version. Names the snapshot `base` if `base` has these rows."""
+    """Return a reference to rows of a given step and version. If the snapshot `base` has these rows, refers to it."""
     saved = read_snapshot_reference(snapshots, base)
     return RowsReference(step, version=version) if saved is None or saved.version != version else saved
 
 
 def read_reference(store: Path, fresh: bool) -> RowsReference:
-    """Return a reference to the rows that a closed store folder would open with. Raises StoreError."""
+    """Return a reference to the rows that the next open of a closed store folder would use. Raises StoreError."""
     entry = None if fresh else GroupFile(FolderState(store)).choose_own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
@@ -100,7 +100,7 @@ def read_reference(store: Path, fresh: bool) -> RowsReference:
 
 
 def compare_references(pending: RowsReference, current: RowsReference, saved: RowsReference | None) -> bool | None:
-    """True if `pending` names the current rows, None if only the snapshot `saved` has these rows, otherwise False."""
+    """True if `pending` matches the current rows. Otherwise None if `pending` matches snapshot `saved`, else False."""
     if saved is None or not saved.may_match(pending):
         return current.may_match(pending)
     return True if current.version == saved.version or current.may_match(pending) else None

@@ -106,14 +106,14 @@ def load_rows_together(world: World, tables: SnapshotManagers, paths: Sequence[P
 
 
 def _finish_saving(world: World, op: str, tables: SnapshotManagers) -> None:
-    """Wait for saves in the background before taking locks: a save may still write the snapshot to load."""
+    """Wait for background saves before taking locks. One may still be writing the snapshot that will be loaded."""
     world.call_on_all_ranks(op, lambda: [table.local.table for table in tables])  # raises ClosedError
     for table in tables:
         table.finish_saving()
 
 
 def _load(world: World, op: str, tables: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
-    """Load verified snapshots. If killed after the record names the snapshots, the next run loads the snapshots."""
+    """Load verified snapshots. Once the record names the snapshots, the next run loads them even after a kill."""
     loads = {
         table.member: snapshot.manifest.id for table, snapshot in zip(tables, snapshots, strict=True) if table.member
     }

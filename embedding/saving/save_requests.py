@@ -1,7 +1,6 @@
 """Serves requests from other processes: to save or prune snapshots of open rows, or to read a row.
 
-A request is served between two steps. With several ranks, rank 0 receives the request, and all ranks serve the request
-at the next step.
+A request is served between two steps. With several ranks, rank 0 receives it, and all ranks serve it at the next step.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class LocalRequests:
         return {"name": self._handle.name, "step": table.step, "rows": table.counts.num_rows}
 
     def _visit(self, call: Callable[[], T], give_up: Callable[[], bool], others: Sequence[Handle] = ()) -> T | None:
-        """Return `call()`, made between two steps of all tables trained together; None if the client gave up first."""
+        """Run `call` while no table of the group is in a step. Returns its result; None if the client gave up first."""
         while True:
             table = self._handle.table
             with table.step_gate.between_steps(lambda: self._list_tables(others), give_up) as entered:
@@ -163,7 +162,7 @@ class RankRequests(LocalRequests):
         return super().status() | {"ranks": self._world.size}
 
     def _submit(self, request: _SaveRequest) -> _SaveRequest | None:
-        """Wait until the ranks have served `request`, and return it; None if the client gave up before they began."""
+        """Wait until the ranks have served `request`. Returns `request`, or None if the client gave up before that."""
         while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one request at a time
             if request.give_up():
                 return None

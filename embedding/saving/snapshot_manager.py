@@ -237,7 +237,7 @@ class SnapshotManager:
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
-                kind = "checkpoint" if has_files else "full"  # not incremental: its parent could not be replaced
+                kind = "checkpoint" if has_files else "full"  # an incremental one would prevent replacing its parent
                 save = self._begin_snapshot(op, self.folder / name, source, new, kind, self.member)
                 commit(self.world, op, [save], new, try_call(save.write)[1])
         reference = read_snapshot_reference(self._folder, name) or RowsReference(self.local.table.step)
@@ -270,7 +270,7 @@ class SnapshotManager:
     def finish_saving(self) -> None:
         """Wait for a background save, because the caller may load its snapshot. Errors were logged already."""
         if self._saving is None:
-            if self.local.table_if_open is not None:  # if closed, the caller's next call raises on all ranks
+            if self.local.table_if_open is not None:  # if the table is closed, the next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
             return
         _, error = try_call(self._saving.wait)
@@ -303,8 +303,8 @@ class SnapshotManager:
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
         """Replace the rows by the snapshot `path`, already checked by `check_rows`.
 
-        Links the snapshot into the store folder, if there is one, so that recovery can load the snapshot. A load that
-        drops state or converts rows makes no link, because recovery would load the snapshot with state and unconverted.
+        Links the snapshot into the store folder, if there is one, so that recovery can load the snapshot. Makes no
+        link if the load drops state or converts rows, because recovery would load the snapshot unchanged.
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.finish_saving()
@@ -371,7 +371,7 @@ class SnapshotManager:
         world, member, id = self.world, self.member, snapshot.manifest.id if whole else None
         check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
         with ExitStack() as noting:
-            if id is not None:  # if killed from here on, the next run loads the snapshot
+            if id is not None:  # from here on, the next run loads the snapshot even after a kill
                 loads = {} if member is None else {member: id}
                 world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(record_load(loads)))
             writes = world.all_gather_object(f"{op}: marks", lambda: self.local.begin_load(notes=not whole))

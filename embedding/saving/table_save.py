@@ -44,8 +44,7 @@ class TableSave:
     def begin_image(self, ending: ExitStack) -> bool:
         """Begin an image of the rows as they are now, so that other threads can train during the save.
 
-        The image lasts until `ending` closes. Returns False if no image is possible. The caller must then scan the rows
-        under the lock.
+        The image lasts until `ending` closes. Returns False if no image is possible: then scan rows under the lock.
         """
         if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
             self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")

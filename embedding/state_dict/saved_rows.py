@@ -85,10 +85,10 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self._loading = RLock()  # held while a loaded state_dict's rows are loaded
         self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
         self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
-        # `_latest_copy` describes the row copy in the latest state_dict: its key prefix, a tensor, and a change token.
+        # `_latest_copy` identifies the row copy in the latest state_dict, by a key prefix, a tensor and a change token.
         # `_latest_copy` and `_latest_load` start as (), not None, because graphs trace again if a None value changes.
         self._latest_copy: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # `_latest_load` has the latest load_state_dict's list of errors, to recognize the call, and the loaded tensors.
+        # `_latest_load` holds the tensors of the latest load_state_dict call, and the error list that identifies it.
         self._latest_load: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
@@ -121,7 +121,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         return None if handle is None or self.is_closed or handle.local.table_if_open is None else handle
 
     def raise_on_all_ranks(self) -> AbstractContextManager[None]:
-        """Return a context for code before a call's first collective. An error on one rank is raised on all ranks."""
+        """Return a context that raises one rank's error on all ranks. For code before a call's first collective."""
         return _NO_CONTEXT if self.world is None else self._raise_on_all_ranks(self.world)
 
     @contextmanager
@@ -170,7 +170,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         weights_only: bool = False,
         convert: bool = False,
     ) -> LoadReport:
-        """Replace all rows by a snapshot's rows, or by a selection.
+        """Replace all rows by the rows of a snapshot, or by some of the snapshot's rows.
 
         The snapshot is checked first. If this raises, the rows stay as they are.
 
@@ -178,8 +178,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             snapshot_name: the snapshot's name.
             tables: indices or names of the tables to load. Default: all.
             where: a function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
-            strict: if True, raise unless the whole snapshot fits. If False, leave out tables that the embedding lacks
-                under their stored name. Also leave out state from another optimizer. `remarks` lists what is left out.
+            strict: if True, raise unless the whole snapshot fits. If False, leave out a stored table if the embedding
+                has no table of this name. Also leave out another optimizer's state. `remarks` lists what is left out.
             weights_only: if True, leave out the optimizer state. The optimizer may differ, and starts with new state.
             convert: if True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
 
@@ -208,7 +208,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             snapshot_name, kind, overwrite: as in `save_snapshot`.
 
         Raises:
-            SnapshotError: the name is invalid or taken, or with `overwrite` the snapshot cannot be replaced.
+            SnapshotError: the name is invalid or taken. With `overwrite`: the existing snapshot cannot be replaced.
             OptionError: `kind` is invalid or does not fit the store.
         """
         with self.raise_on_all_ranks():
@@ -259,7 +259,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     def _make_rows_reference(self) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows."""
         if self._pending:
-            return self._pending[0]  # repeat it: a framework may load again, and pending rows cannot be trained
+            return self._pending[0]  # still correct: rows cannot be trained until they are loaded
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
         if not are_rows_excluded() and retained and detect_fake_mode() is None:
@@ -295,13 +295,13 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     def load_or_defer_rows(self, pending: RowsReference) -> None:
         """Load the rows that a loaded state_dict names, now or at the first use. Raises SnapshotError.
 
-        If this raises, torch does not load later modules, so the group's other embeddings are marked to raise as well.
+        After an error, torch loads no later modules. So the group's other embeddings are also marked as failed.
         """
         if pending == RowsReference(None):  # the saved embedding was unused, so any rows match
             return
         self._pending[:] = [pending]
         if self._handle is None and self.group is None and _row_mode.get() != _KEEP_ROWS:
-            return  # wait for the first use, because the embedding may get an optimizer before it
+            return  # load the rows at the first use: until then, the embedding may get an optimizer
         try:
             self._load_pending()
         except Exception:
@@ -395,8 +395,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 if self._is_latest_copy(tensors):
                     log.warning(
                         "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. To "
-                        "load a torch model's weight, do not match shapes, because %s is [1, 1] in this state. Match "
-                        "keys: own.update({k: v for k, v in old.items() if k in own}). Or call load_dense",
+                        "load a torch model's weight, call load_dense. Or select tensors by key, not by shape: %s has "
+                        "shape [1, 1] in this state. Example: own.update({k: v for k, v in old.items() if k in own})",
                         self.name,
                         prefix + self.parameter_name,
                     )

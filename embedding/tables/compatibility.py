@@ -140,8 +140,8 @@ def fit_selection(
 ) -> tuple[Selection, list[str]]:
     """Restrict a selection of a snapshot's rows to rows that fit the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding rows, and raise if other rows do not fit. Raises as `check_stored_rows`, and
-    InputError.
+    strict: leave out only padding rows, and raise if other rows do not fit. Raises InputError. Also raises the errors
+    of `check_stored_rows`.
     """
     remarks: list[str] = []
     names, selected = table_names.read_table_names(stored), selection.tables
@@ -174,7 +174,7 @@ def fit_selection(
 
 
 def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collection[int], label: str) -> str:
-    """Return the remark on tables of a snapshot that the embedding lacks."""
+    """Return a remark about tables that are in the snapshot but not in the embedding."""
     if not any(names):
         return f"{label} has {len(names)} tables, and the embedding {spec.num_tables}: the others are left out"
     labels = table_names.table_labels(names)
@@ -192,7 +192,7 @@ def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, wh
 
 
 class LoadedIdCounter:
-    """Counts ids while rows are loaded into tables with a fixed number of ids, and remarks on ids that do not fit.
+    """Counts ids while tables with a fixed number of ids are loaded. Makes remarks about ids that do not fit.
 
     If `counts` is False, no ids are counted and no remarks are made. Used if the rows are about to be replaced.
     """

@@ -173,7 +173,7 @@ class LocalTable:
         )
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
-        """Train rows with `optimizer`. Opens the table again if rows need room for its state. Raises StoreError."""
+        """Train rows with `optimizer`. Opens the table again if optimizer state needs more room. Raises StoreError."""
         if self._process != os.getpid():
             raise StoreError(
                 f"embedding {self.name!r} was opened by process {self._process}, so this process would only train a "
@@ -252,7 +252,7 @@ class LocalTable:
         self.persistence.count_write()
 
     def note_load(self, num_writes: int, snapshot_id: str | None) -> None:
-        """Count a collective load after `num_writes` writes. snapshot_id: set if a snapshot is loaded as a whole."""
+        """Count a load as a write. num_writes: all earlier writes. snapshot_id: the snapshot, if loaded as a whole."""
         self.persistence.count_write(num_writes)
         if snapshot_id is not None:
             self.rows_version.set_snapshot(snapshot_id, self.rows_version.num_writes)
@@ -276,8 +276,8 @@ class LocalTable:
     def close(self) -> None:
         """Write back the rows and unlock the folder. May be called again; does nothing in a forked process.
 
-        If a close fails, the table stays open and can be closed again. Two exceptions: if the folder was removed or
-        replaced, or an earlier write failed midway for lack of memory, nothing is written and the table is released.
+        If a close fails, the table stays open and can be closed again. The close writes nothing and releases the table
+        in two cases: the folder was removed or replaced; an earlier write ran out of memory midway.
         Once the table is closed, raises an earlier call's deferred error, if there is one.
         """
         try:
@@ -360,5 +360,5 @@ class LocalTable:
 
 
 def _is_compatible(stored: RowState, needed: RowState) -> bool:
-    """True if an optimizer that needs the row state `needed` can train rows with the row state `stored`."""
+    """True if rows with the state `stored` can be trained by an optimizer that needs the state `needed`."""
     return stored.names == needed.names and stored.rule in (None, needed.rule)

@@ -40,7 +40,7 @@ def next_seed(is_shared: bool) -> int:
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model_path: str = "") -> None:
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings share a name.
 
-    Default names from collections stay if all names differ. model_path: names are relative to this path under `root`.
+    A collection's default name is kept, unless another embedding has the same name. model_path: names omit this path.
     """
     embeddings = {path: module for path, module in root.named_modules() if isinstance(module, EmbeddingBase)}
     bare_paths = {path: strip_wrappers(path.removeprefix(f"{model_path}.")) for path in embeddings}

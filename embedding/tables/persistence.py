@@ -73,7 +73,7 @@ class LiveRows(Enum):
 
     RECORDED = auto()  # the record names the live rows, so the next change must be noted first
     CHANGED = auto()  # the record says that the live rows have changed
-    PLACEHOLDER = auto()  # no rows until a load converts the stored rows; the folder counts as new until then
+    PLACEHOLDER = auto()  # empty until a load converts the stored rows; meanwhile the folder looks new
 
 
 class TablePersistence:
@@ -109,7 +109,7 @@ class TablePersistence:
         self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
         self._live_rows = LiveRows.RECORDED
         self._list_partners, self._folders = partners, beside
-        self._run_id = ""  # the id of the run that started these rows from empty
+        self._run_id = ""  # the id of the run that began with an empty table and created these rows
         self.source = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
         self.resumed_step = 0  # the step of an earlier run's rows; 0 if the rows are new or a user loaded them
         self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
@@ -244,7 +244,7 @@ class TablePersistence:
                 self.folder.discard_live()
 
     def _leave_group(self) -> None:
-        """Leave the training group. A shard does nothing: rank 0 leaves the group once its shard is closed."""
+        """Leave the training group. Does nothing for a shard: rank 0 leaves the group after closing its shard."""
         if self.member is not None and self.rows_version is None:
             self.member.leave()
 
@@ -555,7 +555,7 @@ class TablePersistence:
             self.folder.note_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
-        """Count a collective write. num_earlier: the number of earlier writes, if this shard may have missed one."""
+        """Add 1 to the number of writes. num_earlier: all earlier writes; None if this shard counted each of them."""
         assert self.rows_version is not None
         self.rows_version.record_write(num_earlier)
         if self.member is not None:
@@ -565,7 +565,7 @@ class TablePersistence:
         self.spec = replace(self.spec, name=name)
 
     def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
-        """If `notes`, note in the group's record that the rows change. Then clear the clean marker."""
+        """Clear the clean marker. If `notes` is True, first note in the group's record that the rows will change."""
         if self.folder is None:
             return
         with uninterrupted():

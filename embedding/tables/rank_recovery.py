@@ -62,7 +62,7 @@ class RecoveryDecision:
         self._has_counted = False  # True once the row counts have been compared
         self.member: Member | None = None
         self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
-        self.is_live = False  # True if the ranks open with their live rows
+        self.is_live = False  # True if each rank opens its own live rows
         self._recorded_versions: dict[str, str | None] = {}  # on rank 0: the version in the record, by store path
         first = world.call_on_rank_0(f"{op}: its store folder", self._prepare)
         self._token: str = first["token"]  # the token, and the id of a run that starts here
@@ -106,7 +106,7 @@ class RecoveryDecision:
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return (versions, step). `step` is the last step of this embedding's store, as far as this host knows.
 
-        `versions` lists a dict {rank: version} for each of the group's sharded stores, with the shards on this host.
+        `versions` has a dict {rank: version} for each sharded store in the group. A dict covers this host's shards.
         """
         self._shared_folder.check_token(self._token)
         versions, step = [], contents.recorded_step
@@ -186,7 +186,7 @@ def _merge_versions(reports: Iterable[dict[int, str | None]], recorded: str | No
 
 
 def check_row_count(world: World, op: str, snapshot: Snapshot, read: Callable[[], dict[str, int]]) -> None:
-    """Raise SnapshotError on all ranks if the ranks together did not read all rows of each snapshot in the chain.
+    """Check that the ranks together read all rows of each snapshot in the chain. If not, all ranks raise SnapshotError.
 
     Collective. read: returns this rank's row counts by snapshot. An error of `read` is raised on all ranks.
     """

@@ -61,7 +61,7 @@ def read_contents(folder: FolderState) -> FolderContents:
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
     """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
     live = live_version(contents.clean_marker)
-    loaded = version_of_snapshot(member.entry.snapshot)  # the version of live rows after a load was killed
+    loaded = version_of_snapshot(member.entry.snapshot)  # the live rows' version if a kill interrupted a load
     if live is not None and live in (member.entry.live, loaded):
         return OpenPlan(contents.clean_marker)
     ranks = folder.ranks
@@ -73,7 +73,7 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
 def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Snapshot | None:
     """Return the snapshot that a store's entry names, or None for no rows. `step` is the step of the live rows.
 
-    Raises StoreError if the entry names live rows without a snapshot. A different number of ranks needs a snapshot.
+    Raises StoreError if the entry names only live rows. Only a run with the same number of ranks can open live rows.
     """
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
@@ -160,7 +160,7 @@ def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
 
 
 def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
-    """Return the log text on the next run's rows if this run, at `step`, ends without a clean marker."""
+    """Return a log text: which rows the next run gets if this run ends at `step` without a clean marker."""
     if member is None:
         return "all ranks recover from a snapshot in the next run"
     try:
@@ -235,7 +235,7 @@ class RowsVersion:
         self._known_version = num_writes, version
 
     def record_write(self, num_earlier: int | None = None) -> None:
-        """Count a write. num_earlier: the number of earlier writes, if this shard may have missed a write."""
+        """Add 1 to the number of writes. num_earlier: all earlier writes; None if this shard counted each of them."""
         self.num_writes = 1 + (self.num_writes if num_earlier is None else num_earlier)
 
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:

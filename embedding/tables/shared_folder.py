@@ -49,9 +49,9 @@ class SharedFolder:
         folder = self.snapshots.parent
         if not (folder / token).exists():
             raise StoreError(
-                f"{str(folder)!r} is another folder here than on rank 0, so the snapshots of one rank would not be "
-                "seen by the others; give snapshot_path, a folder that all ranks see under that path (persistent_path "
-                "may be each host's own disk)"
+                f"{str(folder)!r} is another folder here than on rank 0, so ranks would not see each other's "
+                "snapshots. Set snapshot_path to a folder that all ranks see under the same path. persistent_path may "
+                "be a local disk of each host"
             )
 
     def remove_tokens(self) -> None:
@@ -61,7 +61,7 @@ class SharedFolder:
                 token.unlink()
 
     def begin(self, ranks: int, member: Member | None) -> None:
-        """On rank 0: drop live rows of one process, and record that `ranks` ranks store shards. Raises StoreError."""
+        """On rank 0: remove a single process's live rows. Record that `ranks` ranks store shards. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:

@@ -115,8 +115,8 @@ def mark_inconsistent(members: Iterable[Member], why: str) -> None:
 def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = False) -> Iterator[None]:
     """Lock these tables and all tables trained with them, so that no other thread writes or saves the tables.
 
-    If `waits` is True, first wait for another thread's step to end, because stores may differ in step until then. If
-    `replaces` is True, the block replaces rows. Background saves need the locks, so these saves are finished first.
+    If `waits` is True, first wait until no other thread is in a step, because a step updates one store after another.
+    If `replaces` is True, the block replaces rows. Background saves need the locks, so these saves are finished first.
     """
     handles = list(handles)
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()

@@ -29,8 +29,8 @@ RowsWritten = Callable[[int, int | None], None]
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
     """Returns the lock holder's `name`, `step`, `rows`, `pid` and `saving`.
 
-    saving: a dict while the lock holder runs a save for another process, otherwise None. The dict has the snapshot's
-    `name`, the number of `rows` written so far, and the total number of rows under the key `of` (None if unknown).
+    saving: a dict while the lock holder runs a save for another process, otherwise None. In this dict, `name` is the
+    snapshot's name, `rows` is the number of rows written so far, and `of` is the total number, or None if unknown.
     """
     return _request(store, {"do": "status"}, "report its status", timeout, "status")
 

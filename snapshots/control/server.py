@@ -63,7 +63,7 @@ class Service:
     """Serves a store over a socket in its folder, from `start` to `stop`. Both methods defer signal handlers.
 
     One thread blocks in `accept`, and each client gets its own thread. A forked child has no server. Python's module
-    `socketserver` is not used: it polls for its shutdown, and neither joins daemon threads nor limits their number.
+    `socketserver` does not fit: it polls for its shutdown, does not join daemon threads, and sets no thread limit.
     """
 
     def __init__(self) -> None:
@@ -144,7 +144,7 @@ class Service:
 
     def _start_client(self, client: socket.socket) -> None:
         client.settimeout(_CLIENT_SECONDS)
-        for thread, connection in list(self._clients.items()):  # copied: threads remove themselves at any time
+        for thread, connection in list(self._clients.items()):  # copied, because threads remove their entries
             if not thread.is_alive():  # the thread died before it could remove itself
                 self._clients.pop(thread, None)
                 connection.close()

@@ -1,4 +1,4 @@
-"""Makes the description of imported rows' table: from arguments, from the store, or from an embedding's defaults."""
+"""Makes table descriptions for imports, from one of three sources: arguments, the store, or embedding defaults."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def description_for(
     dtype: torch.dtype = torch.float32,
     state_dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Describe a table as a dict. A snapshot of an embedding with these arguments contains such a dict.
+    """Describe a table as a dict. Snapshots store the description of their table in the same form.
 
     Args:
         name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: as for an embedding.
@@ -63,8 +63,8 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     """Returns the description of a store's rows, or None if the store is empty.
 
     Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. For rows without optimizer
-    state, the description names no optimizer. Raises StoreError, SnapshotError, and InputError if another version of
-    tierbed wrote a description that this version finds invalid.
+    state, the description names no optimizer. Raises StoreError and SnapshotError. Raises InputError if the stored
+    description is invalid for this version of tierbed, because another version wrote it.
     """
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:

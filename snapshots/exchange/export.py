@@ -37,8 +37,8 @@ def export_snapshot(
 ) -> int:
     """Export a snapshot's rows, in bounded memory. Writes a file for other programs, or another full snapshot.
 
-    A file is written under a temporary name and renamed once it is durable. A failed export leaves no file, except if
-    the error says that the snapshot was exported.
+    A file is written under a temporary name and renamed once it is durable. If the export fails before the rename, no
+    file is left. If it fails after the rename, the error says that the snapshot was exported, but not durably.
 
     Args:
         snapshot: a snapshot of any kind, from `Snapshot.open`.

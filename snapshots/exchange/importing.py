@@ -56,8 +56,8 @@ def import_snapshot(
             .safetensors, .pt, .pth, .bin or .ckpt file, give the table's name as `tensor`.
         keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, keys are row numbers. The
             row at padding_idx must be zeros, and is skipped. If a table repeats a key, the key's last row is used.
-        table_ids: a dense table's table ids [n], or the path of a .npy file. One number or name assigns all rows to
-            one table.
+        table_ids: an array [n] with the table id of each row, or the path of a .npy file. Only for dense tables. One
+            number or name assigns all rows to one table.
         tensor: the dense table's name in the file. A tensor in an inner dict has a name like "outer.inner". For
             several tables, give a list of names in the order of the tables.
         states: a dense table's optimizer states by name: [n, dim], or [n] for one number per row. Give arrays or paths
@@ -112,13 +112,13 @@ def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
 
 
 def _check_order(names: Names, source: Source) -> None:
-    """Raises InputError if a tensor from TorchRec has a table's name, but another position than this table."""
+    """Raises InputError if the tensors from TorchRec are not in the same order as the tables that they belong to."""
     for number, name in enumerate(source.table_names):
         is_other = name is not None and name in names and names.index(name) != number
         if is_other and source.num_tables is not None and source.num_tables > 1:
             raise InputError(
-                f"{source.what}: tensor {number} is of table {name!r}, but table {number} is {names[number]!r}; list "
-                f"the tensors in the order of the tables, {', '.join(map(str, names))}"
+                f"{source.what}: the tensor at position {number} belongs to table {name!r}, but table {number} is "
+                f"{names[number]!r}. List the tensors in the order of the tables: {', '.join(map(str, names))}"
             )
 
 

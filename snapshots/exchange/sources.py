@@ -96,7 +96,8 @@ class Source:
         dtype, shape = shapes[name]
         if dtype not in NUMBERS or len(shape) != 2 or shape[1] < 1:
             raise InputError(
-                f"{self.what}: {name} is {dtype} {shape}; convert it to shape (n, dim) of {', '.join(NUMBERS)}"
+                f"{self.what}: {name} has dtype {dtype} and shape {shape}. Convert it to shape (n, dim) and to one of "
+                f"these dtypes: {', '.join(NUMBERS)}"
             )
         if self.dim not in (0, shape[1]):
             raise InputError(f"{self.what}: {name} has {shape[1]} floats per row, but another tensor has {self.dim}")

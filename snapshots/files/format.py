@@ -88,12 +88,12 @@ class RowFile:
 
 
 def bucket_file(bucket: int, shard: int | None = None) -> str:
-    """Returns the file name for a bucket's rows, or for one shard of these rows."""
+    """Returns the name of the file with a bucket's rows. With `shard`, the file has only the rows of this shard."""
     return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
 def deleted_file(bucket: int, shard: int | None = None) -> str:
-    """Returns the file name for the keys of a bucket's deleted rows, or for one shard of these keys."""
+    """Returns the name of the file with a bucket's deleted keys. With `shard`, it has only the keys of this shard."""
     return bucket_file(bucket, shard).replace("bucket", "deleted")
 
 
@@ -242,7 +242,7 @@ class Manifest:
 
     @staticmethod
     def decode(data: bytes) -> Manifest:
-        """Decode a manifest file's content, even if forged. Raises a ValueError that names the problem."""
+        """Decode a manifest file's content. Invalid or forged content raises a ValueError that names the problem."""
         decode = Manifest._decode if len(data) < 1 << 16 else Manifest._decode.__wrapped__
         manifest: Manifest = decode(data)
         return dataclasses.replace(manifest, description=deepcopy(manifest.description), files={**manifest.files})
@@ -356,7 +356,7 @@ def check_description(value: Any) -> None:
 
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError if the dtypes of states are invalid, or are listed although all numbers are float32."""
+    """Raises ValueError if the list of state dtypes is invalid. If all numbers are float32, there must be no list."""
     if STATE_TYPES not in value:
         _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which its 'dtype' needs")
         return
@@ -379,7 +379,7 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
 
 
 def _check_size(description: dict[str, Any]) -> None:
-    """Raises ValueError if a table's description is too large for MARK and manifests, or uses a field name of MARK."""
+    """Raises ValueError if a table's description is too large or uses a field name that the file MARK reserves."""
     reserved = description.keys() & {*MARKER_FIELDS, *FOLDER_FIELDS}
     _require(not reserved, f"description has field names that MARK uses: {', '.join(sorted(reserved))}")
     _require(len(description) <= _MAX_FIELDS, f"description has more than {_MAX_FIELDS} fields")

@@ -111,7 +111,7 @@ def _bytes(rows: RowArray) -> NDArray[np.uint8]:
 def merge_sorted(parts: Sequence[Chunks]) -> Chunks:
     """Merge sorted streams into one stream, sorted by bucket, table and key. No row may be in two streams.
 
-    Keeps up to two chunks of each stream in memory. A merged chunk contains rows of at most one chunk per stream.
+    Keeps up to two chunks of each stream in memory. Each merged chunk takes rows from at most one chunk of each stream.
     """
     cursors = [RowCursor(part) for part in parts]
     while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:

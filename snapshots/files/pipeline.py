@@ -1,7 +1,7 @@
 """Threads that read rows ahead of their use, and threads that write files in the background.
 
-Reads, writes and checksums release the GIL, so they run in parallel with the table's work. While the interpreter exits,
-no thread can start, so the calling thread does all the work.
+These threads release the GIL while they read, write or compute checksums. So they run in parallel with the table's
+work. While the interpreter exits, no thread can start, so the calling thread does all the work.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class ReadIOError(SnapshotError):
 
 
 def make_read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
-    """Returns the error for a file in the snapshot `folder` that could not be read."""
+    """Returns the error for a snapshot's file that could not be read. folder: the snapshot's folder."""
     if error.errno is None:  # `check_regular` raised this; the text names the path
         return SnapshotError(f"{error}. {remedy_of(folder)}")
     problem = str(error.strerror if error.filename == str(path) else error)
@@ -39,11 +39,11 @@ def make_read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
         return damaged(path, problem, folder)
     remedy = _SYSTEM_REMEDIES.get(error.errno, "check the disk")
     kind = ReadIOError if error.errno in _PROCESS_REMEDIES else SnapshotError
-    return kind(f"{str(path)!r} cannot be read: {problem}. The snapshot may be sound: {remedy}, then try again")
+    return kind(f"{str(path)!r} cannot be read: {problem}. The snapshot may be intact. First {remedy}. Then try again")
 
 
 def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:
-    """Returns the error for a file in the snapshot `folder` that is not as it was saved."""
+    """Returns the error for a damaged or missing file of a snapshot. folder: the snapshot's folder."""
     return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
 
 

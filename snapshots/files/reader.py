@@ -66,7 +66,7 @@ class Snapshot:
     """A finished snapshot. `open` reads the manifest; `chunks` and `verify` read and check the rows.
 
     shard: read only this shard's rows; None reads all rows. shard_rows: {snapshot name: number of the shard's rows} for
-    the snapshots in the chain. `chunks` counts these rows and sets the numbers at its end, because manifests lack them.
+    each snapshot in the chain. Manifests lack these numbers, so `chunks` counts rows and fills `shard_rows` at the end.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Snapshot:
         return self.manifest.description
 
     def restrict_to_shard(self, shard: HashShard) -> Snapshot:
-        """Returns an object for the same snapshot that reads only one shard's rows."""
+        """Returns a new object for the same snapshot. The new object reads only the rows of `shard`."""
         return Snapshot(self.folder, self.manifest, shard)
 
     @property
@@ -186,7 +186,7 @@ class Snapshot:
         return self._table(max_rows)
 
     def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
-        """Like `chunks`, but calls `progress`. With `progress`, a chain of several snapshots yields only row keys."""
+        """Like `chunks`, but calls `progress`. With `progress`, yields only row keys if the chain is longer than 1."""
         table: Chunks = iter(())
         for snapshot in (chain := self.chain):
             table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
@@ -297,7 +297,7 @@ class Snapshot:
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
-                # open a file only for one piece, because a file per bucket and rank would be too many open files
+                # reopen the file for each piece, because an open file per bucket and rank would be too many
                 with self._open(name, entry) as file, self._read_errors(name):
                     file.seek(header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
@@ -392,7 +392,7 @@ def list_snapshots(folder: str | Path) -> Listing:
 
 @checked_arguments("folder")
 def latest_snapshot(folder: str | Path) -> Snapshot | None:
-    """Verify and return the latest snapshot in a folder, or None without any. Never falls back to an older snapshot.
+    """Verify and return a folder's latest snapshot, or None if there is none. Never falls back to an older snapshot.
 
     Raises:
         SnapshotError: If the latest snapshot is damaged, or if an unreadable manifest might be the latest snapshot's.

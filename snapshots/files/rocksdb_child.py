@@ -10,10 +10,10 @@ import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any
 
-HEADER = struct.Struct("<BI")  # (bucket, how many rows follow), or (a code such as READY, a number)
+HEADER = struct.Struct("<BI")  # field 1: a bucket, or a code such as READY; field 2: how many rows or bytes follow
 READY = 253  # the code in the first header; if it is missing, this Python could not run the script
 END = 254  # the code after the last row
-FAILED = 255  # the code if RocksDB refused the files; the number is how many bytes of error text follow
+FAILED = 255  # the code if RocksDB refused the files; field 2 is how many bytes of error text follow
 
 _ROW_BYTES = 20  # bytes of a row without its values; the values are `width` words of 4 bytes
 

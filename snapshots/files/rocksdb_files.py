@@ -74,7 +74,7 @@ def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
                 return
             if bucket == FAILED:
                 text = stdout.read(count).decode("utf-8", "replace")
-                raise _scan_error(folder, text.rpartition("; ")[0] or text)  # drop advice, which is for stores
+                raise _scan_error(folder, text.rpartition("; ")[0] or text)  # omit the advice: it only fits stores
             rows = np.empty(min(count, chunk_rows), dtype)
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
@@ -92,8 +92,8 @@ def _scan_error(folder: Path, problem: str) -> SnapshotError:
 def _start_error(folder: Path, problem: str) -> ReadIOError:
     return ReadIOError(
         f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {problem}. The snapshot "
-        "may be sound: free memory, or give the path of a Python to multiprocessing.set_executable(), "
-        "then try again"
+        "may be intact. Free memory, or give a Python interpreter's path to multiprocessing.set_executable(). Then try "
+        "again"
     )
 
 

@@ -293,8 +293,8 @@ def write_snapshot(
         The manifest.
 
     Raises:
-        SnapshotError: If the name is invalid or taken, the existing folder cannot be replaced, the description or a
-            chunk is invalid, or the disk fails. Errors that the iterable `chunks` raises are passed on.
+        SnapshotError: If the name is invalid or taken, or if the existing folder cannot be replaced. Also if the
+            description or a chunk is invalid, or if the disk fails. Errors that `chunks` raises are passed on.
     """
     with new_snapshot(folder, description, overwrite) as temporary:
         files = write_rows(temporary, description, chunks, progress)
@@ -393,8 +393,8 @@ def finish(
 ) -> Manifest:
     """Write the manifest for the durable files in the folder `place`. Raises OSError, SnapshotError.
 
-    rocksdb: the files of a RocksDB checkpoint. parent: the parent of an incremental snapshot. Without rocksdb and
-    parent, the snapshot is full. parts: the number of shards; None if there was one writer.
+    rocksdb: the files of a RocksDB checkpoint. parent: the parent of an incremental snapshot. If both are None,
+    the snapshot is full. parts: the number of shards; None if there was one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))

@@ -121,6 +121,6 @@ def _find_largest(
     with np.errstate(invalid="ignore"):
         distance = np.abs(new.astype(np.float64) - old.astype(np.float64))
     distance[np.isnan(distance)] = np.inf
-    distance[~differ] = 0.0  # NaNs or infinities that are equal
+    distance[~differ] = 0.0  # numbers with equal bits have distance 0, even NaN or infinity
     largest: NDArray[np.float64] = distance.max(axis=1, initial=0.0)
     return largest

@@ -181,9 +181,9 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
     for field in ("key_type", "columns"):
         if marker.get(field) != snapshot.description[field]:
             raise SnapshotError(
-                f"snapshot {snapshot.name!r} is of another table than the rows in {str(store.path)!r}: its {field} "
-                f"is {snapshot.description[field]!r} instead of {marker.get(field)!r}. Load the snapshot into the "
-                "store that saved it"
+                f"snapshot {snapshot.name!r} contains rows of another table: the snapshot's {field} is "
+                f"{snapshot.description[field]!r}, but the {field} in {str(store.path)!r} is {marker.get(field)!r}. "
+                "Load the snapshot into the store that saved it"
             )
     store_types, snapshot_types = types_of(marker), types_of(selection.description(snapshot.description))
     state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any dtype
@@ -192,8 +192,9 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
     if not selection.convert:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} has rows of dtype {_describe_types(snapshot_types)}, but the rows in "
-            f"{str(store.path)!r} are of {_describe_types(store_types)}. Convert the snapshot: `tierbed snapshot load "
-            "--convert`, load_snapshot(name, convert=True), or import_snapshot with dtype= (--dtype in a shell)"
+            f"{str(store.path)!r} are of {_describe_types(store_types)}. To convert rows during a load, use "
+            "load_snapshot(name, convert=True) or `tierbed snapshot load --convert`. To convert rows during an import, "
+            "use import_snapshot(..., dtype=...) or `tierbed snapshot import --dtype`"
         )
     return replace(selection, types=(store_types[0], state_type or "float32"))
 

@@ -18,7 +18,7 @@ from .mark import LIVE_FOLDERS, Mark
 
 
 class StoreFolder(FolderState):
-    """A store folder, `<persistent_path>/<embedding name>`, locked until `release` or the process ends.
+    """A store folder, `<persistent_path>/<embedding name>`. Stays locked until `release` is called or the process ends.
 
     Creates `path` and its parents, and removes files that killed processes left. docs/snapshots.md lists the files in
     the folder. MARK contains a clean marker while the live rows are durable and all at one step. A run clears the clean
@@ -129,7 +129,7 @@ class StoreFolder(FolderState):
         self.mark = Mark.parse(data)
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
-        """Write the clean marker of durable live rows; its field `live` tells how they are stored. StoreError."""
+        """Write the clean marker, once live rows are durable. Its field `live` says how rows are stored. StoreError."""
         self.change(clean_marker=description, ranks=None)
         self._forget_step()
 

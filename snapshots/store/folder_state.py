@@ -20,7 +20,7 @@ from .mark import Mark, live_version
 LOCK = "LOCK"
 RANKS = "ranks"  # the store folder's subfolder that contains the ranks' shards
 SNAPSHOTS = "snapshots"
-_LINKED_FROM = ".live-rows-"  # prefix of files next to `snapshots`: paths of the stores that link to this folder
+_LINKED_FROM = ".live-rows-"  # a file with this name prefix contains the path of a store that links to `snapshots`
 
 
 class FolderState:
@@ -162,7 +162,7 @@ def last_step(store: Path, ranks: int) -> int | None:
 
 
 def remove_other_shards(store: Path, ranks: int) -> None:
-    """Remove shards from runs with another number of ranks: no later run uses such shards. Ignores errors."""
+    """Remove shards that runs with another number of ranks wrote. No later run uses these shards. Ignores errors."""
     for folder in (store / RANKS).glob("*-of-*"):
         if not folder.name.endswith(f"-of-{ranks}"):
             shutil.rmtree(folder, ignore_errors=True)

@@ -65,14 +65,14 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 @dataclass(eq=False)
 class MemberRows:
-    """What this process knows about the rows of an open or closed store while this process locks the group."""
+    """Facts about one store's rows. If this process locks the group, kept for every store in it, even if closed."""
 
     now: Entry = NOTHING  # durable rows that equal the current rows
-    first: int = 0  # the first moment with the current rows
-    spans: list[Interval] = field(default_factory=list)  # when the rows equaled a snapshot, finished or in progress
+    first: int = 0  # the rows have not changed since this moment
+    spans: list[Interval] = field(default_factory=list)  # one interval per snapshot of the rows, even if unfinished
 
     def change(self, now: Entry = NOTHING) -> None:
-        """Called when the rows change. Ends the intervals of all snapshots, including running saves."""
+        """Called when the rows change. Ends all intervals in `spans`, because these snapshots have the earlier rows."""
         for span in self.spans:
             span.end(clock.moment)
         self.now = now
@@ -146,7 +146,7 @@ class Member(MemberRows):
             return capture
 
     def mark_replaced(self, snapshot: str | None) -> None:
-        """Called after all rows were replaced. snapshot: the loaded snapshot's id; None for rows of no snapshot."""
+        """Called after all rows were replaced. snapshot: the id of the snapshot with these rows, or None."""
         with _changing:
             self.write()
             self.broken = ""
@@ -197,7 +197,7 @@ class Member(MemberRows):
 
 @dataclass(eq=False, kw_only=True)
 class Capture(Interval):
-    """A running save of a store's rows, with the interval of moments when the store has these rows."""
+    """A save in progress. The interval tells from when to when the store has the rows that are being saved."""
 
     member: Member
 
@@ -245,7 +245,8 @@ class Group:
         self.rows = dict(rows or {})  # by store id: all stores if the group is locked, else only open stores
         self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # the stores that are open in this process
-        self.mode = "resume"  # the last store's option `open`, but "mixed" if any store has it; fixed by locking
+        # the option `open` of the store opened last, except that "mixed" stays; does not change while locked
+        self.mode = "resume"
 
     @property
     def record(self) -> Record:
@@ -346,7 +347,7 @@ class Group:
         self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
             rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
-            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # from moment 0 on
+            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # 0 is the first moment
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
@@ -393,7 +394,7 @@ class Group:
                 rows.spans = [span for span in rows.spans if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before the first change to a closed, unsaved store: a kill will then undo saves of other stores."""
+        """Warn before the first change to rows that no snapshot has: a kill then undoes saves of other stores."""
         now, commit = self.record.now, self.record.commit
         alone = [id for id, entry in now.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.now.snapshot is None and NOTHING not in now.values():
@@ -536,7 +537,7 @@ def _is_same(entry: Entry, other: Entry) -> bool:
 
 
 def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:
-    """A recovery to `entry` skips some snapshots. Returns the range (low, high] of their sequence numbers."""
+    """Returns the sequence numbers, as (low, high], of the snapshots that recovery skips when it restores `entry`."""
     manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
     sequences = {manifest.id: manifest.sequence for manifest in manifests}
     high = max(sequences.values(), default=0)

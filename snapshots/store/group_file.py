@@ -143,7 +143,7 @@ class GroupFile:
         return False
 
     def write_mark(self, mark_folder: StoreFolder, store: str, **fields: Any) -> None:
-        """Write the record, or a link to the record file, and `fields` into a store's MARK. Raises StoreError."""
+        """Write `fields` into a store's MARK. Also write the record or a link to its file. Raises StoreError."""
         record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, mark_folder.path))
         if fields or (mark_folder.mark.record, mark_folder.mark.link) != (record, link):
             mark_folder.change(store=store, record=record, link=link, old={}, **fields)
@@ -157,8 +157,8 @@ class GroupFile:
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the folders of the group's members, by store id.
 
-        Raises StoreError if a member's folder is missing or not in the group, for example an old copy from before the
-        member joined. lenient: leave out such a member instead of raising.
+        Raises StoreError if a member's folder is missing. Also raises StoreError if the folder does not belong to the
+        group, for example because it is an old copy. lenient: leave out members without a valid folder; do not raise.
         """
         folders = {self.store: self.folder}
         for store, location in self.record.places.items():
@@ -196,7 +196,7 @@ class GroupFile:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # MARK is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
-        if mark.link is None:  # only an earlier version of tierbed trained the store so far
+        if mark.link is None:  # only earlier versions of tierbed have trained this store
             group = OldGroup.of(mark)
             return group is not None and group.id == store and self.store in group.others
         is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
@@ -244,7 +244,7 @@ class GroupFile:
             )
 
     def target(self) -> dict[str, Entry]:
-        """Choose the durable rows that each member opens with while no process trains the group.
+        """Choose the durable rows for each member's next open, given that no process trains the group.
 
         Raises StoreError if there is no moment for which every member has durable rows. Raises SnapshotError if a
         damaged snapshot makes the choice uncertain.
@@ -286,7 +286,7 @@ class GroupFile:
         return self.copy_with(record=replace(self.record, now=now)).target()
 
     def choose_own_entry(self) -> Entry:
-        """Choose the rows to open the store with while another process trains its group. NOTHING if unknown."""
+        """Choose the rows for opening this store while another process trains its group. Returns NOTHING if unknown."""
         return usable(self.record.now[self.store], self.files(self.folder))
 
     def newest(self) -> dict[str, Entry]:
@@ -326,7 +326,8 @@ def lock_group(file: GroupFile) -> FileLock:
         names = ", ".join(sorted(repr(location.name) for location in file.record.places.values()))
         raise StoreError(
             f"process {error.holder} trains embeddings of the group {names}, and only one process at a time can. Train "
-            "all in one process or one world, or take a store out by `tierbed store detach` after that process ends"
+            f"all these embeddings in one process or one world. Or end process {error.holder}, and take a store out of "
+            "the group by `tierbed store detach`"
         ) from None
 
 

@@ -46,7 +46,7 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
     """Yield the store's snapshot with the name of `source`. If there is none, first link `source` into the store.
 
-    If the `with` block raises, removes a newly linked snapshot, except if recovery needs it by then.
+    If the `with` block raises, removes the snapshot that was linked, unless recovery already needs it.
     """
     snapshot, folder = Snapshot.open(source), store.snapshots / source.name
     is_new = not os.path.lexists(folder)

@@ -36,7 +36,7 @@ def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
     """Yields the snapshot names that an earlier version listed in MARK for recovery, best first. "" means no rows.
 
     Each name comes with True if a user saved or loaded the snapshot, False if a state_dict did. MARK may list ids of
-    older snapshots with the same name. A snapshot that still has such an id was not overwritten, so it is skipped.
+    older snapshots with the same name. A name is skipped if its folder still contains one of these older snapshots.
     """
     candidates = home.mark.old.get(OLD_CANDIDATES)
     for candidate in candidates if isinstance(candidates, list) else ():
@@ -48,7 +48,7 @@ def _candidates(home: FolderState) -> Iterator[tuple[str, bool]]:
 
 
 def make_store_record(store: str, folder: FolderState, live: str | None, shards: Mapping[int, str | None]) -> Record:
-    """Returns the record of a new store or one trained alone. live: its rows' version. shards: versions by rank."""
+    """Returns the record of a store that is new or trained alone. live: the rows' version. shards: versions by rank."""
     home = folder.recovery_folder
     ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
     candidates = [*_candidates(home)]
@@ -74,7 +74,7 @@ def make_group_record(
 ) -> tuple[Path, Record | None]:
     """Returns the path and the record of stores that trained together. The commit is the newest save that all share.
 
-    The record is None if its file already exists. files: a function that reads a store's files.
+    If the record's file already exists, returns None instead of a record. files: a function that reads a store's files.
     """
     folders, pending = dict[str, FolderState](), [(group, folder)]
     places = dict[str, Location]()  # locations by store id, including missing stores

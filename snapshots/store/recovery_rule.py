@@ -4,10 +4,10 @@ Embeddings that one process trains together must also be recovered together. For
 items must not survive for users only. After a kill, only snapshots and cleanly closed live rows can be trusted, because
 other live rows may contain half of a step.
 
-A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. The entry names
-durable rows, such as a snapshot, that equaled the store's current rows when the record was written. Saves, loads and
-closes write the record. Of all steps, only the first writes the record: it removes the live rows from the entry,
-because the step is about to change these rows. The record also names two sets of snapshots. The *commit* contains one
+A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. An entry names
+durable rows, such as a snapshot. When the record was written, the store's rows were equal to these durable rows. Saves,
+loads and closes write the record. Of all steps, only the first writes the record: it removes the live rows from the
+entry, because the step is about to change these rows. The record also names two sets of snapshots. The *commit* has one
 snapshot of each store. All these snapshots are of the same moment, as new as possible. `before` is the previous commit.
 
 On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise all stores go back to
@@ -59,7 +59,7 @@ class Location(NamedTuple):
         return cls(store.name, os.path.relpath(store, folder), str(store), snapshots)
 
     def paths(self, folder: Path) -> list[Path]:
-        """Returns the paths to try for the store, in this order. folder: the folder that contains the record."""
+        """Returns paths where the store may be, in the order to try them. folder: the folder with the record."""
         paths = [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
         return [*paths, Path(self.snapshots)] if self.snapshots else paths
 
@@ -71,7 +71,7 @@ class Record:
     now: Mapping[str, Entry]  # the entries when the record was last written
     commit: SnapshotIds  # one snapshot of each store, all of the same moment, as new as possible
     before: SnapshotIds  # the previous commit
-    places: Mapping[str, Location] = field(default_factory=dict)  # empty for a record inside a file MARK
+    places: Mapping[str, Location] = field(default_factory=dict)  # empty if the file MARK contains the record
     trained: frozenset[str] = frozenset()  # stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
     undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # skipped sequences: (low, high]
@@ -133,7 +133,7 @@ class Interval:
 
 
 def usable(entry: Entry, files: Files) -> Entry:
-    """Drop from an entry what does not exist on disk: a missing snapshot, or live rows with an unclean shard."""
+    """Returns the entry without unusable rows, that is, a missing snapshot, or live rows that some shard lacks."""
     has_snapshot = entry.snapshot == EMPTY or entry.snapshot in files.snapshots
     has_live = entry.live is not None and all(live == entry.live for live in files.live)
     return Entry(entry.snapshot if has_snapshot else None, entry.live if has_live else None)
@@ -178,6 +178,6 @@ def next_record(record: Record, entries: Mapping[str, Entry], snapshots: Snapsho
 
 
 def needed(record: Record, store: str) -> set[str]:
-    """Returns the ids of a store's snapshots that must not be removed. Snapshots in `before` may be removed."""
+    """Returns the ids of a store's snapshots that must not be removed. The snapshots in `before` need not be kept."""
     ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
     return {id for id in ids if id not in (None, EMPTY)}

@@ -171,7 +171,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
-    """Remove a snapshot, unless recovery or a child needs it. Keeps a newer one with its name. Raises SnapshotError."""
+    """Remove `saved` unless recovery or a child needs it. Keeps a newer snapshot of this name. Raises SnapshotError."""
     folder = store.snapshots / saved.name
     if snapshot_id(folder) == saved.manifest.id and saved.name not in list_needed(store) and not find_children(folder):
         remove_snapshot(folder)

@@ -58,7 +58,7 @@ class SaveSource(NamedTuple):
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
     """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
-    drop_replaced(store)  # a child prevents the overwrite, and an unneeded replaced snapshot may be such a child
+    drop_replaced(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
     folder = store.snapshots / name
     reusable = find_undone_names(store.snapshots, source.record, source.store)
     if name not in reusable or not reusable.issuperset(find_children(folder)):

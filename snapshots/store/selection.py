@@ -108,7 +108,7 @@ class Selection:
         return {**result, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
-        """Yields and counts a snapshot's selected rows. Without `state`, values are as a lookup returns them."""
+        """Yields and counts a snapshot's selected rows. If `state` is False, yields values as lookups return them."""
         chunks = snapshot.chunks()
         if not self.state:
             from ...engine.table.row_scan import catch_up_rows  # loads torch
@@ -141,8 +141,8 @@ class Selection:
             is_selected = np.asarray(self.where(rows["table"].copy(), keys.view(np.int64) if signed else keys))
             if is_selected.dtype != bool or is_selected.shape != keys.shape:
                 raise InputError(
-                    f"where returned {is_selected.dtype} of shape {is_selected.shape}: return bool of shape "
-                    f"{keys.shape}, one for each row"
+                    f"the function where= returned dtype {is_selected.dtype} and shape {is_selected.shape}. Return a "
+                    f"bool array of shape {keys.shape}, with one value for each row"
                 )
             rows = rows[is_selected]
         return rows

@@ -1,4 +1,4 @@
-"""Reports what a store folder contains and how the next run would start, without locking the folder."""
+"""Reports what a store folder contains and how the next run would start. Does not lock the folder."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ REFUSED: list[tuple[Callable[[Any], Any], type[Exception], str]] = [
     (lambda rows: rows.save_snapshot("i", "incremental", True), OptionError, "background=True"),
     (lambda rows: rows.load_snapshot("none"), SnapshotError, "there is no snapshot 'none'"),
     (lambda rows: rows.load_snapshot("../snapshots/s"), SnapshotError, "cannot be used"),
-    (lambda rows: rows.load_snapshot("s", where=lambda tables, keys: keys), InputError, "where returned int64"),
+    (lambda rows: rows.load_snapshot("s", where=lambda tables, keys: keys), InputError, "where= returned dtype int64"),
     (lambda rows: rows.prune_snapshots(0), OptionError, "keep_last=0"),
     (lambda rows: rows.save_snapshot("yx"[rows.world.rank]), GroupError, "rank 0: snapshot=y; rank 1: snapshot=x"),
 ]

@@ -211,7 +211,7 @@ def test_tensors_in_another_order_than_tables_are_refused(tmp_path: Path) -> Non
     shutil.rmtree(tmp_path / "ebc-d4" / "snapshots" / "d")
     with two_tables(tmp_path) as bags:
         bags.embedding_of("user").put([1], torch.ones(1, 4), "user")
-    with pytest.raises(InputError, match="tensor 0 is of table 'item', but table 0 is 'user'; list the tensors in the"):
+    with pytest.raises(InputError, match=r"position 0 belongs to table 'item', but table 0 is 'user'\. List the"):
         import_snapshot(tmp_path / "ebc-d4", "e", source, tensor=swapped)
     import_snapshot(tmp_path / "ebc-d4", "e", source, tensor=[*NAMES.values()])
     with two_tables(tmp_path) as bags:

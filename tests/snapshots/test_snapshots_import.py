@@ -138,7 +138,7 @@ def test_dense_tables_of_a_state_dict(tmp_path: Path, suffix: str) -> None:
     for tensor, *named in (
         ("other", "tensor='other' does not exist", names[0]),
         (None, "bias", "'key' and 'embedding' are needed", "tensor="),
-        (f"{outer}bias", "bias is float64 (3,)", "(n, dim) of float32"),
+        (f"{outer}bias", "bias has dtype float64 and shape (3,)", "(n, dim)"),
     ):
         call = partial(import_snapshot, tmp_path / "three", "s", path, tensor=tensor)
         check_refusal((call, InputError, *named))
@@ -374,8 +374,8 @@ def test_a_flipped_bit_in_an_export_is_found(tmp_path: Path, format: str) -> Non
 
 
 COLUMNS: list[tuple[dict[str, Any], *tuple[str, ...]]] = [
-    ({"embedding": VALUES[:9].astype(np.float64)}, "embedding is float64 (9, 5)", "(n, dim) of"),
-    ({"embedding": VALUES[:9, 0]}, "embedding is float32 (9,)"),
+    ({"embedding": VALUES[:9].astype(np.float64)}, "embedding has dtype float64 and shape (9, 5)", "(n, dim)"),
+    ({"embedding": VALUES[:9, 0]}, "embedding has dtype float32 and shape (9,)"),
     ({"key": np.arange(9, dtype=np.int16)}, "key is int16", "int32, int64, uint64"),
     ({"key": np.zeros(9, np.float32)}, "key is float32"),
     ({"updates": np.zeros(9, np.uint32)}, "updates holds 0"),
@@ -440,8 +440,8 @@ def test_arguments_that_are_wrong_or_do_not_go_together(tmp_path: Path) -> None:
     before = Snapshot.open(tmp_path / "rows" / "snapshots" / "s").manifest
     cases: list[tuple[Any, dict[str, Any], *tuple[str, ...]]] = [
         ([1.0], {}, "source: got list"),
-        (VALUES[0], {}, "values is float32 (5,)"),
-        (torch.zeros(2, 3, dtype=torch.int16), {}, "values is int16"),
+        (VALUES[0], {}, "values has dtype float32 and shape (5,)"),
+        (torch.zeros(2, 3, dtype=torch.int16), {}, "values has dtype int16"),
         ("model.onnx", {}, "source='model.onnx'", "suffix"),
         (VALUES, {"table_ids": np.zeros(40, np.int64)}, "an array of table ids needs keys"),
         (columns[0], {"keys": np.arange(4)}, "keys and table_ids are only for dense tables"),

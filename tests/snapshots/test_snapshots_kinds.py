@@ -226,7 +226,7 @@ def test_a_part_of_a_snapshot_can_be_loaded(tmp_path: Path, store: str) -> None:
         for wrong, *named in (
             ({"tables": [3]}, "tables=[3]", "0 to 2"),
             ({"tables": []}, "tables=[]"),
-            ({"where": lambda tables, keys: 0.5}, "where returned float64 of shape ()", "bool"),
+            ({"where": lambda tables, keys: 0.5}, "where= returned dtype float64 and shape ()", "bool"),
         ):
             check_refusal((partial(embedding.load_snapshot, "a", **wrong), InputError, *named))
         assert rows_by_key(embedding) == kept
