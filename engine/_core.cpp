@@ -22,7 +22,7 @@ void bind_ledger(nb::module_& m);
 }  // namespace tierbed
 
 NB_MODULE(_core, m) {
-    // At exit, threads, exceptions or parent objects may own objects. Users could not fix the cause of such a warning.
+    // At exit, threads, exceptions or other objects may still own tierbed's objects. nanobind should not warn of this.
     nb::set_leak_warnings(false);
     // A std::runtime_error becomes a StoreError. Exceptions of nanobind's own types are passed on.
     nb::register_exception_translator([](const std::exception_ptr& thrown, void*) {

@@ -98,10 +98,10 @@ class NewFolder:
 def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, and durably rename it to `folder` when the block ends.
 
-    The block must make the files that it writes durable. If the block raises, its files are removed. Missing parents
-    are created, and leftovers of a killed process removed. With `overwrite`, the new folder replaces an old folder
-    atomically, and the old folder is removed once the replacement is durable. Raises OSError. After NoExchangeError,
-    the old folder is unchanged. After UnsyncedError, the new folder exists.
+    The block must make the files that it writes durable. If the block raises, its files are removed. Creates missing
+    parent folders. Removes the temporary folder of an earlier, killed process. With `overwrite`, the new folder
+    replaces an old folder atomically, and the old folder is removed once the replacement is durable. Raises OSError.
+    After NoExchangeError, the old folder is unchanged. After UnsyncedError, the new folder exists.
     """
     new = NewFolder(folder, overwrite)
     try:

@@ -13,7 +13,7 @@ BUCKETS = 64
 WORD = 4  # bytes per word; a line consists of words
 RECORD_BYTES = 8  # bytes of a line's counters `updates` and `last step`
 EMBEDDING = "embedding"  # name of the row field that lookups return
-STATE_TYPES = "state_dtypes"  # key in a stored description, for the states' types; absent if all row fields are float32
+STATE_TYPES = "state_dtypes"  # key of the state types in a table's stored description; absent if all fields are float32
 NUMBERS: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
@@ -57,7 +57,7 @@ class Field:
 
     @property
     def is_padded(self) -> bool:
-        """True if one number of padding, a 0, follows the field's numbers."""
+        """True if one extra 0 is stored after the field's numbers, as padding."""
         return self.count * NUMBERS[self.type].itemsize % WORD != 0
 
     @property
@@ -70,7 +70,7 @@ class RowForm:
     """The fields in a row's line and their types: the embedding, then each optimizer state.
 
     `dtype` is the NumPy dtype of stored rows. If all numbers are float32, `dtype` is `row_dtype(width)`. Otherwise
-    `dtype` has a NumPy field for each row field, and a second NumPy field for a row field's padding.
+    `dtype` has one NumPy field for each row field. If a row field is padded, its padding is a separate NumPy field.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class RowForm:
 
 
 def to_stored(values: NDArray[np.float32], type: str) -> NDArray[Any]:
-    """Convert float32 numbers to the stored `type`: rounded to nearest even, and every NaN to the same NaN."""
+    """Convert float32 numbers to the stored `type`. Rounds to nearest even. Every NaN becomes the same 16-bit NaN."""
     if type == "float32":
         return values
     if type == "float16":

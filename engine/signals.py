@@ -21,7 +21,7 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class uninterrupted:  # a class, because a generator is slower and each step enters several blocks
-    """A context manager that defers Python signal handlers until the main thread's outermost such block ends."""
+    """A context manager for the main thread. Defers Python signal handlers until the block and all outer blocks end."""
 
     __slots__ = ("_handlers", "_signals")
 

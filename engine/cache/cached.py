@@ -103,7 +103,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
         self._below.flush()
 
     def flush_pieces(self) -> Iterator[bool]:
-        """Write most dirty rows back, some of them at each `next` call. Does not make the last tier durable."""
+        """Each `next` call writes back some dirty rows. At the end, few are left. Does not make the rows durable."""
         begin, metrics = 0, self.native.metrics()
         pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // FLUSH_PIECE_ROWS
         for _ in range(pieces):  # limited, because steps write more rows meanwhile

@@ -10,15 +10,15 @@ from ..row_format import BUCKETS
 from ..store.rocksdb import WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # cache metadata per line: a way and a tag
-OVERFLOW_OVERHEAD_BYTES = 91  # overflow area metadata per line
-MIN_CACHE_ROWS = WAYS * BUCKETS  # with fewer rows, buckets share sets, and a batch's rows are inserted in another order
+LINE_OVERHEAD_BYTES = WAY_BYTES + 1  # bytes of metadata for each line in a cache: a way and a tag
+OVERFLOW_OVERHEAD_BYTES = 91  # bytes of metadata for each line in an overflow area
+MIN_CACHE_ROWS = WAYS * BUCKETS  # one set per bucket; if buckets shared a set, the insertion order would change
 
 # What shares memory with the cache. rocksdb: RocksDB and the page cache; table: a full table; device: other GPU data.
 SharedWith = Literal["rocksdb", "table", "device"]
 CACHE_SHARES = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW_SHARES = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
-ROCKSDB_SHARES = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # for write buffers, and files' indexes and filters
+ROCKSDB_SHARES = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # for write buffers, file indexes and file filters
 REST_NAMES = {"rocksdb": "page cache and all else", "table": "the table and all else", "device": "all else"}
 LINES_PER_ROW = 1.5  # rows hash to sets at random; a cache with 1.5 lines per row evicts hardly any rows
 INDEX_BYTES = 3  # bytes per row, for the index of RocksDB's files

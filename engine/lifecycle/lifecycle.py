@@ -1,4 +1,4 @@
-"""Decides which new rows a table keeps, and which rows it deletes at capacity or because of their age.
+"""Decides which new rows a table keeps, and which rows it deletes because they expired or the table is full.
 
 The ledger (`native/ledger.h`) makes these decisions step by step, from the counts and ages of written rows. A removed
 row is treated like a row that was never written.

@@ -24,7 +24,7 @@ LARGE = 1 << 20  # bytes; for larger allocations, the system clears new memory p
 
 # (keys [n], table ids [bags] or None, bags). bags: one length for all bags, offsets [bags + 1], or None without pooling
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# a Segment's three items, features [columns] (one per result column), and the batch size
+# (keys, table ids, bags) as in Segment, then features [columns] (one per result column), then the batch size
 FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
@@ -117,8 +117,8 @@ def make_illegal_id_error(spec: TableSpec, table: int, key: int) -> InputError:
     id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
-        "correct the ids, or give the table more ids (num_embeddings in a config, otherwise ids). None allows any id. "
-        "make_table_options(bad_ids='drop') ignores such ids instead"
+        "correct the ids, or give the table more ids. In a config, set num_embeddings; elsewhere, set ids. None allows "
+        "any id. make_table_options(bad_ids='drop') ignores ids beyond the last id"
     )
 
 

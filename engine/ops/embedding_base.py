@@ -14,7 +14,7 @@ from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
 TRACED = "tierbed_traced"  # attribute of a traced tensor: (tracing thread, live parameter)
-REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage; a write to the weight raises this text
+REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage: the error text for writes to the weight
 
 
 class NoTorchScript:
@@ -37,11 +37,11 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     op_id: int  # torch ops find the module by this number
     shadow: nn.Parameter  # [1, 1] float32; stands for the rows in optimizers and autograd
     parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
-    has_cache_misses: bool  # True if a cache over SSD missed rows when a run last checked
+    has_cache_misses: bool  # result of a run's last check: True if a cache above an SSD missed rows
     row_optimizer: RowOptimizer | None  # applies the next update to the rows
     world: Any = None  # the ranks that own the rows
     group: Any = None  # the training group
-    # The name was "given" by the user, is a "default" that may change, or will be the module's "path" in a model.
+    # Where the name comes from: "given" by the user, "default" (may change later), or "path" (the path in a model).
     naming: str = "given"
 
     @property
@@ -66,7 +66,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         raise NotImplementedError
 
     def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
-        """Pin all rows that a training step looks up. Returns a `PinnedBatch`, or with ranks a `ShardedBatch`.
+        """Pin all rows that a training step looks up. Returns a `PinnedBatch`; across ranks, returns a `ShardedBatch`.
 
         dedup_from: a batch with the same lookups in another embedding, to reuse its deduplication. dtype: the dtype for
         results and gradients, by default `output_dtype`. Raises OptimizerError, StoreError, CapacityError, InputError.

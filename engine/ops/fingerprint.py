@@ -18,7 +18,7 @@ def read_write_count(tensor: Tensor) -> int | None:
 def fingerprint(tensor: Tensor | None, by_memory: bool = False) -> Hashable:
     """Return a value that changes when torch writes to the tensor. Keep the tensor alive while you compare values.
 
-    Different tensor objects have different values. With `by_memory`, equal views of the same memory have equal values.
+    Each tensor object has its own fingerprint. With `by_memory`, equal views of the same memory share a fingerprint.
     """
     if tensor is None:
         return None

@@ -55,7 +55,7 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         missing = self.native.find(batch)
         if capacity_limit is not None:
-            # Rows that a failed step inserted but never wrote count as new.
+            # A failed step may have inserted rows without writing them. Such rows count as new.
             check_capacity(_core.count_new(batch, self._layout), capacity_limit)
         if missing:
             self.native.insert_missing(batch, self._layout)

@@ -28,7 +28,7 @@ def count_chunk_rows(chunks: Chunks, num_tables: int) -> Counts:
 
 
 def read_counts(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
-    """Returns the row counts in a clean marker, 0 for unlisted tables, or None if the counts are invalid."""
+    """Returns each table's row count from a clean marker (0 if not listed). Returns None if the counts are invalid."""
     counts = marker.get(TABLE_ROWS)
     if type(counts) is not list or len(counts) > num_tables or not all(type(n) is int and n >= 0 for n in counts):
         return None
@@ -38,6 +38,6 @@ def read_counts(marker: Mapping[str, Any], num_tables: int) -> Counts | None:
 
 
 def label_counts(labels: Sequence[str], **counts: Sequence[int] | Counts) -> dict[str, dict[str, int]]:
-    """Return the counts, each [tables], keyed by table label."""
+    """Return a dict from table label to that table's counts. Each argument in `counts` is an array [tables]."""
     columns = [np.asarray(values).tolist() for values in counts.values()]
     return {label: dict(zip(counts, row, strict=True)) for label, *row in zip(labels, *columns, strict=True)}

@@ -26,7 +26,7 @@ class AutoBudgets:
     def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, num_ranks: int = 1) -> None:
         self._name, self._options, self._root, self._num_ranks = name, options, root, num_ranks
         self._free_memory: dict[str, FreeMemory] = {}  # read once, so a reopened table gets the same budgets
-        self._promised_bytes: dict[str, int] = {}  # by memory (device or host): bytes promised to this embedding
+        self._promised_bytes: dict[str, int] = {}  # bytes promised to this embedding; the key is a device or the host
         self._printed_lines: set[str] = set()
 
     def resolve(self, processor: Processor[Any]) -> StoreOptions:
@@ -102,11 +102,11 @@ class AutoBudgets:
                 fixed_mb=fixed_mb,
             )
             if split.cache_mb * MB < MIN_CACHE_ROWS * row_bytes:
-                other_options = f", and other options take {fixed_mb:.1f}: lower them" if fixed_mb else ""
+                other_options = f", and other options take {fixed_mb:.1f} MiB (lower these options)" if fixed_mb else ""
                 raise OptionError(
-                    f"{option}: {split.free_mb:.1f} MiB are free {free.location}{other_options}; the cache would get "
-                    f"{split.cache_mb:.1f} MiB, but the minimum of {MIN_CACHE_ROWS} rows takes "
-                    f"{MIN_CACHE_ROWS * row_bytes / MB:.1f}; free memory, or give a number of MiB"
+                    f"{option}: only {split.free_mb:.1f} MiB are free {free.location}{other_options}. The cache would "
+                    f"get {split.cache_mb:.1f} MiB, but needs {MIN_CACHE_ROWS * row_bytes / MB:.1f} MiB for the "
+                    f"minimum of {MIN_CACHE_ROWS} rows. Free memory, or give a number of MiB"
                 )
             self._promised_bytes[memory] = int((split.free_mb - split.rest_mb) * MB)
         line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.location}: {split}"
@@ -118,7 +118,7 @@ class AutoBudgets:
 
 
 _instances: WeakSet[AutoBudgets] = WeakSet()
-_initial_free_bytes: dict[str, int] = {}  # by memory (device or host): free bytes when no cache had been promised any
+_initial_free_bytes: dict[str, int] = {}  # free bytes before any promise to a cache; the key is a device or the host
 _lock = Lock()
 
 

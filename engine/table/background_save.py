@@ -18,7 +18,7 @@ from ..store.image import Image
 from ..threads import POLL_SECONDS, Thread
 
 NICENESS = 10  # how much nicer the saving thread is than training threads
-PAUSE_RATIO = 5.0  # seconds of pause per second of work; a low priority would not limit memory and disk traffic
+PAUSE_RATIO = 5.0  # seconds of pause per second of work; pauses limit memory and disk traffic, unlike a low priority
 
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
@@ -83,7 +83,7 @@ class BackgroundSave:
         self.label = label
         self._process_id = os.getpid()
         self._condition = Condition(lock)
-        self._hurry_event = Event()  # set once another thread waits for the save
+        self._hurry_event = Event()  # set when another thread starts to wait for the save
         self._end_event = Event()
         self._error: BaseException | None = None
         self._is_error_raised = False
@@ -94,7 +94,7 @@ class BackgroundSave:
     @property
     def done(self) -> bool:
         """True once the save has ended, successfully or not."""
-        is_alive = self._thread.is_alive()  # read this first: the thread sets `_end_event` before the thread ends
+        is_alive = self._thread.is_alive()  # read before `_end_event`, because the thread sets the event, then ends
         if not is_alive and not self._end_event.is_set() and self._process_id == os.getpid():
             death = MemoryError(f"{self.label}: the saving thread died without raising an error")
             self._error = self._error or death

@@ -48,7 +48,7 @@ class ChangeTracker:
         self._later_keys.add_keys(tables, keys)
 
     def start_delta(self) -> None:
-        """Separate changes to save now from later changes. If the save fails, the next save includes all changes."""
+        """From now on, collect changes for the next save. If this save fails, the next save includes all changes."""
         if self._source is not None:
             self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()

@@ -4,10 +4,10 @@ The user announces the lookups of future steps. The thread prepares one step aft
 deduplicates the step's ids into a batch and announces the batch to the store, so that the store keeps the rows cached.
 Then the thread fetches and pins the rows. When the step runs, it takes the prepared batch instead of making its own.
 
-An announcement is only a hint. A step uses a prepared batch only if its ids equal the announced ids, and reads row
-values only when it runs. So announcements only let work run earlier. They never change a row's values. If a step was
-not announced, or comes out of order, the thread pauses and the store forgets all batches. The remaining batches are
-announced again later.
+An announcement is only a hint. A step uses a prepared batch only if the step's ids equal the announced ids. A step
+reads row values only when the step runs. So announcements only let work run earlier. They never change a row's values.
+If a step was not announced, or comes out of order, the thread pauses and the store forgets all batches. The remaining
+batches are announced again later.
 
 One step may match several announcements, for example when gradients accumulate over micro-batches. The first such step
 shows how many announcements belong together. From then on, the thread joins that many announcements into each batch.
@@ -33,7 +33,7 @@ from ..processors.processor import Processor
 from ..store.contract import TopTier
 from ..threads import Thread, wait_for
 
-MAX_WINDOW = 31  # maximum number of batches announced to the store, besides the current step's; more announcements wait
+MAX_WINDOW = 31  # maximum number of future batches that the store knows; the queue holds later announcements
 MAX_QUEUE = 4 * MAX_WINDOW  # maximum number of waiting announcements
 
 ZERO_COUNTS = {"prefetch_hits": 0, "prefetch_misses": 0, "prefetch_dropped": 0}
@@ -227,7 +227,7 @@ class Prefetcher:
 
     def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
         """Drop the `count` oldest announcements. If their batch exists, make it usable by this thread and return it."""
-        if count != self._num_per_step:  # each prepared batch joins the old number of announcements
+        if count != self._num_per_step:  # drop prepared batches: each holds `_num_per_step` announcements
             self._num_per_step = count
             for announced in self._announcements:
                 announced.batch = None

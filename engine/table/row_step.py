@@ -19,7 +19,7 @@ from ..signals import uninterrupted
 
 T = TypeVar("T")
 
-_running_steps: dict[int, tuple[Thread, str]] = {}  # embedding op_id -> thread and owner of its current step
+_running_steps: dict[int, tuple[Thread, str]] = {}  # for each embedding's op_id: the running step's thread and owner
 os.register_at_fork(after_in_child=_running_steps.clear)
 
 
@@ -41,9 +41,9 @@ def row_step(
                     locked_ids.append(embedding.op_id)
                 elif (thread := holder[0]) is not step_owner[0]:
                     raise GraphError(
-                        f"a step of {owner} in thread {step_owner[0].name!r} trains embedding {embedding.name!r} while "
-                        f"a step of {holder[1]} in thread {thread.name!r} trains it; run all training steps of an "
-                        "embedding in one thread, or hold a lock around each step"
+                        f"a step of {owner} in thread {step_owner[0].name!r} cannot train embedding {embedding.name!r} "
+                        f"while a step of {holder[1]} in thread {thread.name!r} trains the embedding. Run all "
+                        "training steps of an embedding in one thread, or hold a lock around each step"
                     )
             try:
                 for embedding, optimizer in pairs:

@@ -58,13 +58,13 @@ class SmallCaches:
 
         A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need
         again. Misses also come from a cache that is not full yet, from unwritten rows, and from ids that occur once. So
-        a cache counts as too small only if it evicted at least `capacity` rows, and at least one row per two misses.
-        Also, more than a quarter of the requested rows must have been in the tier below. All counts start at opening.
+        the cache must also have evicted at least `capacity` rows. Evictions must be at least half of the misses. More
+        than a quarter of the requested rows must have been in the tier below. All counts start at opening.
         """
         top = next(iter(tiers.values()))
         num_requested = top["hits"] + top["misses"]
         for (tier, cache), (_, below) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # most evictions if batches are prefetched; 0 on a GPU
+            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions are of this kind; 0 on a GPU
             num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * below["hits"]
             is_small = has_many_misses and cache["misses"] <= 2 * num_evicted and num_evicted >= cache["capacity"]
@@ -72,9 +72,9 @@ class SmallCaches:
             if is_small and not self._has_warned:
                 self._has_warned = True
                 log.warning(
-                    "embedding %r: %s is too small: %.0f %% of %d looked-up rows hit, and %d rows (%d of them dirty) "
-                    "were evicted from a capacity of %d; use tierbed.plan(trace), which predicts hit rates, to choose "
-                    "a larger budget",
+                    "embedding %r: %s is too small: only %.0f %% of %d looked-up rows were in the cache. The cache "
+                    "evicted %d rows (%d of them dirty), and has room for %d rows. Choose a larger budget. "
+                    "tierbed.plan(trace) predicts hit rates",
                     self._embedding, _BUDGET_OPTIONS[tier], 100 * (1 - cache["misses"] / num_requested), num_requested,
                     num_evicted, cache["evictions_dirty"], cache["capacity"],
                 )  # fmt: skip

@@ -150,7 +150,7 @@ class OpenTable:
         self.lock = RLock()  # needed because native loops release the interpreter lock
         self.counts = RowCounts(spec.num_tables, processor, lifecycle)
         self.observers = ChangeObservers(self)
-        # rows to erase, maybe still in some tiers: tables, keys, the number of rows in each table, and the cause
+        # rows to erase that tiers may still hold, as (table ids, keys, row count of each table, reason to erase them)
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_caches = SmallCaches(spec.name)
         self._next_check_step = FIRST_CHECK_STEP
@@ -171,7 +171,7 @@ class OpenTable:
         return self.require_optimizer().rule
 
     def start(self, optimizer: RowOptimizer | None, run_id: str, stored: Mapping[str, Any] | None) -> None:
-        """Set the optimizer and the run id. If `stored` describes rows, continue at their step and row counts."""
+        """Set the optimizer and the run id. If `stored` describes existing rows, restore their step and row counts."""
         self.optimizer, self.run_id = optimizer, run_id
         if stored is not None:
             self.id_limits, self.step = self.spec.id_limits(stored), stored["step"]
@@ -315,7 +315,7 @@ class OpenTable:
 
     @property
     def catch_up_rule(self) -> str | None:
-        """The optimizer's rule if it applies missed steps to a row at the row's next use; otherwise None."""
+        """The optimizer's rule, or None if this rule does not apply missed steps at a row's next use."""
         return self.state.rule if self.hyper and needs_catch_up(self.state.rule) else None
 
     def current_hyper(self) -> list[float]:
@@ -526,7 +526,7 @@ class OpenTable:
             self.processor.preview_catch_up(batch, rule)
 
     def set_hyper(self) -> None:
-        """If rows may have missed steps, pass the processor the rule's numbers for the next step."""
+        """If rows may have missed steps, give the processor the rule's hyper-parameters for the next step."""
         if rule := self.catch_up_rule:
             self.processor.set_hyper(rule, self.current_hyper(), self.step + 1)
 

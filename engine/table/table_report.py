@@ -20,7 +20,7 @@ LOCK_SECONDS = 0.01  # how long `read_metrics` waits if another thread uses the 
 
 
 def read_metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
-    """Returns metrics of all rows ("table"), each tier (top first) and each table ("tables"), all from one step."""
+    """Returns metrics from one step. Keys: "table" for all rows, tier names (top first), "tables" for each table."""
     if not table.lock.acquire(timeout=seconds):  # another thread uses the table, for example to load a snapshot
         if table.last_metrics is not None:
             return _update_without_lock(table, deepcopy(table.last_metrics))

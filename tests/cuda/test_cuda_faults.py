@@ -68,7 +68,7 @@ def test_rows_beyond_the_capacity_are_told_at_the_next_call(
         rows = step(embedding, [1, 7, 8, 9], offsets=[0, 1, 4] if pooled else None)
         assert rows[0].any()
         assert not rows[1:].any()
-        with pytest.raises(CapacityError, match=r"'rows'.*than 4 leaves room for; raise capacity.*changed nothing"):
+        with pytest.raises(CapacityError, match=r"'rows'.*capacity of 4 rows; raise capacity.*changed nothing"):
             step(embedding, [1])
         assert progress(embedding) == (2, 2)
         step(embedding, [1, 3, 4])

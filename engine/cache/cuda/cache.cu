@@ -62,7 +62,7 @@ extern "C" __global__ void compute_set_keys(const u64* hashes, const u32* count,
 }
 
 // Admits the rows of batch `number`. set_keys [n] is sorted, and order [n] lists the rows in that order. After a fault,
-// admits no missing row. Counts hits and misses in lookups [tables, 2].
+// admits no missing row. Adds the hits and misses to lookups [tables, 2].
 extern "C" __global__ void admit_rows(Cache cache, u32 number, u32 last_completed, u32 policy_number, const u64* hashes,
                                       const u32* tables, const u32* set_keys, const i64* order, u64 n,
                                       Admission admission, u64* counts, Counters lookups, const u32* faults) {

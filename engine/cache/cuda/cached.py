@@ -38,7 +38,7 @@ class CudaCachedStore(DeviceCache):
         return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_ahead=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """Pin a batch, as in `TopTier.pin`. If rows are missing, waits for the device, and raises errors of faults."""
+        """Pin a batch (see `TopTier.pin`). If rows are missing, waits for the device and raises any fault's error."""
         if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, is_ahead=False)):
             return
         self._faults.post(batch)

@@ -31,7 +31,7 @@ extern "C" __global__ void write_back(LineIndex below, Admission admission, cons
 }
 
 // Fetches the first `count` rows. On entry, lines [n] has each row's line in the table below. On return, a row with a
-// slot has the slot's line; other rows keep the table's line. Skips rows at `zero_line`. Counts misses in `lookups`.
+// slot has the slot's line; other rows keep the table's line. Skips rows at `zero_line`. Adds the misses to `lookups`.
 extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* hashes, const u32* tables,
                                  const u32* count, u64* lines, u64 zero_line, InitialRow initial,
                                  const __grid_constant__ SlotHash slot_hash, u64* counts, Counters lookups) {

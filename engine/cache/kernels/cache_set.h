@@ -6,7 +6,7 @@
 // or threads of one GPU warp) uses a set at a time. The tile's size does not change which row is evicted.
 //
 // Batch numbers ascend in step order. `Way::last_batch` is the last batch that touched the row. The row is pinned until
-// this batch has completed, so unpinning writes nothing. A row is dirty if the tier below lacks some of its updates.
+// this batch completes. Unpinning changes no memory. A row is dirty if the tier below lacks some of its updates.
 #pragma once
 #include "ops/kernels/hash.h"
 #include "ops/kernels/deduplicate.h"
@@ -37,7 +37,7 @@ enum CachePolicy : u32 { LRU = 0, LFU = 1 };
 // Returns a row's tag, never 0. With fewer than 2^25 sets per bucket, the tag shares no bits with bucket and set.
 TIERBED_FN u8 get_tag(u64 hash) { return static_cast<u8>(0x80 | (hash & 0x7F)); }
 
-// Returns a bucket's first set. There must be at least BUCKETS sets, so that each set belongs to one bucket.
+// Returns a bucket's first set. Needs at least BUCKETS sets: with fewer sets, buckets would share a set.
 TIERBED_FN u32 find_first_set(u32 bucket, u32 sets) { return static_cast<u32>(u64{bucket} * sets / BUCKETS); }
 
 TIERBED_FN u32 get_set(u64 hash, u32 sets) {
@@ -51,7 +51,7 @@ TIERBED_FN u32 get_set(u64 hash, u32 sets) {
 TIERBED_FN u32 get_home(u64 hash) { return static_cast<u32>(hash >> 32) % (WAYS / GROUP_WAYS) * GROUP_WAYS; }
 
 #ifndef TIERBED_GPU
-// Compares a group's tags with `tag`. Returns a mask: bit i is set if way i's tag matches, and rarely also if not.
+// Compares a group's tags with `tag`. Sets bit i of the result if way i's tag matches. Rarely, other bits are set too.
 TIERBED_FN u32 match_tags(const u8* tags, u8 tag) {
     u32 matches = 0;
     for (u32 half = 0; half < GROUP_WAYS / 8; ++half) {

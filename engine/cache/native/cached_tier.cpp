@@ -467,7 +467,7 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     }
     bool more = false;
     RowList dirty;
-    std::vector<std::pair<Way*, u32>> written_ways;  // each way with the `updates` that were written
+    std::vector<std::pair<Way*, u32>> written_ways;  // for each written row: its way, and the `updates` written
     const auto write = [&] {
         write_back(dirty.rows());
         for (const auto& [way, updates] : written_ways) way->stored_updates = updates;

@@ -4,7 +4,7 @@
 // batch's rows, chooses victims for missing rows and pins all its rows; then `fetch` reads the missing rows from the
 // tier below. `prefetch` admits and fetches an announced batch before its step, in another thread. `pin` admits and
 // fetches a batch that was not prefetched. Rows that announced batches need are not chosen as victims. Each row records
-// the last batch that touched it. The row is pinned until this batch has ended, so unpinning writes nothing.
+// the last batch that touched it. The row is pinned until this batch ends. Unpinning changes no memory.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
 // Above a tier in memory, `admit` writes evicted rows back itself. The overflow area also holds rows without a slot.
@@ -95,10 +95,10 @@ private:
     };
     enum class Purpose { prefetch, step, write };
 
-    // Call these with `queue` held.
-    AnnouncedBatch* find_announced(u32 number);  // null if the batch was cancelled
+    // The next two functions need the lock `queue`.
+    AnnouncedBatch* find_announced(u32 number);  // returns null if the batch was cancelled
     void update_last_completed();
-    // Call these with `admission` held. `begin_internal_batch` and `end_internal_batch` surround reads and writes.
+    // These calls need the lock `admission`. `begin_internal_batch` and `end_internal_batch` surround reads and writes.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetch might need too much of the overflow area now.
@@ -109,13 +109,13 @@ private:
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Copies resident rows to the lines `to`, and returns the missing rows. touch: the copy counts as a use.
     std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* to, bool touch);
-    // Call the next three functions with `directory` held too.
+    // The next three functions also need the lock `directory`.
     void write_back_overflow();
     void write_back_victims();
     void write_back(const RowSpan& rows);
     // Needs no lock. Fills lines from the tier below or with initial values. Returns each row's `updates`.
     std::vector<u32> read_below(const RowSpan& rows, bool touch);
-    // Limits for the overflow area when `added` rows arrive. Write-back keeps half of the area free for a batch's rows.
+    // Returns the overflow area's limits before `added` rows arrive. Write-back keeps half of it free for a batch.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
         const std::size_t rest = overflow_rows_ - std::min(overflow_rows_, added);

@@ -57,7 +57,7 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
 }
 
 void Directory::begin_batch(u32 number) {
-    if (number % OLDEST == 0)  // batch numbers wrap around, so rows must not get too old to compare
+    if (number % OLDEST == 0)  // batch numbers wrap around; old rows get a newer number, so that comparisons stay right
         for_each_row([&](Way& way, u64, i64) {
             if (is_after(number - OLDEST, way.last_batch)) way.last_batch = number - OLDEST;
         });

@@ -162,7 +162,7 @@ struct RequestedRows {
 struct Miss {
     u32 row;             // index in the batch
     u32 old_entry;       // the row's entry in the overflow area; NONE if the row must be fetched
-    u32 last_batch;  // the last batch that touched entry `old_entry`; until this batch ends, it uses the entry's line
+    u32 last_batch;  // the last batch that touched `old_entry`; this batch uses the entry's line until the batch ends
     u32 next_batch = 0;  // the next batch that needs the row; 0 for none
     u32 slot = NONE;     // the slot the row gets
     u32 new_entry = NONE;       // the overflow entry that the row gets if it gets no slot
@@ -212,7 +212,7 @@ public:
         for (const std::vector<Miss>& bucket : misses_)
             for (const Miss& miss : bucket) body(miss);
     }
-    // Calls body(way, line, slot) for each row of the sets, then for each row of the overflow area with slot -1.
+    // Calls body(way, line, slot) for each row in the sets, then body(way, line, -1) for each row in the overflow area.
     template <class Body>
     void for_each_row(const Body& body) {
         for_each_in_slots(0, sets.num_slots(), body);

@@ -1,4 +1,4 @@
-// The overflow area: lines outside the sets, for rows without a slot and evicted dirty rows that wait for write-back.
+// The overflow area: lines outside the sets. It holds evicted dirty rows until write-back, and rows without a slot.
 #pragma once
 #include <array>
 #include <atomic>
@@ -119,7 +119,7 @@ private:
     u64 evictions_ = 0;
     RowMap index_;                         // maps a row to its entry + 1
     std::vector<Chunk> chunks_;            // entries up to number `capacity_`, then entries beyond this number
-    std::array<u32, 2> first_free_{NONE, NONE};  // the first free entry up to number `capacity_`, and the first beyond
+    std::array<u32, 2> first_free_{NONE, NONE};  // first free entries: [0] up to `capacity_`, [1] beyond `capacity_`
     std::array<Chain, 2> chains_;          // first the rows that a batch may need, then the evictable rows
     u32 next_candidate_ = NONE;            // where `claim_dirty` continues in the first chain
 };

@@ -15,8 +15,8 @@
 namespace tierbed {
 
 // Estimates how many training steps looked up each refused row. Each bucket has a count-min sketch (Cormode and
-// Muthukrishnan, 2005) of one-byte counts with conservative update, and halves its counts after COLUMNS / 2 lookups.
-// The counts decide which rows exist, so all processes must use the same hash, `hash_row`.
+// Muthukrishnan, 2005) with one-byte counts and conservative updates. A bucket halves its counts after every COLUMNS /
+// 2 lookups. The counts decide which rows exist, so all processes must use the same hash, `hash_row`.
 class FrequencySketch {
 public:
     void allocate() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }

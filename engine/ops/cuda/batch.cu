@@ -116,8 +116,8 @@ extern "C" __global__ void number_rows(const u64* hashes, const u32* tables, con
     });
 }
 
-// Groups positions by row. rows [n]: the sorted inverse; order [n]: the positions in that order. Sets positions [n],
-// output_rows [n] if not null, and offsets [unique + 1]. offsets[u] is where row u's positions begin.
+// Groups positions by row. rows [n]: each position's row, sorted. order [n]: the positions in the same order. Sets
+// positions [n], offsets [unique + 1], and output_rows [n] unless it is null. Row u's positions begin at offsets[u].
 extern "C" __global__ void group_rows(const i32* rows, const i64* order, const u32* position_output_rows, u64 n,
                                       u32* offsets, u32* positions, u32* output_rows) {
     for_each(n, [&](u64 i) {

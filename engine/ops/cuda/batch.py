@@ -70,7 +70,7 @@ class Faults:
             if bits & bit:
                 return InputError(f"{mistake}. {effect}")
         return CapacityError(
-            f"capacity of {where}: a batch brought more new rows than {self._capacity} leaves room for; raise "
+            f"capacity of {where}: a batch has too many new rows for the capacity of {self._capacity} rows; raise "
             f"capacity, or leave unseen ids out. {effect}"
         )
 
@@ -184,8 +184,8 @@ class Batch:
     """Unique rows in a step's lookups, by first occurrence.
 
     Row arrays have `size` elements, one per position, but only the first `count` [1] elements (unique rows) are used.
-    Bad table ids and offsets set bits in `input_faults` [1] and count as padding. faults [1]: the table's word, or a
-    separate word for a batch made ahead of its step.
+    Bad table ids and bad offsets set bits in `input_faults` [1]; the ids concerned count as padding. `faults` [1] is
+    the table's fault word. A batch made ahead of its step has its own `faults` word.
     """
 
     def __init__(self, device: Device, segments: Sequence[Segment], ids: LegalIds, faults: Tensor) -> None:
@@ -224,7 +224,7 @@ class Batch:
         self.faults = faults
         faults |= self.input_faults
         self.lines = torch.zeros_like(self.hashes)  # addresses
-        self.lookup_lines = self.lines  # the lines that lookups read; copies, if rules catch up missed steps
+        self.lookup_lines = self.lines  # lookups read these lines; `preview_catch_up` sets this to copies
         self.has_wide_lines = False  # True if `lookup_lines` are float32 though the table stores 16-bit floats
         self._owned_memory: list[Tensor] = []
 

@@ -94,7 +94,7 @@ class Device:
         self._functions: dict[tuple[Program, str], Any] = {}
         self._calls = _ThreadCalls()
         self._second_stream = torch.cuda.Stream(self.torch_device)
-        # not the default priority, since torch hands out such streams again
+        # torch may hand out a stream of default priority again, so this stream needs another priority
         self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)
 
     def free_memory(self) -> int:
@@ -204,7 +204,7 @@ def _pause_garbage_collection() -> Iterator[None]:
 
 @contextmanager
 def _ignore_warning() -> Iterator[None]:
-    """Ignore torch's warning about an empty capture. If warnings raise, this one would hide the error in `launches`."""
+    """Ignore torch's empty-capture warning. If warnings are errors, this warning would hide the error in `launches`."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The CUDA Graph is empty")
         yield

@@ -22,7 +22,7 @@ extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables
     });
 }
 
-// Counts the lines that were ever written, among the first `count` lines. Adds each table's number to counts [tables].
+// Counts, for each table, how many of the first `count` lines were ever written. Adds these counts to counts [tables].
 extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* counts) {
     Tally tally(counts);
     for_each(*count, [&](u64 i) {

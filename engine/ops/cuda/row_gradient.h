@@ -123,10 +123,10 @@ TIERBED_FN float* warp_memory(float* memory) {
     return memory ? memory + warp * SHAPE.dim : nullptr;
 }
 
-// Sums each block after a row's first block. Writes the block's sum to row `slot` of sums [n / SUM_BLOCK + 1, dim].
+// Sums all blocks of each row except the first block. Writes each sum to row `slot` of sums [n / SUM_BLOCK + 1, dim].
 extern "C" __global__ void sum_blocks(const __grid_constant__ BatchGradients from, float* sums) {
     for_each_item<WARP>(from.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
-        // a block to sum has this slot only if occurrences middle - 1 and middle belong to the same row
+        // there is a block for this slot only if occurrences middle - 1 and middle have the same row
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= from.n || from.rows[middle] < 0 || from.rows[middle - 1] != from.rows[middle])
             return;

@@ -42,7 +42,7 @@ def gather(
 
 
 def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: Tensor, mean: bool = False) -> None:
-    """Write each pooling weight's gradient to `out` [n], float32, 0 for padding. grads [bags, dim]: the result's."""
+    """Write the weights' gradients to `out` [n], float32; 0 for padding. grads [bags, dim]: the result's gradient."""
     lookup = batch.lookups[index]
     program, ids = _lookup_program(layout, grads.dtype, batch), _make_pooled_ids(batch, lookup, mean, None)
     launch(layout.device, program, "weights_grad", lookup.num_bags, WARP, batch.lookup_lines, ids, grads, out)
@@ -69,7 +69,7 @@ def update(
 
 
 def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -> None:
-    """Apply missed steps to copies of the rows, and make lookups read the copies. For optimizer rules that catch up."""
+    """Apply missed steps to row copies. Lookups then read the copies. `rule` must be able to apply missed steps."""
     memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     batch.keep_alive(memory)
     copies = batch.empty(torch.int64)
@@ -80,7 +80,7 @@ def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -
 def catch_up(
     layout: Layout, rule: str, batch: Batch, numbers: Tensor, memory: Tensor | None = None, copies: Tensor | None = None
 ) -> None:
-    """Apply the steps that rows missed to their embeddings and states. For rules that catch up.
+    """Apply the steps that rows missed to their embeddings and states. `rule` must be able to apply missed steps.
 
     With `copies` [size], the lines do not change. Rows that missed steps are copied to `memory` [size lines] and caught
     up there. `copies` gets the address of each row's current line.
@@ -116,7 +116,7 @@ def assign(batch: Batch, layout: Layout, values: Tensor, step: int, first_writes
 
 
 def count_written(layout: Layout, batch: Batch, lines: Tensor) -> Tensor:
-    """Count a batch's rows that were ever written, [tables]. lines [size]: the rows' lines; 0 for unwritten rows."""
+    """Return each table's number of written rows in a batch. lines [size]: the rows' lines; 0 for unwritten rows."""
     written = torch.zeros(layout.num_tables, dtype=torch.int64, device=lines.device)
     program = layout.program(LINES)
     launch(layout.device, program, "count_written", batch.size, 1, lines, batch.tables, batch.count, written)

@@ -18,7 +18,7 @@ constexpr u32 MAX_HYPERS = 504;
 
 // The numbers that change from step to step.
 struct StepNumbers {
-    double hyper[MAX_HYPERS];  // the rule's hyper-parameters, the limits, then past learning rates (0: none)
+    double hyper[MAX_HYPERS];  // hyper-parameters, clipping limits, numbers for Rates (rule.h); unused elements are 0
     float scale;               // multiplies gradients
     u32 step;                  // the embedding's step
 };

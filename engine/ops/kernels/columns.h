@@ -1,5 +1,5 @@
 // Copies column ranges between matrices (`move_columns`), or adds them for the gradient (`add_columns`). `add_columns`
-// starts from zeros and adds the moves in order, rounding each sum to the type.
+// sets the targets to zeros, then adds each move's columns in order. Each sum is rounded to the type.
 #pragma once
 #include "float_types.h"
 #include "portable.h"

@@ -1,10 +1,10 @@
 // Float types for stored rows, lookup outputs and gradients.
 //
 // `store` rounds to nearest even. `store_stochastic` rounds to one of the two neighbours, mostly to the nearer one. It
-// adds random bits, the top bits of `noise`, to the bits that do not fit, and then drops these bits. Before this, it
-// rounds a subnormal float16 to the nearest multiple of 2^-37. Exact values and infinities do not change. Values beyond
-// the largest finite number become this number. Every NaN becomes the same quiet NaN, since processors differ in a
-// NaN's sign and payload. Operations and their order are fixed, so results have the same bits everywhere.
+// adds the top bits of the random number `noise` to the low bits that do not fit, then drops the low bits. Before this,
+// it rounds a subnormal float16 to the nearest multiple of 2^-37. Exact values and infinities do not change. Values
+// beyond the largest finite number become this number. Every NaN becomes the same quiet NaN, since a NaN's bits depend
+// on the processor. Operations and their order are fixed, so results have the same bits everywhere.
 #pragma once
 #include "portable.h"
 

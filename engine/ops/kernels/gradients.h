@@ -10,7 +10,7 @@
 namespace tierbed {
 
 #ifndef TIERBED_GPU
-// Adds 2 * HALF sums by halves. HALF is a constant, so that the compiler adds each half as a vector.
+// Sums up `sums` by adding its upper half to its lower half, repeatedly. With a constant HALF, this uses vectors.
 template <u32 HALF>
 TIERBED_FN void add_halves(float* sums) {
     for (u32 j = 0; j < HALF; ++j) sums[j] += sums[j + HALF];
@@ -71,7 +71,7 @@ struct Occurrences {
     const u32* output_rows;  // [count], ascending by position
     const float* scales;  // [count], or null if all are 1
     u32 count;
-    const u32* end;  // prefetching may go beyond this row, up to here
+    const u32* end;  // end of all rows' occurrences; memory after this row's occurrences may be prefetched too
 };
 
 constexpr u32 OUTPUT_ROWS_AHEAD = 16;

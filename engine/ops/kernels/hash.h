@@ -3,9 +3,9 @@
 // `hash_row` is the same on every machine. Its top 6 bits are the bucket; other bits choose the owning rank.
 //
 // `SlotHash` is seeded with a random number per process, so nobody can choose ids that collide. The top 6 bits of
-// `SlotHash` are the same bucket; other bits choose slots, cache sets and tags. Batches and all structures in memory
-// store only this hash, as `hash`. Files, ranks, row values and decisions do not depend on `SlotHash`. Within a table,
-// both hashes are bijections of the key, so (table, hash) identifies a row. A key is hashed only once.
+// `SlotHash` are the bucket, as in `hash_row`; other bits choose slots, cache sets and tags. Batches and all structures
+// in memory store only this hash, as `hash`. Files, ranks, row values and decisions do not depend on `SlotHash`. Within
+// a table, both hashes are bijections of the key, so (table, hash) identifies a row. A key is hashed only once.
 #pragma once
 #include "portable.h"
 
@@ -46,7 +46,7 @@ TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
 // With a random odd factor, two keys agree in m leading bits with probability at most 2 / 2^m (Dietzfelbinger, Hagerup,
 // Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). This is not enough for
 // linear probing, since products keep arithmetic sequences (Patrascu, Thorup: On the k-independence required by linear
-// probing and minwise independence, 2010). The addend, the fold and the second factor break such sequences.
+// probing and minwise independence, 2010). `addend`, `fold` and `factor[1]` break such sequences.
 struct SlotHash {
     u64 addend, table_factor;    // multiples of 256
     u64 factor[2], inverse[2];  // modulo 2^64

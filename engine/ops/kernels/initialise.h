@@ -30,8 +30,8 @@ TIERBED_FN Words philox(Words counter, u64 key) {
 
 enum class Initial : u32 { constant = 0, uniform = 1, normal = 2 };
 
-// One table's initial values for a column group. u: a random number in [0, 1).
-// constant: a. uniform: a + u (b - a). normal: a + b quantile(q0 + u (q1 - q0)).
+// One table's initial values for a column group. `kind` chooses the formula. u is a random number in [0, 1).
+// constant: a; uniform: a + u (b - a); normal: a + b quantile(q0 + u (q1 - q0)).
 struct InitialValues {
     Initial kind;
     float a, b;

@@ -44,7 +44,7 @@ TIERBED_FN constexpr LineShape widened(const LineShape& shape) {
     return {shape.dim, width, line_bytes_of(width)};
 }
 
-// Copies bytes, a multiple of 4, between addresses aligned to 4 that do not overlap.
+// Copies `bytes` bytes. The memory must not overlap. `bytes` and both addresses must be multiples of 4.
 #ifdef TIERBED_GPU
 struct alignas(16) Sixteen {
     u32 x[4];

@@ -42,7 +42,7 @@ struct Bag {
     const float* weights;  // [count] or null
     u32 count;
     bool is_mean;
-    const i32* end;  // end of the positions that may be prefetched (this and later bags); null for none
+    const i32* end;  // where prefetch stops, at the end of this bag or a later bag; null for no prefetch
 };
 
 constexpr u32 ROWS_AHEAD = 16;

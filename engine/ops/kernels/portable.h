@@ -1,8 +1,8 @@
 // Macros and functions with which the same kernel body compiles for CPU and GPU.
 //
 // A body processes one item (a row, a key, a set) with a *tile*: on a GPU a warp or part of it, on a CPU one thread.
-// A tile's lanes share inner loops: each starts at `tile.lane` and advances by `tile.size`. Bodies do not allocate and
-// call no library function but sqrt, so the same IEEE operations run everywhere (build with FP contraction off).
+// A tile's lanes share inner loops: each lane starts at `tile.lane` and advances by `tile.size`. Bodies do not allocate
+// and call no library function but sqrt, so the same IEEE operations run everywhere (build with FP contraction off).
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -103,12 +103,12 @@ TIERBED_FN double as_double(u64 bits) { return __longlong_as_double(static_cast<
 TIERBED_FN float square_root(float x) { return __fsqrt_rn(x); }
 TIERBED_FN double square_root(double x) { return __dsqrt_rn(x); }
 TIERBED_FN void synchronise(Tile tile) { __syncwarp(lane_mask(tile)); }
-// Returns another lane's value, among the tile's lanes.
+// Returns the value of x in another lane of the tile.
 template <class T>
 TIERBED_FN T shuffle(Tile tile, T x, u32 lane) {
     return __shfl_sync(lane_mask(tile), x, static_cast<int>(first_lane(tile) + lane));
 }
-// Returns another lane's value, among all 32 lanes of the warp.
+// Returns the value of x in another lane of the warp.
 TIERBED_FN float shuffle(float x, u32 lane) { return __shfl_sync(0xFFFFFFFFu, x, static_cast<int>(lane)); }
 TIERBED_FN float shuffle_down(float x, u32 lanes) { return __shfl_down_sync(0xFFFFFFFFu, x, lanes); }
 

@@ -30,8 +30,8 @@ struct Limits {
     TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
 };
 
-// The learning rates of past steps, linear between knots. past: the number of knots, then each knot's step and rate
-// (engine/optim/past_rates.py). now: the rate after the last knot.
+// The learning rates of past steps. Rates are linear between knots. `past` holds the number of knots, then a step and a
+// rate for each knot (engine/optim/past_rates.py). `now` is the rate after the last knot.
 class Rates {
 public:
     TIERBED_FN Rates(const double* past, double now) : knots_(past + 1), count_(static_cast<u32>(past[0])), now_(now) {}
@@ -45,7 +45,7 @@ public:
         if (index_ == 0) return b[1];
         return b[-1] + (b[1] - b[-1]) * ((x - b[-2]) / (b[0] - b[-2]));
     }
-    // Call after at(step). From `step` up to the step that this returns, the rates are linear.
+    // Call after at(step). Returns the last step of the linear section of rates that contains `step`.
     TIERBED_FN u32 last() const { return index_ < count_ ? static_cast<u32>(knots_[2 * index_]) : 0xFFFFFFFFu; }
 
 private:

@@ -107,7 +107,7 @@ public:
     template <class Body>
     TIERBED_FN void change(u32 n, const Body& body) {
         float* const w = line_;
-        const u64 stride = dim_;  // from an element to its states
+        const u64 stride = dim_;  // distance from an element to its first state, and from state to state
         TIERBED_NO_OVERLAP
         for (u32 j = 0; j < n; ++j) {
             float state[Rule::ELEMENT_STATES + 1], element = w[j];

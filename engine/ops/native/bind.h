@@ -94,7 +94,7 @@ auto without_gil(const Body& body) {
     return body();
 }
 
-// Calls body without the interpreter lock. Returns body's row keys as arrays (tables, keys).
+// Calls body without the interpreter lock. Returns the row keys that body returned, as arrays (tables, keys).
 template <class Body>
 std::pair<Array<u32>, Array<u64>> to_arrays(const Body& body) {
     auto rows = without_gil(body);

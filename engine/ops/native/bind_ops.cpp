@@ -13,7 +13,7 @@ namespace {
 
 // Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `owners`, to keep them alive.
 //
-// table ids: [bags], or [columns] with features. None: bag i belongs to table i % num_tables.
+// table ids: one per bag; if there are features, one per column. None: bag i belongs to table i % num_tables.
 // bags: one length for all bags, or ascending offsets [bags + 1] from 0 to n. None: no pooling.
 // features [columns]: distinct features to look up. Offsets are then [features * batch + 1], feature by feature. Bag
 // b * columns + c is sample b of features[c].
@@ -238,8 +238,8 @@ void bind_step(nb::module_& m) {
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "positions"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[positions[u]]. If positions[u] is len(rows) + i, the row comes from another batch,
-    // `rest`. It is the row that lookups of `rest` read at position `rest_begin` + i.
+    // Sets the line of row u to rows[positions[u]]. If positions[u] is len(rows) + i, the line comes from another
+    // batch, `rest`. Row u gets the line that a lookup reads at position `rest_begin` + i of `rest`.
     m.def(
         "set_lines",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> positions, const Batch* rest,
@@ -340,7 +340,7 @@ void bind_layout(nb::module_& m) {
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
 }
 
-// Returns map(hash_row) for each row key.
+// Calls `map` with each row key's `hash_row`, and returns the results.
 template <class T, class Map>
 Array<T> map_hashes(const InVector<u32>& tables, const InVector<u64>& keys, const Map& map) {
     require_one_length(tables, keys);

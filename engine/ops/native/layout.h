@@ -12,8 +12,8 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
-// Numbers an embedding's ids consecutively, table after table, if every table has a last id. Empty if a table allows
-// any id or if there are more than MAX_IDS ids.
+// Consecutive numbers for an embedding's ids, table after table. Empty if a table has no last id, or if there are more
+// than MAX_IDS ids.
 class Numbering {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;
@@ -39,7 +39,7 @@ private:
 class Layout {
 public:
     // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or `dim`.
-    // types: the embedding's type and the first `narrow_states` states' type. zero_key: this key's row starts as zeros.
+    // types: embedding type; type of the first `narrow_states` states. zero_key: this key's row starts as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0,

@@ -1,5 +1,5 @@
-// Compiled once per instruction set; TIERBED_LOOPS names the resulting table. Includes only kernels: the linker keeps
-// one copy of an inline library function, and older processors might be unable to run a copy compiled here.
+// Compiled once per instruction set; TIERBED_LOOPS names the resulting table. Include only kernels here. If
+// this file compiled an inline library function, the linker might keep this copy. Older processors could not run it.
 #include "loops.h"
 
 #include "ops/kernels/codec.h"

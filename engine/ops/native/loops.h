@@ -94,7 +94,7 @@ struct Loops {
     void (*encode)(const CodecJob&, std::size_t begin, std::size_t end);
     // Writes each row's squared gradient norm to out [unique]. Reads only the job's gradients.
     void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
-    // Writes row u's gradient to row positions[u] (or u, if null) of out [*, dim]. memory [dim]: scratch.
+    // Writes row u's gradient to out[positions[u]], or to out[u] if `positions` is null. memory [dim]: scratch.
     void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* positions,
                              float* out);
     // Indexed by type; the last function is for float64.

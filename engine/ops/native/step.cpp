@@ -15,7 +15,7 @@ namespace {
 
 constexpr std::size_t AHEAD = 4;  // rows to prefetch
 
-// Calls body(row) for every unique row, and add(begin, end, number of true results) for each range of rows.
+// Calls body(row) for every unique row. For each range of rows, calls add(begin, end, how many results were true).
 template <class Body, class Add>
 void count_rows_if(const Batch& batch, const Body& body, const Add& add) {
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
@@ -61,7 +61,7 @@ std::size_t count_bags_per_task(const Segment& segment) {
         ROWS * segment.num_bags / std::max<std::size_t>({segment.num_ids, segment.num_bags, 1}), 1);
 }
 
-// Counts a batch's first writes, in total and, unless null, in by_table [layout.num_tables].
+// Counts a batch's first writes. Adds each table's count to by_table [layout.num_tables], unless `by_table` is null.
 struct FirstWrites {
     const Batch& batch;
     const Layout& layout;
@@ -69,7 +69,7 @@ struct FirstWrites {
     std::size_t total = 0;
     std::mutex mutex{};
 
-    // Adds `count` first writes among rows [begin, end). Thread-safe.
+    // Adds a range of rows, [begin, end), with `count` first writes. Thread-safe.
     void add(std::size_t begin, std::size_t end, std::size_t count) {
         if (count == 0) return;
         const std::lock_guard lock(mutex);

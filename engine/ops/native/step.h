@@ -59,7 +59,7 @@ void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient
                    float* out);
 // Applies the steps before `step` that the lines missed. Does nothing for a rule that does not catch up.
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step);
-// Makes lookups read rows with all steps before `step`: rows that missed steps get copies in `lookup_lines`.
+// Prepares rows for lookups: if a row missed steps before `step`, `lookup_lines` gets a copy with these steps applied.
 void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step);
 
 }  // namespace tierbed

@@ -1,8 +1,8 @@
 // The native loops' thread pool. The caller and `threads - 1` workers run numbered tasks.
 //
-// Any thread may run any task, so no two tasks may write the same memory. The first exception that a task throws is
-// rethrown to the caller. While one caller uses the pool, others run their tasks without workers. A forked child starts
-// a new pool. If torch's OpenMP threads spin between ops, threads that run steps use OpenMP's threads as workers.
+// Any thread may run any task, so no two tasks may write the same memory. The first exception of a task is rethrown to
+// the caller. While one caller uses the pool, others run their tasks without workers. A forked child starts a new pool.
+// torch's OpenMP threads may spin between ops. Then a thread that runs steps uses the OpenMP threads as workers.
 #pragma once
 #include <cstddef>
 #include <functional>
@@ -18,7 +18,7 @@ void use_own_pool(std::size_t threads);
 // Calls task(i) for i in [0, tasks).
 void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
 
-// Calls task(i) for tasks with `items` items in total. If there are few items, the caller runs all tasks itself.
+// Calls task(i) for i in [0, tasks). items: total size of the tasks. If it is small, the caller runs all tasks itself.
 void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
 
 // Divides [0, n) into ranges of at most `grain` items, and calls body(begin, end) for each range.

@@ -16,8 +16,8 @@ from .full_table import CudaFullTable
 class ChangedLines:
     """Flags the changed lines of a full table. The batches must have lines in that table.
 
-    If a row is erased, its line keeps the flag. So the next row in this line counts as changed. When `list_keys` is
-    called, this next row either has changed, or still counts as missing because its `updates` is 0.
+    If a row is erased, its line keeps the flag. So the line's next row counts as changed. This does no harm: a row that
+    was never written has `updates` 0, and callers of `list_keys` treat such a row as missing.
     """
 
     def __init__(self, table: CudaFullTable) -> None:

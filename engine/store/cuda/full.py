@@ -40,9 +40,9 @@ class SortedRows:
 class CudaTableImage:
     """A `TableImage` (engine/store/contract.py) on a GPU, with before-images in host memory.
 
-    Saving before-images waits for the device. The image reads unchanged rows from the table. A line passes to another
-    row only after the line's row was erased, and erasing saves that row's before-image. A cache may be above the table.
-    A step that writes rows in the cache saves their before-images. The cache writes these rows back later.
+    Saving before-images waits for the device. The image reads unchanged rows from the table. Erasing a row saves its
+    before-image. Only after that can another row use the erased row's line. A cache may be above the table. A step that
+    writes rows in the cache saves their before-images. The cache writes these rows back later.
     """
 
     def __init__(self, table: CudaFullTable, layout: Layout, scan: Callable[[], SortedRows], faults: Tensor) -> None:

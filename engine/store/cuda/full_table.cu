@@ -22,8 +22,8 @@ TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
 
 }  // namespace
 
-// Looks up the first `count` rows. Writes lines [n]: the line's address, or 0 if the row is absent. Writes missing [n]:
-// 1 if the row is absent, otherwise 0. Writes numbers [n] if not null: the line number, or -1 if the row is absent.
+// Looks up the first `count` rows. lines [n] gets the line's address, or 0 if the row is absent. missing [n] gets 1 if
+// the row is absent, otherwise 0. If `numbers` is not null, it gets the line number, or -1 if the row is absent.
 extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u32* tables, const u32* count,
                                      u64 n, u64* lines, i32* missing, i64* numbers) {
     const u64 rows = *count;
@@ -36,9 +36,9 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
     });
 }
 
-// Gives each missing row a line: the most recently erased lines first, then unused ones. ranks [n] is the running sum
-// of `missing`. Initialises the line, or with `record_only` only marks it as never written. *erased lists free lines,
-// each as line number + 1. After a fault, or if not all rows fit, inserts no row; missing rows get line `zero_line`.
+// Gives each missing row a line: the most recently erased lines first, then unused lines. ranks [n] is the running sum
+// of `missing`. Initialises each new line. If `record_only` is set, only marks new lines as never written. `*erased`:
+// the free lines' numbers + 1. If a fault is set or not all rows fit, inserts no row; missing rows get `zero_line`.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
                                        u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
@@ -79,15 +79,15 @@ extern "C" __global__ void count_inserted(const i32* ranks, u64 n, u64* counts, 
     counts[INSERTIONS] += inserted;
 }
 
-// Counts the first `count` rows in lookups [tables, 2]: a miss where `ranks` increases, otherwise a hit.
+// Adds the first `count` rows' hits and misses to lookups [tables, 2]. Row i is a miss if ranks[i] > ranks[i - 1].
 extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* ranks, Counters lookups) {
     Tally tally(lookups);
     for_each(*count, [&](u64 i) { tally.add(hit_index(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
     tally.flush();
 }
 
-// Writes clusters [n]. Each row lies in a run of used slots. The row's cluster is the free slot before this run. A row
-// beyond `count`, or a row with line 0, gets a value larger than any slot number.
+// Writes clusters [n]: the number of the nearest free slot before each row. So rows in one run of used slots have the
+// same cluster. A row beyond `count`, or a row with line 0, gets a value larger than any slot number.
 extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines,
                                          const u32* count, u64 n, i64* clusters) {
     for_each(n, [&](u64 i) {

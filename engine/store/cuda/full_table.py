@@ -47,7 +47,7 @@ class CudaFullTable:
         # A cache with a prefetch thread sets this context. Inside the context, that thread does not change the table.
         self.exclusive: Callable[[], AbstractContextManager[None]] = nullcontext
         self._free_lines = self._zeros(1, torch.int32)  # free lines, each as number + 1; then unused entries
-        # If there is a capacity, only `_free_lines` moves. Kernels read its address here: captured launches stay valid.
+        # With a capacity, only `_free_lines` is reallocated. Captured kernels stay valid: they read its address here.
         self._free_lines_ptr = self._zeros(1, torch.int64).fill_(self._free_lines.data_ptr())
         if capacity is not None:
             self._grow_index(capacity)

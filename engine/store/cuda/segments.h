@@ -19,7 +19,7 @@ struct LineSegments {
     }
 };
 
-// The index of a full table with its lines.
+// The index and the lines of a full table.
 struct LineIndex {
     IndexView view;
     LineSegments memory;

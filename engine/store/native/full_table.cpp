@@ -77,7 +77,7 @@ std::size_t FullTable::find(Batch& batch) {
     const NumberIndex& numbered = index_.numbered();
     if (batch.id_numbers.size()) {
         if (!(batch.shared()->numbering == numbered.numbering))
-            throw std::invalid_argument("the batch numbers its ids differently from the table");
+            throw std::invalid_argument("the batch's id numbers do not match the table's id numbers");
         const std::size_t grain = std::max(ROWS, (batch.num_unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
         parallel_ranges(batch.num_unique, grain, [&](std::size_t begin, std::size_t end) {
             HitCounts::Part counter = hit_counts_.part(begin / grain);

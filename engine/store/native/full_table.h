@@ -48,10 +48,10 @@ public:
     std::size_t bytes() const;
 
 private:
-    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // above this, a few rows would touch all huge pages
+    static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // larger arrays avoid huge pages, to save memory
 
     Pages lines_;                                    // u32 [numbers]
-    std::array<std::vector<u32>, BUCKETS> numbers_;  // for each line in a bucket: the number of the line's last id
+    std::array<std::vector<u32>, BUCKETS> numbers_;  // [bucket][line]: id number of the row that last used the line
 };
 
 // The index of the full table: an array for numbered ids, and a hash map per bucket for other ids. Threads may change
@@ -188,7 +188,7 @@ private:
     u64 bytes_in_ = 0, bytes_out_ = 0;    // bytes that the tier above wrote and read
     Histogram read_times_, write_times_;  // call latencies
     HitCounts hit_counts_;
-    mutable std::mutex mutex_;  // the cache above reads and writes from several threads
+    mutable std::mutex mutex_;  // needed because a cache above the table uses several threads
 };
 
 }  // namespace tierbed

@@ -27,8 +27,8 @@ struct PackedRows {
     }
 };
 
-// Validates a snapshot's bucket, passed in pieces of rows or row keys. `tables` is the number of tables,
-// `is_int32` is true if keys are int32, and `part` is the rank that owns the rows, out of `parts` ranks.
+// Validates a snapshot's bucket, passed in pieces of rows or row keys. tables: the number of tables.
+// is_int32: true if keys are int32. part: the rank that owns the rows. parts: the number of ranks.
 class RowValidator {
 public:
     RowValidator(u32 bucket, u32 tables, bool is_int32, u32 part, u32 parts)
@@ -61,7 +61,7 @@ struct MergedRows {
 // Applies the changes `after` and `erased_keys` to the rows `before`. Stops at the smallest of the inputs' last keys.
 MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& erased_keys);
 
-// Merges parts that share no rows. Stops at the end of the first part that has more rows to come (`has_more`).
+// Merges parts that share no rows. Stops at the end of part i if has_more[i]: its other rows come in a later call.
 MergedRows merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& has_more);
 
 }  // namespace tierbed

@@ -33,7 +33,7 @@ struct DatabaseFile {
     std::string name;                    // shard-N/<file>
     u64 bytes;                           // how many bytes to copy; the file may grow later
     std::optional<u32> crc32c;           // computed by RocksDB while it wrote the file
-    std::optional<std::string> content;  // the bytes to copy instead, if RocksDB may replace the file
+    std::optional<std::string> content;  // a copy of the file's bytes; set only if RocksDB may replace the file
 };
 
 }  // namespace tierbed

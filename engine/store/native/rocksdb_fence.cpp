@@ -95,7 +95,7 @@ public:
         if (!checksum) return make_checksum();
         return std::make_unique<WrittenChecksum>(std::move(checksum));
     }
-    // RocksDB's own name for this checksum, so that other programs can open the database with its options.
+    // RocksDB's own name for this checksum. With another name, other programs could not load the database's options.
     const char* Name() const override { return "FileChecksumGenCrc32cFactory"; }
 
 private:
@@ -195,7 +195,7 @@ std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const {
 void Fence::close() noexcept {
     try {
         files_->close();
-    } catch (...) {  // the next process that opens the folder reports a lock that remains
+    } catch (...) {  // ignored: if a lock remains, the next process that opens the folder reports the lock
     }
 }
 

@@ -81,7 +81,7 @@ rocksdb::Options tier_options(const RocksOptions& options) {
     database.create_if_missing = options.create;
     database.max_open_files = max_open_files(options.shards);
     database.compression = rocksdb::kNoCompression;
-    // Small memtables fit in the CPU cache and insert several times faster. A flush merges several memtables.
+    // Small memtables fit in the CPU cache, so inserts are several times faster. A flush merges several memtables.
     database.write_buffer_size =
         std::max<std::size_t>(options.buffer_bytes / options.shards / MAX_MEMTABLES, MIN_MEMTABLE_BYTES);
     database.max_write_buffer_number = MAX_MEMTABLES;

@@ -29,7 +29,7 @@ namespace tierbed {
 
 namespace {
 
-// RocksDB's global destructors wait for RocksDB's threads. If a thread may never end, exit before the destructors run.
+// RocksDB's global destructors wait for RocksDB's threads. If a thread might hang, exit before the destructors run.
 void exit_before_destructors() {
     on_exit(
         [](int status, void*) {
@@ -319,7 +319,7 @@ void RocksTier::write_or_erase(const RowSpan& rows, bool is_erase) {
 }
 
 // Retries a failed flush; RocksDB stops all writes until a flush succeeds. RocksDB 7 hangs in Resume if other work of
-// the database fails at the same time. So `resume` first waits for that work; after a failure this takes a second.
+// the database fails at the same time. So `resume` first waits about one second, until that work has ended.
 bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     if (failed.severity() < rocksdb::Status::kHardError) return false;  // RocksDB has not stopped writes
     rocksdb::DB& db = *shard.db;
@@ -329,7 +329,7 @@ bool RocksTier::resume(Shard& shard, const rocksdb::Status& failed) {
     return db.Resume().ok();
 }
 
-// After a failed compaction, RocksDB refuses writes that need one. Such writes wait here until another one fails.
+// Retries a write that RocksDB refuses after a failed compaction, until the write succeeds or a compaction fails again.
 rocksdb::Status RocksTier::write_batch(Shard& shard, rocksdb::WriteBatch& batch) const {
     rocksdb::DB& db = *shard.db;
     rocksdb::WriteOptions options;

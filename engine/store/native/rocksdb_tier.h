@@ -1,6 +1,6 @@
 // The RocksDB tier: the last tier of a stack, on disk. Buckets are divided among shards, and each shard is one RocksDB
-// database. RocksDB's key is (bucket u8, table u32, key u64), big-endian, so iterators return rows in scan order. The
-// value is the line: values and counters.
+// database. RocksDB's key is (bucket u8, table u32, key u64), big-endian, so iterators return rows in scan order.
+// RocksDB's value is the row's line: the row's numbers and counters.
 //
 // A read sorts its rows by key and splits them into MultiGets for many threads, since a disk needs many reads in
 // flight. A write puts each shard's rows into WriteBatches. Shards write in parallel, but each shard's writes run one
@@ -70,7 +70,7 @@ public:
     // Only one caller at a time may hold files.
     std::vector<DatabaseFile> hold_files();
     void release_files();
-    void close();  // close all scans before; call no other method afterwards
+    void close();  // before `close`, close all scans; after `close`, call no other method
     bool has_failed() const { return has_failed_; }
     // Returns each shard's database identity and the number of its last write. Compactions change neither value.
     std::vector<std::pair<std::string, u64>> read_versions() const;
