@@ -12,10 +12,11 @@ With weight decay, a row that was never written has missed all steps before t.
 
 CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
 The other rules apply at most `terms` steps one by one. For the remaining steps, they multiply m and v by powers of
-beta1 and beta2, and w by a power of the decay. The error is bounded: if the first missed step changes w by d, the j-th
-step after it changes w by at most d * r^j sqrt(1 + j), where r = beta1 / sqrt(beta2). The factor sqrt(1 + j) bounds how
-much sqrt(1 - beta2^s) grows. `terms` is so large that the bounds of the remaining steps sum to less than d * 2^-24,
-below the first step's rounding. Bias corrections advance step by step in double. OneFlow's SmartDecayAdam is similar.
+beta1 and beta2, and w by a power of the decay. In the remaining steps, all other changes of w are neglected. If the
+first missed step changes w by d, the j-th step after it changes w by at most d * r^j * sqrt(1 + j). Here r is
+beta1 / sqrt(beta2), and sqrt(1 + j) bounds the growth of sqrt(1 - beta2^s). `terms` is chosen so that the neglected
+changes sum to less than d * 2^-24. This sum is below the rounding error of the first step. The bias corrections keep
+beta1^s and beta2^s as doubles, and update them in each step. OneFlow's SmartDecayAdam is similar.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ def terms(beta1: float, beta2: float) -> int:
     """Returns the number of missed steps to apply one by one; `ALL` if later steps never become negligible."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
-    def is_negligible(count: int) -> bool:  # bounds all steps from `count` on by a geometric series
+    def is_negligible(count: int) -> bool:  # a geometric series bounds the steps after the first `count`
         growth = ratio * math.sqrt((count + 2) / (count + 1))
         return growth < 1.0 and ratio**count * math.sqrt(count + 1) <= 2.0**-24 * (1.0 - growth)
 

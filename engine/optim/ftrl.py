@@ -7,9 +7,9 @@ of the accumulator n is not fixed to 1/2. The arguments are the same as in OneFl
           -(z - sign(z) * lambda1) / ((beta + n^p) / lr + lambda2)           otherwise
 
 If the denominator is 0 (n starts at 0 and g * g underflows), w stays unchanged. `g` is the gradient plus
-`weight_decay * w`. By the usual convention p = -lr_power, steps shrink as the accumulator grows: lr_power = -0.5 uses
-the square root; with lr_power = 0 steps do not shrink. `z` starts at 0, so the initial weight enters a row's first step
-only through the term (n'^p - n^p) / lr * w.
+`weight_decay * w`. By default, p = -lr_power. If lr_power is negative, steps shrink as the accumulator grows. The
+default lr_power = -0.5 takes the square root. With lr_power = 0, steps do not shrink. `z` starts at 0, so the initial
+weight enters a row's first step only through the term (n'^p - n^p) / lr * w.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Ftrl(DenseOptimizer):
         lambda1: The strength of L1 regularization.
         lambda2: The strength of L2 regularization.
         beta: Added to the accumulator's power, `n^p`.
-        power_sign: "-lr_power" (default) negates `lr_power` to get the exponent. "lr_power" does not negate it, like
-            OneFlow's kernel; a negative exponent makes steps grow as the accumulator grows.
+        power_sign: If "-lr_power" (default), the exponent is `-lr_power`. If "lr_power", the exponent is `lr_power`, as
+            in OneFlow's kernel. With a negative exponent, steps grow as the accumulator grows.
 
     Raises:
-        OptimizerError: An argument other than `lr_power` is negative, or 0 where it must be above 0.
+        OptimizerError: An argument is out of range. `lr_power` may be -8 to 8. The other numbers may not be negative.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Declares optimizer kernels, and generates a C++ header from all kernels.
 
 A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A file in this folder declares a kernel as
-`NAME = Kernel(...)` with literal arguments, or as `NAME = replace(OTHER, ...)`, where OTHER is an earlier kernel; the
-arguments may refer to OTHER's texts. So this module can read kernels without importing files. The build runs this file
-as a script, `python kernel.py OUTPUT`, without torch and NumPy. For a GPU, `generate_header()` runs at run time.
+`NAME = Kernel(...)` with literal arguments. `NAME = replace(OTHER, ...)` declares a variant of an earlier kernel OTHER.
+Its arguments may use OTHER's fields. This module can read such kernels without importing the files. The build runs this
+file as a script, `python kernel.py OUTPUT`, without torch and NumPy. For a GPU, `generate_header()` runs at run time.
 
 A kernel's bodies, and the names that each may use:
 
@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Every rule has these settings; their numbers follow the rule's hyper-parameters. 0 means no limit.
+# Limits that every rule has. In a rule's list of numbers, the limits come after the hyper-parameters. 0 means no limit.
 LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 
 
@@ -40,8 +40,8 @@ LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
 class CatchUp:
     """How a row catches up on missed steps before the row is looked up or updated.
 
-    The bodies, C++ texts, run in the order of these fields. Bodies can use hyper-parameters (`lr` is the current step's
-    rate, in double), and share the variables named in `values` and `doubles`.
+    The bodies are C++ texts, and run in the order of these fields. Each body can use the rule's hyper-parameters. `lr`
+    is a double, the current step's learning rate. All bodies share the variables named in `values` and `doubles`.
     """
 
     limit: str  # the largest number of steps that are applied one by one; a C++ expression of hyper-parameters

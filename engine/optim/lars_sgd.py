@@ -6,7 +6,7 @@ of the paper's layer, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM
     w -= b
 
 |x| is a row's L2 norm. `maximize` negates `g`. A row's buffer decays only in steps that touch the row. If |w| or the
-divisor is 0, a = lr, while FBGEMM divides by 0 and never changes a row of zeros.
+divisor is 0, a = lr. FBGEMM lacks this rule: it never changes a row of zeros, and it divides even by a divisor of 0.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 The rates are stored as knots (step, rate), sorted by step. A rate between two knots is interpolated linearly. Steps
 before the first knot have the first knot's rate, and steps after the last knot have the current rate. So a constant
-rate needs no knot. Up to `MAX_KNOTS` knots describe the past exactly. If there are more, knots of the older half are
-dropped, first the knots closest to the line through their neighbors.
+rate needs no knot. If the past needs at most `MAX_KNOTS` knots, they describe it exactly. If the past needs more knots,
+the older half loses some knots. The knots that affect the interpolated rates least are dropped first.
 
-`RowOptimizer.compute_hyper` returns the knots after the limits: the number of knots, then each knot's step and rate.
+The list from `RowOptimizer.compute_hyper` ends with the number of knots, then each knot's step and rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Knot = tuple[float, float]
 
 
 def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
-    """Returns the knots in a rule's numbers, and the current rate."""
+    """Returns the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyper` returned."""
     past = numbers[_limits_end(kernel) + 1 :]
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hypers.index("lr")]
 
@@ -49,7 +49,7 @@ def append_past_rates(
 
 
 def is_past_rates(past: Sequence[float], step: int) -> bool:
-    """True if `past` holds legal knots for `step`. `past` is the part of the stored numbers after the limits."""
+    """True if the knots in `past` are legal for `step`. `past` is the last part of a list from `compute_hyper`."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))

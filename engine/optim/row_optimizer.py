@@ -24,8 +24,8 @@ _UNSUPPORTED = ("amsgrad", "centered", "differentiable")
 # Keys of a param group that do not affect a step. Torch, its schedulers or the user set these keys.
 _INERT = ("params", "param_names", "name", "initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum")
 _LAZY_RULES = ("adam", "adamw", "sgd_momentum", "rmsprop")  # their lazy updates differ from torch.optim's dense updates
-_EQUIVALENT = {"adam": "tierbed.optim.CatchUpAdam gives", "adamw": "tierbed.optim.CatchUpAdamW gives"}
-_PARTLY_EQUIVALENT = "Replace weight_decay by a penalty in the loss. Then Adagrad, or SGD without momentum, gives"
+_EQUIVALENT = {"adam": "use tierbed.optim.CatchUpAdam", "adamw": "use tierbed.optim.CatchUpAdamW"}
+_PARTLY_EQUIVALENT = "use Adagrad or SGD without momentum, and replace weight_decay by a penalty in the loss"
 _RATE_TOLERANCE = 1e-3  # a past lr may be off by this fraction of the largest lr without a warning
 _NONNEGATIVE_SETTINGS = ("lr", "eps", "weight_decay", "lr_decay", "momentum")  # settings that must not be negative
 
@@ -85,8 +85,8 @@ class RowOptimizer:
             self._warning_threshold = 10 * change  # warn again if the change grows much larger
             log.warning(
                 "lr of %s changes too often to store all past learning rates. One stored rate is wrong by %.2g times "
-                "the largest rate. Rows that miss more than %d changes of lr may be wrong by %.2g of a step. Change lr "
-                "once per epoch, or use a schedule whose lr rises and falls less often",
+                "the largest rate. If a row misses more than %d changes of lr, its error may be %.2g times the size of "
+                "one step. Change lr once per epoch, or use a schedule whose lr rises and falls less often",
                 type(self._optimizer).__name__, change, MAX_KNOTS // 2, 10 * change,
             )  # fmt: skip
 
@@ -150,19 +150,19 @@ def row_optimizer(optimizer: torch.optim.Optimizer, group: ParamGroup) -> RowOpt
     """Make the row optimizer for `group`, one of the optimizer's param groups.
 
     The optimizer's class must be in `all_rules`; a subclass is not supported. TorchRec's KeyedOptimizer and similar
-    wrappers may contain the optimizer. Raises OptimizerError if the class is not supported, or if the group sets
-    `amsgrad`, `centered` or `differentiable`, an unknown key, or a limit that is not a positive float32 number.
+    wrappers may contain the optimizer. Raises OptimizerError if the class or a setting is not supported. The settings
+    `amsgrad`, `centered` and `differentiable` are not supported. A limit must be a positive float32 number.
     """
     return RowOptimizer(_inner_optimizer(optimizer, group), group)
 
 
 def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
-    """Log a warning for each lazy optimizer that would change all rows of a dense nn.Embedding."""
+    """Log a warning for each optimizer whose lazy updates differ from its updates of a dense nn.Embedding."""
     for kind, rule in dict.fromkeys((type(o._optimizer).__name__, o.rule) for o in optimizers if o.is_lazy):
         log.warning(
             "rows are trained by a lazy %s: a step changes only the rows that it looks up. In a dense nn.Embedding, "
-            "momentum, moments or weight decay would change all rows in each step. %s rows the values that they would "
-            "have in a dense nn.Embedding",
+            "momentum, moments or weight decay would change all rows in each step. To train rows to the same values as "
+            "in a dense nn.Embedding, %s",
             kind, _EQUIVALENT.get(rule, _PARTLY_EQUIVALENT),
         )  # fmt: skip
 
@@ -197,9 +197,9 @@ def _unsupported_error(kind: type) -> OptimizerError:
     names = list(dict.fromkeys(_public_name(rule.optimizer) for rule in all_rules()))
     same_name = [name for name in names if name.rpartition(".")[2] == kind.__name__]
     if same_name and kind.__module__.partition(".")[0] == "torchrec":
-        return OptimizerError(f"{name} cannot update rows; use {same_name[0]}, which has its formula")
+        return OptimizerError(f"{name} cannot update rows; use {same_name[0]}, which has the same formula")
     return OptimizerError(
-        f"{name} cannot update rows; use one of {', '.join(names)}, not a subclass, which may change the formula"
+        f"{name} cannot update rows; use one of {', '.join(names)}. A subclass is refused: it may change the formula"
     )
 
 

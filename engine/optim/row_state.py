@@ -53,7 +53,7 @@ class RowState:
         return RowState(stored["optimizer"], names, widths, initial, types if {*types} - {"float32"} else ())
 
     def add_initial_state(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
-        """Add the initial optimizer state to rows that were scanned without state (`dim` numbers in `dtype`)."""
+        """Add the initial optimizer state to scanned rows. A scanned row holds only `dim` numbers in `dtype`."""
         bare, form = RowForm(dim, dtype), self.form(dim, dtype)
         for bucket, rows in chunks:
             full = np.zeros(len(rows), form.dtype)

@@ -1,4 +1,4 @@
-"""Initial values of new rows: initializers, table options, and their form as arrays for kernels."""
+"""Defines the initial values of new rows by initializers and table options. Kernels read these options as arrays."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def _truncation_quantiles(mean: float, std: float, a: float, b: float) -> tuple[
 
 
 def _bisect(is_reached: Callable[[float], bool]) -> tuple[float, float]:
-    """Returns two floats from 0 to 1 around the threshold of `is_reached`: adjacent, or at most 2^-100 apart."""
+    """Bisect [0, 1] in at most 100 steps. Returns (low, high), two floats around the threshold of `is_reached`."""
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = low + (high - low) / 2
@@ -325,7 +325,7 @@ def as_arrays(
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
     """Returns (kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, with n = len(tables) * len(columns).
 
-    `columns` holds the widths of the column groups. Raises OptionError if a table has more or fewer column options.
+    `columns` holds one width per column group. Raises OptionError unless each table has one option per group.
     """
     entries: list[InitializerEntry] = []
     for index, table in enumerate(tables):

@@ -60,7 +60,8 @@ def check_lookup(
     """Check a lookup's arguments and return them as a `Lookup`. All tensors must be on one device. Raises InputError.
 
     Ids are converted to the key type if the key type can hold their integer dtype. Table ids may be a tensor, an array,
-    or nested lists (possibly of table names). The returned table ids are a tensor in the result's shape, or [columns].
+    or nested lists (possibly of table names). The returned tensor of table ids has one element for each id or bag. If
+    `features` is given, the tensor has one element for each of these features.
     """
     if (
         type(ids) is Tensor
@@ -264,7 +265,7 @@ def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) ->
         numbers = [find_table(name, spec.table_names) for name in names.flat]
         if None in numbers:
             unknown = names.flat[numbers.index(None)]
-            raise InputError(f"{error}, {choices(spec.table_names)}; {unknown!r} is not a table")
+            raise InputError(f"{error}. {unknown!r} is not a table; the tables are {choices(spec.table_names)}")
         array = np.array(numbers, np.int64).reshape(names.shape)
     if array.dtype.kind not in "iu" or (array.astype(np.int64) != array).any():
         raise InputError(error)
@@ -283,7 +284,7 @@ def _cached_scalar(value: int, device: torch.device) -> Tensor:
 
 
 def convert_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.float32]:
-    """Convert float32 rows for keys of `shape` to an array [n, dim]. Raises InputError."""
+    """Convert float32 rows [*shape, dim] to an array [n, dim]. `shape` is the shape of the keys. Raises InputError."""
     where, expected = f"rows of embedding {spec.name!r}", (*shape, spec.dim)
     if isinstance(rows, Tensor):
         if rows.device.type == "meta":

@@ -187,6 +187,7 @@ def _format_value(name: object, value: Any) -> str:
         raise OptionError(f"rocksdb_options: {name}={value!r}: give a name and a str, int, float, bool or dict")
     if not name.isidentifier() or (isinstance(value, str) and set(value) & set(";={}")):
         raise OptionError(
-            f"rocksdb_options: {name}={value!r}: give the name of one option, and a dict for an option that has fields"
+            f"rocksdb_options: {name}={value!r}: give one option's name, and its value without ';', '=' and braces. If "
+            "the option has fields, give a dict of the fields"
         )
     return str(text)

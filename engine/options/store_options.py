@@ -31,7 +31,7 @@ from .rocksdb_options import format_options
 
 CACHE_POLICIES = ("lru", "lfu")
 MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # upper limits of overflow_mb's default
-BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # leaves the other cores to a step's dense part
+BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # keep at least half of the cores for dense layers
 OPEN_MODES = ("resume", "fresh", "error", "mixed", "pretrained")
 EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MAX_ADMISSION_COUNT = 255  # the ledger counts lookups in one byte
@@ -137,8 +137,8 @@ class StoreOptions(_CommonFields):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
-        persistent_path: The folder that holds a folder for each embedding, named like the embedding. None keeps nothing
-            on disk. A leading `~` and variables `${NAME}` are replaced; an unset variable is an error.
+        persistent_path: The folder for stored rows. Each embedding has a subfolder with the embedding's name. None
+            keeps nothing on disk. A leading `~` and variables `${NAME}` are replaced. An unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None means no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
             computes the row size; this argument only checks it.
@@ -148,16 +148,16 @@ class StoreOptions(_CommonFields):
             there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together may resume
             from different steps. "pretrained" is like "resume", but does not warn if a new dense part trains with the
             resumed rows. "fresh" always starts empty, even after a clean shutdown, and keeps the snapshots.
-        snapshot_path: The folder that holds a folder of snapshots for each embedding. Default: `persistent_path`.
+        snapshot_path: The folder for snapshots. Each embedding has its own subfolder. Default: `persistent_path`.
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.
-        admission: Which new rows training keeps. None keeps all rows. A whole number n keeps a row from the n-th
-            training step that looks it up. A number below 1 is the probability that a step keeps a new row.
-        ttl_steps: Delete rows that were not written for more than this many steps; with `eviction="ttl"`, only when new
-            rows exceed `capacity`. None deletes no rows.
-        state_dict_snapshots: If True, `state_dict()` saves a snapshot, and `load_state_dict()` loads it. A number keeps
-            that many of the latest snapshots, and also the current rows' snapshot. Without a `persistent_path`,
-            `state_dict()` contains the rows themselves.
+        admission: Which new rows training keeps. None keeps all rows. With a whole number n, a row is kept when the
+            n-th training step looks up the row. A number below 1 is the probability that a step keeps a new row.
+        ttl_steps: A row is deleted if its last write is more than this many steps ago. If `eviction="ttl"`, such rows
+            are deleted only when new rows exceed `capacity`. None deletes no rows.
+        state_dict_snapshots: If True, `state_dict()` saves a snapshot, and `load_state_dict()` loads it. A number n
+            does the same, but keeps only the n latest snapshots. A snapshot of the current rows is always kept.
+            Without a `persistent_path`, `state_dict()` contains the rows themselves.
 
     Raises:
         OptionError: A value is wrong, or options contradict each other.
@@ -251,9 +251,9 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
         cache_policy: Which row to evict from a full cache set: "lru" (the least recently used row) or "lfu" (the row
             used in the fewest steps). A row that an announced step needs is not evicted.
         overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
-            into their set. With RocksDB, the area also holds rows that wait for write-back; they may keep half of it
-            until other rows need the space. If the area is full, prefetches and evictions wait, but a step gets what it
-            needs. Default: the cache's size, up to 64 MiB (192 MiB with RocksDB), but at least two batches.
+            into their set. With RocksDB, rows that wait for write-back may fill up to half of the area, and make room
+            if other rows need it. If the area is full, prefetches and evictions wait, but a step gets what it needs.
+            Default: the cache size, but at most 64 MiB (192 MiB with RocksDB). The default grows to fit two batches.
     """
 
     store: str = field(default="cached_host_mem", init=False)
@@ -392,8 +392,9 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
-    The file has a table [name]. The table has `store`, such as "cached_ssd", and arguments of `make_*_store_options`. A
-    relative persistent_path starts at the working directory. To check a file, run `tierbed store options`.
+    The file has a TOML table [name]. Its key `store` names the store, such as "cached_ssd". Other keys are arguments of
+    the store's maker, `make_*_store_options`. A relative persistent_path starts at the working directory. To check a
+    file, run `tierbed store options`.
 
     Args:
         path: The TOML file.
@@ -406,7 +407,7 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     if name not in tables:
         raise OptionError(f"{file} has no table [{name}]; it has {', '.join(tables) or 'none'}")
     if not isinstance(tables[name], dict):
-        raise OptionError(f"{file}: option {name} is in no table; put it under [name], with the embedding's name")
+        raise OptionError(f"{file}: {name} is a value, not a TOML table; write options in a table [embedding name]")
     return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")
 
 

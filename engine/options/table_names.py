@@ -50,7 +50,7 @@ def table_labels(names: Names) -> tuple[str, ...]:
 
 
 def table_label(table: int, names: Names) -> str:
-    """Returns one table's label. The table may be missing in `names`, since imported files may hold further tables."""
+    """Returns one table's label. `names` may lack the table, because an imported file may contain more tables."""
     return describe_table(table, names).get("table_name", str(table))
 
 

@@ -188,7 +188,7 @@ class CudaProcessor:
         batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
-        """Returns (gradients, True for mean pooling, weights) for each lookup, as kernels expect them."""
+        """Returns three lists with an item for each lookup: its gradient, True if it pools by mean, and its weights."""
         rows = [grad.detach().reshape(-1, self._device_layout.dim).contiguous() for grad in gradients.grads]
         means = [lookup.pooling == "mean" for lookup in gradients.lookups]
         return rows, means, [_contiguous(weights) for weights in gradients.weights]

@@ -26,14 +26,14 @@ B = TypeVar("B")
 
 
 class DeferredError(NamedTuple):
-    """An error that was found after the call that caused it had returned. No row has changed since that call."""
+    """An error of an earlier call, found only after that call returned. No row has changed since that call."""
 
     error: TierbedError
     updates: int  # number of the launched updates that were applied
 
 
 class RowsByOwner(NamedTuple):
-    """The keys of a batch's unique rows in host memory, ordered by the rank that owns the row, then as in the batch."""
+    """A batch's unique rows, sorted by owner rank. A rank's rows stay in batch order. All data is in host memory."""
 
     keys: Tensor  # [unique] int64
     tables: Tensor  # [unique] int64
@@ -58,7 +58,7 @@ def sort_by_owner(unique: Lookup, ranks: int, last: int) -> RowsByOwner:
 class Processor(Protocol[B]):
     """Runs one table's operations on one kind of device. Rows and outputs are bit-identical on all devices.
 
-    `B` is the type of a batch. A batch holds the unique rows of lookups. A store adds the rows' memory addresses.
+    `B` is the type of a batch. A batch holds the unique rows of lookups. A store adds the rows' addresses to the batch.
     Tensors are on `device`. The default methods suit a processor that finishes a call's work before the call returns.
     """
 
@@ -162,10 +162,10 @@ class Processor(Protocol[B]):
     def set_lines(
         self, batch: B, rows: Tensor, positions: NDArray[np.int64], rest: tuple[B, int] | None = None
     ) -> None:
-        """Set where `gather` and `weights_grad` find row u of the batch: at rows[positions[u]].
+        """Make `gather` and `weights_grad` read row u of the batch from rows[positions[u]].
 
-        `rows` is float32 [*, dim]. With `rest=(other, start)`, position len(rows) + i means the row at position
-        start + i of `other`, a batch of this processor. `other` must stay pinned while `batch` is read.
+        `rows` is float32 [*, dim]. If `rest=(other, start)` is given, position len(rows) + i means row start + i of the
+        batch `other`. `other` must be a batch of this processor, and must stay pinned while `batch` is read.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:

@@ -68,8 +68,8 @@ class EmbeddingConfig:
         name: Table name.
         data_type: Storage dtype: FP32, BF16 or FP16, as text, torch's dtype or TorchRec's DataType.
         feature_names: Features that look the table up. By default, one feature with the same name as the table.
-        weight_init_min, weight_init_max: New rows are drawn uniformly from this range. Default:
-            +-sqrt(1 / num_embeddings), or normal(0, 0.05) if num_embeddings is None.
+        weight_init_min, weight_init_max: New rows are drawn uniformly from this range. Default: -x to x, where x is
+            sqrt(1 / num_embeddings). If num_embeddings=None, the default is a normal distribution (mean 0, std 0.05).
         initializer: Initializer for new rows, from a `make_*_initializer`. Replaces the range.
         init_fn: TorchRec's form of the initializer: `uniform_`, `normal_`, `constant_`, `zeros_` or `ones_` of
             torch.nn.init, or a functools.partial of one. The id of a row determines its initial values.
@@ -90,10 +90,10 @@ class EmbeddingConfig:
     init_fn: Any = field(default=None, kw_only=True)
     num_embeddings_post_pruning: int | None = _refused_field(None, "only rows that were trained are stored")
     need_pos: bool = _refused_field(False, "use PositionWeightedModuleCollection to weight features by position")
-    input_dim: int | None = _refused_field(None, "ids are hashed; num_embeddings=None takes any 64-bit id")
+    input_dim: int | None = _refused_field(None, "ids are hashed; give num_embeddings=None to accept any 64-bit id")
     total_num_buckets: int | None = _refused_field(None, "the store has its own hash partitions")
-    use_virtual_table: bool = _refused_field(False, "every table is virtual; num_embeddings=None takes any 64-bit id")
-    virtual_table_eviction_policy: Any = _refused_field(None, "store_options have eviction, admission and ttl_steps")  # noqa: RUF009
+    use_virtual_table: bool = _refused_field(False, "give num_embeddings=None for a table that accepts any 64-bit id")
+    virtual_table_eviction_policy: Any = _refused_field(None, "set eviction, admission or ttl_steps in store_options")  # noqa: RUF009
     enable_embedding_update: bool = _refused_field(False, "put and load_snapshot write rows of any table")
     stash_weights: bool = _refused_field(False, "the store keeps the rows that do not fit in memory")
     pruning_indices_remapping: Any = _refused_field(None, "only trained rows are stored, so there is nothing to prune")  # noqa: RUF009
@@ -193,7 +193,7 @@ def _convert_init_fn(init_fn: Any, subject: str) -> Mapping[str, Any]:
     function, arguments = (init_fn.func, init_fn.keywords) if isinstance(init_fn, partial) else (init_fn, {})
     if function not in _INIT_FNS or (isinstance(init_fn, partial) and init_fn.args) or arguments.get("generator"):
         raise OptionError(
-            f"{subject}: init_fn={init_fn!r} cannot initialize each new row alone, from its id. Give uniform_, "
+            f"{subject}: init_fn={init_fn!r} cannot compute a new row from the row's id alone. Give uniform_, "
             "normal_, constant_, zeros_ or ones_ of torch.nn.init, for example functools.partial(normal_, std=0.01). "
             "Or give an initializer, for example initializer=make_normal_initializer(...)"
         )

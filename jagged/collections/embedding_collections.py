@@ -57,7 +57,7 @@ class EmbeddingBagCollection(TableCollection):
         share: Another collection. A table that is in both collections uses the embedding of `share`; `store_options`
             apply to the remaining tables.
         device: Lookup device. On "meta", lookups compute only shapes and allocate nothing.
-        world: A `tierbed.distributed.World` whose ranks divide the rows. Shared tables keep their own world.
+        world: A `tierbed.distributed.World` whose ranks divide the rows. Tables from `share` use the world of `share`.
         state_dtype: Dtype for per-element optimizer state: torch.float32 or torch.bfloat16.
 
     Raises:

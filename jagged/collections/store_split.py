@@ -141,7 +141,7 @@ def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> li
 
 
 def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """Divide `whole` in proportion to weights; parts are at least their minimum. None if minimums exceed `whole`."""
+    """Divide `whole` in proportion to weights, but part i is at least minimum[i]. None if sum(minimum) > whole."""
     if sum(minimum) > whole:
         return None
     clamped: set[int] = set()  # indices of parts that get exactly their minimum

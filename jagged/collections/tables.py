@@ -75,7 +75,7 @@ class TableView(NamedTuple):
     def weight(self) -> Tensor:
         """A copy of the rows [num_embeddings, dim]. In-place writes raise InputError. On meta, only the shape is real.
 
-        Raises InputError if the table accepts any id.
+        Raises InputError if num_embeddings is None.
         """
         embedding, number, rows = self.dense()
         if embedding.device.type == "meta":
@@ -88,15 +88,15 @@ class TableView(NamedTuple):
         return ReadOnlyCopy(copy_rows(embedding, number, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
-        """Return (embedding, table number, number of rows). Raises InputError if the table accepts any id."""
+        """Return (embedding, table number, number of rows). Raises InputError if num_embeddings is None."""
         if self.num_embeddings is None:
             remedy = "make it with num_embeddings, or use save_snapshot or chunks()"
-            raise InputError(f"table {self.name!r} takes any id, so it is no dense tensor; {remedy}")
+            raise InputError(f"table {self.name!r} takes any id, so its rows do not form a dense tensor; {remedy}")
         return self.embedding, self.number, self.num_embeddings
 
 
 class Embeddings(nn.ModuleDict):
-    """A collection's embeddings by name. As in TorchRec, a table's name is a key too, and returns the table."""
+    """A collection's embeddings by name. As in TorchRec, `embeddings[table name]` returns the table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         key_type: torch.dtype = torch.int64,
         **options: Any,
     ) -> None:
-        """Make an embedding for each group of tables, all in one training group. options: the embeddings' arguments."""
+        """Make one embedding per group of tables. The embeddings form one training group. options: their arguments."""
         for group, tables in groups.items():
             if "." in group:
                 raise OptionError(f"name={self.name!r}: the name becomes part of module names; use no dots")
@@ -134,13 +134,13 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                 problem = f"the shared collection already has an embedding named {group!r}"
                 raise OptionError(f"name={self.name!r}: {problem}; give another name")
             self._warn_of_other_dtypes(group, tables, stores[group], {*groups, *self._shared})
-            # with a common seed, equal keys would have equal initial rows in several embeddings
+            # each embedding has its own seed; otherwise a key would get the same initial row in every embedding
             own_seed = (seed + crc32(self._seed_name(group, tables).encode())) % 2**63
             types = tables[0].embedding_dim, tables[0].dtype, key_type
             table_options = [table.table_options() for table in tables]
             embedding = MultiTableEmbedding(group, *types, table_options, stores[group], seed=own_seed, **options)
             self.embeddings[group] = embedding
-            embedding.set_spec(has_own_seed=False)  # stored rows may have a seed from an older formula
+            embedding.set_spec(has_own_seed=False)  # accept a stored seed that an older version of tierbed computed
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
             for number, table in enumerate(tables):
@@ -168,8 +168,8 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         for other in {embedding_name(self.name, tables[0], dtype) for dtype in DTYPES} - existing:
             if (path / other).exists() and _may_have_rows(path / other, {table.name for table in tables}):
                 log.warning(
-                    "embedding %r starts empty, but folder %s has rows of another dtype. To keep those rows, copy one "
-                    "of their snapshots to %s. Then call embedding_of(table).load_snapshot(name, convert=True)",
+                    "embedding %r starts empty: folder %s has rows of its tables in another dtype. To keep them, copy "
+                    "one of their snapshots to %s. Then call embedding_of(table).load_snapshot(name, convert=True)",
                     group, path / other, path / group / "snapshots",
                 )  # fmt: skip
 
@@ -306,7 +306,7 @@ class TableCollection(TableModule):
             {TorchRec's parameter name: a copy [num_embeddings, dim] of the table in its dtype}.
 
         Raises:
-            InputError: If a table accepts any id.
+            InputError: If a table has `num_embeddings=None`.
         """
         views = self.embeddings.tables
         return {name: copy_rows(*views[table.name].dense(), table.dtype) for name, table in self._weight_names.items()}
@@ -319,7 +319,7 @@ class TableCollection(TableModule):
             [num_embeddings, dim], or [num_embeddings, 1] for a state with one number per row.
 
         Raises:
-            InputError: If a table accepts any id.
+            InputError: If a table has `num_embeddings=None`.
             StoreError: If ranks share the rows.
         """
         result, states = {}, self._dense_states()
@@ -452,7 +452,7 @@ class TableCollection(TableModule):
 
 
 def _may_have_rows(folder: Path, tables: set[str]) -> bool:
-    """True if a store folder may have live rows of these tables. If its clean marker lists no tables, return True."""
+    """True if a store folder may have live rows of these tables. Also True if the folder lists no tables."""
     marker = FolderState(folder).clean_marker
     names = () if marker is None or "tables" not in marker else read_table_names(marker)
     return not names or None in names or not tables.isdisjoint(names)

@@ -29,7 +29,7 @@ class DistributedModelParallel(nn.Module):
     """TorchRec's wrapper for training a model in many processes. Its state dict uses the model's names.
 
     All ranks must construct the wrapper and make the same calls in order. If `apply_optimizer_in_backward` gave rows an
-    optimizer of torch or TorchRec, the optimizer uses FBGEMM's formula and defaults, as in TorchRec (docs/torchrec.md).
+    optimizer of torch or TorchRec, rows are updated with FBGEMM's formula and defaults. See docs/torchrec.md.
 
     Args:
         module: The model. Embeddings without a world get the world of `env`, and must not be open yet. If there is only
@@ -181,7 +181,7 @@ def get_module(module: nn.Module) -> nn.Module:
 
 
 def _add_wrapper_prefix(parallel: Any, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-    """Add the wrapper's path to a state dict's names, so that a module that contains the wrapper can load them."""
+    """Add the wrapper's path to the names in a state dict. Then the wrapper's parent module can load the state dict."""
     inner = prefix + ("_wrapped.module." if isinstance(parallel._wrapped, DistributedDataParallel) else "_wrapped.")
     for name in [name for name in state_dict if name.startswith(prefix) and not name.startswith(inner)]:
         state_dict[inner + name.removeprefix(prefix)] = state_dict.pop(name)
@@ -193,7 +193,7 @@ def _make_world(env: Any) -> tuple[World, dist.ProcessGroup | None]:
         return env, None
     group = getattr(env, "process_group", env)
     if hasattr(env, "sharding_pg"):
-        raise OptionError("env=ShardingEnv2D: replicas would drift apart between averages; give a ShardingEnv, or None")
+        raise OptionError("env=ShardingEnv2D: its copies of a row would differ in some steps; give ShardingEnv or None")
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise OptionError(f"env={type(env).__name__}: give a World, a process group, TorchRec's ShardingEnv, or None")
     if group is None and not dist.is_initialized():

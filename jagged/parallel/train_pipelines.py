@@ -29,14 +29,14 @@ class TrainPipelineBase:
         model: The model.
         optimizer: An EagerOptimizer. If `apply_optimizer_in_backward` or a TableBatchedEmbeddingBags trains the rows,
             give an optimizer for the dense part only. None if the model is never trained.
-        device: Device that batches are moved to by their `to(device, non_blocking=)`.
+        device: The device for batches. Each batch is moved by `batch.to(device, non_blocking=True)`.
         custom_model_fwd: Called instead of the model.
 
     Raises:
         OptionError: If an argument is invalid.
     """
 
-    _num_ahead = 0  # when a step runs, this many batches after the step's batch are already loaded
+    _num_ahead = 0  # number of later batches that are loaded before a step runs
 
     def __init__(
         self,
@@ -160,8 +160,8 @@ class TrainPipelineBase:
 class TrainPipelineSparseDist(TrainPipelineBase):
     """A TrainPipelineBase that holds two more batches and prefetches their rows while a step runs.
 
-    A collection's rows are prefetched if its features are a part of the batch, for example `batch.sparse_features`. The
-    first step finds this part.
+    A collection's rows are prefetched if its input is an attribute or item of the batch, for example
+    `batch.sparse_features`. The first step finds this attribute or item.
 
     Args:
         model, optimizer, device, custom_model_fwd: As for TrainPipelineBase.

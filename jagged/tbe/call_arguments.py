@@ -1,4 +1,4 @@
-"""Argument checks of the table-batched embedding, and the arguments of FBGEMM that it refuses or ignores."""
+"""Checks a table-batched embedding's arguments. Lists FBGEMM's arguments that are refused or ignored."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ REFUSED_ARGS: dict[str, tuple[Any, str]] = {
     "ensemble_mode": (None, "it is for ENSEMBLE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
     "emainplace_mode": (None, "it is for EMAINPLACE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
     "counter_based_regularization": (None, f"decay does not depend on how often a row was used; {_DECOUPLE}"),
-    "cowclip_regularization": (
-        None,
-        "no optimizer clips by the norm of a row; give gradient_clipping=True with max_gradient",
-    ),
+    "cowclip_regularization": (None, "no optimizer clips by a row's norm; give gradient_clipping and max_gradient"),
     "uvm_non_rowwise_momentum": (False, "a row and its state are stored together; leave it out"),
     "stats_reporter_config": (None, "read metrics(), or give MetricsCollector the module's embeddings"),
     "multipass_prefetch_config": (None, _PREFETCH),

@@ -1,4 +1,4 @@
-"""Runs a table-batched embedding's call: one lookup per embedding, a join of the results, row updates in backward."""
+"""Looks up each embedding of a table-batched embedding once, joins the results, and updates rows in backward."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class _FeatureGroup:
     _table_ids: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def table_ids(self, device: torch.device) -> Tensor | None:
-        """Return the table number of each feature. Return None if feature i looks up table i, for all tables."""
+        """Return the table number of each feature, or None if the features look up all tables in order."""
         if self.tables == [*range(self.spec.num_tables)]:
             return None
         if device not in self._table_ids:
@@ -141,7 +141,7 @@ class FusedUpdater:
                 embedding.group.begin_pass()
             weights_grad = self._weights_grad(pinned, grad) if needs_weights_grad else None
             pinned.update([grad], [weights])
-            increment_version(embedding.shadow)  # makes a later backward raise if it needs the rows before the update
+            increment_version(embedding.shadow)  # a later backward raises if it needs the old values of the rows
             return weights_grad
 
         return row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)

@@ -47,7 +47,7 @@ _RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 
 
 def parse_enum(kind: type[E], member: Any, argument: str) -> E:
-    """Convert `member` to the enum `kind`. Also accepts a plain value and FBGEMM's member. Raises OptionError."""
+    """Convert a value, or a member of FBGEMM's matching enum, to a member of the enum `kind`. Raises OptionError."""
     if isinstance(member, kind):
         return member
     class_name = type(member).__name__

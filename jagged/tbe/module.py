@@ -84,12 +84,12 @@ class TableBatchedEmbeddingBags(TableModule):
         optimizer_state_dtypes: Dtypes of optimizer states, as {"momentum1": dtype, ...}. Per-element states share one
             dtype, float32 or bfloat16. States with one number per row are float32.
         device: Lookup device, of the same type as the ComputeDevice.
-        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. If given,
-            locations are ignored, and tables with equal dim share an embedding, `<name>-d<dim>`. A single store's
-            options are divided between the embeddings.
+        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. These options
+            replace the locations in `embedding_specs`: tables with equal dim share an embedding `<name>-d<dim>`. A
+            single store's options are divided between the embeddings.
         name: Prefix for embedding names. None means "tbe".
-        seed: A number that determines initial rows, together with table names. None means 0, or a different seed for
-            each module if neither name nor table_names is given.
+        seed: A number that determines initial rows, together with table names. If `seed` is None, and `name` or
+            `table_names` is given, the seed is 0. If none of the three is given, each module gets a different seed.
         world: A `tierbed.distributed.World` whose ranks divide the rows. All ranks must call forward and backward of
             the same modules in the same order.
         unsupported: FBGEMM's other arguments. Values that tierbed does not support raise OptionError.
@@ -193,7 +193,7 @@ class TableBatchedEmbeddingBags(TableModule):
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", prefix, "; ".join(unused))
 
     def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
-        return tables[0].name  # not the group, so that initial rows do not depend on the location
+        return tables[0].name  # the group's name contains the location, but initial rows must not depend on a location
 
     def forward(
         self,
@@ -211,8 +211,8 @@ class TableBatchedEmbeddingBags(TableModule):
             offsets: int64 or int32 [features * batch + 1], feature by feature.
             per_sample_weights: Floats [n]. A bag's result is sum(weight * row); MEAN divides it by the bag's number of
                 indices. Not allowed with PoolingMode.NONE.
-            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. None
-                gives all weights gradients.
+            feature_requires_grad: Integers [features]; 0 means that the feature's weights get no gradient. By default,
+                all weights get gradients.
             batch_size_per_feature_per_rank: Number of bags per feature and rank. Offsets are then [all bags + 1].
             unsupported: FBGEMM's other arguments raise InputError. hash_zch_* are ignored, with one warning.
 
@@ -262,8 +262,8 @@ class TableBatchedEmbeddingBags(TableModule):
         """Draw rows uniformly from [min_val, max_val].
 
         Before the module's first use, this sets how new rows are initialized; rows already in a store folder do not
-        change. After the first use, this draws all rows from torch's generator and keeps optimizer state. Raises
-        OptionError, for example if a value exceeds the range of `weights_precision`.
+        change. After the first use, this overwrites all rows with numbers from torch's random number generator, and
+        keeps optimizer state. Raises OptionError, for example if a value exceeds the range of `weights_precision`.
         """
         uniform = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
@@ -438,8 +438,8 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
         *positional: Any,
         **named: Any,
     ) -> None:
-        if len(positional) > len(POSITIONAL_ARGS):
-            raise OptionError(f"{len(positional) + 2} positional arguments; after {POSITIONAL_ARGS[-1]}, give names")
+        if (n := len(positional)) > len(POSITIONAL_ARGS):
+            raise OptionError(f"got {n + 2} positional arguments; give arguments after {POSITIONAL_ARGS[-1]} by name")
         by_name = dict(zip(POSITIONAL_ARGS, positional, strict=False))
         if repeated := [name for name in by_name if name in named]:
             raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is also given by position; give it once")
@@ -452,8 +452,8 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
     Args:
         embedding_specs: (rows, dim) per table.
         feature_table_map: Table number of each feature. None means one feature per table.
-        cache_sets: Size of the cache in FBGEMM's sets of 32 rows. The cache is divided between the dims; each dim gets
-            at least one of tierbed's sets of 64 rows.
+        cache_sets: Size of the cache in FBGEMM's sets of 32 rows. All tables with the same dim share a part of the
+            cache. Each part holds at least 64 rows.
         ssd_storage_directory: Store folder.
         ssd_uniform_init_lower, ssd_uniform_init_upper: New rows are drawn uniformly from this range.
         options: Arguments for TableBatchedEmbeddingBags. FBGEMM's RocksDB arguments are refused.

@@ -66,9 +66,8 @@ class BoundsCheck:
                 log.warning(
                     "TableBatchedEmbeddingBags %r: indices of table %s were negative or beyond its rows, and were "
                     "dropped; metrics() counts them, and there is no further warning",
-                    self._name,
-                    ", ".join(map(repr, tables)),
-                )
+                    self._name, ", ".join(map(repr, tables)),
+                )  # fmt: skip
 
 
 @dataclass(kw_only=True)
@@ -145,7 +144,7 @@ def choose_stores(
     groups: each embedding's tables.
     cache_algorithm, cache_load_factor: used for tables in MANAGED_CACHING.
     widths: {dim: size of a row and its state, in 4-byte words}.
-    unused: a message is appended for each cache argument that changes nothing.
+    unused: output list; receives a message for each cache argument that changes nothing.
     """
     factor = as_number(cache_load_factor)
     if factor is None or not 0 < factor <= 1:
@@ -174,7 +173,7 @@ def choose_stores(
 
 
 def compute_cache_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
-    """Convert FBGEMM's cache_sets to MiB. The result fits at least one tierbed set per dim. Raises OptionError."""
+    """Convert FBGEMM's cache_sets to MiB. The size is enough for `WAYS` rows of each dim. Raises OptionError."""
     specs = embedding_specs if isinstance(embedding_specs, (list, tuple)) else ()
     pairs = [spec if isinstance(spec, (list, tuple)) and len(spec) == 2 else (0, 0) for spec in specs]
     dims = {as_int(dim, 1, 1 << 16) or 0 for _, dim in pairs}

@@ -29,7 +29,7 @@ _NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 def multi_remap_to_groups(
     keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the arguments of `permute_multi_embedding` that regroup features.
+    """Compute which columns `permute_multi_embedding` must copy to regroup features.
 
     Args:
         keys: Each input tensor's keys.
@@ -192,7 +192,7 @@ def _describe(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _find_sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
-    """Return each output column's input column, on permutes' device. Columns are counted across all tensors."""
+    """Return the input column for each output column, as a tensor. Columns are numbered across all tensors."""
     source, target, first, to, count = permutes[:, :5].long().unbind(1)
     begin = (out_lengths.cumsum(0) - out_lengths)[target] + to
     order = torch.argsort(2 * begin + (count > 0))  # at equal positions, empty moves come first
@@ -212,14 +212,14 @@ def _make_moves_error(inputs: Sequence[int], moves: Sequence[Sequence[int]], out
             )
         end, width = first + count, inputs[source]
         if first < 0 or end > width:
-            return InputError(f"permutes: moves of columns {first} to {end}; give columns from 0 to {width}")
+            return InputError(f"permutes: move {row} reads columns {first} to {end}; give columns from 0 to {width}")
     for output, width in enumerate(outputs):
         end = 0
         for to, count in [*sorted((row[3], row[4]) for row in moves if row[1] == output), (width, 0)]:
             if to != end:
                 return InputError(
-                    f"permutes: columns {end} to {to} of output {output} are filled by no move or by two; give one "
-                    "move for each column"
+                    f"permutes: at columns {end} to {to} of output {output}, the moves overlap or leave a gap; give "
+                    "one move for each column"
                 )
             end += count
-    return InputError(f"permutes: {moves}; give numbers of 32 bits")
+    return InputError(f"permutes: {moves}; give integers that fit in 32 bits")

@@ -102,7 +102,7 @@ class TensorContainer:
 
     @classmethod
     def _unflatten(cls, tensors: Any, context: Any) -> Self:
-        """Make a container from a pytree's leaves without checks, since leaves may be any objects."""
+        """Make a container from a pytree's leaves. Skips all checks, because a leaf may be any object."""
         container = cls.__new__(cls)
         container._set_tensors(tensors)
         for field, value in zip(cls._context_fields, context, strict=True):
@@ -118,7 +118,7 @@ def format_entries(container: TensorContainer, kind: str, entries: Callable[[], 
 
 
 def join_in_braces(entries: Sequence[str], line: str = "\n    ") -> str:
-    """Join entries in braces, one per line. `line` starts each line. Returns "" if there are no entries."""
+    """Join entries in braces, one per line. `line` is a newline plus indentation. Returns "" for no entries."""
     return "{" + line + f",{line}".join(entries) + line[:-4] + "}" if entries else ""
 
 
@@ -155,7 +155,7 @@ def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0
     padding = values.new_full((1, *values.shape[1:]), padding_value)
     index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
-    # F.embedding's backward skips row 0 (the padding). Every later row gets at most one gradient.
+    # F.embedding's backward skips row 0 (the padding). Each other row gets at most one gradient.
     result = F.embedding(index * value_mask(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
     return result.view(*index.shape, *values.shape[1:])
 
@@ -210,7 +210,7 @@ class Jagged(TensorContainer, register=False):
         check_ascending(self._offsets.tolist(), self._values.shape[0], self._bag_names())
 
     def check_bags(self) -> None:
-        """Call `validate` if the offsets are on a CPU and no graph is being traced, so that the host never waits."""
+        """Check offsets as `validate` does, but only on a CPU and outside a trace. On a GPU, the host would wait."""
         if self._offsets.device.type != "cpu" or is_traced():
             return
         starts_at_0, ends_at_n = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]

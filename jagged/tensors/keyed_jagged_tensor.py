@@ -101,8 +101,8 @@ class KeyedJaggedTensor(Jagged):
         bags, count = self._offsets.shape[0] - 1, len(self._keys)
         self._batch = None if count else stride
         if is_statically_true(bags % count != 0 if count else bags != 0):
-            expected = "keys * batch lengths, or keys * batch + 1 offsets"
-            raise InputError(f"{bags} lengths, {bags + 1} offsets, for {count} keys {self.keys()}: give {expected}")
+            problem = f"got {bags} lengths (or {bags + 1} offsets) for {count} keys {self.keys()}"
+            raise InputError(f"{problem}; give keys * batch lengths, or keys * batch + 1 offsets")
 
     @staticmethod
     def empty(
@@ -260,7 +260,7 @@ class KeyedJaggedTensor(Jagged):
         return []
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
-        """Return (keys, int64 [keys, batch]), where the tensor has each sample's bag number within the key; or None."""
+        """Return (keys, int64 indices) or None. For keys[k], the bag of sample i has the number indices[k, i]."""
         return None
 
     def keys(self) -> list[str]:

@@ -36,7 +36,7 @@ def is_statically_true(condition: bool | torch.SymBool) -> bool:
 
 
 def is_empty(value: object) -> bool:
-    """True for a tensor without elements. In a trace, True only if the tensor is empty for all sizes."""
+    """True for a tensor without elements. In a trace with dynamic sizes, True only if it is always empty."""
     return isinstance(value, Tensor) and not value.is_nested and is_statically_true(value.numel() == 0)
 
 
@@ -106,7 +106,7 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
             raise InputError("lengths=None and offsets=None: give one of them")
         return lengths_to_offsets(lengths)
     if is_statically_true(offsets.shape[0] == 0):
-        raise InputError("offsets: a tensor [0]; give 0, followed by the end of each bag")
+        raise InputError("offsets: the tensor is empty; give 0, then the end of each bag")
     if lengths is not None and is_statically_true(lengths.shape[0] != offsets.shape[0] - 1):
         remedy = "offsets need one element more than lengths; give only one of the two"
         raise InputError(f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: {remedy}")
@@ -141,7 +141,7 @@ def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[in
 
 
 def check_all_equal(argument: str, trait: str, values: Mapping[Any, Any]) -> None:
-    """Raise InputError unless all parts agree. values: {part: its value}. trait: name of the value."""
+    """Raise InputError unless all values are equal. values: {name of a part: value}. trait: what the values mean."""
     first, *others = values.values() or (None,)
     if any(is_statically_true(other != first) for other in others):
         raise InputError(f"{argument}: parts differ in their {trait}, {dict(values)}; give parts that agree")

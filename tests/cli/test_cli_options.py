@@ -130,7 +130,7 @@ def test_a_value_or_a_name_that_is_no_embedding_is_named(tmp_path: Path, capsys:
     found, _ = checked(capsys, tmp_path, 'title = "x"\n["a/b"]\nstore = "host_mem"\n', code=1)
     assert found["wrong"].keys() == {"title", "a/b"}
     assert "a folder gets this name" in found["wrong"]["a/b"]
-    assert "title is in no table" in found["wrong"]["title"]
+    assert "title is a value, not a TOML table" in found["wrong"]["title"]
     (tmp_path / "empty.toml").write_text("")
     for name in ("empty.toml", "missing.toml"):
         assert command("store", "options", tmp_path / name) == 1

@@ -95,7 +95,7 @@ def test_torch_func_and_forward_gradients_pass_it() -> None:
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(permuted([*map(forward_ad.make_dual, values, tangents)])[0])
         assert torch.equal(dual.tangent, plain([*tangents])[0])
-    with pytest.raises(InputError, match="moves of columns -1 to 2"):
+    with pytest.raises(InputError, match="reads columns -1 to 2"):
         torch.vmap(lambda *values: tuple(permuted([*values], BACKWARDS)))(*several)
 
 

@@ -205,8 +205,8 @@ def test_a_schedule_whose_rates_cannot_be_kept_is_named(schedule: Any, off: floa
 @pytest.mark.parametrize(
     ("kind", "settings", "named"),
     [
-        (torch.optim.Adam, {}, "tierbed.optim.CatchUpAdam gives"),
-        (torch.optim.AdamW, {}, "tierbed.optim.CatchUpAdamW gives"),
+        (torch.optim.Adam, {}, "use tierbed.optim.CatchUpAdam"),
+        (torch.optim.AdamW, {}, "use tierbed.optim.CatchUpAdamW"),
         (torch.optim.RMSprop, {}, "Adagrad"),
         (torch.optim.SGD, {"momentum": 0.9}, "without momentum"),
         (torch.optim.SGD, {"weight_decay": 0.1}, "penalty"),

@@ -121,11 +121,11 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"max_open_files": 2.9}, ("give one of -1, 20 to 1M",)),
     ({"max_bytes_for_level_multiplier": "8x"}, ("give 2.0 to 100.0",)),
     *(({"write_buffer_size": value}, ("give 64K to 512M",)) for value in SIZES),
-    ({"write_buffer_size": "1m;num_levels=3"}, ("give the name of one option",)),
+    ({"write_buffer_size": "1m;num_levels=3"}, ("give one option's name",)),
 ]
 # options that have no name and value of their own, and what the error says
 WRONG_TEXTS: list[tuple[Any, tuple[str, ...]]] = [
-    ({"write_buffer_size=1;ttl": 3}, ("write_buffer_size=1;ttl=3: give the name of one option",)),
+    ({"write_buffer_size=1;ttl": 3}, ("write_buffer_size=1;ttl=3: give one option's name",)),
     (" ttl=3; num_levels=2;ttl =4", ("ttl='4': it is given twice",)),
     ("block_based_table_factory={block_size=1k;block_size=2k}", ("block_size='2k': it is given twice",)),
     ({"write_buffer_size": [1]}, ("write_buffer_size=[1]: give a name and a str, int, float, bool or dict",)),
