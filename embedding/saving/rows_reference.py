@@ -47,6 +47,11 @@ class RowsReference(NamedTuple):
             raise ValueError(fields)
         return reference
 
+    @classmethod
+    def make_for_failed_load(cls, stopped_at: str) -> RowsReference:
+        """Return a reference that matches no rows. Used after a load failed at `stopped_at`: rows may be old or new."""
+        return cls(_FAILED_LOAD_STEP, stopped_at)
+
     def may_match(self, other: RowsReference) -> bool:
         """True if `other`, a reference from a state_dict, may name the same rows as this reference."""
         if other.version is not None and self.version == other.version:
@@ -60,13 +65,8 @@ class RowsReference(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-UNKNOWN = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
-_STOPPED_STEP = -2
-
-
-def mark_stopped(culprit: str) -> RowsReference:
-    """Return a reference that matches no rows. Used after a load failed at `culprit`: rows may be old or new."""
-    return RowsReference(_STOPPED_STEP, culprit)
+UNLOADABLE_ROWS = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
+_FAILED_LOAD_STEP = -2
 
 
 def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsReference | None:
@@ -91,9 +91,9 @@ def make_reference(step: int | None, snapshots: Path | None, base: str | None, v
     return RowsReference(step, version=version) if saved is None or saved.version != version else saved
 
 
-def read_reference(store: Path, fresh: bool) -> RowsReference:
+def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
     """Return a reference to the rows that a closed store folder would open with. Raises StoreError."""
-    entry = None if fresh else GroupFile(FolderState(store)).choose_own_entry()
+    entry = None if is_fresh else GroupFile(FolderState(store_path)).choose_own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
     return RowsReference(None, version=entry.live or (entry.snapshot and version_of_snapshot(entry.snapshot)))
@@ -122,13 +122,13 @@ def mismatch_text(
 
     snapshots: True if the embedding's state_dicts name snapshots. in_memory: True if the state_dicts hold the rows.
     """
-    if pending.step == _STOPPED_STEP:
+    if pending.step == _FAILED_LOAD_STEP:
         return (
             f"embedding {name!r} may have other rows than the rest of the model: a load stopped at {pending.snapshot}, "
             "and what comes after it was not loaded; load again, or another state"
         )
     remedy = "load another state"
-    if pending == UNKNOWN:
+    if pending == UNLOADABLE_ROWS:
         state = "has rows that cannot be loaded, or names none"
     elif pending.version == NO_ROWS:
         state = "is of no rows, as of an embedding that was never trained"

@@ -159,7 +159,7 @@ class ShardedTableHandle:
         self.world.call_on_all_ranks(op, lambda: self.local.check_optimizer(optimizer))
         with self.world.collective_block(op):
             _, error = try_call(lambda: self.local.use_optimizer(optimizer))
-            if not all(self.world.handshake(f"{op}: open", note=self.local.is_open).notes):
+            if not all(self.world.handshake(f"{op}: open", payload=self.local.is_open).payloads):
                 self.close()
             self.world.handshake(f"{op}: done", error)
 

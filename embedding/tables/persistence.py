@@ -400,7 +400,7 @@ class TablePersistence:
         if selection.has_every_row and snapshot.shard is None:
             report = LoadReport(snapshot.manifest.rows)
         else:
-            chunks = ids.note_padding(snapshot.chunks())
+            chunks = ids.remember_padding(snapshot.chunks())
             for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
         stored = {**selection.description(description), "rows": report.rows}
@@ -498,7 +498,7 @@ class TablePersistence:
         """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
         member = self.member if self.rows_version is None else None  # for a shard, all ranks record the load together
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
-            self.begin_change(notes=snapshot_id is None and self.rows_version is None, replaces=True)
+            self.begin_change(snapshot_id is None and self.rows_version is None, replaces_rows=True)
             old_table.close()
             self._unusable_reason, self._live_rows = "", LiveRows.RECORDED  # RECORDED, so that the next write is noted
             if member is not None:
@@ -564,13 +564,13 @@ class TablePersistence:
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
 
-    def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
-        """If `notes`, note in the group's record that the rows change. Then clear the clean marker."""
+    def begin_change(self, records_change: bool = True, replaces_rows: bool = False) -> None:
+        """If `records_change`, write to the group's record that the rows change. Then clear the clean marker."""
         if self.folder is None:
             return
         with uninterrupted():
-            if self.member is not None and notes:
-                self.member.begin_change(replaces)
+            if self.member is not None and records_change:
+                self.member.begin_change(replaces_rows)
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
         if not self._on_disk:

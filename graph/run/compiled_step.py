@@ -32,7 +32,7 @@ from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, check_shadows, expand_reads, expand_trained, extract_id_graph, share_rows
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import format_step
-from ..state.optimizer_set import OptimizerSet, find_embeddings, map_shadows
+from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow_id, find_embeddings
 from ..trace.names import HasBuild, make_identifiers, map_tensor_names
 from ..trace.trace import ResultSpec, ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
@@ -113,7 +113,7 @@ class RankStep(CompiledStep):
     is_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        self.collectives.rank_state.note_run(self.is_training, self.collectives.trains, self.join)
+        self.collectives.rank_state.remember_join(self.is_training, self.collectives.has_updates, self.join)
         synced_tensors = ((name, tensors[index]) for name, index in self.synced_indices.items())
         with uninterrupted(), self.collectives.step(synced_tensors):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
@@ -156,7 +156,7 @@ def compile_step(
     parameter_nodes = placeholders[len(trace.inputs) :]
     path_by_id = map_tensor_names(root)
     rewrite.name_placeholders(placeholders, [*trace.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
-    embedding_by_shadow = map_shadows(root)
+    embedding_by_shadow = embeddings_by_shadow_id(root)
     rewrite.drop_detach(graph)
     if trace.guard is not None:
         rewrite.compute_sizes(module)
@@ -168,7 +168,7 @@ def compile_step(
     trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if grad_indices else []
     end_node: fx.Node | None = None
-    optimizer_by_parameter = optimizers.map_parameters()
+    optimizer_by_parameter = optimizers.optimizers_by_parameter_id()
     for index, grad in zip(grad_indices, values[num_results:], strict=False):
         parameter = tensors[index]
         embedding = embedding_by_shadow.get(id(parameter))

@@ -42,19 +42,19 @@ class RankStepState:
     """A graph's state between steps that run on several ranks."""
 
     def __init__(self) -> None:
-        # kinds of steps (values of `trains`) that have already copied rank 0's parameters and buffers to all ranks
+        # kinds of steps (values of `has_updates`) that already copied rank 0's parameters and buffers to all ranks
         self.synced_at_start: set[bool] = set()
-        # (is in train() mode, step trains) -> the last such step's `join`; weak, because steps refer to this object
+        # (is in train() mode, has updates) -> the last such step's `join`; weak, because steps refer to this object
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.partial_update = ""  # error in a step's updates on this rank; no step trains until a load clears it
 
-    def note_run(self, is_training: bool, trains: bool, join: Callable[[], None]) -> None:
-        self._joins[is_training, trains] = weakref.WeakMethod(join)
+    def remember_join(self, is_training: bool, has_updates: bool, join: Callable[[], None]) -> None:
+        self._joins[is_training, has_updates] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
         """This rank lacks a batch: join the other ranks' step. Raises GraphError if no step ran in `root`'s mode."""
-        for trains in (True, False):  # prefer a step that trains
-            join_last = self._joins.get((root.training, trains), lambda: None)()
+        for has_updates in (True, False):  # prefer a step that trains
+            join_last = self._joins.get((root.training, has_updates), lambda: None)()
             if join_last is not None:
                 join_last()
                 return
@@ -77,7 +77,7 @@ class StepCollectives:
     _trained: list[EmbeddingBase]  # this field and the next two hold what the step trains; `join` needs them
     _dense: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
-    trains: bool
+    has_updates: bool
     _calls: list[CollectiveCall]
     parameters: InitVar[list[tuple[str, Tensor]]]  # (name, dense parameter), in the order of summation
     _first_call: int = 0  # the world's collective count when the step began
@@ -160,19 +160,19 @@ class StepCollectives:
             if all(embedding.is_open for embedding in self._embeddings):  # ranks open and close embeddings at any time
                 steps = [embedding.table_handle().open_table.step for embedding in self._embeddings]
                 self._step_label = f", step {max(steps, default=0) + 1}"
-            if self.trains and self.rank_state.partial_update:
+            if self.has_updates and self.rank_state.partial_update:
                 raise GraphError(
                     f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, and other "
                     "ranks finished their updates; load a checkpoint on all ranks"
                 )
-            if not nested and self.trains not in self.rank_state.synced_at_start:
+            if not nested and self.has_updates not in self.rank_state.synced_at_start:
                 broadcast_parameters(world, f"parameters of {self._owner}", [*synced_tensors])
-                self.rank_state.synced_at_start.add(self.trains)
+                self.rank_state.synced_at_start.add(self.has_updates)
             yield
         except BaseException as error:
             if world.must_report(error):
                 self._raise_on_ranks(error)
-                if self.trains and not isinstance(error, DynamicStepFailed):
+                if self.has_updates and not isinstance(error, DynamicStepFailed):
                     self.rank_state.partial_update = self.rank_state.partial_update or repr(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.mark_diverged(error)
@@ -227,8 +227,8 @@ class StepCollectives:
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
     """Raise `error` on all ranks: this rank cannot run the step, and the others wait in its first collective."""
     world = find_world(root)
-    is_traced = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
-    if world is not None and world.failure is None and not is_traced:
+    is_tracing = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
+    if world is not None and world.failure is None and not is_tracing:
         world.handshake(f"a step of {type(root).__name__}", error)
 
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...embedding.optim.ddp_guard import refuse_ranks
+from ...embedding.optim.ddp_guard import check_not_sharded
 from ...engine.errors import GraphError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments, as passed by the user
@@ -129,7 +129,7 @@ class Structure:
 
     def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
         """optimizers: the graph's optimizers, in a collection that may grow later."""
-        refuse_ranks(root)
+        check_not_sharded(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")

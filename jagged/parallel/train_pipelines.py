@@ -105,9 +105,9 @@ class TrainPipelineBase:
         is_training = self._model.training
         if is_training:
             self._fill_queue(loader)
-        number = next((n for n, (source, _) in enumerate(self._batches) if is_training or source is loader), None)
+        index = next((n for n, (source, _) in enumerate(self._batches) if is_training or source is loader), None)
         keeps_rest = is_training and isinstance(self._error, StopIteration) and not self._execute_all_batches
-        if self._error is not None and loader is self._loader and (number is None or keeps_rest):
+        if self._error is not None and loader is self._loader and (index is None or keeps_rest):
             if not self._batches:
                 self._forget_announced()
             error, self._error = self._error, None
@@ -115,10 +115,10 @@ class TrainPipelineBase:
                 raise error
             finally:
                 del error  # the traceback references this frame, which would keep the model alive
-        if number is None:
+        if index is None:
             return self._load_batch(loader)
-        _, batch = self._batches[number]
-        del self._batches[number]
+        _, batch = self._batches[index]
+        del self._batches[index]
         return batch
 
     def _fill_queue(self, loader: Iterator[Any]) -> None:

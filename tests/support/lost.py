@@ -46,7 +46,7 @@ def all_name(found: Iterable[Heard], lost: int, how: str) -> None:
 def calls(world: World) -> int:
     """How many exchanges this rank has begun."""
     assert world._peers is not None
-    return world._peers.last_call
+    return world._peers.last_call_number
 
 
 def until_told(world: World) -> None:
