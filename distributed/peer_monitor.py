@@ -195,11 +195,11 @@ def _find_own_address() -> str:
 
 
 class GroupAborted(Exception):
-    """Another rank aborted the group. why: what is known about each unresponsive rank."""
+    """Another rank aborted the group. reasons: what is known about each unresponsive rank."""
 
-    def __init__(self, rank: int, why: Mapping[int, str]) -> None:
-        super().__init__(rank, why)
-        self.rank, self.why = rank, dict(why)
+    def __init__(self, rank: int, reasons: Mapping[int, str]) -> None:
+        super().__init__(rank, reasons)
+        self.rank, self.reasons = rank, dict(reasons)
 
 
 class PeerMonitor:
@@ -249,18 +249,18 @@ class PeerMonitor:
         """True if a rank closed its world and will never reach this call."""
         return any(number < call_number for number in [*self._final_calls.values()])
 
-    def broadcast_abort(self, rank: int, why: Mapping[int, str]) -> None:
+    def broadcast_abort(self, rank: int, reasons: Mapping[int, str]) -> None:
         """Tell all ranks that `rank` aborted the group, and why.
 
         A rank forwards this message before it closes. Otherwise a third rank might notice the close first.
         """
-        self._send({"left": rank, "why": [*why.items()]})
+        self._send({"left": rank, "why": [*reasons.items()]})
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         """Tell the other ranks why this rank leaves, and close the connections."""
         self._finalizer.cancel()
         self._is_closed = True
-        self._send({"closed": why, "at": self.last_call_number})
+        self._send({"closed": reason, "at": self.last_call_number})
         with self._condition:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):

@@ -213,9 +213,9 @@ class RankGroup:
         self._op = op
         if self._peers is not None:
             self._peers.last_call_number = self.num_calls
-        pending = PendingAllToAll(self, op, self.num_calls, work, out)
-        self._in_flight = [*(transfer for transfer in self._in_flight if transfer.poll()), pending]
-        return pending
+        transfer = PendingAllToAll(self, op, self.num_calls, work, out)
+        self._in_flight = [*(other for other in self._in_flight if other.poll()), transfer]
+        return transfer
 
     def exchange_bytes(self, op: str, data: bytes, num_readers: int | None = None) -> list[bytes]:
         """Send bytes to ranks below `num_readers` (default: all). They get each rank's bytes; others get b""."""
@@ -256,7 +256,7 @@ class RankGroup:
         if self._peers.has_closed_before(call_number):
             raise self.abort_unresponsive(op, call_number, "a rank closed its world")
 
-    def abort_unresponsive(self, op: str, call_number: int, how: str) -> GroupError:
+    def abort_unresponsive(self, op: str, call_number: int, reason: str) -> GroupError:
         """Abort the group because collective `call_number` failed. Returns the error, with other ranks' reports."""
         reasons: Mapping[int, str] = {}
         if self._peers is not None:
@@ -265,7 +265,7 @@ class RankGroup:
             except GroupAborted as aborted:
                 return self._abort_by_peer(op, aborted)
             self._peers.broadcast_abort(self.rank, reasons)
-        return self._abort(f"{op}: {_describe_silent(reasons) or how}", reasons)
+        return self._abort(f"{op}: {_describe_unresponsive(reasons) or reason}", reasons)
 
     def abort(self, op: str, reason: str) -> GroupError:
         """Abort the group because this rank failed in the middle of `op`. Returns the error."""
@@ -275,8 +275,9 @@ class RankGroup:
 
     def _abort_by_peer(self, op: str, aborted: GroupAborted) -> GroupError:
         if self._peers is not None:
-            self._peers.broadcast_abort(aborted.rank, aborted.why)
-        return self._abort(f"{op}: rank {aborted.rank} ended the group: {_describe_silent(aborted.why)}", aborted.why)
+            self._peers.broadcast_abort(aborted.rank, aborted.reasons)
+        text = _describe_unresponsive(aborted.reasons)
+        return self._abort(f"{op}: rank {aborted.rank} ended the group: {text}", aborted.reasons)
 
     def _abort(self, message: str, reasons: Mapping[int, str]) -> GroupError:
         self.failure = GroupError(message, sorted(reasons))
@@ -383,7 +384,7 @@ class PendingAllToAll:
         return work is None or work.is_completed()
 
 
-def _describe_silent(reasons: Mapping[int, str]) -> str:
+def _describe_unresponsive(reasons: Mapping[int, str]) -> str:
     texts = []
     for reason in dict.fromkeys(reasons.values()):
         ranks = [str(rank) for rank in sorted(reasons) if reasons[rank] == reason]

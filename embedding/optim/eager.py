@@ -341,17 +341,17 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _collect_gradients(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """Return the embeddings that backward() reached on any rank. An error on one rank is raised on all ranks."""
-        trained = self._pairs
+        trained_pairs = self._pairs
         if self._world.size == 1:
-            own_gradients = self._check_gradients(trained)
-            with_gradients = zip(trained, own_gradients, strict=True)
-            return [(e, optimizer, grads) for (e, optimizer), grads in with_gradients if grads is not None]
-        own_gradients, error = try_call(lambda: self._check_gradients(trained))
+            own_gradients = self._check_gradients(trained_pairs)
+            pairs_and_gradients = zip(trained_pairs, own_gradients, strict=True)
+            return [(e, optimizer, grads) for (e, optimizer), grads in pairs_and_gradients if grads is not None]
+        own_gradients, error = try_call(lambda: self._check_gradients(trained_pairs))
         payload = sum(1 << index for index, gradients in enumerate(own_gradients or ()) if gradients is not None)
         payloads = self._world.handshake(STEP, error, payload=payload).payloads
         return [
             (embedding, optimizer, gradients or RowGradients(embedding))
-            for index, ((embedding, optimizer), gradients) in enumerate(zip(trained, own_gradients, strict=True))
+            for index, ((embedding, optimizer), gradients) in enumerate(zip(trained_pairs, own_gradients, strict=True))
             if any(payload >> index & 1 for payload in payloads)
         ]
 

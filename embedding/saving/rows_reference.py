@@ -87,8 +87,8 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
 
 def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
     """Return a reference to rows with a step and a version. Names the snapshot `base` if `base` has these rows."""
-    saved = read_snapshot_reference(snapshots, base)
-    return RowsReference(step, version=version) if saved is None or saved.version != version else saved
+    reference = read_snapshot_reference(snapshots, base)
+    return reference if reference and reference.version == version else RowsReference(step, version=version)
 
 
 def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
@@ -115,12 +115,12 @@ def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
         )
 
 
-def mismatch_text(
-    name: str, current: RowsReference, pending: RowsReference, snapshots: bool, in_memory: bool = False
+def make_mismatch_text(
+    name: str, current: RowsReference, pending: RowsReference, names_snapshots: bool, holds_rows: bool = False
 ) -> str:
     """Return the error text for embedding `name` if a loaded state_dict names other rows than the embedding has.
 
-    snapshots: True if the embedding's state_dicts name snapshots. in_memory: True if the state_dicts hold the rows.
+    names_snapshots: True if the embedding's state_dicts name snapshots. holds_rows: True if they hold the rows.
     """
     if pending.step == _FAILED_LOAD_STEP:
         return (
@@ -142,9 +142,9 @@ def mismatch_text(
             remedy = "put that snapshot back, or " + remedy
         else:
             state += ", which names no snapshot"
-            if in_memory:
+            if holds_rows:
                 state, remedy = state + " and has no rows.* entries", "load a state with all of its keys"
-            elif not snapshots:
+            elif not names_snapshots:
                 remedy = (
                     "give state_dict_snapshots=True in the store options before states are made, or save by graph.save "
                     "or save_checkpoint"

@@ -138,14 +138,14 @@ class ShardedTableHandle:
                 )
             return RowTensors.parse(tensors)
 
-        whole: RowTensors = self.world.call_on_all_ranks(op, parse)
+        all_rows: RowTensors = self.world.call_on_all_ranks(op, parse)
         checksum = 0
-        for _, rows in whole.chunks():
+        for _, rows in all_rows.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        self.world.handshake(op, shared_values={"rows": len(whole), "their checksum": checksum})
+        self.world.handshake(op, shared_values={"rows": len(all_rows), "their checksum": checksum})
         shard = HashShard(self.world.rank, self.world.size)
-        chunks = [shard.rows(rows) for _, rows in whole.chunks()]
-        shard_tensors = RowTensors.from_chunks(whole.description, sum(map(len, chunks)), chunks)
+        chunks = [shard.rows(rows) for _, rows in all_rows.chunks()]
+        shard_tensors = RowTensors.from_chunks(all_rows.description, sum(map(len, chunks)), chunks)
         try:
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
         except BaseException:

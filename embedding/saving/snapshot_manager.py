@@ -110,12 +110,12 @@ class SnapshotManager:
         self.store.check()
         return self.store
 
-    def op(self, what: str) -> str:
+    def op(self, action: str) -> str:
         """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""
         table, error = try_call(lambda: self.local.table)
         if table is None:
-            self.world.handshake(f"{what} of embedding {self.name!r}", error)
-        return f"{what} of embedding {self.name!r} at step {self.local.table.step}"
+            self.world.handshake(f"{action} of embedding {self.name!r}", error)
+        return f"{action} of embedding {self.name!r} at step {self.local.table.step}"
 
     # saves
 
@@ -455,8 +455,8 @@ class SnapshotManager:
 
     def link_rows(self, path: Path) -> None:
         """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
-        op, stored = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
-        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(stored), path))
+        op, snapshot_path = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
+        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(snapshot_path), path))
 
     def link_into_store(self, path: Path, linking: ExitStack) -> Path:
         """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""
@@ -464,11 +464,11 @@ class SnapshotManager:
         self._on_rank_0(op, lambda store: linking.enter_context(linked(path, store)))
         return self.folder / path.name
 
-    def drop_rows(self, saved: Snapshot) -> None:
+    def drop_rows(self, snapshot: Snapshot) -> None:
         """Remove a replaced checkpoint's snapshot if nothing needs it. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
             with self.local.table.lock:
-                remove_if_unreferenced(self.store, saved)
+                remove_if_unreferenced(self.store, snapshot)
 
     def discard_rows(self, name: str) -> None:
         """Remove a failed checkpoint's snapshot. Recovery then uses an earlier snapshot. Local, on rank 0."""

@@ -194,11 +194,11 @@ def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, wh
 class LoadedIdCounter:
     """Counts ids while rows are loaded into tables with a fixed number of ids, and remarks on ids that do not fit.
 
-    If `counts` is False, no ids are counted and no remarks are made. Used if the rows are about to be replaced.
+    If `counts_ids` is False, no ids are counted and no remarks are made. Used if the rows are about to be replaced.
     """
 
-    def __init__(self, spec: TableSpec, counts: bool = True) -> None:
-        self._spec, self._last_ids = spec, spec.last_ids if counts else None
+    def __init__(self, spec: TableSpec, counts_ids: bool = True) -> None:
+        self._spec, self._last_ids = spec, spec.last_ids if counts_ids else None
         self._num_rows, self._num_beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
         self._largest = np.zeros(spec.num_tables, np.uint64)
         self._padded_tables: set[int] = set()

@@ -110,15 +110,15 @@ def make_log_entry(
         return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
     run = (record.now[member.id].live or "").rpartition(":")[0]
     unclosed = [str(rank) for rank, live in sorted(live_versions.items()) if live is None or not live.startswith(run)]
-    why = "was not closed by its last run"
+    reason = "was not closed by its last run"
     if unclosed:
-        why = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
+        reason = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
     elif len({*live_versions.values()}) > 1:
-        why = "was closed by its ranks at different steps"
+        reason = "was closed by its ranks at different steps"
     elif len(record.now) > 1 and (live_versions or marker):
-        why = "is trained together with others that were not closed by their last run"
+        reason = "is trained together with others that were not closed by their last run"
     lost, unused = describe_lost_steps(snapshot, live_step), _describe_unused_snapshot(folder, member, snapshot)
-    return logging.WARNING, f"{where} {why}; {ranks_prefix}{restored}; {lost}{unused}"
+    return logging.WARNING, f"{where} {reason}; {ranks_prefix}{restored}; {lost}{unused}"
 
 
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:

@@ -104,11 +104,11 @@ def train_together(modules: Iterable[Any]) -> None:
     target_group.add([*persistent, *(embedding for group in groups.values() for embedding in group.embeddings)])
 
 
-def mark_inconsistent(members: Iterable[Member], why: str) -> None:
-    """Forbid writes, saves and clean closes until each store is loaded. `why` says how steps came to differ."""
+def mark_inconsistent(members: Iterable[Member], reason: str) -> None:
+    """Forbid writes, saves and clean closes until each store is loaded. `reason` says how steps came to differ."""
     for member in members:
         member.mark_broken(
-            f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
+            f"embeddings that are trained together have rows of different steps: {reason}. Load a snapshot in each, or "
             "make them again: with a persistent_path they go back to the last step for which all have rows"
         )
 

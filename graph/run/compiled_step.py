@@ -130,7 +130,7 @@ def compile_step(
     epilogue: StepEpilogue,
     tensors: list[Tensor],
     inductor: Mapping[str, Any] | None,
-    cuda_graph: bool,
+    uses_cuda_graph: bool,
     rank_state: RankStepState,
 ) -> CompiledStep:
     """Rewrite a trace into a step. The step trains if `root.training` is set and build called backward().
@@ -142,7 +142,7 @@ def compile_step(
     graph = module.graph
     embeddings = find_embeddings(root)
     world = find_common_world(embeddings)
-    if world is not None and cuda_graph:
+    if world is not None and uses_cuda_graph:
         raise OptionError(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
@@ -165,7 +165,7 @@ def compile_step(
     grad_indices = result_spec.grad_indices if root.training else []
     optimizers.warn_untrained(root, bool(grad_indices))
     values: Any = graph.output_node().args[0]
-    trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
+    trained_rows: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if grad_indices else []
     end_node: fx.Node | None = None
     optimizer_by_parameter = optimizers.optimizers_by_parameter_id()
@@ -181,7 +181,7 @@ def compile_step(
             )
         if embedding is not None:
             expand_trained(module, embedding.op_id, grad, find_path)
-            trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
+            trained_rows.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
     # after the loop: the loop replaces gradients of pooling weights, and a pooling weight may be a dense parameter
     grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
@@ -199,12 +199,12 @@ def compile_step(
     share_rows(module)
     rewrite.drop_dead_nodes(graph)
     parameter_by_node = dict(zip(parameter_nodes, tensors, strict=True))
-    shadows = {
+    path_by_shadow = {
         node: find_path(embedding_by_shadow[id(parameter)].op_id)
         for node, parameter in parameter_by_node.items()
         if id(parameter) in embedding_by_shadow
     }
-    check_shadows(graph, shadows, find_path)
+    check_shadows(graph, path_by_shadow, find_path)
     collectives: StepCollectives | None = None
     if world is not None:
         dense_parts: list[DenseGrads] = []
@@ -212,22 +212,23 @@ def compile_step(
             parameters = [parameter_by_node[node] for holder, node, _ in dense_grads if holder is optimizer]
             dense_parts.append(DenseGrads(optimizer, parameters, parameters))
         pin_early(module)
-        step_parts = [embedding for embedding, _ in trained], dense_parts, schedulers, end_node is not None
+        step_parts = [embedding for embedding, _ in trained_rows], dense_parts, schedulers, end_node is not None
         collectives = schedule_collectives(
             module, end_node, partial(StepCollectives, world, rank_state, type(root).__name__, epilogue, *step_parts)
         )
     graph.lint()
     module.recompile()
-    id_graph = None if cuda_graph and trained else extract_id_graph(module)  # captured steps do not prefetch
+    is_captured = uses_cuda_graph and bool(trained_rows)
+    id_graph = None if is_captured else extract_id_graph(module)  # captured steps do not prefetch
     if inductor is not None:
         module = compile_dense(module, inductor)
     cuda_graph_step = (
-        CudaGraphStep(module, len(trace.inputs), [e for e, _ in trained], epilogue) if cuda_graph and trained else None
+        CudaGraphStep(module, len(trace.inputs), [e for e, _ in trained_rows], epilogue) if is_captured else None
     )
     rollback = None if trace.guard is None else RollbackStep(module)
     rewrite.bind_ops(module)
     name, guard = type(root).__name__, trace.guard
-    step = CompiledStep(name, module, id_graph, trained, result_spec, cuda_graph_step, rollback, guard)
+    step = CompiledStep(name, module, id_graph, trained_rows, result_spec, cuda_graph_step, rollback, guard)
     if collectives is None:
         return step
     synced_indices: dict[str, int] = {}

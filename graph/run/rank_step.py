@@ -89,14 +89,14 @@ class StepCollectives:
         embeddings = (call.embedding for call in self._calls if call.embedding is not None)
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
-    def vote(self, dense: list[DenseGrads], *, finite: bool, has_batch: bool = True) -> AllReduceResult:
+    def vote(self, dense: list[DenseGrads], *, is_finite: bool, has_batch: bool = True) -> AllReduceResult:
         """Sum dense gradients across ranks. If the step failed on one rank, raise that rank's error on all ranks."""
         grads = [grad for part in dense for grad in part.grads]
-        settings = read_settings([part.optimizer for part in dense])
+        world, op, settings = self._world, self._op("vote"), read_settings([part.optimizer for part in dense])
         trained: list[Any] = self._trained
         _, error = try_call(lambda: [embedding.table_handle().open_table for embedding in trained])
         return all_reduce_in_order(
-            self._world, self._op("vote"), grads, error, contributes=has_batch, is_finite=finite, shared_values=settings
+            world, op, grads, error, contributes=has_batch, is_finite=is_finite, shared_values=settings
         )
 
     def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], AllReduceResult]:
@@ -107,7 +107,7 @@ class StepCollectives:
         parameters = [("accumulated", parameter) for parameter in epilogue.parameters]
         context = self._world, self.rank_state, self._owner, epilogue
         update = StepCollectives(*context, embeddings, [], [], True, calls, parameters)
-        with update.step((), nested=True):
+        with update.step((), is_nested=True):
             rows, dense = epilogue.pin_gradients()
             for batch, grads, weights in rows:
                 sharded: Any = batch
@@ -145,15 +145,15 @@ class StepCollectives:
         return accumulate(epilogue, no_rows, zeros, self, has_batch=False)
 
     @contextmanager
-    def step(self, synced_tensors: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
+    def step(self, synced_tensors: Iterable[tuple[str, Tensor]], is_nested: bool = False) -> Iterator[None]:
         """Context manager around a step. If the step raises before its last collective, all ranks raise the error.
 
-        synced_tensors: (name, tensor) pairs that start with rank 0's values. nested: True within another `step` block.
+        synced_tensors: (name, tensor) pairs that start with rank 0's values. is_nested: True in another `step` block.
         """
         world = self._world
         world.check_thread()
         self._first_call = world.num_step_collectives
-        world.begin_step(self._sequence, nested)
+        world.begin_step(self._sequence, is_nested)
         self._first_batch = len(world.pinned_batches or ())
         self._step_label = ""
         try:
@@ -165,7 +165,7 @@ class StepCollectives:
                     f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, and other "
                     "ranks finished their updates; load a checkpoint on all ranks"
                 )
-            if not nested and self.has_updates not in self.rank_state.synced_at_start:
+            if not is_nested and self.has_updates not in self.rank_state.synced_at_start:
                 broadcast_parameters(world, f"parameters of {self._owner}", [*synced_tensors])
                 self.rank_state.synced_at_start.add(self.has_updates)
             yield
@@ -178,7 +178,7 @@ class StepCollectives:
                         batch.mark_diverged(error)
             raise
         finally:
-            world.end_step(nested)
+            world.end_step(is_nested)
 
     def _raise_on_ranks(self, error: BaseException) -> None:
         """Make the remaining collectives of the step. If there are any, raise the error on all ranks."""
