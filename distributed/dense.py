@@ -17,7 +17,7 @@ from ..engine.errors import GraphError
 from .sendable import check_sendable, to_bytes
 from .world import World, try_call
 
-_HAS_GRADS, _FINITE = 1, 2  # bits of the note in each rank's handshake header
+_HAS_GRADS, _FINITE = 1, 2  # bits of the payload in each rank's handshake header
 _PIECE = 16 << 20  # bytes that rank 0 sends to each rank in one transfer
 
 
@@ -47,10 +47,11 @@ def all_reduce_in_order(
     with world.collective_block(op):
         try:
             shared_values = {"graph": world.collectives, **(shared_values or {})}
-            notes = world.handshake(op, error, shared_values, note=contributes * _HAS_GRADS + is_finite * _FINITE).notes
+            payload = contributes * _HAS_GRADS + is_finite * _FINITE
+            payloads = world.handshake(op, error, shared_values, payload=payload).payloads
         finally:
             world.num_step_collectives += 1
-        contributors = [rank for rank, note in enumerate(notes) if note & _HAS_GRADS]
+        contributors = [rank for rank, payload in enumerate(payloads) if payload & _HAS_GRADS]
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index, tensor in enumerate(tensors):
             by_dtype.setdefault(tensor.dtype, []).append(index)
@@ -59,7 +60,7 @@ def all_reduce_in_order(
             totals = _sum_over_ranks(world, op, [tensors[index] for index in indices], contributors)
             for index, total in zip(indices, totals, strict=True):
                 sums[index] = total
-    return AllReduceResult(sums, len(contributors), all(note & _FINITE for note in notes))
+    return AllReduceResult(sums, len(contributors), all(payload & _FINITE for payload in payloads))
 
 
 def _sum_over_ranks(world: World, op: str, tensors: Sequence[Tensor], contributors: Sequence[int]) -> list[Tensor]:
@@ -71,12 +72,12 @@ def _sum_over_ranks(world: World, op: str, tensors: Sequence[Tensor], contributo
     data = torch.cat(own_values) if rank in contributors else own_values[0][:0]
     sends = [size * (rank in contributors) for size in slices]
     receives = [slices[rank] * (other in contributors) for other in range(world.size)]
-    blocks = world.start(op, data.view(torch.uint8), sends, receives).wait()
+    blocks = world.start_all_to_all(op, data.view(torch.uint8), sends, receives).wait()
     totals, *other_blocks = blocks.view(dtype).view(len(contributors), -1)
     for other in other_blocks:
         totals += other
     copies = totals.repeat(world.size).view(torch.uint8)
-    flat_sums = world.start(op, copies, [slices[rank]] * world.size, slices).wait().view(dtype)
+    flat_sums = world.start_all_to_all(op, copies, [slices[rank]] * world.size, slices).wait().view(dtype)
     return [part.view(like.shape).to(like.device) for part, like in zip(flat_sums.split(sizes), tensors, strict=True)]
 
 
@@ -117,10 +118,9 @@ def _copy_from_rank_0(world: World, op: str, tensor: Tensor) -> None:
     is_source = world.rank == 0
     values = to_bytes(tensor) if is_source else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
     for piece in values.split(_PIECE):
-        zeros = [0] * world.size
-        sends = [len(piece)] * world.size if is_source else zeros
-        receives = [len(piece), *zeros[1:]]
-        received = world.start(op, piece.repeat(world.size) if is_source else piece[:0], sends, receives).wait()
+        sends, receives = [len(piece) * is_source] * world.size, [len(piece)] + [0] * (world.size - 1)
+        sent = piece.repeat(world.size) if is_source else piece[:0]
+        received = world.start_all_to_all(op, sent, sends, receives).wait()
         if not is_source:
             piece.copy_(received)
     if not is_source:

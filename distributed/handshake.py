@@ -19,7 +19,7 @@ from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
 from .rank_group import CollectiveSequence, PendingAllToAll, RankGroup
 
-# header fields: 1 if this rank has an error, checksum of `op`, checksum of `shared_values`, count, note, wants_more
+# header fields: 1 if this rank has an error, checksum of `op`, checksum of `shared_values`, count, payload, wants_more
 NUM_FIELDS = 6
 MAX_NAMES = 3  # an error names at most this many differing values
 
@@ -28,7 +28,7 @@ class HandshakeResult(NamedTuple):
     """The headers of all ranks, in rank order."""
 
     counts: list[int]  # how many items each rank will send to this rank
-    notes: list[int]  # each rank's `note`
+    payloads: list[int]  # each rank's `payload`
     wants_more: bool  # True if any rank requests one more call
 
 
@@ -36,7 +36,7 @@ class Handshake:
     """One exchange of headers between all ranks, in flight until `wait` returns.
 
     op: the operation that every rank must be about to begin. shared_values: values by name, equal on all ranks. counts:
-    how many items go from this rank to each rank. note: a number for all ranks. wants_more: request one more call.
+    how many items go from this rank to each rank. payload: a number for all ranks. wants_more: request one more call.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Handshake:
         error: BaseException | None = None,
         shared_values: Mapping[str, Any] | None = None,
         counts: Sequence[int] | None = None,
-        note: int = 0,
+        payload: int = 0,
         wants_more: bool = False,
     ) -> None:
         self._rank_group, self._op, self._local_error = rank_group, op, error
@@ -54,17 +54,17 @@ class Handshake:
         self._result: HandshakeResult | None = None
         self.raised_error: BaseException | None = None  # the exception that `wait` raised
         if rank_group.size == 1:
-            self.raised_error, self._result = error, HandshakeResult([*(counts or [0])], [note], wants_more)
+            self.raised_error, self._result = error, HandshakeResult([*(counts or [0])], [payload], wants_more)
             return
         rank_group.check_thread()
         if rank_group.pending_handshake is not None:
             rank_group.pending_handshake.wait()  # if ranks are in different calls, all ranks raise here first
         headers = np.empty((rank_group.size, NUM_FIELDS), np.int64)  # NumPy is faster than torch for small arrays
-        headers[:] = (error is not None, _hash(op), _hash(self._shared_values), 0, note, wants_more)
+        headers[:] = (error is not None, _hash(op), _hash(self._shared_values), 0, payload, wants_more)
         if counts is not None:
             headers[:, 3] = counts
         self._own_fields = headers[0, :3].tolist()
-        self._exchange: PendingAllToAll = rank_group.start(op, torch.from_numpy(headers))
+        self._exchange: PendingAllToAll = rank_group.start_all_to_all(op, torch.from_numpy(headers))
         rank_group.pending_handshake = self
 
     def wait(self) -> HandshakeResult:
@@ -78,22 +78,22 @@ class Handshake:
             return self._result
         self._rank_group.pending_handshake = None
         headers = self._exchange.wait().tolist()
-        self._rank_group.num_shared_calls = max(self._rank_group.num_shared_calls, self._exchange.call)
+        self._rank_group.num_shared_calls = max(self._rank_group.num_shared_calls, self._exchange.call_number)
         if self._own_fields[0] or any(header[:3] != self._own_fields for header in headers):
             try:
                 self._raise_on_all_ranks()
             except BaseException as error:
                 self.raised_error = error
                 raise
-        counts, notes, wants_more = ([header[field] for header in headers] for field in range(3, NUM_FIELDS))
-        self._result = HandshakeResult(counts, notes, any(wants_more))
+        counts, payloads, wants_more = ([header[field] for header in headers] for field in range(3, NUM_FIELDS))
+        self._result = HandshakeResult(counts, payloads, any(wants_more))
         return self._result
 
     def _raise_on_all_ranks(self) -> NoReturn:
         rank_group, error = self._rank_group, self._local_error
         own_error = None if error is None else {"kind": type(error).__name__, "message": _to_text(str(error))}
-        payload = msgpack.packb({"op": self._op, "same": _to_texts(self._shared_values), "error": own_error})
-        reports = [msgpack.unpackb(data) for data in rank_group.exchange_bytes(self._op, payload)]
+        report = msgpack.packb({"op": self._op, "same": _to_texts(self._shared_values), "error": own_error})
+        reports = [msgpack.unpackb(data) for data in rank_group.exchange_bytes(self._op, report)]
         errors_by_rank = {rank: report["error"] for rank, report in enumerate(reports) if report["error"] is not None}
         if error is not None and not isinstance(error, Exception):
             rank_group.raise_shared(error)  # the rank that received Ctrl-C raises KeyboardInterrupt

@@ -38,7 +38,7 @@ class AnnouncedStep:
         # None if no step of this rank will use the announcement
         self.lookups = None if lookups is None else [copy_lookup(lookup) for lookup in lookups]
         counts = [0] * world.size if local_batch is None else local_batch.counts
-        self._headers = Handshake(world, op, counts=counts, note=local_batch is None)
+        self._headers = Handshake(world, op, counts=counts, payload=local_batch is None)
         self._ids: IdExchange | None = None
 
     @property
@@ -65,7 +65,7 @@ class AnnouncedStep:
         """Wait for the exchange in flight, and start the next exchange. Call this until `is_complete`."""
         if self._ids is not None:
             self.requested_lookups = self._ids.wait()
-        elif any((answer := self._headers.wait()).notes) or self.local_batch is None:
+        elif any((answer := self._headers.wait()).payloads) or self.local_batch is None:
             self.requested_lookups = []
         else:
             self._ids = IdExchange(self._world, f"ids of {self._op}", self.local_batch, answer.counts, self._traffic)

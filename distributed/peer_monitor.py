@@ -195,11 +195,11 @@ def _find_own_address() -> str:
 
 
 class GroupAborted(Exception):
-    """Another rank aborted the group. why: what is known about each unresponsive rank."""
+    """Another rank aborted the group. reasons: what is known about each unresponsive rank."""
 
-    def __init__(self, rank: int, why: Mapping[int, str]) -> None:
-        super().__init__(rank, why)
-        self.rank, self.why = rank, dict(why)
+    def __init__(self, rank: int, reasons: Mapping[int, str]) -> None:
+        super().__init__(rank, reasons)
+        self.rank, self.reasons = rank, dict(reasons)
 
 
 class PeerMonitor:
@@ -212,12 +212,12 @@ class PeerMonitor:
 
     def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
         self.aborted: GroupAborted | None = None  # set when another rank aborted the group
-        self.last_call = 0  # number of the call that this rank began last
+        self.last_call_number = 0  # number of the call that this rank began last
         self._connections = dict(connections)
         self._condition = Condition()
         self._answers: dict[int, int] = {}  # by rank: the number of the call that the rank had reached
         self._reasons: dict[int, str] = {}  # by rank: why the rank's connection ended
-        self._last_calls: dict[int, int] = {}  # by rank: the rank's last call before it closed its world
+        self._final_calls: dict[int, int] = {}  # by rank: number of the rank's last call before it closed its world
         self._on_loss, self._is_closed = on_loss, False
         for connection in connections.values():
             connection.settimeout(ANSWER_SECONDS)
@@ -226,13 +226,13 @@ class PeerMonitor:
         # instead of `atexit`, because children forked by multiprocessing skip `atexit`
         self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
 
-    def find_unresponsive(self, call: int) -> dict[int, str]:
+    def find_unresponsive(self, call_number: int) -> dict[int, str]:
         """Return the ranks that delay this call, and what is known about each one. Raises `aborted`.
 
         Returns the ranks that exited or are silent. If there are no such ranks, returns the ranks that have not reached
         the call. If all ranks have reached the call, returns the ranks that closed their world afterwards.
         """
-        self._send({"call": call})
+        self._send({"call": call_number})
         others = self._connections.keys()
         with self._condition:
             self._condition.wait_for(
@@ -241,26 +241,26 @@ class PeerMonitor:
             if self.aborted is not None:
                 raise self.aborted
             silent = dict.fromkeys(others - self._answers.keys() - self._reasons.keys(), "no sign of it")
-            lost = silent | {rank: why for rank, why in self._reasons.items() if self._last_calls.get(rank, 0) < call}
-            late = {rank: IS_BEHIND for rank, last_call in self._answers.items() if last_call < call}
+            lost = silent | {r: why for r, why in self._reasons.items() if self._final_calls.get(r, 0) < call_number}
+            late = {rank: IS_BEHIND for rank, number in self._answers.items() if number < call_number}
             return lost or late or dict(self._reasons)
 
-    def has_closed_before(self, call: int) -> bool:
+    def has_closed_before(self, call_number: int) -> bool:
         """True if a rank closed its world and will never reach this call."""
-        return any(last_call < call for last_call in [*self._last_calls.values()])
+        return any(number < call_number for number in [*self._final_calls.values()])
 
-    def broadcast_abort(self, rank: int, why: Mapping[int, str]) -> None:
+    def broadcast_abort(self, rank: int, reasons: Mapping[int, str]) -> None:
         """Tell all ranks that `rank` aborted the group, and why.
 
         A rank forwards this message before it closes. Otherwise a third rank might notice the close first.
         """
-        self._send({"left": rank, "why": [*why.items()]})
+        self._send({"left": rank, "why": [*reasons.items()]})
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         """Tell the other ranks why this rank leaves, and close the connections."""
         self._finalizer.cancel()
         self._is_closed = True
-        self._send({"closed": why, "at": self.last_call})
+        self._send({"closed": reason, "at": self.last_call_number})
         with self._condition:
             for connection in self._connections.values():
                 with contextlib.suppress(OSError):
@@ -302,10 +302,10 @@ class PeerMonitor:
     def _handle_message(self, rank: int, message: dict[str, Any]) -> None:
         match message:
             case {"call": _}:
-                self._send({"here": self.last_call}, [rank])
-            case {"here": last_call}:
-                self._answers[rank] = last_call
+                self._send({"here": self.last_call_number}, [rank])
+            case {"here": last_call_number}:
+                self._answers[rank] = last_call_number
             case {"left": aborting_rank, "why": why}:
                 self.aborted = self.aborted or GroupAborted(aborting_rank, dict(why))
-            case {"closed": why, "at": last_call}:
-                self._reasons[rank], self._last_calls[rank] = why, last_call
+            case {"closed": why, "at": last_call_number}:
+                self._reasons[rank], self._final_calls[rank] = why, last_call_number

@@ -44,8 +44,8 @@ class CollectiveSequence:
     """Describes a step's collectives in order, and the dense parameters whose gradients the step sums."""
 
     def __init__(self, exchanges: Sequence[str] = (), parameters: Sequence[str] = ()) -> None:
-        self.parts = {f"exchange {number}": text for number, text in enumerate(exchanges)}
-        self.parts |= {f"parameter {number}": text for number, text in enumerate(parameters)}
+        self.parts = {f"exchange {index}": text for index, text in enumerate(exchanges)}
+        self.parts |= {f"parameter {index}": text for index, text in enumerate(parameters)}
         self._checksum = str(crc32(repr(self.parts).encode()))
 
     def __repr__(self) -> str:
@@ -56,7 +56,7 @@ class CollectiveSequence:
 NO_COLLECTIVES = CollectiveSequence()  # used outside a graph's steps
 
 
-class LossReport:
+class LostRankReporter:
     """Writes a group's first error to the log (by default, to stderr) and to torchrun's error file."""
 
     def __init__(self, rank: int) -> None:
@@ -127,7 +127,7 @@ class RankGroup:
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
         self._op = "connecting the ranks"  # the last call begun here
-        self._loss_report = LossReport(self.rank)
+        self._lost_rank_reporter = LostRankReporter(self.rank)
         if ranks:
             self._connect(ranks)
 
@@ -136,8 +136,8 @@ class RankGroup:
         with uninterrupted():
             if self.failure is None:
                 deadline = monotonic() + PATIENCE_SECONDS
-                for pending in self._in_flight:  # includes transfers of failed steps
-                    while pending.call <= self.num_shared_calls and monotonic() < deadline and pending.poll():
+                for transfer in [t for t in self._in_flight if t.call_number <= self.num_shared_calls]:
+                    while monotonic() < deadline and transfer.wait_briefly():
                         pass
             self.failure = self.failure or GroupError("this world is closed")
             if self._peers is not None:  # closed before the process group, so that no rank waits for a closed group
@@ -186,7 +186,7 @@ class RankGroup:
         if self.failure is not None:
             raise GroupError(f"the group of ranks has ended: {self.failure}", self.failure.ranks)
 
-    def start(
+    def start_all_to_all(
         self,
         op: str,
         data: Tensor,
@@ -212,10 +212,10 @@ class RankGroup:
         self.num_calls += 1
         self._op = op
         if self._peers is not None:
-            self._peers.last_call = self.num_calls
-        pending = PendingAllToAll(self, op, self.num_calls, work, out)
-        self._in_flight = [*(transfer for transfer in self._in_flight if transfer.is_pending()), pending]
-        return pending
+            self._peers.last_call_number = self.num_calls
+        transfer = PendingAllToAll(self, op, self.num_calls, work, out)
+        self._in_flight = [*(other for other in self._in_flight if other.poll()), transfer]
+        return transfer
 
     def exchange_bytes(self, op: str, data: bytes, num_readers: int | None = None) -> list[bytes]:
         """Send bytes to ranks below `num_readers` (default: all). They get each rank's bytes; others get b""."""
@@ -223,9 +223,9 @@ class RankGroup:
             return [data]
         num_readers = self.size if num_readers is None else num_readers
         send_counts = [len(data) * (rank < num_readers) for rank in range(self.size)]
-        receive_counts: list[int] = self.start(op, torch.tensor(send_counts)).wait().tolist()
+        receive_counts: list[int] = self.start_all_to_all(op, torch.tensor(send_counts)).wait().tolist()
         payload = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-        out = self.start(op, payload.repeat(num_readers), send_counts, receive_counts).wait()
+        out = self.start_all_to_all(op, payload.repeat(num_readers), send_counts, receive_counts).wait()
         return [bytes(part.numpy()) for part in out.split(receive_counts)]
 
     @contextmanager
@@ -247,25 +247,25 @@ class RankGroup:
                     self.abort(op, f"failed with {type(error).__name__}: {error}")
                 raise
 
-    def check_peers(self, op: str, call: int) -> None:
+    def check_peers(self, op: str, call_number: int) -> None:
         """Raise GroupError if another rank has aborted the group, or has left the group before this call."""
         if self._peers is None:
             return
         if self._peers.aborted is not None:
             raise self._abort_by_peer(op, self._peers.aborted)
-        if self._peers.has_closed_before(call):
-            raise self.abort_unresponsive(op, call, "a rank closed its world")
+        if self._peers.has_closed_before(call_number):
+            raise self.abort_unresponsive(op, call_number, "a rank closed its world")
 
-    def abort_unresponsive(self, op: str, call: int, how: str) -> GroupError:
-        """Abort the group because collective number `call` failed. Returns the error, with other ranks' reports."""
+    def abort_unresponsive(self, op: str, call_number: int, reason: str) -> GroupError:
+        """Abort the group because collective `call_number` failed. Returns the error, with other ranks' reports."""
         reasons: Mapping[int, str] = {}
         if self._peers is not None:
             try:
-                reasons = self._peers.find_unresponsive(call)
+                reasons = self._peers.find_unresponsive(call_number)
             except GroupAborted as aborted:
                 return self._abort_by_peer(op, aborted)
             self._peers.broadcast_abort(self.rank, reasons)
-        return self._abort(f"{op}: {_describe_silent(reasons) or how}", reasons)
+        return self._abort(f"{op}: {_describe_unresponsive(reasons) or reason}", reasons)
 
     def abort(self, op: str, reason: str) -> GroupError:
         """Abort the group because this rank failed in the middle of `op`. Returns the error."""
@@ -275,20 +275,21 @@ class RankGroup:
 
     def _abort_by_peer(self, op: str, aborted: GroupAborted) -> GroupError:
         if self._peers is not None:
-            self._peers.broadcast_abort(aborted.rank, aborted.why)
-        return self._abort(f"{op}: rank {aborted.rank} ended the group: {_describe_silent(aborted.why)}", aborted.why)
+            self._peers.broadcast_abort(aborted.rank, aborted.reasons)
+        text = _describe_unresponsive(aborted.reasons)
+        return self._abort(f"{op}: rank {aborted.rank} ended the group: {text}", aborted.reasons)
 
     def _abort(self, message: str, reasons: Mapping[int, str]) -> GroupError:
         self.failure = GroupError(message, sorted(reasons))
         if reasons:
-            self._loss_report.write(self.failure)
+            self._lost_rank_reporter.write(self.failure)
         self._leave_group()
         return self.failure
 
-    def _report_loss(self, rank: int, reason: str) -> None:
+    def _report_lost_rank(self, rank: int, reason: str) -> None:
         """Report a killed rank as soon as the monitor thread notices."""
         message = f"rank {rank} was lost ({reason}); the last call here: {self._op}"
-        self._loss_report.write(GroupError(message, [rank]), is_early=True)
+        self._lost_rank_reporter.write(GroupError(message, [rank]), is_early=True)
 
     def _leave_group(self) -> None:
         if self._group is not None:
@@ -318,7 +319,7 @@ class RankGroup:
         try:
             exchange = partial(self.exchange_bytes, self._op)
             sockets, self.num_ranks_on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
-            self._peers = PeerMonitor(sockets, self._report_loss)
+            self._peers = PeerMonitor(sockets, self._report_lost_rank)
         except BaseException:
             self.close()
             raise
@@ -328,8 +329,8 @@ class RankGroup:
 class PendingAllToAll:
     """An all-to-all in flight."""
 
-    def __init__(self, group: RankGroup, op: str, call: int, work: dist.Work, out: Tensor) -> None:
-        self._group, self._op, self.call, self._out = group, op, call, out
+    def __init__(self, group: RankGroup, op: str, call_number: int, work: dist.Work, out: Tensor) -> None:
+        self._group, self._op, self.call_number, self._out = group, op, call_number, out
         self._work: dist.Work | None = work  # keeps the process group alive
         self._deadline = monotonic() + group.timeout
         self._has_arrived, self._failure = False, ""
@@ -342,25 +343,25 @@ class PendingAllToAll:
         """
         if self._has_arrived:
             return self._out
+        group, interrupted_at = self._group, 0.0  # 0: not interrupted
         with uninterrupted():
-            self._group.check_alive()
-            interrupted_at = None
-            while self.poll():
-                self._group.check_peers(self._op, self.call)
+            group.check_alive()
+            while self.wait_briefly():
+                group.check_peers(self._op, self.call_number)
                 now = monotonic()
                 if now > self._deadline:
-                    raise self._group.abort_unresponsive(self._op, self.call, f"no answer in {self._group.timeout:g} s")
+                    raise group.abort_unresponsive(self._op, self.call_number, f"no answer in {group.timeout:g} s")
                 if signals := [number for number in deferred_signals() if number in ENDING_SIGNALS]:
                     interrupted_at = interrupted_at or now
                     if now > interrupted_at + PATIENCE_SECONDS:
                         name = signal.Signals(signals[0]).name
-                        raise self._group.abort(self._op, f"interrupted by {name} in a wait for others")
+                        raise group.abort(self._op, f"interrupted by {name} in a wait for others")
             if self._failure:
-                raise self._group.abort_unresponsive(self._op, self.call, self._failure)
+                raise group.abort_unresponsive(self._op, self.call_number, self._failure)
             return self._out
 
-    def is_pending(self) -> bool:
-        """True if the transfer is in flight. A complete transfer no longer keeps the process group alive."""
+    def poll(self) -> bool:
+        """Return True if the transfer is in flight. If it is complete, stop keeping the process group alive."""
         if self._work is not None and self._work.is_completed():
             try:
                 self._work.wait()
@@ -370,12 +371,12 @@ class PendingAllToAll:
             self._work = None
         return self._work is not None
 
-    def poll(self) -> bool:
+    def wait_briefly(self) -> bool:
         """Wait up to POLL_INTERVAL. Returns True if the transfer is still in flight."""
         if self._work is not None:
             with suppress(RuntimeError):
                 self._work.wait(POLL_INTERVAL)
-        return self.is_pending()
+        return self.poll()
 
     def release(self) -> bool:
         """Release the process group. Returns True if the transfer was complete."""
@@ -383,7 +384,7 @@ class PendingAllToAll:
         return work is None or work.is_completed()
 
 
-def _describe_silent(reasons: Mapping[int, str]) -> str:
+def _describe_unresponsive(reasons: Mapping[int, str]) -> str:
     texts = []
     for reason in dict.fromkeys(reasons.values()):
         ranks = [str(rank) for rank in sorted(reasons) if reasons[rank] == reason]

@@ -41,7 +41,7 @@ class RankBuffers:
         self.blocks[world.rank] = own
 
     @property
-    def remote_bytes(self) -> Tensor:
+    def remote_rows_as_bytes(self) -> Tensor:
         """All blocks except this rank's own, as bytes [rows, row bytes], since Gloo does not support every dtype."""
         return self.rows[: sum(self.remote_counts)].view(torch.uint8)
 
@@ -50,10 +50,10 @@ def start_exchange(
     world: World, op: str, source: RankBuffers, target: RankBuffers, traffic: Traffic
 ) -> PendingAllToAll:
     """Start to send `source`'s blocks to the other ranks and to receive `target`'s blocks."""
-    sent_bytes, received_bytes = source.remote_bytes, target.remote_bytes
+    sent_bytes, received_bytes = source.remote_rows_as_bytes, target.remote_rows_as_bytes
     traffic.bytes_sent += sent_bytes.numel()
     traffic.bytes_received += received_bytes.numel()
-    return world.start(op, sent_bytes, source.remote_counts, target.remote_counts, received_bytes)
+    return world.start_all_to_all(op, sent_bytes, source.remote_counts, target.remote_counts, received_bytes)
 
 
 class LocalBatch:
@@ -71,16 +71,16 @@ class LocalBatch:
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
         if dedup_from is None:
-            self.by_owner = sort_by_owner(processor.unique_rows(self.batch), world.size, world.rank)
+            self.owner_order = sort_by_owner(processor.unique_rows(self.batch), world.size, world.rank)
         else:
-            self.by_owner = dedup_from.by_owner
-        self.rows: Tensor | None = None  # kept alive, because the batch points into this memory
+            self.owner_order = dedup_from.owner_order
+        self.keepalive_rows: Tensor | None = None  # kept alive, because the batch points into this memory
         if processor.defers_errors and (deferred := processor.take_deferred_error(True)) is not None:
             raise deferred.error
 
     @property
     def counts(self) -> list[int]:
-        return self.by_owner.counts
+        return self.owner_order.counts
 
 
 class IdExchange:
@@ -88,17 +88,17 @@ class IdExchange:
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this rank included."""
-        ids = local.by_owner.keys[:, None]
+        ids = local.owner_order.keys[:, None]
         if local.spec.num_tables > 1:
-            ids = torch.stack((local.by_owner.keys, local.by_owner.tables), 1)
+            ids = torch.stack((local.owner_order.keys, local.owner_order.tables), 1)
         self._rank, self._device = world.rank, local.processor.device
         send_counts, self._receive_counts = (without_rank(part, world.rank) for part in (local.counts, counts))
-        self._own_ids = ids[sum(send_counts) :]  # this rank's own ids are last
+        remote_ids, self._own_ids = ids.tensor_split([sum(send_counts)])  # this rank's own ids are last
         traffic.ids_sent += sum(send_counts)
         traffic.ids_received += sum(self._receive_counts)
         traffic.bytes_sent += 8 * ids.shape[1] * sum(send_counts)
         traffic.bytes_received += 8 * ids.shape[1] * sum(self._receive_counts)
-        self._exchange: PendingAllToAll = world.start(op, ids[: sum(send_counts)], send_counts, self._receive_counts)
+        self._exchange = world.start_all_to_all(op, remote_ids, send_counts, self._receive_counts)
 
     def wait(self) -> list[Lookup]:
         """Return one lookup per rank. Lookup i contains the rows that rank i requests from this rank."""

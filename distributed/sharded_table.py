@@ -73,7 +73,7 @@ class ShardedBatch:
         self._own_sums = torch.empty(0)  # gradients of rows that this rank both owns and looked up
         rows, new = (0, 0) if owner_batch is None else table.count_rows_and_new(owner_batch)
         outgoing, op = self._gather_blocks(wire_dtype), f"rows of {op}"
-        self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, note=rows)
+        self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, payload=rows)
         self._in_flight = start_exchange(self._world, op, outgoing, self._received_buffers, table.traffic)
         table.traffic.rows_received += sum(without_rank(local_batch.counts, self._world.rank))
 
@@ -99,11 +99,11 @@ class ShardedBatch:
             return
         self._unpin_on_error(self._in_flight.wait)
         answer = self._unpin_on_error(self._headers.wait)
-        self._unpin_on_error(lambda: self._table.check_capacity(answer.notes, answer.counts))
+        self._unpin_on_error(lambda: self._table.check_capacity(answer.payloads, answer.counts))
         self._rows = self._received_buffers.rows.to(self.local_batch.processor.device, torch.float32)
         assert self.owner_batch is not None
         own = (self.owner_batch.batch, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
-        self.local_batch.processor.set_lines(self.batch, self._rows, self.local_batch.by_owner.positions, own)
+        self.local_batch.processor.set_lines(self.batch, self._rows, self.local_batch.owner_order.positions, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """Return the rows of lookup number `index`, as `PinnedBatch.gather` does."""
@@ -145,7 +145,7 @@ class ShardedBatch:
         blocks = RankBuffers(self._world, local_batch.counts, self._dim, wire_dtype)
         needs_no_copy = wire_dtype == torch.float32 and device.type == "cpu"
         sums = blocks.rows if needs_no_copy else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
-        local_batch.processor.sum_gradients(self.batch, gradients, local_batch.by_owner.positions, sums)
+        local_batch.processor.sum_gradients(self.batch, gradients, local_batch.owner_order.positions, sums)
         if not needs_no_copy:
             blocks.rows.copy_(sums)
         return blocks
@@ -178,7 +178,7 @@ class ShardedBatch:
         with world.collective_block(op):
             headers = Handshake(world, op, error)
             own_parts = torch.from_numpy(compute_partial_sum(np.empty(0, np.float32)) if squares is None else squares)
-            parts = world.start(op, own_parts.repeat(world.size)).wait()
+            parts = world.start_all_to_all(op, own_parts.repeat(world.size)).wait()
             headers.wait()
         return add_partial_sums([part.numpy() for part in parts.split(len(own_parts))])
 
@@ -356,8 +356,8 @@ class ShardedTable:
         counts = [0] * world.size if local_batch is None else local_batch.counts
         try:
             wants_more = self._requests.is_wanted()
-            note = 2 * number + has_pooling
-            answer = world.handshake(op, error, shared_values, counts=counts, note=note, wants_more=wants_more)
+            payload = 2 * number + has_pooling
+            answer = world.handshake(op, error, shared_values, counts=counts, payload=payload, wants_more=wants_more)
         finally:
             world.num_step_collectives += 1
         assert local_batch is not None
@@ -365,11 +365,11 @@ class ShardedTable:
             self.id_prefetcher.advance()  # after the handshake, because a failed rank makes no further collective
         if answer.wants_more:
             self._requests.serve()
-        has_pooling = any(note & 1 for note in answer.notes)
+        has_pooling = any(payload & 1 for payload in answer.payloads)
         if dedup_from is not None:
             self.id_prefetcher.skip(number)
             return local_batch, dedup_from.requested_lookups, has_pooling
-        if announced_step is not None and all(note >> 1 == number for note in answer.notes):
+        if announced_step is not None and all(payload >> 1 == number for payload in answer.payloads):
             return local_batch, self.id_prefetcher.take(announced_step), has_pooling
         self.id_prefetcher.skip(number)
         ids = IdExchange(world, f"ids of {op}", local_batch, answer.counts, self.traffic).wait()
@@ -409,8 +409,8 @@ class ShardedTable:
         start_exchange(self.world, f"rows of {op}", source, target, self.traffic).wait()
         headers.wait()
         received_rows = target.rows.to(local_batch.processor.device, torch.float32)
-        local_batch.processor.set_lines(local_batch.batch, received_rows, local_batch.by_owner.positions)
-        local_batch.rows = received_rows
+        local_batch.processor.set_lines(local_batch.batch, received_rows, local_batch.owner_order.positions)
+        local_batch.keepalive_rows = received_rows
         return local_batch
 
     @_collective("put")
@@ -421,8 +421,9 @@ class ShardedTable:
         if self.capacity is not None:
             num_new, error = try_call(lambda: count_new_rows(self.open_table, requested))
             new_counts = [num_new or 0] * self.world.size
-            answer = self.world.handshake(f"{op}: room", error, counts=new_counts, note=self.open_table.counts.num_rows)
-            self.check_capacity(answer.notes, answer.counts)
+            num_rows = self.open_table.counts.num_rows
+            answer = self.world.handshake(f"{op}: room", error, counts=new_counts, payload=num_rows)
+            self.check_capacity(answer.payloads, answer.counts)
         self.local.count_write()
         _, error = try_call(lambda: self.open_table.put(requested, rows))
         self.world.handshake(f"{op}: done", error)
@@ -444,7 +445,7 @@ class ShardedTable:
         requested, _ = self._scatter(op, lookup, None)
         self.local.count_write()
         num_deleted, error = try_call(lambda: self.open_table.delete(requested))
-        return sum(self.world.handshake(f"{op}: done", error, note=num_deleted or 0).notes)
+        return sum(self.world.handshake(f"{op}: done", error, payload=num_deleted or 0).payloads)
 
     def _scatter(
         self, op: str, lookup: Lookup, values: NDArray[np.float32] | None
@@ -460,21 +461,22 @@ class ShardedTable:
         send_counts = np.bincount(owners, minlength=world.size).tolist()
         receive_counts = world.handshake(op, None, counts=send_counts).counts
         ids = np.stack((batch.keys[order].view(np.int64), batch.tables[order].astype(np.int64)), 1)
-        received_ids = world.start(f"ids of {op}", torch.from_numpy(ids), send_counts, receive_counts).wait()
+        received_ids = world.start_all_to_all(f"ids of {op}", torch.from_numpy(ids), send_counts, receive_counts).wait()
         keys, tables = (column.contiguous().to(lookup.ids.device) for column in received_ids.unbind(1))
         requested = Lookup(keys, tables)
         if values is None:
             return requested, np.empty((0, spec.dim), np.float32)
         picks = np.empty(batch.num_unique, np.int64)
         picks[batch.inverse] = np.arange(len(batch.inverse))  # a repeated id keeps its last value
-        rows = world.start(f"rows of {op}", torch.from_numpy(values[picks[order]]), send_counts, receive_counts).wait()
+        sent_rows = torch.from_numpy(values[picks[order]])
+        rows = world.start_all_to_all(f"rows of {op}", sent_rows, send_counts, receive_counts).wait()
         return requested, rows.numpy()
 
     @_collective("size")
     def size(self) -> int:
         """Return the number of rows over all ranks."""
         num_rows, error = try_call(lambda: self.open_table.size())
-        return sum(self.world.handshake(f"size of embedding {self.name!r}", error, note=num_rows or 0).notes)
+        return sum(self.world.handshake(f"size of embedding {self.name!r}", error, payload=num_rows or 0).payloads)
 
     @_collective("announcement")
     def announce(self, lookups: list[Lookup] | None, is_collective: bool = False) -> None:

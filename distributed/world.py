@@ -240,7 +240,8 @@ class World(RankGroup):
         data, error = try_call(lambda: to_bytes(check_sendable("x", x, open_dims == 0)))
         with self.collective_block(op):
             shared_values = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
-            lengths = self.handshake(op, error, shared_values, note=0 if error else len(torch.atleast_1d(x))).notes
+            length = 0 if error else len(torch.atleast_1d(x))
+            lengths = self.handshake(op, error, shared_values, payload=length).payloads
             parts = self.exchange_bytes(op, data.numpy().tobytes())
         return [_decode_tensor(*part, x) for part in zip(parts, lengths, strict=True)]
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from ..embedding.optim.ddp_guard import refuse_wrapper
+from ..embedding.optim.ddp_guard import check_not_in_ddp
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
 from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, checked_arguments
@@ -68,7 +68,7 @@ from .trace.trace import trace
 from .trace.values import ValueGuards
 
 MAX_CACHED_STEPS = 64
-_TENSORS = {Tensor}
+_TENSOR_TYPES = {Tensor}
 log = logging.getLogger("tierbed")
 
 
@@ -122,13 +122,13 @@ class Graph(ModelSnapshots, HasBuild):
         # names with two underscores do not collide with a subclass's attributes
         self.__steps = StepCache(type(self).__name__, MAX_CACHED_STEPS)
         # the pytree spec and the dynamic leaves of the last call that had containers as arguments
-        self.__call_tree: tuple[pytree.TreeSpec, frozenset[int]] = make_tensors_spec(0), NO_DYNAMIC_LEAVES
+        self.__last_spec_and_leaves: tuple[pytree.TreeSpec, frozenset[int]] = make_tensors_spec(0), NO_DYNAMIC_LEAVES
         self.__splits_by_key = False  # True if build needs a separate tensor for each key of a keyed container
         self.__has_warned_uncompiled = False  # True after the warning that dynamic shapes run uncompiled
         self.__structure: Structure | None = None
         self.__guards = ValueGuards()
-        self.__last_call: tuple[Hashable, Any] = (None, None)  # the last call's signature and step, compared first
-        self.__has_checked_dense = False  # True after checking that rows and dense parameters are from one run
+        self.__last_signature_and_step: tuple[Hashable, Any] = (None, None)  # of the last call, compared first
+        self.__has_checked_resumed_rows = False  # True after checking that rows and dense parameters are from one run
         self.__recompile_log = RecompileLog(MAX_CACHED_STEPS)
         self.__profiled_forward: Forward | None = None  # the timed forward of a profile, while the profile runs
         self.__rank_state = RankStepState()
@@ -266,7 +266,7 @@ class Graph(ModelSnapshots, HasBuild):
             Exception: any error that `build`, an op or a store raises.
         """
         if DistributedDataParallel._active_ddp_module is not None:
-            refuse_wrapper(self)
+            check_not_in_ddp(self)
         try:
             step, tensors = self.__find_step(args, kwargs)
         except Exception as error:
@@ -423,7 +423,7 @@ class Graph(ModelSnapshots, HasBuild):
             GraphError: the graph has not been called yet.
             InputError: `path` is not a path.
         """
-        _, step = self.__last_call
+        _, step = self.__last_signature_and_step
         if step is None:
             raise GraphError(f"{type(self).__name__} has no step to draw yet; call it once to compile one")
         as_path(path).write_text(draw(step.module, type(self).__name__, ahead=step.id_graph is not None))
@@ -435,9 +435,9 @@ class Graph(ModelSnapshots, HasBuild):
         """
         return list(self.__recompile_log.reasons)
 
-    def __check_cuda_graph(self, method: str, is_used: bool, captures: bool | None = None) -> None:
-        """Raise OptionError if `method` is used with `cuda_graph`. captures: None for the graph's setting."""
-        if is_used and (self.__uses_cuda_graph if captures is None else captures):
+    def __check_cuda_graph(self, method: str, is_used: bool, enabled: bool | None = None) -> None:
+        """Raise OptionError if `method` is used with `cuda_graph`. enabled: None for the graph's setting."""
+        if is_used and (self.__uses_cuda_graph if enabled is None else enabled):
             raise OptionError(
                 f"cuda_graph and {method}: a step with {method} cannot be captured; call cuda_graph(False), "
                 f"or leave out {method} (clip_grad_value works with cuda_graph)"
@@ -460,18 +460,18 @@ class Graph(ModelSnapshots, HasBuild):
         arguments = split_by_key((args, kwargs)) if self.__splits_by_key else (args, kwargs)
         args, kwargs = arguments
         dynamic_leaves = NO_DYNAMIC_LEAVES
-        if not kwargs and set(map(type, args)) <= _TENSORS:
+        if not kwargs and set(map(type, args)) <= _TENSOR_TYPES:
             inputs = leaves = list(args)
             spec = make_tensors_spec(len(args))
         else:
             leaves, spec = pytree.tree_flatten(arguments)
             inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            tree = self.__call_tree  # read once: another thread's call may set the attribute
+            tree = self.__last_spec_and_leaves  # read once: another thread's call may set the attribute
             if spec != tree[0]:
-                tree = self.__call_tree = spec, find_dynamic_leaves(spec)
+                tree = self.__last_spec_and_leaves = spec, find_dynamic_leaves(spec)
             spec, dynamic_leaves = tree
         signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
-        last_signature, step = self.__last_call
+        last_signature, step = self.__last_signature_and_step
         if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
             with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace would abort inside torch
@@ -490,7 +490,7 @@ class Graph(ModelSnapshots, HasBuild):
                         self.__splits_by_key = False
                         raise
             needs_guard = bool(dynamic_leaves) and step.guard is None  # the signature lacks the dynamic sizes
-            self.__last_call = None if needs_guard else signature, step
+            self.__last_signature_and_step = None if needs_guard else signature, step
         return step, inputs + tensors
 
     def __make_signature(
@@ -523,7 +523,7 @@ class Graph(ModelSnapshots, HasBuild):
             )
         self.__optimizers.attach(self)
         self.__optimizers.check_parameters_in_graph(self)
-        begin, name, base_key = perf_counter(), type(self).__name__, signature[:-1]
+        start_time, name, base_key = perf_counter(), type(self).__name__, signature[:-1]
         is_compiled = False
 
         def compile_call(dynamic: Dims | None) -> CompiledStep:
@@ -538,15 +538,15 @@ class Graph(ModelSnapshots, HasBuild):
                 return step
             is_compiled = True
             inductor = self.__inductor if dynamic is None or dynamic <= call.dynamic_dims else None
-            captures = self.__uses_cuda_graph and dynamic is None
+            is_captured = self.__uses_cuda_graph and dynamic is None
             step = compile_step(
-                self, new_trace, self.__optimizers, self.__epilogue, tensors, inductor, captures, self.__rank_state
+                self, new_trace, self.__optimizers, self.__epilogue, tensors, inductor, is_captured, self.__rank_state
             )
             return replace(step, key=key, program=program)
 
         step = self.__steps.make(signature, call, static_only, compile_call)
-        if step.trained_rows and not self.__has_checked_dense:
-            self.__has_checked_dense = True
+        if step.trained_rows and not self.__has_checked_resumed_rows:
+            self.__has_checked_resumed_rows = True
             self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained_rows])
         is_dynamic, compiled_parts = step.guard is not None, step.module.graph.find_nodes(op="call_module")
         if self.__inductor is not None and is_dynamic and not compiled_parts and not self.__has_warned_uncompiled:
@@ -561,7 +561,7 @@ class Graph(ModelSnapshots, HasBuild):
             settings = {"cuda_graph": str(self.__uses_cuda_graph), "compile_dense": dense_setting}
             value_texts = self.__guards.describe_values()
             facts = collect_facts(self, call, is_dynamic, self.__optimizers, self.__epilogue, settings, value_texts)
-            self.__recompile_log.add(name, facts, perf_counter() - begin)
+            self.__recompile_log.add(name, facts, perf_counter() - start_time)
         self.__steps.evict_oldest()
         if self.__guards.is_full:
             self.__structure = None

@@ -29,13 +29,13 @@ CHUNK = 1 << 16  # rows per chunk
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def copy_rows(embedding: KeyedRows, number: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the first `rows` rows of table `number`, [rows, dim]. Unwritten rows have their initial values."""
+def copy_rows(embedding: KeyedRows, table_id: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the first `rows` rows of table `table_id`, [rows, dim]. Unwritten rows have their initial values."""
     with torch.inference_mode(False):
         weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
     for first in range(0, rows, CHUNK):
         keys = torch.arange(first, min(first + CHUNK, rows)).to(embedding.spec.key_type)
-        weights[first : first + CHUNK] = embedding.get(keys, number)
+        weights[first : first + CHUNK] = embedding.get(keys, table_id)
     return weights
 
 
@@ -56,21 +56,21 @@ def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, di
     # inference tensors lack version counters, but a read-only copy needs version counters to detect writes
     with torch.inference_mode(False):
         states = {
-            number: {
+            table_id: {
                 name: torch.full((rows, *shape), float(value))
                 for name, shape, value in zip(state.names, columns, state.initial, strict=True)
             }
-            for number, rows in counts.items()
+            for table_id, rows in counts.items()
         }
         for _, chunk in scan_caught_up(table) if state.names else ():
-            for number, rows in counts.items():
-                is_requested = (chunk["table"] == number) & (chunk["key"] < rows)
+            for table_id, rows in counts.items():
+                is_requested = (chunk["table"] == table_id) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][is_requested].astype("i8"))
-                for name, tensor in states[number].items():
+                for name, tensor in states[table_id].items():
                     numbers = torch.from_numpy(table.form.values(chunk, name)[is_requested])
                     tensor[keys] = numbers.view(len(keys), *tensor.shape[1:])
         device = embedding.device
-        return {number: {name: tensor.to(device) for name, tensor in state.items()} for number, state in states.items()}
+        return {t: {name: tensor.to(device) for name, tensor in state.items()} for t, state in states.items()}
 
 
 def convert_dense(
@@ -79,24 +79,22 @@ def convert_dense(
     """Return the rows that `load_dense` would store for these arguments, in the format of `RowTensors.tensors`."""
     follow_in_backward(embedding)
     spec, table = embedding.spec, embedding.table_handle(for_load=True).open_table
-    weights = _key_by_number(spec, "weights", weights)
-    states_by_number = {number: dict(own) for number, own in _key_by_number(spec, "states", states).items()}
-    steps = [
-        _to_step(state.pop(name)) for state in states_by_number.values() for name in ("step", "iter") if name in state
-    ]
-    has_states = any(states_by_number.values())
+    weights = _key_by_table(spec, "weights", weights)
+    all_states = {table_id: dict(own) for table_id, own in _key_by_table(spec, "states", states).items()}
+    steps = [_to_step(state.pop(name)) for state in all_states.values() for name in ("step", "iter") if name in state]
+    has_states = any(all_states.values())
     if step is None and not steps and has_states:
         _check_step_known(table)
     if step is None and not has_states and len(weights) == spec.num_tables:
         step = max(steps, default=0)
     new_step = max(steps, default=table.step) if step is None else _to_step(step)
-    for number, own in states_by_number.items():
-        if number not in weights:
-            raise InputError(f"states of table {spec.labels[number]} are given without its weights; give both")
+    for table_id, own in all_states.items():
+        if table_id not in weights:
+            raise InputError(f"states of table {spec.labels[table_id]} are given without its weights; give both")
         if own or table.state.names:  # if both are empty, `states` only gives a step
-            _check_states(table, number, own, len(weights[number]))
-    for number, rows in weights.items():
-        _check_rows(spec, number, rows)
+            _check_states(table, table_id, own, len(weights[table_id]))
+    for table_id, rows in weights.items():
+        _check_rows(spec, table_id, rows)
     if embedding.world is not None and len(weights) < spec.num_tables:
         raise InputError(f"weights of embedding {spec.name!r}: ranks share its rows; give the weights of all tables")
     if not has_states and table.state.names and table.step:
@@ -114,7 +112,7 @@ def convert_dense(
                 f"step={new_step} of embedding {spec.name!r}: other tables keep their rows, and these rows were "
                 f"trained for {table.step} steps; give step={table.step}, or the weights and states of all tables"
             )
-        replaced = [rows for number in weights for rows in _to_rows(table, number, weights, states_by_number, new_step)]
+        replaced = [rows for table_id in weights for rows in _to_rows(table, table_id, weights, all_states, new_step)]
         chunks = retained + replaced
         description = spec.describe(table.state, hyper, new_step)
         return RowTensors.from_chunks(description, sum(map(len, chunks)), chunks).tensors
@@ -159,26 +157,26 @@ def _check_step_known(table: OpenTable) -> None:
     log.warning("%s: the count goes on from step %d; give step= for another number", problem, step)
 
 
-def _key_by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
+def _key_by_table(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
     """Convert a dict so that its keys are table numbers. Given keys may also be table names. Raises InputError."""
     if not isinstance(values, Mapping):
         form = "torch.from_numpy(array)" if isinstance(values, np.ndarray) else "a dict by table"
         raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")
-    by_number: dict[int, Any] = {}
+    by_table: dict[int, Any] = {}
     for name, value in values.items():
-        number = find_table(name, spec.table_names)
-        if number is None:
+        table_id = find_table(name, spec.table_names)
+        if table_id is None:
             raise InputError(
                 f"{argument}: embedding {spec.name!r} has no table {name!r}; give one of {choices(spec.table_names)}"
             )
-        if number in by_number:
-            raise InputError(f"{argument}: table {spec.labels[number]} is given twice; give it by number or by name")
-        by_number[number] = value
-    return by_number
+        if table_id in by_table:
+            raise InputError(f"{argument}: table {spec.labels[table_id]} is given twice; give it by number or by name")
+        by_table[table_id] = value
+    return by_table
 
 
-def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
-    where, ids = f"weights of table {spec.labels[number]}", spec.tables[number].ids
+def _check_rows(spec: TableSpec, table_id: int, rows: Any) -> None:
+    where, ids = f"weights of table {spec.labels[table_id]}", spec.tables[table_id].ids
     if isinstance(rows, Tensor) and type(rows).__module__.startswith("torch.distributed"):
         raise InputError(f"{where}: a {type(rows).__name__} has parts on other ranks; give the whole tensor")
     if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
@@ -198,8 +196,8 @@ def _check_rows(spec: TableSpec, number: int, rows: Any) -> None:
         )
 
 
-def _check_states(table: OpenTable, number: int, states: Mapping[str, Tensor], rows: int) -> None:
-    where, names = f"states of table {table.spec.labels[number]}", table.state.names
+def _check_states(table: OpenTable, table_id: int, states: Mapping[str, Tensor], rows: int) -> None:
+    where, names = f"states of table {table.spec.labels[table_id]}", table.state.names
     if not names:
         raise OptimizerError(
             f"{where}: embedding {table.spec.name!r} has no optimizer with state; first give its parameters to the "
@@ -237,19 +235,19 @@ def _copy_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowA
 
 
 def _to_rows(
-    table: OpenTable, number: int, weights: Mapping[int, Tensor], states: Mapping[int, Mapping[str, Tensor]], step: int
+    table: OpenTable, table_id: int, weights: Mapping[int, Tensor], states: Mapping[int, dict[str, Tensor]], step: int
 ) -> Iterator[RowArray]:
     """Yield the rows of one table from its dense weights and states."""
-    spec, form, count = table.spec, table.form, len(weights[number])
+    spec, form, count = table.spec, table.form, len(weights[table_id])
     initial = dict(zip(table.state.names, table.state.initial, strict=True))
     for first in range(0, count, CHUNK):
         part = slice(first, min(first + CHUNK, count))
         rows = np.zeros(part.stop - first, form.dtype)
-        rows["table"], rows["key"] = number, np.arange(first, part.stop)
+        rows["table"], rows["key"] = table_id, np.arange(first, part.stop)
         rows["updates"], rows["step"] = 1, step
-        form.set_values(rows, EMBEDDING, _to_numpy(weights[number][part]))
+        form.set_values(rows, EMBEDDING, _to_numpy(weights[table_id][part]))
         for name, value in initial.items():
-            state = states.get(number, {}).get(name)
+            state = states.get(table_id, {}).get(name)
             numbers = np.float32(value) if state is None else _to_numpy(state[part]).reshape(len(rows), -1)
             form.set_values(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
         yield rows if spec.padding_key is None else rows[rows["key"] != np.uint64(spec.padding_key)]

@@ -29,9 +29,9 @@ from ...engine.table.table import OpenTable, RowsReplacedError
 from ..autograd import lookup_op as ops
 from ..autograd.gradients import ShadowGrad, accumulate, set_grad, trainers
 from ..autograd.shadow import adopt, make_converter
-from ..optim.ddp_guard import check_world, refuse_lookup, warn_without_world
+from ..optim.ddp_guard import check_lookup_outside_ddp, normalize_world, warn_without_world
 from ..optim.eager import IN_BACKWARD, follow_in_backward
-from ..saving.rows_reference import UNKNOWN
+from ..saving.rows_reference import UNLOADABLE_ROWS
 from ..saving.sharded_handle import ShardedTableHandle
 from ..saving.table_handle import TableHandle
 from ..state_dict.saved_rows import EXTRA, ROWS
@@ -85,7 +85,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.spec.layout(RowState())  # raise now if a table has too many or too few column options
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
-        self.world = check_world(world, name)
+        self.world = normalize_world(world, name)
         self.row_optimizer: RowOptimizer | None = None
         # the shadow stands for the rows in optimizers and autograd; no parameter contains the rows themselves
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
@@ -347,9 +347,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if hasattr(self.shadow, IN_BACKWARD):
             follow_in_backward(self)
             if self.group is not None:
-                self.group.check_passed()
+                self.group.detect_failed_backward()
         if self.op_id in trainers:
-            refuse_lookup(self.name)
+            check_lookup_outside_ddp(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
         with self._accumulate_lock:
@@ -411,7 +411,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._handle = self._make_handle(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
                 if self._handle.local.persistence.unusable_reason:
-                    self._pending[:] = self._pending or [UNKNOWN]
+                    self._pending[:] = self._pending or [UNLOADABLE_ROWS]
             elif self._handle.device != device:
                 self._handle.local.move(device)
             handle = self._handle

@@ -18,13 +18,13 @@ from ...engine.ops.embedding_base import EmbeddingBase
 log = logging.getLogger("tierbed")
 
 # wrapper classes are recognized by their module's name, so that this file imports none of those modules
-_TORCHREC = "torchrec.distributed.model_parallel"
-_WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable", _TORCHREC)
-_TENSORS = "torch.distributed.tensor"
-LEAVES_ROWS = "tierbed_leaves_rows"  # marks a DistributedDataParallel that ignores embeddings with a world
+_TORCHREC_MODULE = "torchrec.distributed.model_parallel"
+_TORCH_WRAPPERS = ("torch.nn.parallel.distributed", "torch.distributed.fsdp", "torch.distributed._composable")
+_DTENSOR_MODULE = "torch.distributed.tensor"
+IGNORES_EMBEDDINGS_ATTR = "tierbed_leaves_rows"  # marks a DistributedDataParallel that ignores embeddings with a world
 
 
-def check_world(world: World | None, name: str) -> World | None:
+def normalize_world(world: World | None, name: str) -> World | None:
     """Return embedding `name`'s world, or None for a world of one rank. Raises OptionError if `world` is no World."""
     if world is None:
         return None
@@ -44,13 +44,13 @@ def warn_without_world(name: str) -> None:
         )
 
 
-def refuse_ranks(root: nn.Module) -> None:
+def check_not_sharded(root: nn.Module) -> None:
     """Raise GraphError if a module or parameter in a graph is sharded or kept equal across ranks."""
-    if (problem := _find_shared(root, "the graph")) is not None:
+    if (problem := _find_sharded(root, "the graph")) is not None:
         raise _make_graph_error(problem)
 
 
-def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
+def check_eager_world(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> World | None:
     """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
     Rows diverge if the embeddings have different worlds. Without a world, rows also diverge if `root` contains a module
@@ -61,7 +61,7 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
         names = ", ".join(repr(embedding.name) for embedding in embeddings)
         raise OptimizerError(f"embeddings {names} have different worlds; give all of them the same world, or none")
     world: World | None = next(iter(worlds.values()), None)
-    if world is None and embeddings and (problem := _find_shared(root, "the module")) is not None:
+    if world is None and embeddings and (problem := _find_sharded(root, "the module")) is not None:
         raise _make_error(OptimizerError, problem, "an EagerOptimizer", "EagerOptimizer")
     for path, module in root.named_modules():
         children = module.modules() if _is_wrapper(module) else ()
@@ -74,37 +74,37 @@ def refuse_eager_ranks(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> 
     return world
 
 
-def refuse_lookup(name: str) -> None:
+def check_lookup_outside_ddp(name: str) -> None:
     """Raise OptimizerError if a training lookup of embedding `name` runs inside a DistributedDataParallel."""
     wrapper = DistributedDataParallel._active_ddp_module
-    if wrapper is not None and not hasattr(wrapper, LEAVES_ROWS):
-        raise _make_error(OptimizerError, f"embedding {name!r} is in {_active_wrapper()}", "its training", "the loop")
+    if wrapper is not None and not hasattr(wrapper, IGNORES_EMBEDDINGS_ATTR):
+        raise _make_error(OptimizerError, f"embedding {name!r} is in {_describe_ddp()}", "its training", "the loop")
 
 
-def _find_shared(root: nn.Module, root_name: str) -> str | None:
+def _find_sharded(root: nn.Module, root_name: str) -> str | None:
     """Describe the first module or parameter that is sharded or kept equal across ranks; None without one."""
     for path, module in root.named_modules():
         if _is_wrapper(module):
             return f"{path or root_name} is {_describe(module)}"
     for path, parameter in root.named_parameters():
-        if type(parameter).__module__.startswith(_TENSORS):
+        if type(parameter).__module__.startswith(_DTENSOR_MODULE):
             return f"{path} is a {type(parameter).__name__}"
     return None
 
 
 def _is_wrapper(module: nn.Module) -> bool:
-    is_wrapper = any(kind.__module__.startswith(_WRAPPERS) for kind in type(module).__mro__)
-    return is_wrapper and not hasattr(module, LEAVES_ROWS)
+    is_wrapper = any(kind.__module__.startswith((*_TORCH_WRAPPERS, _TORCHREC_MODULE)) for kind in type(module).__mro__)
+    return is_wrapper and not hasattr(module, IGNORES_EMBEDDINGS_ATTR)
 
 
-def refuse_wrapper(root: nn.Module) -> None:
+def check_not_in_ddp(root: nn.Module) -> None:
     """Raise GraphError if `root` is called by a DistributedDataParallel that contains `root`."""
     wrapper = DistributedDataParallel._active_ddp_module
     if wrapper is not None and any(module is root for module in wrapper.modules()):
-        raise _make_graph_error(f"{type(root).__name__} is in {_active_wrapper()}")
+        raise _make_graph_error(f"{type(root).__name__} is in {_describe_ddp()}")
 
 
-def _active_wrapper() -> str:
+def _describe_ddp() -> str:
     """Describe the DistributedDataParallel in the call stack, or the TorchRec module that created this wrapper."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -116,7 +116,7 @@ def _active_wrapper() -> str:
 
 
 def _is_from_torchrec(module: nn.Module) -> bool:
-    return any(kind.__module__ == _TORCHREC for kind in type(module).__mro__)
+    return any(kind.__module__ == _TORCHREC_MODULE for kind in type(module).__mro__)
 
 
 def _describe(wrapper: nn.Module) -> str:

@@ -36,8 +36,8 @@ from ..state_dict.model_snapshots import ModelSnapshots
 from ..state_dict.saved_rows import SnapshotEmbedding
 from ..tables.names import check_distinct, name_embeddings
 from ..tables.training_group import TrainingGroup, train_together
-from .ddp_guard import refuse_eager_ranks
-from .dense_part import DensePart, note_versions, warn_of_state
+from .ddp_guard import check_eager_world
+from .resumed_rows import ResumedRowsCheck, remember_versions, warn_if_optimizer_lacks_state
 
 log = logging.getLogger("tierbed")
 
@@ -106,7 +106,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         candidates = find_embeddings(groups) if module is None else module.modules()
         modules = [candidate for candidate in candidates if isinstance(candidate, EmbeddingBase)]
         embeddings = [module for module in modules if module.shadow.requires_grad]
-        self._world = refuse_eager_ranks(root, embeddings) or World.single()
+        self._world = check_eager_world(root, embeddings) or World.single()
         self._partial_update = ""  # this rank's error in row updates that other ranks completed
         if self._world.size > 1 and len(embeddings) > MAX_SHARED_EMBEDDINGS:
             raise OptimizerError(
@@ -122,17 +122,17 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 )
             self._check_can_take(embedding)
         if module is None:
-            check_distinct({f"parameter {number}": e for number, e in enumerate(embeddings)}, OptimizerError)
+            check_distinct({f"parameter {index}": e for index, e in enumerate(embeddings)}, OptimizerError)
         else:
             name_embeddings(module, OptimizerError)
         train_together(modules)
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
-        self._has_checked_dense = False  # True once a step has checked that dense parameters and rows belong together
+        self._has_checked_resumed_rows = False  # True once a step checked that dense parameters and rows belong together
         # True until optimizer state is loaded. Adagrad's constructor makes state too, but with step 0
         self._is_new = not any(state.get("step", True) for state in optimizer.state.values())
         self._carryovers = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
-        note_versions(self._list_dense_parameters(embeddings) or ())
+        remember_versions(self._list_dense_parameters(embeddings) or ())
         self._pairs = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         self._warns_of_zeros = any(row_optimizer.states for _, row_optimizer in self._pairs)
         if self._warns_of_lazy_rows:
@@ -160,7 +160,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "its step(), or drop them by zero_grad() of the model, before you make a new optimizer"
             )
 
-    def _snapshot_embeddings(self) -> list[SnapshotEmbedding]:
+    def _find_embeddings(self) -> list[SnapshotEmbedding]:
         module = None if self._module is None else self._module()
         modules = [e for e, _ in self._pairs] if self._module is None else [] if module is None else module.modules()
         return [module for module in modules if isinstance(module, SnapshotEmbedding)]
@@ -310,9 +310,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Return the wrapped optimizer's state_dict. Rows' optimizer state is saved with the rows."""
         state = self.optimizer.state_dict()
         # `state` is empty before the first step and for stateless optimizers; TorchRec's optimizers use names as keys
-        if all(isinstance(number, int) for number in state["state"] or [""]):
-            for number in self._number_embeddings():
-                state["state"].setdefault(number, {})  # torch's get_state_dict expects an entry for each parameter
+        if all(isinstance(key, int) for key in state["state"] or [""]):
+            for index in self._index_embeddings():
+                state["state"].setdefault(index, {})  # torch's get_state_dict expects an entry for each parameter
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
@@ -321,8 +321,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         Raises:
             OptimizerError: the state_dict contains state for dense rows; give it to the embedding's `load_dense`.
         """
-        for number, embedding in self._number_embeddings().items():
-            for name, value in state_dict.get("state", {}).get(number, {}).items():
+        for index, embedding in self._index_embeddings().items():
+            for name, value in state_dict.get("state", {}).get(index, {}).items():
                 if isinstance(value, Tensor) and value.numel() > 1:
                     raise OptimizerError(
                         f"state_dict: {name!r} {list(value.shape)} is state for rows of embedding {embedding.name!r}. "
@@ -334,25 +334,25 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     def _list_parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def _number_embeddings(self) -> dict[int, EmbeddingBase]:
+    def _index_embeddings(self) -> dict[int, EmbeddingBase]:
         """Return {number: embedding}. The number is the index of the embedding's parameter in a state_dict."""
-        numbers = {id(parameter): number for number, parameter in enumerate(self._list_parameters())}
-        return {numbers[id(e.shadow)]: e for e, _ in self._pairs if id(e.shadow) in numbers}
+        indices = {id(parameter): index for index, parameter in enumerate(self._list_parameters())}
+        return {indices[id(e.shadow)]: e for e, _ in self._pairs if id(e.shadow) in indices}
 
     def _collect_gradients(self) -> list[tuple[EmbeddingBase, RowOptimizer, RowGradients]]:
         """Return the embeddings that backward() reached on any rank. An error on one rank is raised on all ranks."""
-        trained = self._pairs
+        trained_pairs = self._pairs
         if self._world.size == 1:
-            own_gradients = self._check_gradients(trained)
-            with_gradients = zip(trained, own_gradients, strict=True)
-            return [(e, optimizer, grads) for (e, optimizer), grads in with_gradients if grads is not None]
-        own_gradients, error = try_call(lambda: self._check_gradients(trained))
-        note = sum(1 << number for number, gradients in enumerate(own_gradients or ()) if gradients is not None)
-        notes = self._world.handshake(STEP, error, note=note).notes
+            own_gradients = self._check_gradients(trained_pairs)
+            pairs_and_gradients = zip(trained_pairs, own_gradients, strict=True)
+            return [(e, optimizer, grads) for (e, optimizer), grads in pairs_and_gradients if grads is not None]
+        own_gradients, error = try_call(lambda: self._check_gradients(trained_pairs))
+        payload = sum(1 << index for index, gradients in enumerate(own_gradients or ()) if gradients is not None)
+        payloads = self._world.handshake(STEP, error, payload=payload).payloads
         return [
             (embedding, optimizer, gradients or RowGradients(embedding))
-            for number, ((embedding, optimizer), gradients) in enumerate(zip(trained, own_gradients, strict=True))
-            if any(note >> number & 1 for note in notes)
+            for index, ((embedding, optimizer), gradients) in enumerate(zip(trained_pairs, own_gradients, strict=True))
+            if any(payload >> index & 1 for payload in payloads)
         ]
 
     def _check_gradients(self, trained: list[tuple[EmbeddingBase, RowOptimizer]]) -> list[RowGradients | None]:
@@ -392,16 +392,17 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _after_pin(self) -> None:
         """Called in a step when all its rows are pinned, before the first row changes."""
-        if not self._has_checked_dense:
-            self._has_checked_dense = True
+        if not self._has_checked_resumed_rows:
+            self._has_checked_resumed_rows = True
             embeddings = [embedding for embedding, _ in self._pairs]
             dense = self._list_dense_parameters(embeddings)
-            part = DensePart(f"the EagerOptimizer of {type(self.optimizer).__name__}", dense, self.optimizer.state)
+            owner = f"the EagerOptimizer of {type(self.optimizer).__name__}"
+            check = ResumedRowsCheck(owner, dense, self.optimizer.state)
             for embedding in embeddings:
                 if isinstance(embedding, SnapshotEmbedding):
-                    embedding.call_when_open(partial(part.check, embedding))
+                    embedding.call_when_open(partial(check.warn_if_mismatched, embedding))
                     if self._is_new and dense is not None and (embedding.was_loaded or embedding in self._carryovers):
-                        self._is_new = not warn_of_state(embedding)
+                        self._is_new = not warn_if_optimizer_lacks_state(embedding)
             self._carryovers.clear()
 
     @contextmanager
@@ -449,14 +450,14 @@ class InBackwardOptimizer(EagerOptimizer):
             return super().step(closure)
         except BaseException:
             for group in groups:
-                group.fail_pass()
+                group.mark_backward_failed()
             self.zero_grad()  # otherwise the next step would apply the gradients of this failed step
             raise
 
     def _after_pin(self) -> None:
         super()._after_pin()
         for group in self._list_groups():
-            group.begin_pass()
+            group.begin_backward()
 
     def _list_groups(self) -> list[TrainingGroup]:
         return [embedding.group for embedding, _ in self._pairs if embedding.group is not None]

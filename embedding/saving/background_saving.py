@@ -45,20 +45,20 @@ class BackgroundSaving:
     def _start(self) -> None:
         max_bytes = MAX_BEFORE_IMAGE_BYTES // len(self._saves)
         try:
-            for number, save in enumerate(self._saves):
-                self._threads.append(save.begin_in_background(partial(self._write, save, number), max_bytes))
+            for index, save in enumerate(self._saves):
+                self._threads.append(save.begin_in_background(partial(self._write, save, index), max_bytes))
         except BaseException as error:
-            for number in range(len(self._threads), len(self._saves)):
-                self._count_arrival(number, error)
+            for index in range(len(self._threads), len(self._saves)):
+                self._count_arrival(index, error)
             self._count_arrival(None, error)
             raise
         self._count_arrival(None)
 
-    def _write(self, save: TableSave, number: int, chunks: Chunks) -> None:
+    def _write(self, save: TableSave, index: int, chunks: Chunks) -> None:
         """Write the rows of one table, then wait for the other tables' threads. Runs in the table's thread."""
         _, error = try_call(lambda: save.write(chunks=self._raise_if_dropped(chunks)))
         if self._world.size == 1:
-            self._count_arrival(number, error)
+            self._count_arrival(index, error)
             while not self._end_event.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
                     if thread.done:  # the other thread has reported, or died before it could
@@ -67,7 +67,7 @@ class BackgroundSaving:
         if error is not None:
             raise error
         if self._world.size == 1:
-            save.end(self._ids[number], from_image=True)
+            save.end(self._ids[index], from_image=True)
 
     def _raise_if_dropped(self, chunks: Chunks) -> Chunks:
         for chunk in chunks:
@@ -75,17 +75,17 @@ class BackgroundSaving:
                 raise StoreError("the embedding was closed before all ranks wrote it")
             yield chunk
 
-    def _count_arrival(self, number: int | None, error: BaseException | None = None) -> None:
-        """Called when the thread of table `number` has ended, and with number=None once all threads are started.
+    def _count_arrival(self, index: int | None, error: BaseException | None = None) -> None:
+        """Called when the thread of table `index` has ended, and with number=None once all threads are started.
 
         The last of these calls completes the save. With several ranks, this method does nothing.
         """
         if self._world.size > 1:
             return
         with self._lock:
-            if number in self._arrivals:
+            if index in self._arrivals:
                 return
-            self._arrivals.add(number)
+            self._arrivals.add(index)
             self._error = self._error or error
             is_last = len(self._arrivals) == len(self._saves) + 1
         if error is not None:
@@ -132,7 +132,7 @@ class BackgroundSaving:
         if self._world.size == 1 or self._end_event.is_set():
             return
         is_writing = not all(thread.done for thread in self._threads)
-        if any(self._world.handshake(f"{self._op}: written", note=is_writing).notes):
+        if any(self._world.handshake(f"{self._op}: written", payload=is_writing).payloads):
             return
         self._end_event.set()
         errors = (try_call(partial(thread.wait, 0))[1] for thread in self._threads)

@@ -47,6 +47,11 @@ class RowsReference(NamedTuple):
             raise ValueError(fields)
         return reference
 
+    @classmethod
+    def make_for_failed_load(cls, stopped_at: str) -> RowsReference:
+        """Return a reference that matches no rows. Used after a load failed at `stopped_at`: rows may be old or new."""
+        return cls(_FAILED_LOAD_STEP, stopped_at)
+
     def may_match(self, other: RowsReference) -> bool:
         """True if `other`, a reference from a state_dict, may name the same rows as this reference."""
         if other.version is not None and self.version == other.version:
@@ -60,13 +65,8 @@ class RowsReference(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-UNKNOWN = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
-_STOPPED_STEP = -2
-
-
-def mark_stopped(culprit: str) -> RowsReference:
-    """Return a reference that matches no rows. Used after a load failed at `culprit`: rows may be old or new."""
-    return RowsReference(_STOPPED_STEP, culprit)
+UNLOADABLE_ROWS = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
+_FAILED_LOAD_STEP = -2
 
 
 def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsReference | None:
@@ -87,13 +87,13 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
 
 def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
     """Return a reference to rows of a given step and version. If the snapshot `base` has these rows, refers to it."""
-    saved = read_snapshot_reference(snapshots, base)
-    return RowsReference(step, version=version) if saved is None or saved.version != version else saved
+    reference = read_snapshot_reference(snapshots, base)
+    return reference if reference and reference.version == version else RowsReference(step, version=version)
 
 
-def read_reference(store: Path, fresh: bool) -> RowsReference:
+def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
     """Return a reference to the rows that the next open of a closed store folder would use. Raises StoreError."""
-    entry = None if fresh else GroupFile(FolderState(store)).choose_own_entry()
+    entry = None if is_fresh else GroupFile(FolderState(store_path)).choose_own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
     return RowsReference(None, version=entry.live or (entry.snapshot and version_of_snapshot(entry.snapshot)))
@@ -115,20 +115,20 @@ def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
         )
 
 
-def mismatch_text(
-    name: str, current: RowsReference, pending: RowsReference, snapshots: bool, in_memory: bool = False
+def make_mismatch_text(
+    name: str, current: RowsReference, pending: RowsReference, names_snapshots: bool, holds_rows: bool = False
 ) -> str:
     """Return the error text for embedding `name` if a loaded state_dict names other rows than the embedding has.
 
-    snapshots: True if the embedding's state_dicts name snapshots. in_memory: True if the state_dicts hold the rows.
+    names_snapshots: True if the embedding's state_dicts name snapshots. holds_rows: True if they hold the rows.
     """
-    if pending.step == _STOPPED_STEP:
+    if pending.step == _FAILED_LOAD_STEP:
         return (
             f"embedding {name!r} may have other rows than the rest of the model: a load stopped at {pending.snapshot}, "
             "and what comes after it was not loaded; load again, or another state"
         )
     remedy = "load another state"
-    if pending == UNKNOWN:
+    if pending == UNLOADABLE_ROWS:
         state = "has rows that cannot be loaded, or names none"
     elif pending.version == NO_ROWS:
         state = "is of no rows, as of an embedding that was never trained"
@@ -142,9 +142,9 @@ def mismatch_text(
             remedy = "put that snapshot back, or " + remedy
         else:
             state += ", which names no snapshot"
-            if in_memory:
+            if holds_rows:
                 state, remedy = state + " and has no rows.* entries", "load a state with all of its keys"
-            elif not snapshots:
+            elif not names_snapshots:
                 remedy = (
                     "give state_dict_snapshots=True in the store options before states are made, or save by graph.save "
                     "or save_checkpoint"

@@ -16,18 +16,18 @@ from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.group import record_load
 from ...snapshots.store.group_file import check_one_moment
 from ...snapshots.store.selection import LoadReport
-from ..tables.training_group import between_steps, mark_inconsistent
+from ..tables.training_group import lock_between_steps, mark_inconsistent
 from .background_saving import BackgroundSaving
 from .table_save import write_and_commit
 
 log = logging.getLogger("tierbed")
 
-SnapshotManagers = Sequence[Any]  # the `SnapshotManager` of each embedding
+SnapshotManagers = list[Any]  # the `SnapshotManager` of each embedding
 
 
 def save_together(
     world: World,
-    tables: SnapshotManagers,
+    managers: SnapshotManagers,
     name: str,
     kind: str = "full",
     overwrite: bool = False,
@@ -40,91 +40,89 @@ def save_together(
     without a parent snapshot are saved in full. If `background` is True, this returns at once, and threads save the
     rows. `progress` is called with the row count of each written chunk. Raises SnapshotError, StoreError, OptionError.
     """
-    op, *others = [table.op(f"saving snapshot {name!r}") for table in tables]
-    count_text = f"{len(tables)} embeddings" if others else ""
+    op, *others = [manager.op(f"saving snapshot {name!r}") for manager in managers]
+    count_text = f"{len(managers)} embeddings" if others else ""
     op = f"saving snapshot {name!r} of {count_text}" if others else op
-    for table in tables:
-        table.before_save(background)  # may complete a background save, whose snapshot becomes the parent
+    for manager in managers:
+        manager.before_save(background)  # may complete a background save, whose snapshot becomes the parent
     with ExitStack() as locks, NewSnapshots() as new:
-        locks.enter_context(between_steps(tables, waits=world.size == 1))
-        kinds = [kind] * len(tables)
+        locks.enter_context(lock_between_steps(managers, awaits_step=world.size == 1))
+        kinds = [kind] * len(managers)
         if count_text and kind == "incremental" and not background:
-            kinds = world.call_on_rank_0(op, lambda: [_choose_kind(table) for table in tables])
-        for table, table_kind in zip(tables, kinds, strict=True):
+            kinds = world.call_on_rank_0(op, lambda: [_choose_kind(manager) for manager in managers])
+        for manager, own_kind in zip(managers, kinds, strict=True):
             try:
-                table.check_save(name, table_kind, overwrite, background)
+                manager.check_save(name, own_kind, overwrite, background)
             except (OptionError, SnapshotError) as error:
                 if count_text and world.size == 1:
-                    raise type(error)(f"embedding {table.name!r}: {error}") from error
+                    raise type(error)(f"embedding {manager.name!r}: {error}") from error
                 raise
-        saves = [
-            table.begin_save(op, name, table_kind, overwrite, new)
-            for table, table_kind in zip(tables, kinds, strict=True)
-        ]
+        saves = [manager.begin_save(op, name, k, overwrite, new) for manager, k in zip(managers, kinds, strict=True)]
         if background:
             label = f"snapshot {name!r}" + (f" of {count_text}" if count_text else "")
             saving = BackgroundSaving(world, op, label, saves, new.pop_all())
-            for table in tables:
-                table.note_saving(saving)
+            for manager in managers:
+                manager.remember_saving(saving)
             return saving
         write_and_commit(world, op, saves, new, locks, progress)
     return None
 
 
-def _choose_kind(table: Any) -> str:
+def _choose_kind(manager: Any) -> str:
     """Return "incremental", or "full" for a table without a parent snapshot."""
-    if table.last:
+    if manager.last:
         return "incremental"
-    log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", table.name)
+    log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", manager.name)
     return "full"
 
 
-def load_together(world: World, tables: SnapshotManagers, name: str) -> list[LoadReport]:
+def load_together(world: World, managers: SnapshotManagers, name: str) -> list[LoadReport]:
     """Replace all rows of each table by the table's snapshot `name`. All ranks call this.
 
     All snapshots are verified before a row is replaced. Raises SnapshotError (also for snapshots of different steps),
     StoreError, OptimizerError. If a load fails after other loads replaced rows, no store can be written or saved until
     every store is loaded.
     """
-    op = f"loading snapshot {name!r} of {len(tables)} embeddings"
-    _finish_saving(world, op, tables)
-    with between_steps(tables, replaces=True):
-        snapshots: list[Snapshot] = world.call_on_all_ranks(op, lambda: [table.snapshot(name) for table in tables])
-        world.call_on_all_ranks(op, lambda: check_one_moment([table.name for table in tables], snapshots))
-        for table, snapshot in zip(tables, snapshots, strict=True):
-            table.check_snapshot(snapshot)
-        return _load(world, op, tables, snapshots)
+    op = f"loading snapshot {name!r} of {len(managers)} embeddings"
+    _finish_saving(world, op, managers)
+    with lock_between_steps(managers, replaces_rows=True):
+        snapshots: list[Snapshot] = world.call_on_all_ranks(
+            op, lambda: [manager.snapshot(name) for manager in managers]
+        )
+        world.call_on_all_ranks(op, lambda: check_one_moment([manager.name for manager in managers], snapshots))
+        for manager, snapshot in zip(managers, snapshots, strict=True):
+            manager.check_snapshot(snapshot)
+        return _load(world, op, managers, snapshots)
 
 
-def load_rows_together(world: World, tables: SnapshotManagers, paths: Sequence[Path]) -> None:
+def load_rows_together(world: World, managers: SnapshotManagers, paths: Sequence[Path]) -> None:
     """Load the snapshots `paths`, already checked by `check_rows`, and link them into the store folders."""
-    op = f"loading {len(tables)} embeddings"
-    _finish_saving(world, op, tables)
-    with between_steps(tables, replaces=True), ExitStack() as linking:
-        linked = [table.link_into_store(path, linking) for table, path in zip(tables, paths, strict=True)]
-        _load(world, op, tables, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
+    op = f"loading {len(managers)} embeddings"
+    _finish_saving(world, op, managers)
+    with lock_between_steps(managers, replaces_rows=True), ExitStack() as linking:
+        linked = [manager.link_into_store(path, linking) for manager, path in zip(managers, paths, strict=True)]
+        _load(world, op, managers, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
 
 
-def _finish_saving(world: World, op: str, tables: SnapshotManagers) -> None:
+def _finish_saving(world: World, op: str, managers: SnapshotManagers) -> None:
     """Wait for background saves before taking locks. One may still be writing the snapshot that will be loaded."""
-    world.call_on_all_ranks(op, lambda: [table.local.table for table in tables])  # raises ClosedError
-    for table in tables:
-        table.finish_saving()
+    world.call_on_all_ranks(op, lambda: [manager.local.table for manager in managers])  # raises ClosedError
+    for manager in managers:
+        manager.finish_saving()
 
 
-def _load(world: World, op: str, tables: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
+def _load(world: World, op: str, managers: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:
     """Load verified snapshots. Once the record names the snapshots, the next run loads them even after a kill."""
-    loads = {
-        table.member: snapshot.manifest.id for table, snapshot in zip(tables, snapshots, strict=True) if table.member
-    }
+    pairs = [*zip(managers, snapshots, strict=True)]
+    loads = {manager.member: snapshot.manifest.id for manager, snapshot in pairs if manager.member}
     reports = []
-    with ExitStack() as noting:
-        world.call_on_all_ranks(op, lambda: noting.enter_context(record_load(loads)) if loads else None)
+    with ExitStack() as recording:
+        world.call_on_all_ranks(op, lambda: recording.enter_context(record_load(loads)) if loads else None)
         try:
-            for table, snapshot in zip(tables, snapshots, strict=True):
-                reports.append(table.load(snapshot))
+            for manager, snapshot in pairs:
+                reports.append(manager.load(snapshot))
         except BaseException as error:
             if reports:
-                mark_inconsistent(loads, f"a load of {len(tables)} embeddings raised during its changes ({error!r})")
+                mark_inconsistent(loads, f"a load of {len(managers)} embeddings raised during its changes ({error!r})")
             raise
     return reports

@@ -48,16 +48,16 @@ class LocalRequests:
         self._handle, self._find = handle, find
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
-        others = [self._find(store) for store in save.stores]
+        others = [self._find(path) for path in save.stores]
         handles = others if len(others) > 1 else [self._handle]
 
         def save_now() -> Manifest:
             for handle in others or handles:
                 check_not_pending(handle.name, handle.pending)
             save.progress(0)
-            tables = [handle.snapshots for handle in handles]
-            save_together(self._handle.world, tables, save.name, save.kind, save.overwrite, progress=save.progress)
-            return tables[0].snapshot(save.name).manifest
+            managers = [handle.snapshots for handle in handles]
+            save_together(self._handle.world, managers, save.name, save.kind, save.overwrite, progress=save.progress)
+            return managers[0].snapshot(save.name).manifest
 
         return self._visit(save_now, save.is_given_up, others)
 
@@ -107,9 +107,9 @@ class RankRequests(LocalRequests):
     def is_wanted(self) -> bool:
         """True if rank 0 has a request, and no table of this request is in a step."""
         request = self._request
-        if request is None or any(handle.local.table.is_in_step for handle in request.tables):
+        if request is None or any(handle.local.table.is_in_step for handle in request.handles):
             return False
-        return all(handle.local.group is None or not handle.local.group.is_mid_step for handle in request.tables)
+        return all(handle.local.group is None or not handle.local.group.is_mid_step for handle in request.handles)
 
     def serve(self) -> None:
         """Serve rank 0's request. All ranks call this once `is_wanted` is true on one rank. Raises GroupError."""
@@ -132,25 +132,23 @@ class RankRequests(LocalRequests):
     def _execute(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
         match call:
             case ["save", name, kind, overwrite, stores]:
-                tables = [self._handle.snapshots]
+                managers = [self._handle.snapshots]
                 if stores:
-                    tables = self._world.call_on_all_ranks(
-                        op, lambda: [self._find(store).snapshots for store in stores]
-                    )
+                    managers = self._world.call_on_all_ranks(op, lambda: [self._find(p).snapshots for p in stores])
                 progress = None if request is None else request.progress
-                save_together(self._world, tables, name, kind, overwrite, progress=progress)
+                save_together(self._world, managers, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
                 rows = self._world.all_gather_object(op, lambda: read_plain_row(self._handle.local, table, key))
                 if request is not None:
                     request.row = next((row for row in rows if row), {})
 
     def save_between_steps(self, save: RequestedSave) -> Manifest | None:
-        several = list(save.stores) if len(save.stores) > 1 else []
-        tables = [self._find(store) for store in several] or [self._handle]
-        for handle in tables:
+        store_paths = list(save.stores) if len(save.stores) > 1 else []
+        handles = [self._find(path) for path in store_paths] or [self._handle]
+        for handle in handles:
             check_not_pending(handle.name, handle.pending)
-        call = ["save", save.name, save.kind, save.overwrite, several]
-        if self._submit(_SaveRequest(call, tables, save.is_given_up, save.progress)) is None:
+        call = ["save", save.name, save.kind, save.overwrite, store_paths]
+        if self._submit(_SaveRequest(call, handles, save.is_given_up, save.progress)) is None:
             return None
         return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
 
@@ -197,7 +195,7 @@ class _SaveRequest:
     """A request to all ranks."""
 
     call: list[Any]  # the name and arguments of the call to make
-    tables: Sequence[Any]  # the request runs when all these tables are between two steps
+    handles: Sequence[Any]  # the request runs when all these tables are between two steps
     give_up: Callable[[], bool]
     progress: Callable[[int], None] | None = None
     is_begun = False  # True once the ranks serve the request

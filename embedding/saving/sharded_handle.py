@@ -138,14 +138,14 @@ class ShardedTableHandle:
                 )
             return RowTensors.parse(tensors)
 
-        whole: RowTensors = self.world.call_on_all_ranks(op, parse)
+        all_rows: RowTensors = self.world.call_on_all_ranks(op, parse)
         checksum = 0
-        for _, rows in whole.chunks():
+        for _, rows in all_rows.chunks():
             checksum = crc32(rows.tobytes(), checksum)
-        self.world.handshake(op, shared_values={"rows": len(whole), "their checksum": checksum})
+        self.world.handshake(op, shared_values={"rows": len(all_rows), "their checksum": checksum})
         shard = HashShard(self.world.rank, self.world.size)
-        chunks = [shard.rows(rows) for _, rows in whole.chunks()]
-        shard_tensors = RowTensors.from_chunks(whole.description, sum(map(len, chunks)), chunks)
+        chunks = [shard.rows(rows) for _, rows in all_rows.chunks()]
+        shard_tensors = RowTensors.from_chunks(all_rows.description, sum(map(len, chunks)), chunks)
         try:
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
         except BaseException:
@@ -159,7 +159,7 @@ class ShardedTableHandle:
         self.world.call_on_all_ranks(op, lambda: self.local.check_optimizer(optimizer))
         with self.world.collective_block(op):
             _, error = try_call(lambda: self.local.use_optimizer(optimizer))
-            if not all(self.world.handshake(f"{op}: open", note=self.local.is_open).notes):
+            if not all(self.world.handshake(f"{op}: open", payload=self.local.is_open).payloads):
                 self.close()
             self.world.handshake(f"{op}: done", error)
 

@@ -32,7 +32,7 @@ from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_sa
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
-from ..tables.training_group import TrainingGroup, between_steps
+from ..tables.training_group import TrainingGroup, lock_between_steps
 from .background_saving import BackgroundSaving
 from .rows_reference import RowsReference, compare_references, make_reference, read_snapshot_reference
 from .save_and_load import save_together
@@ -85,13 +85,13 @@ class SnapshotManager:
             return None
         restored = self.local.persistence.restored_snapshot
         if self.member is not None:
-            record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
+            record, store_id, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
             file = GroupFile(FolderState(self._folder.parent))
-            record, store = file.record, file.store
+            record, store_id = file.record, file.store
             is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
-        id = record.parents.get(store, EMPTY)
-        if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):
+        id = record.parents.get(store_id, EMPTY)
+        if restored and is_as_opened and (record.trained or record.now.get(store_id, NOTHING).snapshot != restored):
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
         return None if id == EMPTY else name_of(self._folder, id)
 
@@ -110,12 +110,12 @@ class SnapshotManager:
         self.store.check()
         return self.store
 
-    def op(self, what: str) -> str:
+    def op(self, action: str) -> str:
         """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""
         table, error = try_call(lambda: self.local.table)
         if table is None:
-            self.world.handshake(f"{what} of embedding {self.name!r}", error)
-        return f"{what} of embedding {self.name!r} at step {self.local.table.step}"
+            self.world.handshake(f"{action} of embedding {self.name!r}", error)
+        return f"{action} of embedding {self.name!r} at step {self.local.table.step}"
 
     # saves
 
@@ -208,7 +208,7 @@ class SnapshotManager:
         """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
         op = self.op(f"saving rows as {path.name!r}")
         with ExitStack() as locks, NewSnapshots() as new:
-            locks.enter_context(between_steps([self], waits=self.world.size == 1))
+            locks.enter_context(lock_between_steps([self], awaits_step=self.world.size == 1))
             source = self.world.call_on_all_ranks(op, lambda: self._make_source(new.new_id()))
             save = self._begin_snapshot(op, path, source, new, "full", None)
             write_and_commit(self.world, op, [save], new, locks)
@@ -222,7 +222,7 @@ class SnapshotManager:
         op = self.op("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
         self.before_save(background=False)
-        with between_steps([self], waits=self.world.size == 1), NewSnapshots() as new:
+        with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new:
             self.world.call_on_all_ranks(op, self.local.table.check)
             source = self._make_source(new.new_id())
 
@@ -247,16 +247,14 @@ class SnapshotManager:
         table = self.local.table
         table.require_open()
         assert table.stack is not None
-        bottom = table.stack.bottom
-        rocksdb = bottom if isinstance(bottom, RocksDB) else None
-        record, store = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
-        return SaveSource(
-            table.describe(), table.counts.num_rows, table.scan, record, store, rocksdb, table.observers.read_delta, id
-        )
+        rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
+        record, store_id = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
+        scan, read_delta, num_rows = table.scan, table.observers.read_delta, table.counts.num_rows
+        return SaveSource(table.describe(), num_rows, scan, record, store_id, rocksdb, read_delta, id)
 
     # saves in the background
 
-    def note_saving(self, saving: BackgroundSaving) -> None:
+    def remember_saving(self, saving: BackgroundSaving) -> None:
         """Remember a background save that includes these rows."""
         self._saving = saving if self._shard is not None else None
 
@@ -308,7 +306,7 @@ class SnapshotManager:
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.finish_saving()
-        with between_steps([self], replaces=True), ExitStack() as linking:
+        with lock_between_steps([self], replaces_rows=True), ExitStack() as linking:
             path = self.link_into_store(path, linking) if self._folder is not None and selection.can_recover else path
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
@@ -319,7 +317,7 @@ class SnapshotManager:
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
         """Replace all rows by the rows of a snapshot, or by a selection of its rows.
 
-        No rank changes a row before all ranks have verified their shards (see `_note_load`). If a rank fails later,
+        No rank changes a row before all ranks have verified their shards (see `_record_load`). If a rank fails later,
         all ranks close the embedding, because some ranks have new rows and others have old rows.
         """
         if self._shard is None:
@@ -340,7 +338,7 @@ class SnapshotManager:
         def on_verified() -> None:
             nonlocal has_voted
             has_voted = True
-            self._note_load(op, snapshot, selection.is_whole)
+            self._record_load(op, snapshot, selection.is_whole)
 
         report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, on_verified))
         if error is not None and has_voted and not world.must_report(error):
@@ -366,16 +364,16 @@ class SnapshotManager:
         rows, left_out = (sum(column) for column in zip(*counts, strict=True))
         return LoadReport(rows, left_out, report.remarks)
 
-    def _note_load(self, op: str, snapshot: Snapshot, whole: bool) -> None:
-        """Note in the group's record that rows are replaced. Called once every rank has verified its shard."""
-        world, member, id = self.world, self.member, snapshot.manifest.id if whole else None
+    def _record_load(self, op: str, snapshot: Snapshot, is_whole: bool) -> None:
+        """Write to the group's record that rows are replaced. Called once every rank has verified its shard."""
+        world, member, id = self.world, self.member, snapshot.manifest.id if is_whole else None
         check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
-        with ExitStack() as noting:
+        with ExitStack() as recording:
             if id is not None:  # from here on, the next run loads the snapshot even after a kill
                 loads = {} if member is None else {member: id}
-                world.call_on_all_ranks(f"{op}: noted", lambda: noting.enter_context(record_load(loads)))
-            writes = world.all_gather_object(f"{op}: marks", lambda: self.local.begin_load(notes=not whole))
-            self.local.note_load(max(writes), id)  # a rank that failed may have missed writes
+                world.call_on_all_ranks(f"{op}: noted", lambda: recording.enter_context(record_load(loads)))
+            writes = world.all_gather_object(f"{op}: marks", lambda: self.local.begin_load(records_change=not is_whole))
+            self.local.record_load_as_write(max(writes), id)  # a rank that failed may have missed writes
             if member is not None:
                 member.mark_replaced(id)
 
@@ -457,8 +455,8 @@ class SnapshotManager:
 
     def link_rows(self, path: Path) -> None:
         """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
-        op, stored = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
-        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(stored), path))
+        op, snapshot_path = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
+        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(snapshot_path), path))
 
     def link_into_store(self, path: Path, linking: ExitStack) -> Path:
         """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""
@@ -466,11 +464,11 @@ class SnapshotManager:
         self._on_rank_0(op, lambda store: linking.enter_context(linked(path, store)))
         return self.folder / path.name
 
-    def drop_rows(self, saved: Snapshot) -> None:
+    def drop_rows(self, snapshot: Snapshot) -> None:
         """Remove a replaced checkpoint's snapshot if nothing needs it. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
             with self.local.table.lock:
-                remove_if_unreferenced(self.store, saved)
+                remove_if_unreferenced(self.store, snapshot)
 
     def discard_rows(self, name: str) -> None:
         """Remove a failed checkpoint's snapshot. Recovery then uses an earlier snapshot. Local, on rank 0."""

@@ -84,11 +84,11 @@ def claim_folder(spec: TableSpec, options: StoreOptions) -> str | None:
     return folder
 
 
-def find_handle(store: str) -> Any:
+def find_handle(store_path: str) -> Any:
     """Return this process's handle to the store with this real path. Raises StoreError if the store is not open."""
-    handle = _find_open(store)
+    handle = _find_open(store_path)
     if handle is None:
-        raise StoreError(f"process {os.getpid()} does not have {store!r} open; save that store by itself")
+        raise StoreError(f"process {os.getpid()} does not have {store_path!r} open; save that store by itself")
     return handle
 
 

@@ -22,7 +22,7 @@ from .saved_rows import RowLoadingMixin, SnapshotEmbedding
 class ModelSnapshots(RowLoadingMixin):
     """Mixin for modules and optimizers: saves and loads all their embeddings together."""
 
-    def _snapshot_embeddings(self) -> list[SnapshotEmbedding]:
+    def _find_embeddings(self) -> list[SnapshotEmbedding]:
         """Return the embeddings to save and load."""
         assert isinstance(self, nn.Module)
         return [module for module in self.modules() if isinstance(module, SnapshotEmbedding)]
@@ -47,8 +47,8 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: rows cannot be read or written.
             OptionError: `kind` is invalid or does not fit, or the embeddings have different worlds.
         """
-        tables, world = self._list_managers(), _find_world(self._get_embeddings())
-        return save_together(world, tables, snapshot_name, kind, overwrite, background)
+        managers, world = self._list_managers(), _find_world(self._require_embeddings())
+        return save_together(world, managers, snapshot_name, kind, overwrite, background)
 
     def load_snapshot(self, snapshot_name: str) -> list[LoadReport]:
         """Load the snapshots that `save_snapshot` saved under one name, replacing all rows.
@@ -66,19 +66,19 @@ class ModelSnapshots(RowLoadingMixin):
             StoreError: a store cannot be read or written.
             OptimizerError: a snapshot contains another optimizer's state.
         """
-        tables, world = self._list_managers(for_load=True), _find_world(self._get_embeddings())
-        reports = load_together(world, tables, snapshot_name)
+        managers, world = self._list_managers(for_load=True), _find_world(self._require_embeddings())
+        reports = load_together(world, managers, snapshot_name)
         self.keep_rows()
         return reports
 
     def keep_rows(self) -> None:
         """Accept all present rows, although a loaded state_dict names other rows."""
-        for embedding in self._snapshot_embeddings():
+        for embedding in self._find_embeddings():
             embedding.keep_rows()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Convert or move the module, as torch does. Raises an embedding's error before any module is converted."""
-        for embedding in self._snapshot_embeddings() if recurse else ():
+        for embedding in self._find_embeddings() if recurse else ():
             make_converter(embedding, fn, f"Nothing of the {type(self).__name__} is converted by now")
         return super()._apply(fn, recurse)  # type: ignore[misc]
 
@@ -92,40 +92,39 @@ class ModelSnapshots(RowLoadingMixin):
             The names of the removed snapshots, by embedding.
         """
         return {
-            embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._get_embeddings()
+            embedding.name: embedding.prune_snapshots(keep_last, keep_every) for embedding in self._require_embeddings()
         }
 
-    def _get_embeddings(self) -> list[SnapshotEmbedding]:
-        embeddings = self._snapshot_embeddings()
-        if not embeddings:
-            raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
-        return embeddings
+    def _require_embeddings(self) -> list[SnapshotEmbedding]:
+        if embeddings := self._find_embeddings():
+            return embeddings
+        raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
 
     def _list_managers(self, for_load: bool = False) -> list[Any]:
-        return [embedding.table_handle(for_load).snapshots for embedding in self._get_embeddings()]
+        return [embedding.table_handle(for_load).snapshots for embedding in self._require_embeddings()]
 
 
 def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path]) -> None:
     """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step."""
     world = _find_world(embeddings)
-    tables = [embedding.table_handle().snapshots for embedding in embeddings]
-    stored = [embedding.store_options.persistent_path is not None for embedding in embeddings]
-    if any(stored):
-        save_together(world, [*compress(tables, stored)], paths[0].name)
-    for table, is_stored, path in zip(tables, stored, paths, strict=True):
-        (table.link_rows if is_stored else table.save_rows)(path)
+    managers = [embedding.table_handle().snapshots for embedding in embeddings]
+    have_folders = [embedding.store_options.persistent_path is not None for embedding in embeddings]
+    if any(have_folders):
+        save_together(world, [*compress(managers, have_folders)], paths[0].name)
+    for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
+        (manager.link_rows if has_folder else manager.save_rows)(path)
 
 
 def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of `embeddings[i]`, or a selection, from the snapshot `paths[i]`."""
     world = _find_world(embeddings)
-    tables = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
-    stored = [selection.can_recover and embedding.store_options.persistent_path is not None for embedding in embeddings]
-    for table, is_stored, path in zip(tables, stored, paths, strict=True):
-        if not is_stored:
-            table.load_rows(path, selection)
-    if any(stored):
-        load_rows_together(world, [*compress(tables, stored)], [*compress(paths, stored)])
+    managers = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
+    have_folders = [selection.can_recover and e.store_options.persistent_path is not None for e in embeddings]
+    for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
+        if not has_folder:
+            manager.load_rows(path, selection)
+    if any(have_folders):
+        load_rows_together(world, [*compress(managers, have_folders)], [*compress(paths, have_folders)])
     for embedding in embeddings:
         embedding.keep_rows()
 

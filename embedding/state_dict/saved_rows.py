@@ -40,7 +40,7 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
-from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mark_stopped, mismatch_text, read_reference
+from ..saving.rows_reference import NO_ROWS, UNLOADABLE_ROWS, RowsReference, make_mismatch_text, read_reference
 from ..tables.names import next_seed
 from ..tables.row_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
@@ -289,17 +289,17 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         try:
             pending = RowsReference.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
-            pending = UNKNOWN
+            pending = UNLOADABLE_ROWS
         self.load_or_defer_rows(pending)
 
-    def load_or_defer_rows(self, pending: RowsReference) -> None:
+    def load_or_defer_rows(self, reference: RowsReference) -> None:
         """Load the rows that a loaded state_dict names, now or at the first use. Raises SnapshotError.
 
         After an error, torch loads no later modules. So the group's other embeddings are also marked as failed.
         """
-        if pending == RowsReference(None):  # the saved embedding was unused, so any rows match
+        if reference == RowsReference(None):  # the saved embedding was unused, so any rows match
             return
-        self._pending[:] = [pending]
+        self._pending[:] = [reference]
         if self._handle is None and self.group is None and _row_mode.get() != _KEEP_ROWS:
             return  # load the rows at the first use: until then, the embedding may get an optimizer
         try:
@@ -310,9 +310,9 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                     other.mark_load_failed(f"embedding {self.name!r}")
             raise
 
-    def mark_load_failed(self, stopped: str | None = None) -> None:
-        """Called if a load failed, here or in the embedding `stopped`. Rows may then not fit the rest of the model."""
-        self._pending[:] = [UNKNOWN if stopped is None else mark_stopped(stopped)]
+    def mark_load_failed(self, stopped_at: str | None = None) -> None:
+        """Called if a load failed, here or in the embedding `stopped_at`. Rows may then not fit the model."""
+        self._pending[:] = [UNLOADABLE_ROWS if stopped_at is None else RowsReference.make_for_failed_load(stopped_at)]
 
     def _load_pending(self) -> None:
         with self._loading:
@@ -337,8 +337,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             return
         if handle.local.persistence.unusable_reason:
             raise StoreError(handle.local.persistence.unusable_reason)
-        snapshots, in_memory = bool(options.state_dict_snapshots), options.persistent_path is None
-        problem = problem or mismatch_text(self.name, handle.snapshots.rows_reference(), pending, snapshots, in_memory)
+        kinds = bool(options.state_dict_snapshots), options.persistent_path is None
+        problem = problem or make_mismatch_text(self.name, handle.snapshots.rows_reference(), pending, *kinds)
         if _row_mode.get() == _KEEP_ROWS:
             self._pending.clear()
             log.warning("%s; its rows stay", problem)
@@ -413,11 +413,11 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                     self._pending.clear()
                     log.warning("%s; its rows stay", problem)
                 else:
-                    self._pending[:] = [UNKNOWN]
+                    self._pending[:] = [UNLOADABLE_ROWS]
                     errors.append(problem)
                 state_dict.pop(prefix + EXTRA, None)
         elif prefix + EXTRA not in state_dict and not _row_mode.get():
-            self._pending[:] = [UNKNOWN]
+            self._pending[:] = [UNLOADABLE_ROWS]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
             needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device

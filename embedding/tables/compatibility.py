@@ -185,26 +185,26 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
 def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: str) -> int:
     """Return the index of a snapshot's table. `table`: its index, its stored name, or its name in the embedding."""
     for known_names in (names, spec.table_names[: len(names)]):
-        number = table_names.find_table(table, known_names)
-        if number is not None:
-            return number
+        index = table_names.find_table(table, known_names)
+        if index is not None:
+            return index
     raise InputError(f"{where} has tables {table_names.choices(names)}; {table!r} is none of them")
 
 
 class LoadedIdCounter:
     """Counts ids while tables with a fixed number of ids are loaded. Makes remarks about ids that do not fit.
 
-    If `counts` is False, no ids are counted and no remarks are made. Used if the rows are about to be replaced.
+    If `counts_ids` is False, no ids are counted and no remarks are made. Used if the rows are about to be replaced.
     """
 
-    def __init__(self, spec: TableSpec, counts: bool = True) -> None:
-        self._spec, self._last_ids = spec, spec.last_ids if counts else None
+    def __init__(self, spec: TableSpec, counts_ids: bool = True) -> None:
+        self._spec, self._last_ids = spec, spec.last_ids if counts_ids else None
         self._num_rows, self._num_beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
         self._largest = np.zeros(spec.num_tables, np.uint64)
         self._padded_tables: set[int] = set()
 
-    def note_padding(self, chunks: Chunks) -> Chunks:
-        """Yield the chunks of all stored rows, and note which tables contain a padding row. Loads skip padding rows."""
+    def remember_padding(self, chunks: Chunks) -> Chunks:
+        """Yield the chunks of all stored rows, and remember the tables with a padding row. Loads skip padding rows."""
         for bucket, rows in chunks:
             if self._last_ids is not None and self._spec.padding_key is not None:
                 self._padded_tables.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
@@ -227,11 +227,11 @@ class LoadedIdCounter:
         `stored_padding` is the stored rows' padding_idx. An import left out the row of this id.
         """
         remarks = []
-        for number, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
-            num_ids, rows, num_beyond = options.ids, int(self._num_rows[number]), int(self._num_beyond[number])
+        for table_id, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
+            num_ids, rows, num_beyond = options.ids, int(self._num_rows[table_id]), int(self._num_beyond[table_id])
             if num_ids is None or not rows:
                 continue
-            ids = int(self._largest[number]) + 1
+            ids = int(self._largest[table_id]) + 1
             if num_beyond:
                 remarks.append(
                     f"{source} has {num_beyond} rows of table {label} with ids from {num_ids} on, which no lookup takes"
@@ -240,7 +240,7 @@ class LoadedIdCounter:
                 continue
             padding = self._spec.padding_idx
             left_out = padding is not None and padding == stored_padding and 0 <= padding <= ids
-            if padding is not None and (left_out or number in self._padded_tables):
+            if padding is not None and (left_out or table_id in self._padded_tables):
                 rows, ids = rows + 1, max(ids, padding + 1)  # also count the padding row, which was not loaded
             if may_be_dense and rows == ids < num_ids:
                 remarks.append(

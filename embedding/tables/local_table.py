@@ -29,7 +29,7 @@ from .compatibility import check_stored_rows, fit_selection
 from .persistence import TablePersistence
 from .recovery import Planner, RankShard, RowsVersion
 from .row_tensors import RowTensors
-from .training_group import TrainingGroup, between_steps
+from .training_group import TrainingGroup, lock_between_steps
 
 log = logging.getLogger("tierbed")
 
@@ -70,7 +70,7 @@ class LocalTable:
         cache_metrics(self._table)
         if shard is None or shard.rank == 0:
             (level, source), rows = self.persistence.source, f"{self._table.counts.num_rows:,} rows"
-            rows += f" of rank 0 of {shard.ranks}" if shard is not None else ""
+            rows += f" of rank 0 of {shard.num_ranks}" if shard is not None else ""
             log.log(level, "embedding %r: %s of step %d; %s", self.name, rows, self._table.step, source)
         self._share_gate()
 
@@ -241,17 +241,17 @@ class LocalTable:
         check_stored_rows(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
         return selection
 
-    def begin_load(self, notes: bool) -> int:
+    def begin_load(self, records_change: bool) -> int:
         """Clear a shard's clean marker for a collective load. Returns the shard's write count. Raises StoreError."""
         with self.table.lock:
-            self.persistence.begin_change(notes, replaces=True)
+            self.persistence.begin_change(records_change, replaces_rows=True)
             return self.rows_version.num_writes
 
     def count_write(self) -> None:
         """Count a collective write that is about to begin, even if the write changes no row of this rank."""
         self.persistence.count_write()
 
-    def note_load(self, num_writes: int, snapshot_id: str | None) -> None:
+    def record_load_as_write(self, num_writes: int, snapshot_id: str | None) -> None:
         """Count a load as a write. num_writes: all earlier writes. snapshot_id: the snapshot, if loaded as a whole."""
         self.persistence.count_write(num_writes)
         if snapshot_id is not None:
@@ -299,7 +299,7 @@ class LocalTable:
                 try:
                     with self._table.observers.between_saves():
                         if self.group is not None:
-                            self.group.check_passed()
+                            self.group.detect_failed_backward()
                         self.persistence.close(self._table)
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without writing its rows
@@ -326,7 +326,7 @@ class LocalTable:
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
         """Replace the table by `build(table)`. joins: True if `build` opens the store again and joins its group."""
         self.table.observers.finish_saving()
-        with between_steps([self] if joins else []):
+        with lock_between_steps([self] if joins else []):
             while True:
                 old_table = self.table
                 with old_table.observers.between_saves():  # readers wait for the lock until the new table is in place

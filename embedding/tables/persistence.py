@@ -202,8 +202,8 @@ class TablePersistence:
             except StoreError as error:
                 if not (is_new and for_load):
                     raise
-                fitting = converted_description(stored, (spec.dtype, spec.state_dtype))
-                check_stored_rows(spec, fitting, optimizer, StoreError, label)
+                converted = converted_description(stored, (spec.dtype, spec.state_dtype))
+                check_stored_rows(spec, converted, optimizer, StoreError, label)
                 assert self.member is not None
                 self.member.mark_broken(str(error))
                 self._live_rows = LiveRows.PLACEHOLDER
@@ -212,7 +212,7 @@ class TablePersistence:
             table = self._start_empty(optimizer, folder)
         else:
             folder.discard_live()  # frees space: no run uses these rows again
-            table, _ = self.load(optimizer, plan.snapshot, None, on_verified=plan.on_verified, replaced=for_load)
+            table, _ = self.load(optimizer, plan.snapshot, None, on_verified=plan.on_verified, is_replaced=for_load)
             self.resumed_step = 0 if is_new else table.step
             self.restored_snapshot = plan.snapshot.manifest.id
         self.source = plan.log_entry or self.source
@@ -334,27 +334,27 @@ class TablePersistence:
     def _resume(
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, for_load: bool
     ) -> OpenTable:
-        where = f"store folder {str(folder.path)!r}"
+        label = f"store folder {str(folder.path)!r}"
         try:
             check_description(marker)
         except ValueError as error:
             raise StoreError(
-                f"{where} was written by another version of tierbed: its clean marker has {error}"
+                f"{label} was written by another version of tierbed: its clean marker has {error}"
             ) from error
         self.spec = self.spec.with_stored_seed(marker)
-        check_stored_rows(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
-        table = self._open_live_rows(optimizer, marker, folder, where)
+        check_stored_rows(self.spec, marker, optimizer, StoreError, label, for_load=for_load)
+        table = self._open_live_rows(optimizer, marker, folder, label)
         own_limits = self.spec.id_limits(None)
         if self.spec.last_ids is not None and table.id_limits != own_limits and not for_load:
             ids = LoadedIdCounter(self.spec)
             for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):
                 pass
-            if not self._warn_all(ids.make_remarks(where, False, None)):
+            if not self._warn_all(ids.make_remarks(label, False, None)):
                 table.reset_id_limits()
         return table
 
     def _open_live_rows(
-        self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
+        self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, label: str
     ) -> OpenTable:
         """Open a table with the live rows that a clean marker describes."""
         fields = None if optimizer is None else self.spec.form(self.spec.make_row_state(optimizer)).fields
@@ -377,7 +377,7 @@ class TablePersistence:
             store = FolderState(folder.path if self.rows_version is None else folder.path.parent.parent)
             name = GroupFile(store).last_snapshot or "NAME"
             raise StoreError(
-                f"the live rows of {where} have a clean marker and cannot be read: {error}. Load a snapshot with "
+                f"the live rows of {label} have a clean marker and cannot be read: {error}. Load a snapshot with "
                 f'`tierbed snapshot load {store.path} {name}`, or start over with open="fresh"'
             ) from error
 
@@ -388,19 +388,19 @@ class TablePersistence:
         old_table: OpenTable | None,
         selection: Selection = ALL,
         on_verified: Callable[[], None] | None = None,
-        replaced: bool = False,
+        is_replaced: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
         """Load a snapshot's rows, or a selection, into a new table. Closes `old_table` once all rows are verified.
 
-        on_verified: called before `old_table` closes; if it raises, nothing has changed. replaced: another load is
+        on_verified: called before `old_table` closes; if it raises, nothing has changed. is_replaced: another load is
         about to replace the rows.
         """
-        report, ids = LoadReport(), LoadedIdCounter(self.spec, counts=not replaced)
+        report, ids = LoadReport(), LoadedIdCounter(self.spec, counts_ids=not is_replaced)
         description = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.shard is None:
             report = LoadReport(snapshot.manifest.rows)
         else:
-            chunks = ids.note_padding(snapshot.chunks())
+            chunks = ids.remember_padding(snapshot.chunks())
             for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
         stored = {**selection.description(description), "rows": report.rows}
@@ -498,7 +498,7 @@ class TablePersistence:
         """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
         member = self.member if self.rows_version is None else None  # for a shard, all ranks record the load together
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
-            self.begin_change(notes=snapshot_id is None and self.rows_version is None, replaces=True)
+            self.begin_change(snapshot_id is None and self.rows_version is None, replaces_rows=True)
             old_table.close()
             self._unusable_reason, self._live_rows = "", LiveRows.RECORDED  # RECORDED, so that the next write is noted
             if member is not None:
@@ -564,13 +564,13 @@ class TablePersistence:
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
 
-    def begin_change(self, notes: bool = True, replaces: bool = False) -> None:
-        """Clear the clean marker. If `notes` is True, first note in the group's record that the rows will change."""
+    def begin_change(self, records_change: bool = True, replaces_rows: bool = False) -> None:
+        """Clear the clean marker. If `records_change` is True, first note to the group's record that the rows will change."""
         if self.folder is None:
             return
         with uninterrupted():
-            if self.member is not None and notes:
-                self.member.begin_change(replaces)
+            if self.member is not None and records_change:
+                self.member.begin_change(replaces_rows)
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
         if not self._on_disk:
@@ -579,14 +579,14 @@ class TablePersistence:
     def _make_clean_marker(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None
         bottom = table.stack.bottom
-        live: dict[str, Any] = {"live": "rows"}
+        live_fields: dict[str, Any] = {"live": "rows"}
         if isinstance(bottom, RocksDB):
-            live = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.read_versions()}
+            live_fields = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.read_versions()}
         counts = table.counts.known_table_counts
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
         shard = {} if self.rows_version is None else {SHARD: self.rows_version.make_marker_fields()}
         version = {} if self.member is None or self.rows_version is not None else {LIVE: self.member.version}
-        return {**table.describe(), **live, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
+        return {**table.describe(), **live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
 
 
 def _remove_table(table: OpenTable, path: Path | None) -> None:

@@ -75,10 +75,10 @@ class RecoveryDecision:
         folders: list[FolderState] = []
         with suppress(StoreError):  # if the error matters, `open_store` raises it again
             file = GroupFile(shared_folder.folder, beside=self._folders)
-            for store, folder in file.members(lenient=True).items():
+            for store_id, folder in file.members(lenient=True).items():
                 if folder.ranks:
                     folders.append(folder)
-                    self._recorded_versions[str(folder.path)] = file.record.now[store].live
+                    self._recorded_versions[str(folder.path)] = file.record.now[store_id].live
         stores = [(os.path.relpath(folder.path, shared_folder.path), folder.ranks) for folder in folders]
         return {"token": shared_folder.write_token(), "stores": stores}
 

@@ -110,15 +110,15 @@ def make_log_entry(
         return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
     run = (record.now[member.id].live or "").rpartition(":")[0]
     unclosed = [str(rank) for rank, live in sorted(live_versions.items()) if live is None or not live.startswith(run)]
-    why = "was not closed by its last run"
+    reason = "was not closed by its last run"
     if unclosed:
-        why = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
+        reason = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
     elif len({*live_versions.values()}) > 1:
-        why = "was closed by its ranks at different steps"
+        reason = "was closed by its ranks at different steps"
     elif len(record.now) > 1 and (live_versions or marker):
-        why = "is trained together with others that were not closed by their last run"
+        reason = "is trained together with others that were not closed by their last run"
     lost, unused = describe_lost_steps(snapshot, live_step), _describe_unused_snapshot(folder, member, snapshot)
-    return logging.WARNING, f"{where} {why}; {ranks_prefix}{restored}; {lost}{unused}"
+    return logging.WARNING, f"{where} {reason}; {ranks_prefix}{restored}; {lost}{unused}"
 
 
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
@@ -189,14 +189,14 @@ def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     )
 
 
-def check_shards_unlocked(path: Path, ranks: int) -> None:
+def check_shards_unlocked(path: Path, num_ranks: int) -> None:
     """Raise StoreError if a process, such as a rank that outlives rank 0, has one of the ranks' shards open."""
-    for rank in range(ranks):
-        shard = shard_folder(path, rank, ranks)
+    for rank in range(num_ranks):
+        shard = shard_folder(path, rank, num_ranks)
         if shard.is_dir() and (process := holder(shard)) is not None:
             raise StoreError(
-                f"{str(shard)!r}, the shard of rank {rank} of {ranks}, is in use by process {process or 'unknown'}: "
-                "wait until that process has closed the shard, or end that process"
+                f"{str(shard)!r}, the shard of rank {rank} of {num_ranks}, is in use by process "
+                f"{process or 'unknown'}: wait until that process has closed the shard, or end that process"
             )
 
 
@@ -205,18 +205,18 @@ class RankShard:
     """Identifies the shard of one rank. num_ranks_on_host: how many ranks share the host."""
 
     rank: int
-    ranks: int
+    num_ranks: int
     num_ranks_on_host: int = 1
 
-    def folder(self, store: Path) -> Path:
+    def folder(self, store_path: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
-        return shard_folder(store, self.rank, self.ranks)
+        return shard_folder(store_path, self.rank, self.num_ranks)
 
     def options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""
         if options.capacity is None or options.eviction == "none":
             return options
-        return dataclasses.replace(options, capacity=-(-options.capacity // self.ranks))
+        return dataclasses.replace(options, capacity=-(-options.capacity // self.num_ranks))
 
 
 class RowsVersion:
@@ -250,4 +250,4 @@ class RowsVersion:
 
     def make_marker_fields(self) -> dict[str, Any]:
         """Return the shard's fields for its clean marker."""
-        return {"rank": self._shard.rank, "ranks": self._shard.ranks, "run": self.run_id, "writes": self.num_writes}
+        return {"rank": self._shard.rank, "ranks": self._shard.num_ranks, "run": self.run_id, "writes": self.num_writes}

@@ -60,13 +60,13 @@ class SharedFolder:
             with contextlib.suppress(OSError):
                 token.unlink()
 
-    def begin(self, ranks: int, member: Member | None) -> None:
-        """On rank 0: remove a single process's live rows. Record that `ranks` ranks store shards. Raises StoreError."""
+    def begin(self, num_ranks: int, member: Member | None) -> None:
+        """On rank 0: remove a single process's live rows. Record how many ranks store shards. Raises StoreError."""
         if self.folder is None or member is None:
             return
         if self.folder.live.exists() or self.folder.clean_marker is not None:
             self.folder.discard_live()
-        member.move_to(self.snapshot_store, RanksRecord(ranks))
+        member.move_to(self.snapshot_store, RanksRecord(num_ranks))
 
     def release(self) -> None:
         """Unlock the folder. May be called again."""

@@ -36,26 +36,26 @@ class TrainingGroup:
             if (handle := embedding.open_handle) is not None:
                 handle.local.join(self)
 
-    def begin_pass(self) -> None:
+    def begin_backward(self) -> None:
         """Called when a backward pass has pinned the rows of one embedding, before it reaches other embeddings."""
-        if not self.gate.is_closed:
-            self.gate.is_closed = True
-            torch.autograd.Variable._execution_engine.queue_callback(self.end_pass)
+        if not self.gate.is_blocked:
+            self.gate.is_blocked = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
-    def end_pass(self) -> None:
+    def end_backward(self) -> None:
         """Called when the backward pass has updated all rows that the pass reached."""
-        self.gate.is_closed = False
+        self.gate.is_blocked = False
 
-    def check_passed(self) -> None:
+    def detect_failed_backward(self) -> None:
         """Detect a backward pass that raised. Called before a forward pass and a close."""
         # a forward pass that a backward pass recomputes runs inside that backward pass
-        if self.gate.is_closed and torch._C._current_graph_task_id() == -1:
-            self.fail_pass()
+        if self.gate.is_blocked and torch._C._current_graph_task_id() == -1:
+            self.mark_backward_failed()
 
-    def fail_pass(self) -> None:
+    def mark_backward_failed(self) -> None:
         """Mark the group inconsistent after a backward pass raised, because only some rows may have been updated."""
-        if self.gate.is_closed:
-            self.end_pass()
+        if self.gate.is_blocked:
+            self.end_backward()
             mark_inconsistent(self.members(), "a backward pass raised during its updates")
 
     def handles(self) -> list[Any]:
@@ -76,17 +76,19 @@ class TrainingGroup:
     @property
     def is_mid_step(self) -> bool:
         """True if a table is in a step, so that tables may be at different steps."""
-        return self.gate.is_closed or any(handle.local.table.is_in_step for handle in self.handles())
+        return self.gate.is_blocked or any(handle.local.table.is_in_step for handle in self.handles())
 
-    def note_failed_step(self, embeddings: Iterable[Any], error: BaseException) -> None:
+    def mark_if_partly_updated(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
         own_handles = [e.open_handle for e in embeddings if e.group is self and e.world is None]
         handles = [handle for handle in own_handles if handle is not None and handle.member is not None]
-        behind = [table for handle in handles if (table := handle.local.table).is_in_step or table.failure is not None]
-        if 0 < len(behind) < len(handles) and any(table.update_failed or table.failure is not None for table in behind):
+        tables = [handle.local.table for handle in handles]
+        interrupted_tables = [table for table in tables if table.is_in_step or table.failure is not None]
+        was_updated = any(table.update_failed or table.failure is not None for table in interrupted_tables)
+        if was_updated and len(interrupted_tables) < len(tables):
             mark_inconsistent([handle.member for handle in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
-            self.fail_pass()
+            self.mark_backward_failed()
 
 
 def train_together(modules: Iterable[Any]) -> None:
@@ -102,23 +104,22 @@ def train_together(modules: Iterable[Any]) -> None:
     target_group.add([*persistent, *(embedding for group in groups.values() for embedding in group.embeddings)])
 
 
-def mark_inconsistent(members: Iterable[Member], why: str) -> None:
-    """Forbid writes, saves and clean closes until each store is loaded. `why` says how steps came to differ."""
+def mark_inconsistent(members: Iterable[Member], reason: str) -> None:
+    """Forbid writes, saves and clean closes until each store is loaded. `reason` says how steps came to differ."""
     for member in members:
         member.mark_broken(
-            f"embeddings that are trained together have rows of different steps: {why}. Load a snapshot in each, or "
+            f"embeddings that are trained together have rows of different steps: {reason}. Load a snapshot in each, or "
             "make them again: with a persistent_path they go back to the last step for which all have rows"
         )
 
 
 @contextmanager
-def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = False) -> Iterator[None]:
+def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_rows: bool = False) -> Iterator[None]:
     """Lock these tables and all tables trained with them, so that no other thread writes or saves the tables.
 
-    If `waits` is True, first wait until no other thread is in a step, because a step updates one store after another.
-    If `replaces` is True, the block replaces rows. Background saves need the locks, so these saves are finished first.
+    awaits_step: first wait until no other thread is in a step, because a step updates one store after another.
+    If `replaces` is True if the block replaces rows. First finishes background saves, because they need the locks.
     """
-    handles = list(handles)
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()
     all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.handles())]}
     gate: StepGate | None = None
@@ -126,7 +127,7 @@ def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = 
         tables = sorted({handle.local.table for handle in all_handles.values()}, key=id)
         for table in tables:
             table.observers.wait_for_foreground()
-            if replaces:
+            if replaces_rows:
                 table.observers.finish_saving()
         with ExitStack() as stack:
             if gate is not None:
@@ -135,9 +136,9 @@ def between_steps(handles: Iterable[Any], waits: bool = False, replaces: bool = 
                 stack.enter_context(table.lock)
             if any(table.is_replaced or table.observers.is_saved_by_other_thread for table in tables):
                 continue
-            if replaces and any(table.observers.is_saving for table in tables):  # another save has begun meanwhile
+            if replaces_rows and any(table.observers.is_saving for table in tables):  # another save has begun meanwhile
                 continue
-            groups_in_step = [group for group in groups if waits and group.is_mid_step]
+            groups_in_step = [group for group in groups if awaits_step and group.is_mid_step]
             gate = next((group.gate for group in groups_in_step if is_trained_by_other_thread(group.embeddings)), None)
             if gate is None:
                 yield

@@ -54,7 +54,7 @@ def row_step(
                 embeddings = [embedding for embedding, _ in pairs]
                 groups = dict.fromkeys(embedding.group for embedding in embeddings if embedding.group is not None)
                 for group in groups:  # before `release`, because pins show which rows were not updated
-                    group.note_failed_step(embeddings, error)
+                    group.mark_if_partly_updated(embeddings, error)
                 for embedding in embeddings:
                     embedding.release()
                 raise

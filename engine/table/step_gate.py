@@ -22,7 +22,7 @@ class StepGate:
 
     def __init__(self) -> None:
         self.is_wanted = False  # a reader is waiting; steps read this without a lock
-        self.is_closed = False  # a step has updated one of the tables and will pin others
+        self.is_blocked = False  # a step has updated one of the tables and will pin others
         self._reader_lock = Lock()
         self._tables: Sequence[Table] = ()
         self._waiting_step_event = Event()  # set while the training thread waits, so no step runs
@@ -31,7 +31,7 @@ class StepGate:
     def yield_to_reader(self, table: Table) -> None:
         """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait."""
         table.release()
-        if self.is_closed or any(other.is_in_step for other in self._tables):  # the reader waits until that step ends
+        if self.is_blocked or any(other.is_in_step for other in self._tables):  # the reader waits until that step ends
             return
         self._waiting_step_event.set()
         self._reader_exit_event.wait()
@@ -75,7 +75,7 @@ class StepGate:
                 ):
                     continue
                 is_used = any(table.is_in_step or table.observers.is_saved_by_other_thread for table in self._tables)
-                if not self.is_closed and not is_used:
+                if not self.is_blocked and not is_used:
                     stack.enter_context(locks.pop_all())
                     return True
             self._waiting_step_event.wait(POLL_SECONDS)

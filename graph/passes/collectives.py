@@ -50,7 +50,7 @@ def sum_over_ranks(
 ) -> AllReduceResult:
     """Sum dense gradients over the ranks with a batch. If the step failed on one rank, raise its error on all ranks."""
     finite = epilogue.scaler is None or are_finite([grad for part in rows for grad in part.grads])
-    return collectives.vote(dense, finite=finite, has_batch=has_batch)
+    return collectives.vote(dense, is_finite=finite, has_batch=has_batch)
 
 
 def find_common_world(embeddings: dict[str, EmbeddingBase]) -> Any:

@@ -73,11 +73,11 @@ def _make_key(argument: Any, value_numbers: dict[fx.Node, int]) -> Hashable:
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return a module that computes the `prefetchable_lookups` of `module` from the same inputs, or None.
+    """Return a module that computes the ids of `find_prefetchable_lookups` from the same inputs, or None.
 
     The new module returns lookups as plain tuples, because in torch 2.11 modules cannot return a NamedTuple.
     """
-    known = prefetchable_lookups(module)
+    known = find_prefetchable_lookups(module)
     if not known:
         return None
     id_sources = set().union(*(find_sources(node, lookups) for node, lookups in known))
@@ -91,20 +91,20 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
     return fx.GraphModule(module, id_graph)
 
 
-def prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
+def find_prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     """Return (node, (embedding, lookups)) for each pin or accumulate node whose ids are known before the step runs.
 
     Ids are not known if they depend on rows, random numbers, custom ops, or external tensors that the step changes.
     """
     pins = module.graph.find_nodes(op="call_method", target="pin")
-    trained: list[tuple[fx.Node, Any]] = [(node, node.args[:2]) for node in pins]
+    candidates: list[tuple[fx.Node, Any]] = [(node, node.args[:2]) for node in pins]
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         rows: Any = node.args[1]
-        trained += [(node, row[:2]) for row in rows]
+        candidates += [(node, row[:2]) for row in rows]
     external = external_storages(module.graph)
     return [
         (node, lookups)
-        for node, lookups in trained
+        for node, lookups in candidates
         if all(is_repeatable(source, external) for source in find_sources(node, lookups))
     ]
 
@@ -213,9 +213,9 @@ def _weights_argument(weights: Any) -> tuple[Any, ...]:
     return () if weights is None else (weights,)
 
 
-def check_shadows(graph: fx.Graph, shadows: dict[fx.Node, str], find_path: Callable[[int], str]) -> None:
-    """Raise GraphError if a node still uses an embedding's shadow parameter (in `shadows`) or its gradient."""
-    for shadow, name in shadows.items():
+def check_shadows(graph: fx.Graph, path_by_shadow: dict[fx.Node, str], find_path: Callable[[int], str]) -> None:
+    """Raise GraphError if a node still uses an embedding's shadow parameter (in `path_by_shadow`) or its gradient."""
+    for shadow, name in path_by_shadow.items():
         if shadow.users:
             raise _make_shadow_error(name)
     for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD):
@@ -235,18 +235,18 @@ def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> lis
     """Return the lookup gradients whose sum is `grad`. Raises GraphError if `grad` is not a plain sum."""
     counts: Counter[fx.Node] = Counter()  # how often the sum adds each gradient, and the result lists it
     visited: set[fx.Node] = set()
-    pending: list[Any] = [grad]
-    while pending:
-        node = pending.pop()
+    pending_nodes: list[Any] = [grad]
+    while pending_nodes:
+        node = pending_nodes.pop()
         if not isinstance(node, fx.Node):
             raise _make_shadow_error(name)
         visited.add(node)
         if node.target is LOOKUP_GRAD and node.args[-1] == op_id:
             counts[node] += 1
         elif node.target in _SUMS and not node.kwargs:
-            pending += node.args
+            pending_nodes += node.args
         elif node.target in _COPIES:
-            pending.append(node.args[_COPIES[node.target]])
+            pending_nodes.append(node.args[_COPIES[node.target]])
         else:
             raise _make_shadow_error(name)
     summed_storages = find_storages(visited)

@@ -29,7 +29,7 @@ from .nodes import add_attribute, replace_node
 from .step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, dense_step, schedule
 
 # calls that change rows or parameters: functions, and the method `update` of pinned batches
-EFFECTS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
+SIDE_EFFECT_TARGETS: set[Any] = {"update", sum_over_ranks, dense_step, apply_gradients, accumulate, schedule}
 _OP_CALL = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)\(")
 
 
@@ -90,16 +90,16 @@ def add_dense_steps(
 def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
     """Replace all updates and dense steps with one node that scales and clips their gradients together."""
     graph = module.graph
-    accumulates = epilogue.accumulate_steps > 1
+    is_accumulating = epilogue.accumulate_steps > 1
     rows: list[Any] = []
     for node in graph.find_nodes(op="call_method", target="update"):
-        rest: Any
-        batch, grads, *rest = node.args
-        weights = rest[0] if rest else [None] * len(grads)
-        if accumulates:
+        optional: Any
+        batch, grads, *optional = node.args
+        weights = optional[0] if optional else [None] * len(grads)
+        if is_accumulating:
             embedding, lookups = batch.args
-            lookups_ = [Lookup(*(preserve_value(graph, batch, part) for part in lookup)) for lookup in lookups]
-            rows.append((embedding, lookups_, grads, weights))
+            preserved_lookups = [Lookup(*(preserve_value(graph, batch, part) for part in lookup)) for lookup in lookups]
+            rows.append((embedding, preserved_lookups, grads, weights))
         else:
             rows.append(RowGrads(batch, grads, weights))
         graph.erase_node(node)
@@ -109,8 +109,8 @@ def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
         graph.erase_node(node)
     with graph.inserting_before(graph.output_node()):
         epilogue_node = add_attribute(module, "step_end", epilogue)
-        last = graph.call_function(accumulate if accumulates else apply_gradients, (epilogue_node, rows, dense))
-    if accumulates:
+        last = graph.call_function(accumulate if is_accumulating else apply_gradients, (epilogue_node, rows, dense))
+    if is_accumulating:
         for node in graph.find_nodes(op="call_method", target="pin"):
             _replace_pin_by_reads(graph, node)
     return last
@@ -139,7 +139,7 @@ def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], upd
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
     """Remove dead nodes. Unlike FX's own pass, also remove in-place ops on memory that no node reads."""
-    live = live_nodes(graph, EFFECTS)
+    live = live_nodes(graph, SIDE_EFFECT_TARGETS)
     for node in reversed(list(graph.nodes)):
         if node not in live:
             graph.erase_node(node)

@@ -215,18 +215,18 @@ def apply_gradients(
     With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Across ranks, the
     update uses the mean of the ranks' gradients; row gradients have already been sent.
     """
-    scale, finite = 1.0 / epilogue.accumulate_steps if epilogue.takes_mean else 1.0, True
+    scale, is_finite = 1.0 / epilogue.accumulate_steps if epilogue.takes_mean else 1.0, True
     if vote is not None:
         sums = iter(vote.sums)
         dense = [part._replace(grads=list(islice(sums, len(part.grads)))) for part in dense]
-        scale, finite = scale / vote.num_contributors, vote.is_finite
+        scale, is_finite = scale / vote.num_contributors, vote.is_finite
     scaler = epilogue.scaler if epilogue.scaler is not None and epilogue.scaler.is_enabled() else None
     grads = [grad for part in dense for grad in part.grads]
     if scaler is not None:
         scale *= 1.0 / scaler.get_scale()
-        finite = finite and are_finite([*grads, *(g for part in rows for g in part.grads if vote is None)])
-        _update_scaler(scaler, finite)
-    if not finite:
+        is_finite = is_finite and are_finite([*grads, *(g for part in rows for g in part.grads if vote is None)])
+        _update_scaler(scaler, is_finite)
+    if not is_finite:
         for batch, *_ in rows:
             batch.release()
         return False
@@ -261,7 +261,7 @@ def accumulate(
     If applying raises, for example because a table is full, the sums are dropped and accumulation starts again.
     """
     if collectives is not None:
-        collectives.vote([], finite=True)  # if one rank failed, no rank adds gradients
+        collectives.vote([], is_finite=True)  # if one rank failed, no rank adds gradients
     epilogue.add_gradients(rows, dense, has_batch)
     if epilogue.num_waiting < epilogue.accumulate_steps:
         return False
@@ -290,9 +290,9 @@ def _scale_and_clip(grads: list[Tensor], scale: float, clip_value: float | None)
     return grads
 
 
-def _update_scaler(scaler: GradScaler, finite: bool) -> None:
+def _update_scaler(scaler: GradScaler, is_finite: bool) -> None:
     """Make the scaler adapt its scale. The scaler inspects gradients, so pass it a single dummy gradient: 0 or inf."""
     probe = torch.zeros(())
-    set_grads([probe], [torch.tensor(0.0 if finite else math.inf)])
+    set_grads([probe], [torch.tensor(0.0 if is_finite else math.inf)])
     scaler.unscale_(torch.optim.SGD([probe], lr=0.0))
     scaler.update()

@@ -32,7 +32,7 @@ from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, check_shadows, expand_reads, expand_trained, extract_id_graph, share_rows
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import format_step
-from ..state.optimizer_set import OptimizerSet, find_embeddings, map_shadows
+from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow_id, find_embeddings
 from ..trace.names import HasBuild, make_identifiers, map_tensor_names
 from ..trace.trace import ResultSpec, ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
@@ -113,7 +113,7 @@ class RankStep(CompiledStep):
     is_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        self.collectives.rank_state.note_run(self.is_training, self.collectives.trains, self.join)
+        self.collectives.rank_state.remember_join(self.is_training, self.collectives.has_updates, self.join)
         synced_tensors = ((name, tensors[index]) for name, index in self.synced_indices.items())
         with uninterrupted(), self.collectives.step(synced_tensors):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
@@ -130,7 +130,7 @@ def compile_step(
     epilogue: StepEpilogue,
     tensors: list[Tensor],
     inductor: Mapping[str, Any] | None,
-    cuda_graph: bool,
+    uses_cuda_graph: bool,
     rank_state: RankStepState,
 ) -> CompiledStep:
     """Rewrite a trace into a step. The step trains if `root.training` is set and build called backward().
@@ -142,7 +142,7 @@ def compile_step(
     graph = module.graph
     embeddings = find_embeddings(root)
     world = find_common_world(embeddings)
-    if world is not None and cuda_graph:
+    if world is not None and uses_cuda_graph:
         raise OptionError(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
@@ -156,7 +156,7 @@ def compile_step(
     parameter_nodes = placeholders[len(trace.inputs) :]
     path_by_id = map_tensor_names(root)
     rewrite.name_placeholders(placeholders, [*trace.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
-    embedding_by_shadow = map_shadows(root)
+    embedding_by_shadow = embeddings_by_shadow_id(root)
     rewrite.drop_detach(graph)
     if trace.guard is not None:
         rewrite.compute_sizes(module)
@@ -165,10 +165,10 @@ def compile_step(
     grad_indices = result_spec.grad_indices if root.training else []
     optimizers.warn_untrained(root, bool(grad_indices))
     values: Any = graph.output_node().args[0]
-    trained: list[tuple[EmbeddingBase, RowOptimizer]] = []
+    trained_rows: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if grad_indices else []
     end_node: fx.Node | None = None
-    optimizer_by_parameter = optimizers.map_parameters()
+    optimizer_by_parameter = optimizers.optimizers_by_parameter_id()
     for index, grad in zip(grad_indices, values[num_results:], strict=False):
         parameter = tensors[index]
         embedding = embedding_by_shadow.get(id(parameter))
@@ -181,7 +181,7 @@ def compile_step(
             )
         if embedding is not None:
             expand_trained(module, embedding.op_id, grad, find_path)
-            trained.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
+            trained_rows.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
     # run cut_outputs after the loop: if a dense parameter is a pooling weight, the loop replaces this gradient
     grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
@@ -199,12 +199,12 @@ def compile_step(
     share_rows(module)
     rewrite.drop_dead_nodes(graph)
     parameter_by_node = dict(zip(parameter_nodes, tensors, strict=True))
-    shadows = {
+    path_by_shadow = {
         node: find_path(embedding_by_shadow[id(parameter)].op_id)
         for node, parameter in parameter_by_node.items()
         if id(parameter) in embedding_by_shadow
     }
-    check_shadows(graph, shadows, find_path)
+    check_shadows(graph, path_by_shadow, find_path)
     collectives: StepCollectives | None = None
     if world is not None:
         dense_parts: list[DenseGrads] = []
@@ -212,22 +212,23 @@ def compile_step(
             parameters = [parameter_by_node[node] for holder, node, _ in dense_grads if holder is optimizer]
             dense_parts.append(DenseGrads(optimizer, parameters, parameters))
         pin_early(module)
-        step_parts = [embedding for embedding, _ in trained], dense_parts, schedulers, end_node is not None
+        step_parts = [embedding for embedding, _ in trained_rows], dense_parts, schedulers, end_node is not None
         collectives = schedule_collectives(
             module, end_node, partial(StepCollectives, world, rank_state, type(root).__name__, epilogue, *step_parts)
         )
     graph.lint()
     module.recompile()
-    id_graph = None if cuda_graph and trained else extract_id_graph(module)  # captured steps do not prefetch
+    is_captured = uses_cuda_graph and bool(trained_rows)
+    id_graph = None if is_captured else extract_id_graph(module)  # captured steps do not prefetch
     if inductor is not None:
         module = compile_dense(module, inductor)
     cuda_graph_step = (
-        CudaGraphStep(module, len(trace.inputs), [e for e, _ in trained], epilogue) if cuda_graph and trained else None
+        CudaGraphStep(module, len(trace.inputs), [e for e, _ in trained_rows], epilogue) if is_captured else None
     )
     rollback = None if trace.guard is None else RollbackStep(module)
     rewrite.bind_ops(module)
     name, guard = type(root).__name__, trace.guard
-    step = CompiledStep(name, module, id_graph, trained, result_spec, cuda_graph_step, rollback, guard)
+    step = CompiledStep(name, module, id_graph, trained_rows, result_spec, cuda_graph_step, rollback, guard)
     if collectives is None:
         return step
     synced_indices: dict[str, int] = {}

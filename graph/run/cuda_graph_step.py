@@ -281,18 +281,18 @@ def _make_replay_key(table: OpenTable) -> Hashable | None:
     return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.tracker
 
 
-def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
+def _begin_replay(table: OpenTable, has_updates: bool, clip_value: float | None) -> tuple[int, list[float]]:
     """Do the host work of `pin` and `update`, or of `read`, before a replay.
 
     Returns the arguments for `table.note_update`. If this function raises, nothing has changed.
     """
-    if trains:
+    if has_updates:
         table.release()
         with table.use_announced(()):
             pass  # drops announced batches, because the replayed ops make their own batch
     table.finish_erasures()
     table.check(wait=False)
-    if not trains:
+    if not has_updates:
         table.set_hyper()
         return table.step, table.hyper
     optimizer, step = table.require_optimizer(), table.next_step()

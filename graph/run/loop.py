@@ -142,7 +142,7 @@ class _PlannedStep(Handshake):
     """This rank's report on a planned step. The report is in flight until the other ranks' reports have arrived."""
 
     def __init__(self, world: World, op: str, report: int, known_lookups: KnownLookups | None) -> None:
-        super().__init__(world, op, note=report)
+        super().__init__(world, op, payload=report)
         self.known_lookups, self.is_announced = known_lookups, False
 
 
@@ -230,7 +230,7 @@ class Run(Iterator[Any]):
                 if self._checked_caches and self._num_steps % CHECK_STEPS == 1:
                     self._adjust_look_ahead()
                 self._plan_steps()
-                reports = self._plans[0].wait().notes
+                reports = self._plans[0].wait().payloads
                 if any(report & _LOADER_FAILED for report in reports):
                     self._raise_loader_error()
                 ranks_without_batch = [rank for rank, report in enumerate(reports) if not report & _HAS_BATCH]
@@ -303,7 +303,7 @@ class Run(Iterator[Any]):
                 if plan.is_announced or not self._num_ahead or not can_send:
                     continue
                 plan.is_announced = True
-                reports = plan.wait().notes
+                reports = plan.wait().payloads
                 will_run = any(reports) if self._uneven == "join" else all(report & _HAS_BATCH for report in reports)
                 if will_run and any(report & _IDS_KNOWN for report in reports):
                     lacks_batch = not reports[self._world.rank] & _HAS_BATCH

@@ -44,17 +44,17 @@ class RankStepState:
     def __init__(self) -> None:
         # contains True after a training step copied rank 0's tensors to all ranks; False, after an evaluation step did
         self.synced_at_start: set[bool] = set()
-        # key: (graph is in train() mode, step trains); value: weak reference to `join` of the last step with this key
+        # key: (graph is in train() mode, has updates); value: weak reference to `join` of the last step with this key
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.partial_update = ""  # error in a step's updates on this rank; no step trains until a load clears it
 
-    def note_run(self, is_training: bool, trains: bool, join: Callable[[], None]) -> None:
-        self._joins[is_training, trains] = weakref.WeakMethod(join)
+    def remember_join(self, is_training: bool, has_updates: bool, join: Callable[[], None]) -> None:
+        self._joins[is_training, has_updates] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
         """This rank lacks a batch: join the other ranks' step. Raises GraphError if no step ran in `root`'s mode."""
-        for trains in (True, False):  # prefer a step that trains
-            join_last = self._joins.get((root.training, trains), lambda: None)()
+        for has_updates in (True, False):  # prefer a step that trains
+            join_last = self._joins.get((root.training, has_updates), lambda: None)()
             if join_last is not None:
                 join_last()
                 return
@@ -77,7 +77,7 @@ class StepCollectives:
     _trained: list[EmbeddingBase]  # this field and the next two hold what the step trains; `join` needs them
     _dense: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
-    trains: bool
+    has_updates: bool
     _calls: list[CollectiveCall]
     parameters: InitVar[list[tuple[str, Tensor]]]  # (name, dense parameter), in the order of summation
     _first_call: int = 0  # the world's collective count when the step began
@@ -89,14 +89,14 @@ class StepCollectives:
         embeddings = (call.embedding for call in self._calls if call.embedding is not None)
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
-    def vote(self, dense: list[DenseGrads], *, finite: bool, has_batch: bool = True) -> AllReduceResult:
+    def vote(self, dense: list[DenseGrads], *, is_finite: bool, has_batch: bool = True) -> AllReduceResult:
         """Sum dense gradients across ranks. If the step failed on one rank, raise that rank's error on all ranks."""
         grads = [grad for part in dense for grad in part.grads]
-        settings = read_settings([part.optimizer for part in dense])
+        world, op, settings = self._world, self._op("vote"), read_settings([part.optimizer for part in dense])
         trained: list[Any] = self._trained
         _, error = try_call(lambda: [embedding.table_handle().open_table for embedding in trained])
         return all_reduce_in_order(
-            self._world, self._op("vote"), grads, error, contributes=has_batch, is_finite=finite, shared_values=settings
+            world, op, grads, error, contributes=has_batch, is_finite=is_finite, shared_values=settings
         )
 
     def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], AllReduceResult]:
@@ -107,7 +107,7 @@ class StepCollectives:
         parameters = [("accumulated", parameter) for parameter in epilogue.parameters]
         context = self._world, self.rank_state, self._owner, epilogue
         update = StepCollectives(*context, embeddings, [], [], True, calls, parameters)
-        with update.step((), nested=True):
+        with update.step((), is_nested=True):
             rows, dense = epilogue.pin_gradients()
             for batch, grads, weights in rows:
                 sharded: Any = batch
@@ -145,40 +145,40 @@ class StepCollectives:
         return accumulate(epilogue, no_rows, zeros, self, has_batch=False)
 
     @contextmanager
-    def step(self, synced_tensors: Iterable[tuple[str, Tensor]], nested: bool = False) -> Iterator[None]:
+    def step(self, synced_tensors: Iterable[tuple[str, Tensor]], is_nested: bool = False) -> Iterator[None]:
         """Context manager around a step. If the step raises before its last collective, all ranks raise the error.
 
-        synced_tensors: named tensors. The first step copies them from rank 0. nested: True within another `step` block.
+        synced_tensors: named tensors. The first step copies them from rank 0. is_nested: True in another `step` block.
         """
         world = self._world
         world.check_thread()
         self._first_call = world.num_step_collectives
-        world.begin_step(self._sequence, nested)
+        world.begin_step(self._sequence, is_nested)
         self._first_batch = len(world.pinned_batches or ())
         self._step_label = ""
         try:
             if all(embedding.is_open for embedding in self._embeddings):  # ranks open and close embeddings at any time
                 steps = [embedding.table_handle().open_table.step for embedding in self._embeddings]
                 self._step_label = f", step {max(steps, default=0) + 1}"
-            if self.trains and self.rank_state.partial_update:
+            if self.has_updates and self.rank_state.partial_update:
                 raise GraphError(
                     f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, and other "
                     "ranks finished their updates; load a checkpoint on all ranks"
                 )
-            if not nested and self.trains not in self.rank_state.synced_at_start:
+            if not is_nested and self.has_updates not in self.rank_state.synced_at_start:
                 broadcast_parameters(world, f"parameters of {self._owner}", [*synced_tensors])
-                self.rank_state.synced_at_start.add(self.trains)
+                self.rank_state.synced_at_start.add(self.has_updates)
             yield
         except BaseException as error:
             if world.must_report(error):
                 self._raise_on_ranks(error)
-                if self.trains and not isinstance(error, DynamicStepFailed):
+                if self.has_updates and not isinstance(error, DynamicStepFailed):
                     self.rank_state.partial_update = self.rank_state.partial_update or repr(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.mark_diverged(error)
             raise
         finally:
-            world.end_step(nested)
+            world.end_step(is_nested)
 
     def _raise_on_ranks(self, error: BaseException) -> None:
         """Make the remaining collectives of the step. If there are any, raise the error on all ranks."""
@@ -227,8 +227,8 @@ class StepCollectives:
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:
     """Raise `error` on all ranks: this rank cannot run the step, and the others wait in its first collective."""
     world = find_world(root)
-    is_traced = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
-    if world is not None and world.failure is None and not is_traced:
+    is_tracing = detect_fake_mode() is not None  # in a trace, the outer graph reports the error
+    if world is not None and world.failure is None and not is_tracing:
         world.handshake(f"a step of {type(root).__name__}", error)
 
 

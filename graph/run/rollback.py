@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
-from ..passes.rewrite import EFFECTS, bind_ops
+from ..passes.rewrite import SIDE_EFFECT_TARGETS, bind_ops
 from ..trace.alias import call_target, is_random, node_storages, written_storages
 
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
@@ -62,7 +62,7 @@ class RollbackStep:
     def __init__(self, module: fx.GraphModule) -> None:
         graph = fx.Graph()
         graph.output(graph.graph_copy(module.graph, {}))
-        self._first_half, self._second_half = split_updates(module, graph, EFFECTS)
+        self._first_half, self._second_half = split_updates(module, graph, SIDE_EFFECT_TARGETS)
         first_graph = self._first_half.graph
         changed_storages: set[int] = set().union(*map(written_storages, first_graph.nodes))
         placeholders = first_graph.find_nodes(op="placeholder")

@@ -58,7 +58,7 @@ class _ShapeFamily:
             return None  # torch never treats sizes 0 and 1 as dynamic
         return dims | call.dynamic_dims
 
-    def note_compiled(self, name: str, call: Call) -> None:
+    def record_compiled(self, name: str, call: Call) -> None:
         """Record the sizes of a call whose step was compiled. In the step, only container dimensions may be dynamic."""
         if self.num_failed_tries == MAX_DYNAMIC_TRIES and not self.dynamic_steps and not self.has_warned:
             self.has_warned = True
@@ -153,7 +153,7 @@ class StepCache:
         if may_be_dynamic and shared_step is None:
             self._static_signatures[signature] = None  # only after a success, because an error says nothing about sizes
         if not static_only:
-            self._families.setdefault(key, _ShapeFamily()).note_compiled(self._name, call)
+            self._families.setdefault(key, _ShapeFamily()).record_compiled(self._name, call)
             if len(self._families) > MAX_FAMILIES:
                 self._families.pop(next(iter(self._families)))
         return step

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ...engine.ops.embedding_base import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
-from ..passes.lookups import prefetchable_lookups
+from ..passes.lookups import find_prefetchable_lookups
 from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule
 from ..trace.alias import call_target
 from ..trace.trace import BACKWARD, MODULE_TENSOR
@@ -75,7 +75,7 @@ def draw(module: fx.GraphModule, title: str, ahead: bool) -> str:
     stage_of, unboxed = find_stages(module.graph), _name_unboxed(module)
     box_of = _boxes(module.graph, stage_of, unboxed)
     boxes = [box for node, box in box_of.items() if node is box[-1]]
-    prefetched = {node: source.target for node, (source, _) in prefetchable_lookups(module)} if ahead else {}
+    prefetched = {node: source.target for node, (source, _) in find_prefetchable_lookups(module)} if ahead else {}
     box_names = {box[-1]: f"n{number}" for number, box in enumerate(boxes)}
     lines = ["---", f"title: {json.dumps(title)}", "---", "flowchart TB"]
     for number, stage in enumerate(STAGES):

@@ -46,7 +46,7 @@ from torch.utils._pytree import tree_map_only
 
 from ...distributed.sendable import to_bytes
 from ...distributed.world import World
-from ...embedding.optim.dense_part import note_run
+from ...embedding.optim.resumed_rows import remember_run_ids
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
 from ...embedding.tables.names import strip_wrappers
@@ -252,20 +252,20 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     model_state = state if kind == "graph" else state["model"]
     names = map_unwrapped_names(root, [*model_state, *(versions := read_versions(state) or {})])
     state = _rename_entries(state, names, {names[path]: version for path, version in versions.items()}, kind)
-    record = world.call_on_all_ranks(f"{op}: state", lambda: _make_record(state, tensors, kind))
+    contents = world.call_on_all_ranks(f"{op}: state", lambda: _make_contents(state, tensors, kind))
     training, model = (EXTRA, "") if kind == "graph" else ("training", "model.")
     random = state[training]["random"] if training in state else []
     buffers = {model + name for name in map_unwrapped_names(root, dict(root.named_buffers())).values()}
     rank_0_keys = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
     shared_tensors = {key: tensor for key, tensor in tensors.items() if key not in rank_0_keys}
-    _check_same_on_ranks(world, op, [record["state"], record["metadata"]], shared_tensors)
-    record |= {"embeddings": list(embeddings), "snapshot": name}
+    _check_same_on_ranks(world, op, [contents["state"], contents["metadata"]], shared_tensors)
+    contents |= {"embeddings": list(embeddings), "snapshot": name}
     if other_states := gather_random_states(world, op, random):
-        record["ranks"] = encode(other_states, tensors, "random numbers of ranks", "ranks")
+        contents["ranks"] = encode(other_states, tensors, "random numbers of ranks", "ranks")
     replaced_snapshots, is_complete = _read_row_snapshots(folder), False
     try:
         with _atomic_folder(world, op, folder, overwrite) as temporary:
-            world.call_on_rank_0(f"{op}: parameters", lambda: _write_files(temporary, record, tensors, folder))
+            world.call_on_rank_0(f"{op}: parameters", lambda: _write_files(temporary, contents, tensors, folder))
             save_rows([*embeddings.values()], _list_row_folders(temporary, name, embeddings))
         is_complete = True
     finally:
@@ -283,10 +283,10 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
 
 
 def _list_row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
-    return [checkpoint / ROWS / str(number) / snapshot for number in range(len(embeddings))]
+    return [checkpoint / ROWS / str(index) / snapshot for index in range(len(embeddings))]
 
 
-def _make_record(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
+def _make_contents(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
     """Return the contents of the file STATE: the state without its tensors."""
     plain = encode(dict(state), tensors, "state")
     metadata = encode(read_versions(state), tensors, "metadata")
@@ -294,14 +294,14 @@ def _make_record(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str
     return {"format": FORMATS[kind], **marker, "state": plain, "metadata": metadata}
 
 
-def _write_files(temporary: Path, record: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
     with _raise_snapshot_errors(folder):
         # clone: safetensors refuses tensors that share memory
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSORS)
         fsync_file(temporary / TENSORS)
         file_fields = {"checksum": checksum(temporary / TENSORS), "created": time.time_ns()}
         try:
-            sealed = seal({**record, **file_fields})
+            sealed = seal({**contents, **file_fields})
         except ValueError as error:
             raise GraphError(
                 f"the plain values in the state cannot be written together: {error}; keep large values, such as a "
@@ -340,16 +340,16 @@ def load(
     folder = folder.absolute()
     embeddings = _find_saved_embeddings(root)
     world, op = shared_world(embeddings), f"loading checkpoint {folder.name!r}"
-    record, state = world.call_on_all_ranks(f"{op}: reading", lambda: _read_files(folder, list(embeddings), kind))
+    contents, state = world.call_on_all_ranks(f"{op}: reading", lambda: _read_files(folder, list(embeddings), kind))
     state = _rename_for_module(root, state, kind)
-    shared_values = {"checkpoint": record["snapshot"], "optimizers": selection.state, "convert": selection.convert}
+    shared_values = {"checkpoint": contents["snapshot"], "optimizers": selection.state, "convert": selection.convert}
     world.call_on_all_ranks(f"{op}: its id", lambda: None, shared_values)
-    rows = _list_row_folders(folder, record["snapshot"], embeddings)
+    rows = _list_row_folders(folder, contents["snapshot"], embeddings)
 
     def apply_rank_state() -> None:
         training = state.get(EXTRA if kind == "graph" else "training")
         if training is not None:
-            training["random"] = select_random_state(world, training["random"], record["ranks"])
+            training["random"] = select_random_state(world, training["random"], contents["ranks"])
         apply_state(state)
 
     try:
@@ -360,7 +360,7 @@ def load(
         try:
             world.call_on_all_ranks(f"{op}: loading its state", apply_rank_state)
             load_rows([*embeddings.values()], rows, selection)
-            note_run(root.parameters(), embeddings.values())
+            remember_run_ids(root.parameters(), embeddings.values())
         except BaseException:
             try:
                 apply_state(backup)
@@ -402,7 +402,7 @@ def format_error(error: BaseException) -> str:
 
 
 def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read a checkpoint's record and state, and check that it has the rows of `embeddings`. Raises SnapshotError."""
+    """Read a checkpoint's contents and state, and check that it has the rows of `embeddings`. Raises SnapshotError."""
     saves, loads = CALLS[kind]
     if not os.path.isdir(folder):
         raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that {saves} wrote")
@@ -413,25 +413,25 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
             + (f"it holds the checkpoints {inner}: give the path of one" if inner else f"give one of {saves}")
         )
     try:
-        record = read_format(folder)
-        if (writer := record.get("of", "graph")) != kind:
+        contents = read_format(folder)
+        if (writer := contents.get("of", "graph")) != kind:
             raise ValueError(
                 f"{CALLS[writer][0]} wrote it, but {loads} only reads what {saves} wrote; call {CALLS[writer][1]}"
             )
-        if checksum(folder / TENSORS) != record["checksum"]:
+        if checksum(folder / TENSORS) != contents["checksum"]:
             raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
         tensors = load_file(folder / TENSORS)
-        state = StateDict(decode(record["state"], tensors), decode(record["metadata"], tensors))
-        record["ranks"] = decode(record["ranks"], tensors) if "ranks" in record else []
-        _check_types(state, record["ranks"], kind)
+        state = StateDict(decode(contents["state"], tensors), decode(contents["metadata"], tensors))
+        contents["ranks"] = decode(contents["ranks"], tensors) if "ranks" in contents else []
+        _check_types(state, contents["ranks"], kind)
     except (OSError, SafetensorError, *MALFORMED) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {format_error(error)}") from error
-    if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, record["embeddings"])]:
+    if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, contents["embeddings"])]:
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} has the rows of embeddings {record['embeddings']}, but this {_SUBJECTS[kind]} "
-            f"has {embeddings}; load it into the {_SUBJECTS[kind]} that saved it"
+            f"checkpoint {str(folder)!r} has the rows of embeddings {contents['embeddings']}, but this "
+            f"{_SUBJECTS[kind]} has {embeddings}; load it into the {_SUBJECTS[kind]} that saved it"
         )
-    return record, state
+    return contents, state
 
 
 def _rename_for_module(root: nn.Module, state: Any, kind: str) -> Any:

@@ -61,9 +61,9 @@ class TrainingState(NamedTuple):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the result of `state_dict`. After a GraphError or a MALFORMED error, the state may be partly loaded."""
         state = copy.deepcopy(state)  # optimizers change loaded tensors in place
-        for number, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
+        for index, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
-            check_can_step(optimizer, f"optimizer {number} of the state")
+            check_can_step(optimizer, f"optimizer {index} of the state")
         for row_optimizer in self.row_optimizers:
             row_optimizer.compute_hyper(1)  # raises an error if the param group is invalid
         for scheduler, loaded in zip(self.schedulers, state["schedules"], strict=True):
@@ -91,27 +91,27 @@ def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
             raise GraphError(
                 f"the state has {len(state[name])} {name}, and {training.owner} has {len(current)}; {training.remedy}"
             )
-    for number, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
+    for index, (optimizer, saved) in enumerate(zip(optimizers, state["optimizers"], strict=True)):
         both_groups = saved["param_groups"], optimizer.param_groups
         saved_sizes, sizes = ([len(group["params"]) for group in groups] for groups in both_groups)
         if saved_sizes != sizes:
             raise GraphError(
-                f"optimizer {number} (counted from 0): param groups have {saved_sizes} parameters in the state, but "
+                f"optimizer {index} (counted from 0): param groups have {saved_sizes} parameters in the state, but "
                 f"{sizes} parameters in {training.owner}; create the optimizer over the same parameters"
             )
-        check_same_structure({}, saved["state"], f"optimizer {number}: state")
+        check_same_structure({}, saved["state"], f"optimizer {index}: state")
         for key, parameter_state in saved["state"].items():
             if type(key) is int:  # other keys are the optimizer's own values
-                check_same_structure({}, parameter_state, f"optimizer {number}: state")
+                check_same_structure({}, parameter_state, f"optimizer {index}: state")
         scheduled = _SCHEDULER_KEYS if training.schedulers else ()  # without schedulers, no key may be missing
         optional = [name for name, value in optimizer.defaults.items() if value is None]
         for group, saved_group in zip(optimizer.state_dict()["param_groups"], saved["param_groups"], strict=True):
             expected = group | dict.fromkeys(optional)
-            check_same_structure(expected, saved_group, f"optimizer {number}: param group", expected.keys() - scheduled)
+            check_same_structure(expected, saved_group, f"optimizer {index}: param group", expected.keys() - scheduled)
             if any(_kind(saved_group.get(name)) not in ("NoneType", "bool", "number") for name in optional):
-                raise _state_error(f"optimizer {number}: one of {optional} is neither a number nor None in the state")
+                raise _state_error(f"optimizer {index}: one of {optional} is neither a number nor None in the state")
             if group["params"] != saved_group["params"] and all(type(item) is int for item in group["params"]):
-                raise _state_error(f"optimizer {number} has parameters {saved_group['params']} in the state")
+                raise _state_error(f"optimizer {index} has parameters {saved_group['params']} in the state")
     for scheduler, saved in zip(training.schedulers, state["schedules"], strict=True):
         current = scheduler.state_dict()
         if type(scheduler).__module__ == LRScheduler.__module__:  # a user's scheduler may change types
@@ -186,11 +186,11 @@ def check_can_step(optimizer: Optimizer, label: str) -> None:
         return
     if any(not isinstance(key, Tensor) for key in optimizer.state):
         raise _state_error(f"{label} has state of parameters that it lacks")
-    for number, group in enumerate(optimizer.param_groups):
+    for index, group in enumerate(optimizer.param_groups):
         if missing := optimizer.defaults.keys() - group.keys():
-            raise _state_error(f"{label}: group {number} lacks {sorted(missing)}")
+            raise _state_error(f"{label}: group {index} lacks {sorted(missing)}")
         for parameter in group["params"]:
-            signature = number, parameter.dim(), parameter.dtype, parameter.device
+            signature = index, parameter.dim(), parameter.dtype, parameter.device
             if signature not in expected_states:
                 probe = torch.zeros([2] * parameter.dim(), dtype=signature[2], device=signature[3], requires_grad=True)
                 set_grads([probe], [torch.zeros_like(probe)])

@@ -62,7 +62,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
         record = read_format(folder)
         names = record["embeddings"]
         rows = {
-            path: Snapshot.open(folder / ROWS / str(number) / record["snapshot"]) for number, path in enumerate(names)
+            path: Snapshot.open(folder / ROWS / str(index) / record["snapshot"]) for index, path in enumerate(names)
         }
         files = [(folder / name).stat() for name in (STATE, TENSORS)]
         size = sum(file.st_size for file in files) + sum(snapshot.manifest.total_bytes for snapshot in rows.values())

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ...embedding.optim.dense_part import DensePart, note_versions
 from ...embedding.optim.eager import IN_BACKWARD, EagerOptimizer
+from ...embedding.optim.resumed_rows import ResumedRowsCheck, remember_versions
 from ...embedding.state_dict.saved_rows import SnapshotEmbedding
 from ...embedding.tables.names import name_embeddings
 from ...embedding.tables.training_group import train_together
@@ -33,7 +33,7 @@ def find_embeddings(root: nn.Module) -> dict[str, EmbeddingBase]:
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
 
 
-def map_shadows(root: nn.Module) -> dict[int, EmbeddingBase]:
+def embeddings_by_shadow_id(root: nn.Module) -> dict[int, EmbeddingBase]:
     """Return the embeddings under `root` by `id(embedding.shadow)`. Otherwise the same as `find_embeddings`."""
     return {id(embedding.shadow): embedding for embedding in find_embeddings(root).values()}
 
@@ -82,7 +82,7 @@ class OptimizerSet:
         if scheduler is not None and scheduler.optimizer is not optimizer:
             raise OptimizerError(f"lr_sch={kind} belongs to another optimizer; create it with the optimizer you add")
         self.optimizers[optimizer] = scheduler
-        note_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
+        remember_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
     def add_from_backward(self, root: nn.Module) -> None:
         """Add the optimizers that `apply_optimizer_in_backward` set on embeddings in `root`. Raises OptimizerError."""
@@ -97,7 +97,7 @@ class OptimizerSet:
 
     def attach(self, root: HasBuild) -> None:
         """Attach each embedding to its param group. Raises OptimizerError if two optimizers hold one parameter."""
-        embedding_by_shadow = map_shadows(root)
+        embedding_by_shadow = embeddings_by_shadow_id(root)
         if self.optimizers:
             train_together(find_embeddings(root).values())
         optimizer_by_parameter: dict[int, Optimizer] = {}
@@ -118,20 +118,20 @@ class OptimizerSet:
         for optimizer, group, parameter in self._entries():
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
-                stays = name == "step" and not (group.get("capturable") or group.get("fused"))  # as in load_state_dict
-                if isinstance(value, Tensor) and not stays:
+                must_move = name != "step" or group.get("capturable") or group.get("fused")  # as in load_state_dict
+                if isinstance(value, Tensor) and must_move:
                     state[name] = value.to(parameter.device)
 
     def check_resumed_rows(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
         """Warn, once the embeddings are open, if rows come from another run than the dense part."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
         states = {p: optimizer.state.get(p) for optimizer, _, p in self._entries() if id(p) not in shadows}
-        part = DensePart(owner, states, states)
+        check = ResumedRowsCheck(owner, states, states)
         for embedding in embeddings:
             if isinstance(embedding, SnapshotEmbedding):
-                embedding.call_when_open(partial(part.check, embedding))
+                embedding.call_when_open(partial(check.warn_if_mismatched, embedding))
 
-    def map_parameters(self) -> dict[int, Optimizer]:
+    def optimizers_by_parameter_id(self) -> dict[int, Optimizer]:
         return {id(parameter): optimizer for optimizer, _, parameter in self._entries()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:
@@ -144,10 +144,10 @@ class OptimizerSet:
                     "lacks; assign its module to self in __init__, and create the optimizer after replacing modules"
                 )
 
-    def warn_untrained(self, root: HasBuild, trains: bool) -> None:
+    def warn_untrained(self, root: HasBuild, has_updates: bool) -> None:
         """Warn once if `root` is in training mode but no step has trained anything yet."""
         should_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._entries())
-        if should_train and not trains and not self._has_checked_training:
+        if should_train and not has_updates and not self._has_checked_training:
             log.warning(
                 "%s is in training mode, but nothing is trained, because build computes no gradient. To train, call "
                 "loss.backward() in build. To evaluate, call graph.eval() first",

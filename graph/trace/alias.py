@@ -98,13 +98,13 @@ def add_sources(nodes: Iterable[fx.Node], earlier_nodes: Iterable[fx.Node]) -> s
         for storage in written_storages(node):
             writers[storage].append(node)
     closure: set[fx.Node] = set()
-    pending = [*nodes]
-    while pending:
-        node = pending.pop()
+    pending_nodes = [*nodes]
+    while pending_nodes:
+        node = pending_nodes.pop()
         if node not in closure:
             closure.add(node)
-            pending += node.all_input_nodes
-            pending += [writer for storage in node_storages(node) for writer in writers[storage]]
+            pending_nodes += node.all_input_nodes
+            pending_nodes += [writer for storage in node_storages(node) for writer in writers[storage]]
     return closure
 
 

@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from ...embedding.optim.ddp_guard import refuse_ranks
+from ...embedding.optim.ddp_guard import check_not_sharded
 from ...engine.errors import GraphError
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments, as passed by the user
@@ -74,19 +74,19 @@ def make_tensors_spec(count: int) -> pytree.TreeSpec:
 def find_dynamic_leaves(spec: pytree.TreeSpec) -> frozenset[int]:
     """Return the leaves with a dynamic first dimension. Container classes list dynamic leaves in `open_leaves`."""
     dynamic_leaves: set[int] = set()
-    first, pending = 0, [spec]
-    while pending:
-        node = pending.pop()
+    num_leaves, pending_nodes = 0, [spec]
+    while pending_nodes:
+        node = pending_nodes.pop()
         if node.is_leaf():
-            first += 1
+            num_leaves += 1
             continue
         children = node.children()
         positions: Any = getattr(node.type, "open_leaves", None)
         if positions is None and getattr(node.type, "__module__", "") == _TORCHREC:
             positions = _TORCHREC_FIELDS.get(node.type.__name__)
         if positions and all(child.is_leaf() for child in children):
-            dynamic_leaves.update(first + position for position in range(len(children)) if position in positions)
-        pending += reversed(children)
+            dynamic_leaves.update(num_leaves + position for position in range(len(children)) if position in positions)
+        pending_nodes += reversed(children)
     return frozenset(dynamic_leaves)
 
 
@@ -129,7 +129,7 @@ class Structure:
 
     def __init__(self, root: nn.Module, optimizers: Collection[Optimizer]) -> None:
         """optimizers: the graph's optimizers, in a collection that may grow later."""
-        refuse_ranks(root)
+        check_not_sharded(root)
         for name, tensor in [*root.named_parameters(), *root.named_buffers()]:
             if is_lazy(tensor):
                 raise GraphError(f"{name} has no shape yet; run its module once on a sample before the graph")
@@ -158,7 +158,7 @@ class Structure:
             return None
         parameters, buffers = _list_values(self._parameters), _list_values(self._buffers)
         identities = list(map(id, buffers))
-        distinct = len(set(identities)) == len(identities) or tuple(identities)
+        tied_buffers = len(set(identities)) == len(identities) or tuple(identities)
         tensors = [tensor for tensor in parameters + buffers if tensor is not None]
         attributes = map(dict.get, self._attribute_dicts, self._attribute_names)
         autocast = torch._C._is_any_autocast_enabled() and tuple(
@@ -175,7 +175,7 @@ class Structure:
                 (torch.is_grad_enabled(), torch.get_default_dtype(), autocast),
                 tuple(map(_TRAINING, self._modules)),
                 tuple(map(id, parameters)),
-                distinct,
+                tied_buffers,
                 tuple(attribute_key),
                 tuple(map(type, buffers)),
                 any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),

@@ -140,16 +140,16 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 def _walk_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (attribute name, object) for all objects in attributes of modules under `root`, also in containers."""
     seen: set[int] = set()
-    pending: list[tuple[str, Any]] = [("", root)]
-    while pending:
-        attribute, value = pending.pop()
+    pending_objects: list[tuple[str, Any]] = [("", root)]
+    while pending_objects:
+        attribute, value = pending_objects.pop()
         if isinstance(value, nn.Module):
             attribute, value = type(value).__name__, vars(value)
         yield attribute, value
         if isinstance(value, _MUTABLE_TYPES | tuple) and id(value) not in seen:
             seen.add(id(value))
             items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
-            pending += (
+            pending_objects += (
                 (attribute if key is None or key in _MODULE_DICTS else f"{attribute}.{key}", item)
                 for key, item in items
                 if isinstance(item, _WALKED_TYPES)  # skip plain values: a dict may hold millions of strings

@@ -14,7 +14,7 @@ from ...engine.errors import InputError, OptionError
 from ...engine.ops.embedding_base import NoTorchScript
 from ..tensors.jagged_tensor import Jagged, JaggedTensor
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
-from ..tensors.validation import is_traced
+from ..tensors.validation import is_tracing
 from .embedding_collections import as_features, as_jagged
 from .tables import key_positions
 
@@ -138,7 +138,7 @@ def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch
     limit = torch.tensor([end - begin for begin, end in bounds], device=device)[key]
     has_limit = torch.tensor([name in spans for name in keys], device=device)[key]
     position = index - offsets[bag]
-    if is_traced():
+    if is_tracing():
         position = _check_positions_op(position, limit, has_limit, key, "\n".join(keys))
     elif device.type != "meta":
         _check_positions(position, limit, has_limit, key, keys)

@@ -140,13 +140,13 @@ def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> li
     return [f"write_buffer_size={part // memtables};{text}".rstrip(";") for part in parts]
 
 
-def _divide(whole: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """Divide `whole` in proportion to weights, but part i is at least minimum[i]. None if sum(minimum) > whole."""
-    if sum(minimum) > whole:
+def _divide(amount: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
+    """Divide `amount` in proportion to weights, but part i is at least minimum[i]. None if sum(minimum) > whole."""
+    if sum(minimum) > amount:
         return None
     clamped: set[int] = set()  # indices of parts that get exactly their minimum
     while True:
-        rest = whole - sum(minimum[i] for i in clamped)
+        rest = amount - sum(minimum[i] for i in clamped)
         total = sum(weight for i, weight in enumerate(weights) if i not in clamped)
         parts = [
             minimum[i] if i in clamped else rest * weight // total if total else rest // (len(weights) - len(clamped))

@@ -69,7 +69,7 @@ class TableView(NamedTuple):
     dtype: torch.dtype  # of stored rows
     embedding: MultiTableEmbedding
     group: str  # the embedding's key in the module's `embeddings`
-    number: int  # index of the table in the embedding
+    table_id: int  # index of the table in the embedding
 
     @property
     def weight(self) -> Tensor:
@@ -77,7 +77,7 @@ class TableView(NamedTuple):
 
         Raises InputError if num_embeddings is None.
         """
-        embedding, number, rows = self.dense()
+        embedding, table_id, rows = self.dense()
         if embedding.device.type == "meta":
             return torch.empty(rows, self.embedding_dim, dtype=self.dtype, device="meta")
         name = repr(self.name)
@@ -85,14 +85,14 @@ class TableView(NamedTuple):
             f"weight of table {name} is a copy, so a write into it changes no stored row; call embedding_of({name})"
             f".put(torch.arange({rows}), rows, {name}) or load_dense, or clone() it for a tensor of your own"
         )
-        return ReadOnlyCopy(copy_rows(embedding, number, rows, self.dtype), remedy)
+        return ReadOnlyCopy(copy_rows(embedding, table_id, rows, self.dtype), remedy)
 
     def dense(self) -> tuple[MultiTableEmbedding, int, int]:
         """Return (embedding, table number, number of rows). Raises InputError if num_embeddings is None."""
         if self.num_embeddings is None:
             remedy = "make it with num_embeddings, or use save_snapshot or chunks()"
             raise InputError(f"table {self.name!r} takes any id, so its rows do not form a dense tensor; {remedy}")
-        return self.embedding, self.number, self.num_embeddings
+        return self.embedding, self.table_id, self.num_embeddings
 
 
 class Embeddings(nn.ModuleDict):
@@ -143,14 +143,14 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             embedding.set_spec(has_own_seed=False)  # accept a stored seed that an older version of tierbed computed
             if not self._is_named and stores[group].persistent_path is None:
                 embedding.naming = "default"
-            for number, table in enumerate(tables):
-                self._add_table(table, group, number)
+            for table_id, table in enumerate(tables):
+                self._add_table(table, group, table_id)
         train_together(self.embeddings[group] for group in groups)
 
-    def _add_table(self, table: EmbeddingConfig, group: str, number: int) -> None:
+    def _add_table(self, table: EmbeddingConfig, group: str, table_id: int) -> None:
         """Register a table under its embedding's name and its number in that embedding."""
         size = table.num_embeddings, table.embedding_dim, table.dtype
-        self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), group, number)
+        self.embeddings.tables[table.name] = TableView(table.name, *size, self.embedding(group), group, table_id)
 
     def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
         """Return the text from which an embedding's seed is derived."""
@@ -173,7 +173,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
                     group, path / other, path / group / "snapshots",
                 )  # fmt: skip
 
-    def _snapshot_embeddings(self) -> list[Any]:
+    def _find_embeddings(self) -> list[Any]:
         return [self.embedding(group) for group in self.embeddings if group not in self._shared]
 
     def each(self) -> Iterator[MultiTableEmbedding]:
@@ -197,19 +197,19 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
 
     def table_location(self, table: int | str) -> tuple[str, int]:
         """Return (embedding name, table number in the embedding). Raises InputError."""
-        if (number := find_table(table, self._tables)) is None:
+        if (index := find_table(table, self._tables)) is None:
             raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
-        view = self.embeddings.tables[self._tables[number]]
-        return view.group, view.number
+        view = self.embeddings.tables[self._tables[index]]
+        return view.group, view.table_id
 
     def _dense_states(self) -> dict[str, dict[str, Tensor]]:
         """Return {table name: its optimizer state from `copy_states`}. Raises InputError, StoreError."""
         dense = {name: self.embeddings.tables[name].dense() for name in self._tables}
         states = {}
         for holder in self.each():
-            own = {number: rows for embedding, number, rows in dense.values() if embedding is holder}
+            own = {table_id: rows for embedding, table_id, rows in dense.values() if embedding is holder}
             states[holder] = copy_states(holder, own)
-        return {name: states[embedding][number] for name, (embedding, number, _) in dense.items()}
+        return {name: states[embedding][table_id] for name, (embedding, table_id, _) in dense.items()}
 
     def _load_rows(self, weights: Mapping[str, Tensor], states: Mapping[str, Mapping[str, Any]], step: Any) -> None:
         """Load rows and states, by table name, as `load_dense` does. Checks all tables before it changes any."""
@@ -232,7 +232,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
         A later lookup raises ClosedError.
         """
         with ExitStack() as stack:  # if one close raises, the others still run
-            for embedding in self._snapshot_embeddings():
+            for embedding in self._find_embeddings():
                 stack.callback(embedding.close)
 
     def __enter__(self) -> Self:
@@ -436,7 +436,7 @@ class TableCollection(TableModule):
                 f"table {config.name!r}: its initializer, range or bad_ids is different in the shared collection "
                 f"{share.name!r}; give the same values, or give a separate table another name"
             )
-        group, number = share.table_location(config.name)
+        group, table_id = share.table_location(config.name)
         embedding = share.embedding(group)
         for option, own, other in (
             ("key_type", self.key_type, share.key_type),
@@ -448,7 +448,7 @@ class TableCollection(TableModule):
         if group not in self._shared:
             self._shared.append(group)
             self.embeddings[group] = embedding
-        self._add_table(config, group, number)
+        self._add_table(config, group, table_id)
 
 
 def _may_have_rows(folder: Path, tables: set[str]) -> bool:
@@ -473,8 +473,8 @@ def _table_state(kind: str, table: str, state: Mapping[Any, Any]) -> dict[str, A
 def _state_name(torchrec_name: str, names: Sequence[str]) -> str:
     """Convert TorchRec's name of a state to tierbed's. FBGEMM's `<table>.momentum_1` is the first of `names`."""
     last = torchrec_name.rpartition(".")[2]
-    number = {"momentum1": 0, "momentum_1": 0, "momentum2": 1, "momentum_2": 1}.get(last, len(names))
-    return names[number] if number < len(names) else last
+    index = {"momentum1": 0, "momentum_1": 0, "momentum2": 1, "momentum_2": 1}.get(last, len(names))
+    return names[index] if index < len(names) else last
 
 
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:

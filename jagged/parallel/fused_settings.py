@@ -16,7 +16,7 @@ from torch import nn
 from ...embedding.modules.embedding import MultiTableMultiColumnEmbedding
 from ...embedding.optim.eager import IN_BACKWARD
 from ...engine.errors import InputError, OptionError
-from ..tbe.call_arguments import REFUSED_ARGS, pop_ignored, refuse
+from ..tbe.call_arguments import REFUSED_ARGS, check_arguments, pop_ignored
 from ..tbe.enums import OptimType
 from ..tbe.settings import DEFAULTS, make_optimizer_settings
 
@@ -64,7 +64,7 @@ def check_sharding(subject: str, sharding: Any) -> None:
     """Raise OptionError if a table's entry in a plan contains a setting that tierbed does not follow."""
     settings = {name: value for name in _PLAN_SETTINGS if (value := getattr(sharding, name, None)) is not None}
     try:
-        refuse(settings, _REFUSED_SETTINGS, ())
+        check_arguments(settings, _REFUSED_SETTINGS, ())
     except OptionError as error:
         raise OptionError(f"plan: {subject}: {error}") from None
 
@@ -107,7 +107,7 @@ def _fuse_embedding(embedding: MultiTableMultiColumnEmbedding, params: dict[str,
         params["beta1"], params["beta2"] = betas
     optimizer_args = {name: params.pop(name) for name in _OPTIMIZER_ARGUMENTS if name in params}
     unused = pop_ignored(params, getattr(torch, embedding.spec.dtype))
-    refuse(params, _REFUSED_SETTINGS, _OPTIMIZER_ARGUMENTS)
+    check_arguments(params, _REFUSED_SETTINGS, _OPTIMIZER_ARGUMENTS)
     if optimizer_args and shadow.requires_grad:
         if embedding.is_open:
             raise InputError(f"embedding {embedding.name!r} is open; make DistributedModelParallel before a lookup")

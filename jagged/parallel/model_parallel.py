@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...distributed.world import World
 from ...embedding.modules.embedding import MultiTableMultiColumnEmbedding
-from ...embedding.optim.ddp_guard import LEAVES_ROWS
+from ...embedding.optim.ddp_guard import IGNORES_EMBEDDINGS_ATTR
 from ...embedding.optim.eager import IN_BACKWARD
 from ...embedding.tables.names import name_embeddings
 from ...engine.checks import checked_arguments
@@ -105,7 +105,7 @@ class DistributedModelParallel(nn.Module):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch rename broadcast_buffers
                 ddp = DistributedDataParallel(self._wrapped, process_group=self._process_group, broadcast_buffers=False)
-            setattr(ddp, LEAVES_ROWS, True)
+            setattr(ddp, IGNORES_EMBEDDINGS_ATTR, True)
             self._wrapped = ddp
 
     @property

@@ -105,9 +105,9 @@ class TrainPipelineBase:
         is_training = self._model.training
         if is_training:
             self._fill_queue(loader)
-        number = next((n for n, (source, _) in enumerate(self._batches) if is_training or source is loader), None)
+        index = next((n for n, (source, _) in enumerate(self._batches) if is_training or source is loader), None)
         keeps_rest = is_training and isinstance(self._error, StopIteration) and not self._execute_all_batches
-        if self._error is not None and loader is self._loader and (number is None or keeps_rest):
+        if self._error is not None and loader is self._loader and (index is None or keeps_rest):
             if not self._batches:
                 self._forget_announced()
             error, self._error = self._error, None
@@ -115,10 +115,10 @@ class TrainPipelineBase:
                 raise error
             finally:
                 del error  # the traceback references this frame, which would keep the model alive
-        if number is None:
+        if index is None:
             return self._load_batch(loader)
-        _, batch = self._batches[number]
-        del self._batches[number]
+        _, batch = self._batches[index]
+        del self._batches[index]
         return batch
 
     def _fill_queue(self, loader: Iterator[Any]) -> None:
@@ -227,29 +227,29 @@ def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path 
         yield
 
 
-def _find_path(whole: Any, part: Any, depth: int = 4) -> Path | None:
+def _find_path(container: Any, part: Any, depth: int = 4) -> Path | None:
     """Return the path from a batch to an object inside it, or None if the batch does not contain it."""
-    if whole is part:
+    if container is part:
         return ()
-    if depth == 0 or isinstance(whole, (Tensor, str, bytes)):
+    if depth == 0 or isinstance(container, (Tensor, str, bytes)):
         return None
-    inner: list[tuple[Callable[[Any], Any], Any]]
-    if isinstance(whole, Mapping):
-        inner = [(itemgetter(key), value) for key, value in whole.items()]
-    elif isinstance(whole, (list, tuple)):
-        inner = [(itemgetter(index), value) for index, value in enumerate(whole)]
+    parts: list[tuple[Callable[[Any], Any], Any]]
+    if isinstance(container, Mapping):
+        parts = [(itemgetter(key), value) for key, value in container.items()]
+    elif isinstance(container, (list, tuple)):
+        parts = [(itemgetter(index), value) for index, value in enumerate(container)]
     else:
-        slots = [field.name for field in dataclasses.fields(whole)] if dataclasses.is_dataclass(whole) else ()
-        inner = [(attrgetter(name), getattr(whole, name, None)) for name in getattr(whole, "__dict__", slots)]
-    for step, value in inner:
-        if (rest := _find_path(value, part, depth - 1)) is not None:
-            return (step, *rest)
+        slots = [field.name for field in dataclasses.fields(container)] if dataclasses.is_dataclass(container) else ()
+        parts = [(attrgetter(name), getattr(container, name, None)) for name in getattr(container, "__dict__", slots)]
+    for step, value in parts:
+        if (inner_path := _find_path(value, part, depth - 1)) is not None:
+            return (step, *inner_path)
     return None
 
 
-def _get_part(whole: Any, path: Path | None) -> Any:
+def _get_part(batch: Any, path: Path | None) -> Any:
     """Return the part of a batch at a path, or None if there is none or the path is None."""
     try:
-        return None if path is None else reduce(lambda part, step: step(part), path, whole)
+        return None if path is None else reduce(lambda part, step: step(part), path, batch)
     except Exception:  # a batch with another structure may raise anything
         return None

@@ -95,7 +95,7 @@ def pop_ignored(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
     return ignored
 
 
-def refuse(
+def check_arguments(
     arguments: Mapping[str, Any],
     refused: Mapping[str, tuple[Any, str]],
     supported: Iterable[str],
@@ -126,11 +126,11 @@ class TBECall:
     @cached_property
     def jagged(self) -> VariableBatchKeyedJaggedTensor:
         """The same bags as a jagged tensor. Its keys are the features' numbers."""
-        names, batch = [*map(str, range(self.num_features))], (self.offsets.shape[0] - 1) // self.num_features
-        bags = [batch] * self.num_features if self.bag_counts is None else [*map(sum, self.bag_counts)]
-        return VariableBatchKeyedJaggedTensor(names, self.indices, self.weights, None, self.offsets, bags)
+        names, batch_size = [*map(str, range(self.num_features))], (self.offsets.shape[0] - 1) // self.num_features
+        strides = [batch_size] * self.num_features if self.bag_counts is None else [*map(sum, self.bag_counts)]
+        return VariableBatchKeyedJaggedTensor(names, self.indices, self.weights, None, self.offsets, strides)
 
-    def with_gradients(self, requires_grad: Any) -> TBECall:
+    def detach_frozen_weights(self, requires_grad: Any) -> TBECall:
         """Return the call with weights detached for each feature where `requires_grad` [features] is 0."""
         if not isinstance(requires_grad, Tensor) or requires_grad.shape != (self.num_features,):
             expected = f"a tensor of {self.num_features} integers, one per feature"
@@ -153,16 +153,16 @@ def check_call(
         is_valid = isinstance(weights, Tensor) and weights.is_floating_point() and weights.shape == indices.shape
         _check_tensor(f"per_sample_weights of {name!r}", weights, is_valid, f"floats {tuple(indices.shape)}", device)
         weights = weights.float()
-    bags = offsets.shape[0] - 1
+    num_bags = offsets.shape[0] - 1
     if bag_counts is not None:
-        bag_counts = _check_bag_counts(name, num_features, bag_counts, bags)
-    elif bags < 0 or bags % num_features:
+        bag_counts = _check_bag_counts(name, num_features, bag_counts, num_bags)
+    elif num_bags < 0 or num_bags % num_features:
         expected = f"features * batch + 1 for {num_features} features, or batch_size_per_feature_per_rank"
-        raise InputError(f"offsets of {name!r}: got {bags + 1}; give {expected}")
+        raise InputError(f"offsets of {name!r}: got {num_bags + 1}; give {expected}")
     return TBECall(indices.to(torch.int64), offsets.to(torch.int64), weights, num_features, bag_counts)
 
 
-def _check_bag_counts(name: str, num_features: int, bag_counts: Any, bags: int) -> list[list[int]]:
+def _check_bag_counts(name: str, num_features: int, bag_counts: Any, num_bags: int) -> list[list[int]]:
     subject = f"batch_size_per_feature_per_rank of {name!r}"
     if not isinstance(bag_counts, (list, tuple)) or len(bag_counts) != num_features:
         actual = f"{len(bag_counts)} lists" if isinstance(bag_counts, (list, tuple)) else type(bag_counts).__name__
@@ -173,8 +173,8 @@ def _check_bag_counts(name: str, num_features: int, bag_counts: Any, bags: int) 
     if any(as_int(count, 0) is None for row in bag_counts for count in row):
         raise InputError(f"{subject}: {bag_counts!r}; give whole numbers >= 0")
     counts = [[int(count) for count in row] for row in bag_counts]
-    if (total := sum(map(sum, counts))) != bags:
-        raise InputError(f"{subject}: the sizes sum to {total} bags; give {total + 1} offsets, not {bags + 1}")
+    if (total := sum(map(sum, counts))) != num_bags:
+        raise InputError(f"{subject}: the sizes sum to {total} bags; give {total + 1} offsets, not {num_bags + 1}")
     return counts
 
 

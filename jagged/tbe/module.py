@@ -24,7 +24,7 @@ from ...engine.options.table_spec import DTYPES, check_initializer_range, check_
 from ...engine.row_format import LAST_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
-from ..tensors.validation import is_traced
+from ..tensors.validation import is_tracing
 from .call_arguments import (
     IGNORED_ARGS,
     IGNORED_CALL_ARGS,
@@ -32,11 +32,10 @@ from .call_arguments import (
     REFUSED_ARGS,
     REFUSED_CALL_ARGS,
     TBECall,
+    check_arguments,
     check_call,
     pop_ignored,
-    refuse,
 )
-from .dispatch import CallSplitter, FusedUpdater
 from .enums import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -48,6 +47,7 @@ from .enums import (
     parse_dtype,
     parse_enum,
 )
+from .fused_lookup import CallSplitter, FusedUpdater
 from .settings import DEFAULTS, LEARNING_RATE, make_optimizer_settings, parse_state_dtype
 from .specs import LOAD_FACTOR, BoundsCheck, choose_device, choose_stores, compute_cache_mb, parse_features, parse_specs
 
@@ -134,7 +134,8 @@ class TableBatchedEmbeddingBags(TableModule):
     ) -> None:
         dtype = parse_dtype(weights_precision, "weights_precision")
         unused = pop_ignored(unsupported, dtype)
-        refuse(unsupported, REFUSED_ARGS, [*IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())])
+        supported = *IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())
+        check_arguments(unsupported, REFUSED_ARGS, supported)
         prefix = check_name(self._default_name if name is None else name)
         bounds = BoundsCheck(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
         tables = parse_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
@@ -184,8 +185,8 @@ class TableBatchedEmbeddingBags(TableModule):
                 embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph also trains the rows
                 embedding.use_optimizer(self._row_optimizer)
                 self._updaters.append(FusedUpdater(embedding, self._row_optimizer, clip))
-        numbers = {group: number for number, group in enumerate(groups)}
-        locations = [(numbers[group], table) for group, table in map(self.table_location, self.features)]
+        indices = {group: index for index, group in enumerate(groups)}
+        locations = [(indices[group], table) for group, table in map(self.table_location, self.features)]
         pooling = None if self.pooling_mode is PoolingMode.NONE else self.pooling_mode.name.lower()
         self._splitter = CallSplitter([embedding.spec for embedding in self.each()], locations, pooling)
         self.to(lookup_device)
@@ -227,7 +228,7 @@ class TableBatchedEmbeddingBags(TableModule):
         with self.raise_on_all_ranks():
             call = self._parse(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
-                call = call.with_gradients(feature_requires_grad)
+                call = call.detach_frozen_weights(feature_requires_grad)
             lookups = self._splitter.split(call)
         if self._row_optimizer is None:
             results = [embedding.look_up(*lookup) for embedding, lookup in zip(self.each(), lookups, strict=True)]
@@ -235,7 +236,7 @@ class TableBatchedEmbeddingBags(TableModule):
             anchor = self.anchor if self.training else self.anchor.detach()
             updates = zip(self._updaters, lookups, strict=True)
             results = [updater.look_up(anchor, *lookup) for updater, lookup in updates]
-        if not is_traced():
+        if not is_tracing():
             self._bounds_check.warn_of_dropped(self.each())
         return self._splitter.join(call, results)
 
@@ -361,8 +362,8 @@ class TableBatchedEmbeddingBags(TableModule):
 
         Table buffer_ids[i]'s pruned rows are pruned_indices[pruned_indices_offsets[i]:pruned_indices_offsets[i + 1]].
         """
-        for number, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
-            rows, name = pruned_indices[begin:end], self.tables[number].name
+        for table_id, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
+            rows, name = pruned_indices[begin:end], self.tables[table_id].name
             embedding = self.embedding_of(name)
             embedding.delete(rows, name)
             embedding.put(rows, torch.zeros(len(rows), embedding.dim), name)
@@ -410,7 +411,7 @@ class TableBatchedEmbeddingBags(TableModule):
             log.warning("%r: rows are never streamed; ignored arguments: %s", self.name, ", ".join(IGNORED_CALL_ARGS))
         unsupported = {name: value for name, value in unsupported.items() if name not in ignored}
         supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
-        refuse(unsupported, REFUSED_CALL_ARGS, supported, InputError)
+        check_arguments(unsupported, REFUSED_CALL_ARGS, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
         if counts is not None and self.pooling_mode is PoolingMode.NONE:

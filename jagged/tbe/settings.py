@@ -62,9 +62,9 @@ class OptimizerSettings:
         if self.optimizer not in _OPTIMIZERS:
             nearest = _NEAREST_SUPPORTED.get(self.optimizer, OptimType.EXACT_ROWWISE_ADAGRAD).name
             raise OptionError(f"optimizer=OptimType.{name} is not supported; the nearest is OptimType.{nearest}")
-        for number, value in {"learning_rate": self.learning_rate, **self.hypers}.items():
+        for key, value in {"learning_rate": self.learning_rate, **self.hypers}.items():
             if as_number(value) is None:
-                raise OptionError(f"{number}={value!r}: give a number")
+                raise OptionError(f"{key}={value!r}: give a number")
         norm = as_number(self.max_norm)
         if norm is None or (norm and not MIN_VALUE <= norm <= MAX_VALUE):
             raise OptionError(f"max_norm={self.max_norm!r}: give a positive float32 number, or 0 for no limit")
@@ -82,7 +82,7 @@ class OptimizerSettings:
         """Return "name: reason" for each user setting that changes nothing. names: settings that the user passed."""
         name, (_, hyper_names) = self.optimizer.name, _OPTIMIZERS[self.optimizer]
         user_names = [key for key, value in self.hypers.items() if value != DEFAULTS[key] or (value and key in names)]
-        unsupported = [f"{number}: OptimType.{name} has none" for number in user_names if number not in hyper_names]
+        unsupported = [f"{key}: OptimType.{name} has none" for key in user_names if key not in hyper_names]
         is_decay_unused = "weight_decay" in user_names and "weight_decay" in hyper_names and not self._has_decay
         return unsupported + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * is_decay_unused
 
@@ -140,7 +140,7 @@ def make_optimizer_settings(arguments: Mapping[str, Any]) -> OptimizerSettings |
 def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
     """Return the dtype of per-element state. `argument` is FBGEMM's `optimizer_state_dtypes`. Raises OptionError."""
     widths = optimizer.row_state(2).widths  # with dim 1, per-element and per-row states would be equally wide
-    dtypes = {f"momentum{number}": torch.float32 for number in range(1, len(widths) + 1)}
+    dtypes = {f"momentum{i}": torch.float32 for i in range(1, len(widths) + 1)}
     if argument is None:
         return torch.float32
     if not isinstance(argument, Mapping) or not argument.keys() <= dtypes.keys():

@@ -97,8 +97,8 @@ def parse_specs(
         raise OptionError(f"table_names={table_names!r}: {remedy}")
     check_distinct(names)
     tables = []
-    for number, (name, spec) in enumerate(zip(names, embedding_specs, strict=True)):
-        subject = f"embedding_specs[{number}]"
+    for index, (name, spec) in enumerate(zip(names, embedding_specs, strict=True)):
+        subject = f"embedding_specs[{index}]"
         if not isinstance(spec, (list, tuple)) or len(spec) != 4:
             raise OptionError(f"{subject}={spec!r}: give (rows, dim, location, compute device)")
         rows, dim = as_int(spec[0], 1, (1 << 63) - 1), as_int(spec[1], 1, 1 << 16)
@@ -122,7 +122,7 @@ def parse_features(feature_table_map: Any, num_tables: int) -> list[int]:
     if feature_table_map is None:
         return list(range(num_tables))
     entries = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
-    features = [number for entry in entries if (number := as_int(entry, 0, num_tables - 1)) is not None]
+    features = [table for entry in entries if (table := as_int(entry, 0, num_tables - 1)) is not None]
     subject = f"feature_table_map={feature_table_map!r}"
     if not features or len(features) != len(entries):
         raise OptionError(f"{subject}: give a table number from 0 to {num_tables - 1} for each feature")

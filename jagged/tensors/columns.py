@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 from ...engine import _core
 from ...engine.checks import checked_arguments
 from ...engine.errors import InputError
-from .validation import INTEGER_DTYPES, check_keys, is_list_of, is_traced
+from .validation import INTEGER_DTYPES, check_keys, is_list_of, is_tracing
 
 _MISMATCH = "values: give tensors of one batch, dtype and device"
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -110,12 +110,12 @@ def permute_multi_embedding(
         raise InputError(_MISMATCH)
     if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.dtype not in INTEGER_DTYPES:
         raise InputError(f"permutes: {list(permutes.shape)} of {permutes.dtype}; give integers [moves, 6]")
-    is_tracing = torch.compiler.is_compiling() or is_traced()
-    on_cpu = not is_tracing and in_lengths.device.type == out_lengths.device.type == "cpu"
+    lacks_values = torch.compiler.is_compiling() or is_tracing()
+    on_cpu = not lacks_values and in_lengths.device.type == out_lengths.device.type == "cpu"
     if on_cpu and ([tensor.shape[1] for tensor in values], widths) != (in_lengths.tolist(), out_lengths.tolist()):
         raise InputError("in_lengths must equal the column counts of values; out_lengths must equal out_lengths_list")
     # torch.func and forward-mode gradients support only torch's own ops
-    needs_torch_ops = not is_tracing and (peek_interpreter_stack() or forward_ad._current_level >= 0)
+    needs_torch_ops = not lacks_values and (peek_interpreter_stack() or forward_ad._current_level >= 0)
     op: Any = _gather if needs_torch_ops else move_columns
     return list(op(values, permutes, in_lengths, out_lengths, widths, False))
 

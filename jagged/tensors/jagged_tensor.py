@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .validation import check_ascending, check_eager, check_offsets, check_type, check_values, is_list_of, is_traced
+from .validation import check_ascending, check_eager, check_offsets, check_type, check_values, is_list_of, is_tracing
 
 _PAD_REMEDY = "give desired_length, to_padded_dense(50)"
 
@@ -112,7 +112,7 @@ class TensorContainer:
 
 def format_entries(container: TensorContainer, kind: str, entries: Callable[[], Sequence[str]]) -> str:
     """Format entries as TorchRec's class `kind` prints them. Without values (in a trace or on meta), return `repr`."""
-    if is_traced() or container.device().type == "meta":
+    if is_tracing() or container.device().type == "meta":
         return repr(container)
     return f"{kind}({join_in_braces(entries())})\n"
 
@@ -211,7 +211,7 @@ class Jagged(TensorContainer, register=False):
 
     def check_bags(self) -> None:
         """Check offsets as `validate` does, but only on a CPU and outside a trace. On a GPU, the host would wait."""
-        if self._offsets.device.type != "cpu" or is_traced():
+        if self._offsets.device.type != "cpu" or is_tracing():
             return
         starts_at_0, ends_at_n = self._offsets[0] == 0, self._offsets[-1] == self._values.shape[0]
         if not (starts_at_0 and ends_at_n and (self._offsets.diff() >= 0).all()):

@@ -26,7 +26,7 @@ from .validation import (
     concat_selected,
     is_list_of,
     is_statically_true,
-    is_traced,
+    is_tracing,
     lengths_to_offsets,
     reorder_inverse_indices,
 )
@@ -98,10 +98,10 @@ class KeyedJaggedTensor(Jagged):
             return
         super().__init__(values, weights, lengths, offsets)
         self._keys = check_keys(keys)
-        bags, count = self._offsets.shape[0] - 1, len(self._keys)
-        self._batch = None if count else stride
-        if is_statically_true(bags % count != 0 if count else bags != 0):
-            problem = f"got {bags} lengths (or {bags + 1} offsets) for {count} keys {self.keys()}"
+        num_bags, num_keys = self._offsets.shape[0] - 1, len(self._keys)
+        self._batch = None if num_keys else stride
+        if is_statically_true(num_bags % num_keys != 0 if num_keys else num_bags != 0):
+            problem = f"got {num_bags} lengths (or {num_bags + 1} offsets) for {num_keys} keys {self.keys()}"
             raise InputError(f"{problem}; give keys * batch lengths, or keys * batch + 1 offsets")
 
     @staticmethod
@@ -165,9 +165,9 @@ class KeyedJaggedTensor(Jagged):
             raise InputError(f"jt_dict={jt_dict!r:.80}: give a dict of one JaggedTensor for each key")
         if not jt_dict:
             raise InputError("jt_dict={}: a batch without keys has no dtype; use KeyedJaggedTensor.empty")
-        batches = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
-        differ = any(is_statically_true(batch != batches[0]) for batch in batches)
-        strides = [[batch] for batch in batches] if differ else None
+        batch_sizes = [jagged.offsets().shape[0] - 1 for jagged in jt_dict.values()]
+        is_variable = any(is_statically_true(size != batch_sizes[0]) for size in batch_sizes)
+        strides = [[size] for size in batch_sizes] if is_variable else None
         return _concat_parts([*jt_dict], [*jt_dict.values()], strides).sync()
 
     @staticmethod
@@ -214,8 +214,8 @@ class KeyedJaggedTensor(Jagged):
         if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
             raise InputError(f"kjt_list={kjt_list!r:.80}: give a list of one or more KeyedJaggedTensors")
         is_variable = kjt_list[0].variable_stride_per_key()
-        traits = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
-        check_all_equal("kjt_list", "variable_stride_per_key()", traits)
+        is_variable_by_keys = {str(kjt.keys()): kjt.variable_stride_per_key() for kjt in kjt_list}
+        check_all_equal("kjt_list", "variable_stride_per_key()", is_variable_by_keys)
         keys = [key for kjt in kjt_list for key in kjt._keys]
         inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
         check_all_equal("kjt_list", "inverse indices", {i: inverse is not None for i, inverse in enumerate(inverses)})
@@ -240,8 +240,8 @@ class KeyedJaggedTensor(Jagged):
         return False
 
     def offsets_of_keys(self) -> Sequence[Tensor]:
-        bags = self.stride() if self._keys else 0
-        rows = self._offsets.unfold(0, bags + 1, bags) if bags else self._offsets.expand(len(self._keys), 1)
+        stride = self.stride() if self._keys else 0
+        rows = self._offsets.unfold(0, stride + 1, stride) if stride else self._offsets.expand(len(self._keys), 1)
         return (rows - rows[:, :1]).unbind()
 
     def split_by_key(self) -> KeyedJaggedTensor:
@@ -295,7 +295,7 @@ class KeyedJaggedTensor(Jagged):
 
     def sync(self) -> Self:
         """Read the offsets, so that later calls do not wait for the device. Does nothing while a graph is traced."""
-        if not is_traced():
+        if not is_tracing():
             self.offset_per_key()
         return self
 
@@ -387,8 +387,8 @@ class KeyedJaggedTensor(Jagged):
         """The index at which each key's values begin, then the last key's end. On meta, values are divided evenly."""
         check_eager("the number of values of one key", _SPLIT_REMEDY)
         if self._offsets.is_meta:
-            count, rest = divmod(self._values.shape[0], len(self._keys) or 1)
-            return [0, *(rest + count * number for number in range(1, len(self._keys) + 1))]
+            length, remainder = divmod(self._values.shape[0], len(self._keys) or 1)
+            return [0, *(remainder + length * index for index in range(1, len(self._keys) + 1))]
         bounds: list[int] = self._offsets[self._bag_bounds].tolist()
         try:
             check_ascending(bounds, self._values.shape[0])
@@ -476,9 +476,9 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     ) -> None:
         Jagged.__init__(self, values, weights, lengths, offsets)
         self._keys = check_keys(keys)
-        strides, bags = list(stride_per_key), self._offsets.shape[0] - 1
-        if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != bags:
-            raise InputError(f"stride_per_key={strides}: give a bag count for each of {self.keys()}, {bags} in all")
+        strides, num_bags = list(stride_per_key), self._offsets.shape[0] - 1
+        if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != num_bags:
+            raise InputError(f"stride_per_key={strides}: give a bag count for each of {self.keys()}, {num_bags} in all")
         self._strides = torch.tensor(strides, dtype=torch.int64).view(-1, 1)
         self._inverse = None if inverse_indices is None else reorder_inverse_indices(self._keys, *inverse_indices)
 
@@ -490,8 +490,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         invalid = (self._inverse < 0) | (self._inverse >= self.strides()[:, None])
         for index, sample in invalid.nonzero().tolist()[:1]:
             subject = f"inverse_indices of key {self._keys[index]!r}, sample {sample}"
-            bag, bags = int(self._inverse[index, sample]), int(self.strides()[index])
-            raise InputError(f"{subject}: got bag {bag}; give a bag number >= 0 and < {bags}")
+            bag, num_bags = int(self._inverse[index, sample]), int(self.strides()[index])
+            raise InputError(f"{subject}: got bag {bag}; give a bag number >= 0 and < {num_bags}")
 
     def stride(self) -> int:
         """Return the number of samples. Without inverse indices, the largest number of bags of a key."""
@@ -553,8 +553,8 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
         return self
 
     def _cast(self, dtype: torch.dtype) -> Self:
-        keys = len(self._keys)
-        self._parts[keys:] = [weights.to(dtype) for weights in self._parts[keys:]]
+        num_keys = len(self._keys)
+        self._parts[num_keys:] = [weights.to(dtype) for weights in self._parts[num_keys:]]
         return self
 
     @cached_property
@@ -566,11 +566,11 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
         return self._parts[index], weights[index] if weights else None
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
-        keys, spans = len(self._keys), [*pairwise([0, *ends])]
+        spans, weights = [*pairwise([0, *ends])], self._parts[len(self._keys) :]
         values = [concat_selected(self._parts[0][:0], self._parts, range(*span)) for span in spans]
-        if len(self._parts) == keys:
+        if not weights:
             return values, [None] * len(spans)
-        return values, [concat_selected(self._parts[keys][:0], self._parts[keys:], range(*span)) for span in spans]
+        return values, [concat_selected(weights[0][:0], weights, range(*span)) for span in spans]
 
     def _tensors(self) -> list[Any]:
         return [self._offsets, *self._parts]

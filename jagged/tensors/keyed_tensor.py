@@ -119,9 +119,9 @@ class KeyedTensor(TensorContainer):
         dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
         if any(other != dim for other in dims):
             raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")
-        batches = [tensor.values().shape[1 - dim] if tensor.values().dim() > 1 else 1 for tensor in keyed_tensors]
-        if any(is_statically_true(batch != batches[0]) for batch in batches):
-            raise InputError(f"keyed_tensors have {batches} samples; give tensors of one batch")
+        batch_sizes = [tensor.values().shape[1 - dim] if tensor.values().dim() > 1 else 1 for tensor in keyed_tensors]
+        if any(is_statically_true(size != batch_sizes[0]) for size in batch_sizes):
+            raise InputError(f"keyed_tensors have {batch_sizes} samples; give tensors of one batch")
         parts: dict[str, Tensor] = {}
         for tensor in keyed_tensors:
             keys, lengths, values = tensor.keys(), tensor.length_per_key(), tensor.values()

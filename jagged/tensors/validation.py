@@ -15,14 +15,14 @@ from ...engine.errors import GraphError, InputError
 INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def is_traced() -> bool:
+def is_tracing() -> bool:
     """True while a graph is being traced, with tensors that lack values."""
     return bool(torch._C._len_torch_dispatch_stack()) and detect_fake_mode() is not None
 
 
 def check_eager(call: str, remedy: str) -> None:
     """Raise GraphError if a graph is being traced. call: the name of the call that would read values."""
-    if is_traced():
+    if is_tracing():
         raise GraphError(f"{call} needs values, but build is traced without values; {remedy}")
 
 
@@ -110,7 +110,7 @@ def check_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None
     if lengths is not None and is_statically_true(lengths.shape[0] != offsets.shape[0] - 1):
         remedy = "offsets need one element more than lengths; give only one of the two"
         raise InputError(f"lengths [{lengths.shape[0]}] and offsets [{offsets.shape[0]}]: {remedy}")
-    has_values = offsets.device.type == "cpu" and not is_traced()
+    has_values = offsets.device.type == "cpu" and not is_tracing()
     if lengths is not None and has_values and not torch.equal(offsets.diff(), lengths.to(offsets.dtype)):
         raise InputError("lengths are not the differences of offsets; give one of the two")
     return offsets.to(torch.int64)
@@ -140,11 +140,11 @@ def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[in
     return torch.cat([empty, *(parts[index] for index in indices)])
 
 
-def check_all_equal(argument: str, trait: str, values: Mapping[Any, Any]) -> None:
-    """Raise InputError unless all values are equal. values: {name of a part: value}. trait: what the values mean."""
+def check_all_equal(argument: str, property_name: str, values: Mapping[Any, Any]) -> None:
+    """Raise InputError unless all values are equal. values: {name of a part: value}. property_name: what the values mean."""
     first, *others = values.values() or (None,)
     if any(is_statically_true(other != first) for other in others):
-        raise InputError(f"{argument}: parts differ in their {trait}, {dict(values)}; give parts that agree")
+        raise InputError(f"{argument}: parts differ in their {property_name}, {dict(values)}; give parts that agree")
 
 
 def reorder_inverse_indices(keys: Sequence[str], names: Sequence[str], indices: Tensor) -> Tensor:

@@ -99,7 +99,7 @@ def test_a_call_of_rank_0_alone_ends_by_timeout() -> None:
 def close_and_live(world: World) -> Heard | None:
     """Rank 1 closes its world during an exchange, and lives on until the others have reported what they received."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=60))
-    under_way = world.start("numbers", torch.full((world.size,), world.rank))
+    under_way = world.start_all_to_all("numbers", torch.full((world.size,), world.rank))
     if world.rank == 1:
         world.close()
         store.wait(["heard by 0", "heard by 2"])
@@ -121,7 +121,7 @@ def close_in_time(world: World) -> Heard | None:
     if world.rank == 2:
         until_told(world)
         return heard(world, lambda: gather(world))
-    under_way = world.start("numbers", torch.zeros(world.size))
+    under_way = world.start_all_to_all("numbers", torch.zeros(world.size))
     return heard(world, under_way.wait) if world.rank == 0 else None
 
 
@@ -177,7 +177,7 @@ def lost_with_work_under_way(world: World, lost: int, number: int) -> float:
         os.kill(os.getpid(), number)
     with contextlib.suppress(GroupError):  # the loss may be noticed before all are started
         for _ in range(5):
-            world.start("numbers", torch.zeros(world.size))
+            world.start_all_to_all("numbers", torch.zeros(world.size))
     return heard(world, lambda: gather(world)).after
 
 

@@ -51,7 +51,7 @@ def collectives(world: World) -> None:
     if world.size > 1:  # two exchanges at a time do not mix
         sizes = [rank + other for other in ranks]  # of what goes to each rank
         numbers = [torch.arange(sum(sizes)).to(dtype) + 100 * rank for dtype in (torch.int64, torch.float32)]
-        waiting = [world.start("numbers", one, sizes) for one in numbers]
+        waiting = [world.start_all_to_all("numbers", one, sizes) for one in numbers]
         begins = [sum(other + to for to in range(rank)) for other in ranks]
         parts = [torch.arange(begin, begin + rank + other) + 100 * other for other, begin in enumerate(begins)]
         for exchange, one in zip(reversed(waiting), reversed(numbers), strict=True):

@@ -46,7 +46,7 @@ def all_name(found: Iterable[Heard], lost: int, how: str) -> None:
 def calls(world: World) -> int:
     """How many exchanges this rank has begun."""
     assert world._peers is not None
-    return world._peers.last_call
+    return world._peers.last_call_number
 
 
 def until_told(world: World) -> None:
@@ -58,7 +58,7 @@ def until_told(world: World) -> None:
 
 def end_after(world: World, exchanges: int, number: int, is_sent: bool) -> None:
     """This process gets a signal at its exchange of this number from here: before it begins, or when it has begun."""
-    start = world.start
+    start = world.start_all_to_all
     left = exchanges
 
     def counted(*arguments: Any) -> Any:
@@ -71,4 +71,4 @@ def end_after(world: World, exchanges: int, number: int, is_sent: bool) -> None:
             os.kill(os.getpid(), number)
         return exchange
 
-    world.start = counted  # type: ignore[method-assign]
+    world.start_all_to_all = counted  # type: ignore[method-assign]

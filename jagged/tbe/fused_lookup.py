@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...embedding.autograd.gradients import is_reached
-from ...embedding.optim.ddp_guard import refuse_lookup
+from ...embedding.optim.ddp_guard import check_lookup_outside_ddp
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
@@ -35,12 +35,12 @@ class _FeatureGroup:
 
     spec: TableSpec
     features: list[int]  # ascending
-    tables: list[int]  # each feature's table number in the embedding
+    tables: list[int]  # each feature's table id in the embedding
     columns: tuple[int, ...]  # each feature's column in this embedding's result; -1 if another embedding has it
     _table_ids: dict[torch.device, Tensor] = field(default_factory=dict)
 
     def table_ids(self, device: torch.device) -> Tensor | None:
-        """Return the table number of each feature, or None if the features look up all tables in order."""
+        """Return the table id of each feature, or None if the features look up all tables in order."""
         if self.tables == [*range(self.spec.num_tables)]:
             return None
         if device not in self._table_ids:
@@ -52,20 +52,20 @@ class _FeatureGroup:
 class CallSplitter:
     """Splits a call into one lookup per embedding, and joins the results.
 
-    specs: the embeddings' specs. locations: (embedding number, table number in the embedding) for each feature.
+    specs: the embeddings' specs. locations: (embedding index, table id in the embedding) for each feature.
     pooling: "sum", "mean", or None to return one row per index.
     """
 
     def __init__(self, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None) -> None:
         self._pooling = pooling
-        sources = [embedding for embedding, _ in locations]
+        embedding_by_feature = [embedding for embedding, _ in locations]
         self._groups = []
-        for number, spec in enumerate(specs):
-            features = [feature for feature, source in enumerate(sources) if source == number]
+        for index, spec in enumerate(specs):
+            features = [feature for feature, embedding in enumerate(embedding_by_feature) if embedding == index]
             tables = [locations[feature][1] for feature in features]
-            columns = tuple(features.index(i) if source == number else -1 for i, source in enumerate(sources))
+            columns = tuple(features.index(i) if i in features else -1 for i in range(len(locations)))
             self._groups.append(_FeatureGroup(spec, features, tables, columns))
-        self._columns = ColumnOrder(sources, [spec.dim for spec in specs])
+        self._columns = ColumnOrder(embedding_by_feature, [spec.dim for spec in specs])
 
     def split(self, call: TBECall) -> list[tuple[Lookup, Tensor | None]]:
         """Return (lookup, weights) for each embedding."""
@@ -102,16 +102,16 @@ class CallSplitter:
 
         row_counts: number of rows per feature and rank. A 1-D result holds flattened rows.
         """
-        ranks = len(row_counts[0])
-        if len(results) == ranks == 1:
+        num_ranks = len(row_counts[0])
+        if len(results) == num_ranks == 1:
             return results[0]
         parts: list[list[Tensor]] = [[] for _ in row_counts]
         for group, rows in zip(self._groups, results, strict=True):
             width = group.spec.dim if rows.dim() == 1 else 1
             pieces = iter(rows.split([n * width for feature in group.features for n in row_counts[feature]]))
             for feature in group.features:
-                parts[feature] = [next(pieces) for _ in range(ranks)]
-        return torch.cat([feature_parts[rank] for rank in range(ranks) for feature_parts in parts])
+                parts[feature] = [next(pieces) for _ in range(num_ranks)]
+        return torch.cat([feature_parts[rank] for rank in range(num_ranks) for feature_parts in parts])
 
 
 class FusedUpdater:
@@ -126,10 +126,10 @@ class FusedUpdater:
     def look_up(self, anchor: Tensor, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """Return the result of a checked lookup. The result's backward updates rows if `anchor` requires grad."""
         if anchor.requires_grad and torch.is_grad_enabled():
-            refuse_lookup(self.embedding.name)
+            check_lookup_outside_ddp(self.embedding.name)
             if self.embedding.group is not None:
-                self.embedding.group.check_passed()
-        return _Lookup.apply(anchor, weights, self, lookup)
+                self.embedding.group.detect_failed_backward()
+        return _FusedLookupFunction.apply(anchor, weights, self, lookup)
 
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, needs_weights_grad: bool) -> Tensor | None:
         """Update each row of a lookup once. Returns the weights' gradient, computed from the rows before the update."""
@@ -138,7 +138,7 @@ class FusedUpdater:
         def update() -> Tensor | None:
             pinned = embedding.pin([lookup])
             if embedding.group is not None:
-                embedding.group.begin_pass()
+                embedding.group.begin_backward()
             weights_grad = self._weights_grad(pinned, grad) if needs_weights_grad else None
             pinned.update([grad], [weights])
             increment_version(embedding.shadow)  # a later backward raises if it needs the old values of the rows
@@ -158,7 +158,7 @@ class FusedUpdater:
             raise
 
 
-class _Lookup(torch.autograd.Function):
+class _FusedLookupFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, weights: Tensor | None, updater: FusedUpdater, lookup: Lookup) -> Tensor:
         ctx.updater, ctx.pooling, ctx.feature_columns = updater, lookup.pooling, lookup.feature_columns

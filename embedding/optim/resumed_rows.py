@@ -21,24 +21,24 @@ from ..state_dict.saved_rows import SnapshotEmbedding
 log = logging.getLogger("tierbed")
 _run_ids: Any = WeakTensorKeyDictionary()  # by dense parameter: run ids of the rows trained with it
 _versions: Any = WeakTensorKeyDictionary()  # by dense parameter: torch's version number when the optimizer was made
-_trained_runs: set[str] = set()  # the ids of runs that this process trained
+_trained_run_ids: set[str] = set()  # the ids of runs that this process trained
 
 
-def note_versions(parameters: Iterable[Tensor]) -> None:
+def remember_versions(parameters: Iterable[Tensor]) -> None:
     """Remember the parameters' versions, to detect a later load."""
     for parameter in parameters:
         if parameter.requires_grad and not is_lazy(parameter):
             _versions.setdefault(parameter, parameter._version)
 
 
-def note_run(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbedding]) -> None:
+def remember_run_ids(parameters: Iterable[Tensor], embeddings: Iterable[SnapshotEmbedding]) -> None:
     """Remember that these parameters and the embeddings' rows belong together, because one load restored both."""
-    runs = {embedding.table_handle().open_table.run_id for embedding in embeddings if embedding.is_open}
+    run_ids = {embedding.table_handle().open_table.run_id for embedding in embeddings if embedding.is_open}
     for parameter in parameters:
-        _run_ids.setdefault(parameter, set()).update(runs)
+        _run_ids.setdefault(parameter, set()).update(run_ids)
 
 
-def warn_of_state(embedding: SnapshotEmbedding) -> bool:
+def warn_if_optimizer_lacks_state(embedding: SnapshotEmbedding) -> bool:
     """Warn if rows have optimizer state that dense parameters in a new optimizer lack. Returns True if it warned."""
     handle: Any = embedding.table_handle()
     table = handle.open_table
@@ -54,7 +54,7 @@ def warn_of_state(embedding: SnapshotEmbedding) -> bool:
     return has_state
 
 
-class DensePart:
+class ResumedRowsCheck:
     """The dense parameters of a graph or an optimizer, before its first training step.
 
     owner: names the graph or optimizer in messages. parameters: None if unknown. states: optimizer state by parameter.
@@ -65,19 +65,19 @@ class DensePart:
         trained = [parameter for parameter in parameters or () if parameter.requires_grad and parameter.numel()]
         written_ids = {id(p) for p in trained if _versions.get(p, p._version) != p._version or states.get(p)}
         self._entries = [(p, {*_run_ids.get(p, ())}, id(p) in written_ids) for p in trained]
-        self._is_known = parameters is not None
+        self._has_parameters = parameters is not None
 
-    def check(self, embedding: SnapshotEmbedding) -> None:
+    def warn_if_mismatched(self, embedding: SnapshotEmbedding) -> None:
         """Warn if an open embedding resumed rows that were not trained with these parameters. Remembers the run id."""
         handle: Any = embedding.table_handle()
-        run, step = handle.open_table.run_id, handle.local.persistence.resumed_step
-        num_fresh = sum(run not in runs if runs else not was_written for _, runs, was_written in self._entries)
-        is_mismatched = num_fresh > 0 if self._is_known else run not in _trained_runs
+        run_id, step = handle.open_table.run_id, handle.local.persistence.resumed_step
+        num_fresh = sum(run_id not in ids if ids else not was_written for _, ids, was_written in self._entries)
+        is_mismatched = num_fresh > 0 if self._has_parameters else run_id not in _trained_run_ids
         is_intended = embedding.has_chosen_rows or embedding.store_options.open == "pretrained"
         is_first_rank = embedding.world is None or embedding.world.rank == 0
         if step and is_mismatched and not is_intended and not self._has_warned and is_first_rank:
             self._has_warned = True
-            count = f" ({num_fresh} of its {len(self._entries)} parameters)" if self._is_known else ""
+            count = f" ({num_fresh} of its {len(self._entries)} parameters)" if self._has_parameters else ""
             log.warning(
                 "%s mixes old and new parts: embedding %r has rows of step %d, but the dense part begins at step 0%s. "
                 'To load both parts, use graph.load or load_checkpoint. To start over, set open="fresh" in the store '
@@ -87,6 +87,6 @@ class DensePart:
                 step,
                 count,
             )
-        _trained_runs.add(run)
+        _trained_run_ids.add(run_id)
         for parameter, *_ in self._entries:
-            _run_ids.setdefault(parameter, set()).add(run)
+            _run_ids.setdefault(parameter, set()).add(run_id)
