@@ -325,7 +325,7 @@ class ShardedTable:
     def _pin_requested(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
         pinned = self.open_table.pin(requested, torch.float32, dedup_from)
-        self.open_table.check()  # raises a device's deferred errors; all ranks then raise them in this step
+        self.open_table.raise_deferred_error()  # all ranks then raise the error in this step
         return pinned
 
     def _request(

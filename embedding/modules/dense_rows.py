@@ -67,7 +67,7 @@ def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, di
                 is_requested = (chunk["table"] == number) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][is_requested].astype("i8"))
                 for name, tensor in states[number].items():
-                    numbers = torch.from_numpy(table.form.values(chunk, name)[is_requested])
+                    numbers = torch.from_numpy(table.row_format.values(chunk, name)[is_requested])
                     tensor[keys] = numbers.view(len(keys), *tensor.shape[1:])
         device = embedding.device
         return {number: {name: tensor.to(device) for name, tensor in state.items()} for number, state in states.items()}
@@ -240,18 +240,18 @@ def _to_rows(
     table: OpenTable, number: int, weights: Mapping[int, Tensor], states: Mapping[int, Mapping[str, Tensor]], step: int
 ) -> Iterator[RowArray]:
     """Yield the rows of one table from its dense weights and states."""
-    spec, form, count = table.spec, table.form, len(weights[number])
+    spec, row_format, count = table.spec, table.row_format, len(weights[number])
     initial = dict(zip(table.state.names, table.state.initial, strict=True))
     for first in range(0, count, CHUNK):
         part = slice(first, min(first + CHUNK, count))
-        rows = np.zeros(part.stop - first, form.dtype)
+        rows = np.zeros(part.stop - first, row_format.dtype)
         rows["table"], rows["key"] = number, np.arange(first, part.stop)
         rows["updates"], rows["step"] = 1, step
-        form.set_values(rows, EMBEDDING, _to_numpy(weights[number][part]))
+        row_format.set_values(rows, EMBEDDING, _to_numpy(weights[number][part]))
         for name, value in initial.items():
             state = states.get(number, {}).get(name)
             numbers = np.float32(value) if state is None else _to_numpy(state[part]).reshape(len(rows), -1)
-            form.set_values(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
+            row_format.set_values(rows, name, np.broadcast_to(numbers, (len(rows), row_format.counts[name])))
         yield rows if spec.padding_key is None else rows[rows["key"] != np.uint64(spec.padding_key)]
 
 

@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 
 from ...distributed.sharded_table import ShardedTable
 from ...distributed.world import World
-from ...engine.checks import as_int, checked_arguments
+from ...engine.checks import as_int, validate_arguments
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ...engine.ops.batch import check_offsets, make_segment
 from ...engine.ops.embedding_base import TRACED
@@ -210,7 +210,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         self.announce([lookup])
 
-    @checked_arguments("states")
+    @validate_arguments("states")
     def load_dense(
         self,
         weights: Mapping[Any, Tensor],
@@ -371,7 +371,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def hit_counts(self) -> tuple[int, int]:
         table = self.table_handle().open_table
         with table.lock:
-            hits, misses = table.finish_erasures().hit_counts().sum(axis=0).tolist()
+            hits, misses = table.prepare_top_tier().hit_counts().sum(axis=0).tolist()
         return hits, misses
 
     def forget_announced(self) -> None:

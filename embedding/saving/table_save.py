@@ -93,7 +93,7 @@ class TableSave:
         with self.table.lock:
             observers = self.table.observers
             if from_image or self._image is not None:
-                observers.note_saved(id)
+                observers.record_save(id)
             elif self.kind == "incremental" or observers.tracker is not None:
                 observers.track_changes(id)
             self.on_saved(id)

@@ -28,8 +28,8 @@ from ...engine.lifecycle.lifecycle import Lifecycle
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.store_options import CachedSsdOptions, StoreOptions
-from ...engine.options.table_spec import RUN, TableSpec
-from ...engine.row_format import Chunks, RowForm
+from ...engine.options.table_spec import RUN_ID_FIELD, TableSpec
+from ...engine.row_format import Chunks, RowFormat
 from ...engine.signals import uninterrupted
 from ...engine.store.contract import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
@@ -292,7 +292,7 @@ class TablePersistence:
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
         """Open a table with the same rows, with room for the optimizer's state, on the present device."""
-        table.check()
+        table.raise_deferred_error()
         if self.folder is not None:
             resumed_step = self.resumed_step
             self.close(table)
@@ -357,10 +357,10 @@ class TablePersistence:
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, where: str
     ) -> OpenTable:
         """Open a table with the live rows that a clean marker describes."""
-        fields = None if optimizer is None else self.spec.form(self.spec.make_row_state(optimizer)).fields
-        has_same_form = fields in (None, RowForm.from_description(marker).fields)
+        fields = None if optimizer is None else self.spec.make_row_format(self.spec.make_row_state(optimizer)).fields
+        has_same_row_format = fields in (None, RowFormat.from_description(marker).fields)
         try:
-            if self._on_disk and marker["live"] == "rocksdb" and has_same_form:
+            if self._on_disk and marker["live"] == "rocksdb" and has_same_row_format:
                 table = self._build(optimizer, marker, folder.live)
                 assert table.stack is not None
                 assert isinstance(table.stack.bottom, RocksDB)
@@ -510,8 +510,8 @@ class TablePersistence:
         if table.state.names and not stored["states"]:
             chunks = table.state.add_initial_state(chunks, self.spec.dim, self.spec.dtype)
         checked = check_rows(chunks, self.spec.num_tables)
-        remembered = table.lifecycle.note_loaded(checked)
-        counts = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
+        remembered = table.lifecycle.record_loaded_chunks(checked)
+        counts = load_rows(table.stack, remembered, table.row_format, self.spec.num_tables)
         table.counts.set_initial_counts(counts)
         return int(counts.sum())
 
@@ -528,14 +528,14 @@ class TablePersistence:
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._prepare_write, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
-        stored_run = "" if stored is None else str(stored.get(RUN, "")) or self._run_id
+        stored_run = "" if stored is None else str(stored.get(RUN_ID_FIELD, "")) or self._run_id
         self._run_id = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
         table.start(optimizer, self._run_id, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.set_initial_counts(read_counts(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
-                    remembered = lifecycle.note_loaded(check_rows(table.scan(), self.spec.num_tables))
+                    remembered = lifecycle.record_loaded_chunks(check_rows(table.scan(), self.spec.num_tables))
                     table.counts.set_initial_counts(count_chunk_rows(remembered, self.spec.num_tables))
                 except BaseException:
                     table.close()

@@ -30,7 +30,7 @@ def read_number(group: ParamGroup, name: str, low: float = 0.0, high: float = MA
     return setting
 
 
-def positive(name: str, value: float | None) -> float | None:
+def check_positive(name: str, value: float | None) -> float | None:
     """Returns `value`. Raises OptimizerError unless it is None, or a positive number that is normal in float32."""
     if value is None:
         return None

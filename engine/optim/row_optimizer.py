@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import OptimizerError
-from .base import positive, read_betas, read_number
+from .base import check_positive, read_betas, read_number
 from .kernel import LIMITS
 from .past_rates import MAX_KNOTS, append_past_rates
 from .row_state import RowState
@@ -134,7 +134,7 @@ class RowOptimizer:
                 f"param group: {unknown}={group[unknown]!r}; {type(self._optimizer).__name__} has no such setting. "
                 f"Leave it out of the embedding's group (settings that limit rows: {', '.join(LIMITS)})"
             )
-        self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
+        self._limits = [check_positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked_settings = None if changes_inside else settings
 

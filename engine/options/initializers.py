@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..checks import checked_arguments, int_option
+from ..checks import check_int, validate_arguments
 from ..errors import OptionError
 from .store_options import PlainDict, options_class
 from .table_names import check_table_name
@@ -228,7 +228,7 @@ class NamedOptions(PlainDict):
         self._set("name", check_table_name(self.name))
         if self.ids is not None:
             expected = "the number of ids, from 1 to 2**64 (ids are below it), or None for any id"
-            self._set("ids", int_option("ids", self.ids, expected, 1, 2**64))
+            self._set("ids", check_int("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
             raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not 0 to `ids` - 1")
         if self.bad_ids != "raise" and self.ids is None:
@@ -255,7 +255,7 @@ class MultiColumnTableOptions(NamedOptions):
 AnyTableOptions = TableOptions | MultiColumnTableOptions
 
 
-@checked_arguments()
+@validate_arguments()
 def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     """Make the options of one column group.
 
@@ -270,7 +270,7 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     return ColumnOptions(initializer_from_dict(initializer))
 
 
-@checked_arguments()
+@validate_arguments()
 def make_table_options(
     param: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     name: str | None = None,

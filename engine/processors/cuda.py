@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _core
 from ..cache.cached import MB, make_budget_error
 from ..cache.cuda.cache import Cache
-from ..cache.cuda.cached import CudaCachedStore
+from ..cache.cuda.cached import CudaCachedTier
 from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..host_memory import FreeMemory
@@ -26,7 +26,7 @@ from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, to_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier
-from ..store.cuda.full import CudaFullStore
+from ..store.cuda.full import CudaFullTier
 from ..store.table_counts import Counts
 from .processor import DeferredError, ProcessorFactory
 
@@ -78,9 +78,9 @@ class CudaProcessor:
     def free_memory(self) -> FreeMemory:
         return FreeMemory(self._device.free_memory(), f"on {self.device}")
 
-    def make_full_table(self, tier: str) -> CudaFullStore:
+    def make_full_table(self, tier: str) -> CudaFullTier:
         try:
-            return CudaFullStore(self._device_layout, self.layout, self._capacity, self._faults, tier)
+            return CudaFullTier(self._device_layout, self.layout, self._capacity, self._faults, tier)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
                 f"capacity={self._capacity}, with {self._device_layout.line_bytes} bytes per row, needs more memory "
@@ -88,10 +88,10 @@ class CudaProcessor:
                 "None for a table that grows"
             ) from None
 
-    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedStore:
-        return CudaCachedStore(self._device_layout, below, self._allocate_cache(options), self._faults)
+    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedTier:
+        return CudaCachedTier(self._device_layout, below, self._allocate_cache(options), self._faults)
 
-    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullStore]:
+    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullTier]:
         host = self.make_full_table("host")
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 

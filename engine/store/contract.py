@@ -179,5 +179,5 @@ class TopTier(TierBase, Protocol[B]):
         """
 
 
-class FullStore(TopTier[B], InMemoryTier, Protocol[B]):
+class FullTier(TopTier[B], InMemoryTier, Protocol[B]):
     """A full table that is the whole stack: top tier and last tier in one."""

@@ -44,7 +44,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
     return total + index
 
 
-class CpuFullStore(NativeTier, TopTier[_core.Batch]):
+class CpuFullTier(NativeTier, TopTier[_core.Batch]):
     """A full table that grows as rows arrive. `tier` is the table's name in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:

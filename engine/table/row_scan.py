@@ -16,7 +16,7 @@ from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
 from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
-from ..row_format import KEY, Chunks, RowForm
+from ..row_format import KEY, Chunks, RowFormat
 from ..signals import uninterrupted
 from ..store.table_counts import Counts, count_by_table
 from .stack import Stack
@@ -34,12 +34,12 @@ def check_rows(chunks: Chunks, tables: int) -> Chunks:
         yield bucket, rows
 
 
-def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> Counts:
+def load_rows(stack: Stack, chunks: Chunks, row_format: RowFormat, num_tables: int) -> Counts:
     """Write scanned rows to the bottom tier of an empty stack. Returns each table's row count. Raises StoreError."""
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
-        if rows.dtype != form.dtype or not rows.flags.c_contiguous:
-            raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {form.dtype}")
+        if rows.dtype != row_format.dtype or not rows.flags.c_contiguous:
+            raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {row_format.dtype}")
         tables = rows["table"].copy()
         stack.bottom.write(tables, rows["key"].copy(), line_addresses(rows))
         counts += count_by_table(tables, num_tables)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.cached import CpuCachedStore
+from ..cache.cached import CpuCachedTier
 from ..errors import InputError
 from ..options.rocksdb_options import format_options
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, to_mb
@@ -118,7 +118,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             below: Tier = rocksdb
             if options.host_cache_budget_mb:
                 budget_mb = to_mb(options.host_cache_budget_mb)
-                below = CpuCachedStore(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
+                below = CpuCachedTier(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.make_cache(below, options), rocksdb)
         except BaseException:
             rocksdb.close()

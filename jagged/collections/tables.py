@@ -20,7 +20,7 @@ from ...embedding.state_dict.model_snapshots import ModelSnapshots
 from ...embedding.state_dict.read_only import ReadOnlyCopy
 from ...embedding.tables.row_tensors import RowTensors
 from ...embedding.tables.training_group import train_together
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.embedding_base import NoTorchScript
 from ...engine.options.lookup import DEVICES, Lookup
@@ -328,7 +328,7 @@ class TableCollection(TableModule):
             result[name] = {"step": step} | {key: s.view(len(s), -1) for key, s in states[config.name].items()}
         return result
 
-    @checked_arguments("state")
+    @validate_arguments("state")
     def load_torchrec_optimizer_state(self, state: Mapping[str, Any], step: int | None = None) -> None:
         """Load optimizer state from `to_torchrec_optimizer_state` or from TorchRec's `optimizer.state_dict()`.
 

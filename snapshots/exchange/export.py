@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.durable import UnsyncedError, fsync_file, make_folder, publish, temporary_path
 from ...engine.errors import InputError, SnapshotError
 from ...engine.options.table_names import Names, choices, find_table, read_table_names
@@ -24,7 +24,7 @@ from .sources import as_path
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
 
 
-@checked_arguments("format", "progress", "state", "overwrite")
+@validate_arguments("format", "progress", "state", "overwrite")
 def export_snapshot(
     snapshot: Snapshot,
     path: str | Path,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...engine.durable import remove_folder, temporary_path
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.row_format import Chunks, RowForm
+from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
 from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARD, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
@@ -243,7 +243,7 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 
         with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
-            yield lambda: RowForm.from_description(marker).from_words(tier.scan()), tier
+            yield lambda: RowFormat.from_description(marker).from_words(tier.scan()), tier
     else:
         raise StoreError(f"MARK in {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 

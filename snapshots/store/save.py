@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...engine.checks import choice_option
+from ...engine.checks import check_choice
 from ...engine.durable import fsync_dir, temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
@@ -134,7 +134,7 @@ def write_part(
 
 
 def check_kind(kind: str) -> None:
-    choice_option("kind", kind, KINDS)
+    check_choice("kind", kind, KINDS)
 
 
 def find_parent(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:

@@ -20,7 +20,7 @@ from tierbed.engine.options.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from tierbed.engine.row_format import NUMBERS, RowForm, to_float32, to_stored
+from tierbed.engine.row_format import STORED_DTYPES, RowFormat, to_float32, to_stored
 
 F32 = NDArray[np.float32]
 
@@ -69,9 +69,9 @@ class Table:
         )
         self.types = [types[1]] * narrow_states + ["float32"] * (len(self.states) - narrow_states)
         names = [f"state{index}" for index in range(len(self.states))]
-        self.form = RowForm(self.dim, types[0], names, self.state_widths, self.types)
+        self.row_format = RowFormat(self.dim, types[0], names, self.state_widths, self.types)
         self.width = self.layout.width
-        assert self.width == self.form.width
+        assert self.width == self.row_format.width
         self._line = ctypes.c_uint32 * (self.width + 2)
         self._initial: dict[tuple[int, int], F32] = {}
 
@@ -97,7 +97,7 @@ class Table:
 
     def _by_field(self, values: F32, change: Callable[[F32, str, slice], F32]) -> F32:
         out, begin = np.empty_like(values), 0
-        for field in self.form.fields:
+        for field in self.row_format.fields:
             place = slice(begin, begin := begin + field.count)
             out[:, place] = change(values[:, place], field.type, place)
         return out
@@ -128,8 +128,8 @@ class Table:
         """[n, dim and all states], the numbers of the words [n, width] of lines."""
         kept = np.ascontiguousarray(words).view(np.uint8)
         parts = []
-        for field in self.form.fields:
-            dtype = NUMBERS[field.type]
+        for field in self.row_format.fields:
+            dtype = STORED_DTYPES[field.type]
             end = field.begin + field.count * dtype.itemsize
             parts.append(to_float32(np.ascontiguousarray(kept[:, field.begin : end]).view(dtype), field.type))
             assert not kept[:, end : field.end].any(), "padding is not zeros"

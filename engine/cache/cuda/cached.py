@@ -21,7 +21,7 @@ from ...store.full import check_capacity
 from .cache import Admission, Cache, DeviceCache
 
 
-class CudaCachedStore(DeviceCache):
+class CudaCachedTier(DeviceCache):
     """A write-back cache in device memory above a host tier. Prefetches the rows of announced batches."""
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:

@@ -16,7 +16,7 @@ from ...ops.cuda.step import copy_rows, initialise_lines
 from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, HitCounts
 from ...store.cuda.changed_lines import ChangedLines
-from ...store.cuda.full import CudaFullStore
+from ...store.cuda.full import CudaFullTier
 from .cache import Admission, Cache, DeviceCache
 
 
@@ -27,7 +27,7 @@ class CachedTable(DeviceCache):
     uses the row's line in the table below. A step waits for the device only if the table grows.
     """
 
-    def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
+    def __init__(self, layout: Layout, below: CudaFullTier, cache: Cache, faults: Faults) -> None:
         super().__init__(layout, below, cache, faults, below.staging)
         below.table.exclusive = self._window.exclusive
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))

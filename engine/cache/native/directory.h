@@ -87,12 +87,12 @@ private:
 };
 
 // The look-ahead window records which announced batches need which rows, one bit per row and batch. A window has at
-// most SPAN batches with consecutive numbers. Admitted batches leave the window. Threads may change different buckets.
+// most MAX_BATCHES batches with consecutive numbers. Admitted batches leave it. Threads may change different buckets.
 class Window {
 public:
-    static constexpr u32 SPAN = 32;
+    static constexpr u32 MAX_BATCHES = 32;
 
-    bool is_full() const { return last_ + 1 - first_ == SPAN; }
+    bool is_full() const { return last_ + 1 - first_ == MAX_BATCHES; }
     // True if a batch after `number` is announced.
     bool has_batch_after(u32 number) const { return is_after(last_, number); }
 
@@ -135,11 +135,11 @@ public:
 
 private:
     bool empty() const { return is_after(first_, last_); }
-    static u32 batch_bit(u32 number) { return 1u << number % SPAN; }
+    static u32 batch_bit(u32 number) { return 1u << number % MAX_BATCHES; }
     // Returns the first batch after `number` whose bit is set.
     static u32 find_next(u32 bits, u32 number) {
-        const u32 shift = static_cast<u32>((number + 1) % SPAN);
-        const u32 rotated = shift ? bits >> shift | bits << (SPAN - shift) : bits;
+        const u32 shift = static_cast<u32>((number + 1) % MAX_BATCHES);
+        const u32 rotated = shift ? bits >> shift | bits << (MAX_BATCHES - shift) : bits;
         return number + 1 + lowest_bit(rotated);
     }
 

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...options.initializers import InitialValues
-from ...row_format import RECORD_BYTES, WORD, line_bytes_of, words_of
+from ...row_format import COUNTER_BYTES, WORD_BYTES, line_bytes_of, words_of
 from .device import Device, make_struct, make_struct_type
 from .program import Program
 
@@ -36,7 +36,7 @@ class Layout:
         self.is_narrow = initial.dtype != "float32" or narrow > 0
         self.wide_line_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # of a line decoded to float32
         self.seed = np.uint64(initial.seed)
-        self.stored_bytes = self.width * WORD + RECORD_BYTES  # size of a line without padding
+        self.stored_bytes = self.width * WORD_BYTES + COUNTER_BYTES  # size of a line without padding
         self.line_bytes = line_bytes_of(self.width)
         self._shape = (
             ("TIERBED_DIM", self.dim), ("TIERBED_WIDTH", self.width), ("TIERBED_LINE_BYTES", self.line_bytes),

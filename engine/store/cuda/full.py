@@ -116,8 +116,8 @@ class CudaTableImage:
         return end - begin
 
 
-class CudaFullStore(TopTier[Batch]):
-    """A `FullStore` on a GPU. `tier` says where the lines are: "device" or "host". The index is on the device."""
+class CudaFullTier(TopTier[Batch]):
+    """A `FullTier` on a GPU. `tier` says where the lines are: "device" or "host". The index is on the device."""
 
     def __init__(
         self, layout: Layout, host_layout: _core.Layout, capacity: int | None, faults: Faults, tier: str = "device"
