@@ -71,7 +71,7 @@ class LocalBatch:
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
         if dedup_from is None:
-            self.by_owner = sort_by_owner(processor.unique_rows(self.batch), world.size, world.rank)
+            self.by_owner = sort_by_owner(processor.list_unique_rows(self.batch), world.size, world.rank)
         else:
             self.by_owner = dedup_from.by_owner
         self.rows: Tensor | None = None  # kept alive, because the batch points into this memory

@@ -36,12 +36,12 @@ def row_dtype(width: int) -> np.dtype[np.void]:
     return np.dtype([("table", "<u4"), ("key", "<u8"), values, ("updates", "<u4"), ("step", "<u4")])
 
 
-def words_of(type: str, count: int) -> int:
+def count_words(type: str, count: int) -> int:
     """Returns how many words `count` numbers of a stored type need, including padding."""
     return -(-count * STORED_DTYPES[type].itemsize // WORD_BYTES)
 
 
-def line_bytes_of(width: int) -> int:
+def compute_line_bytes(width: int) -> int:
     """Returns how many bytes a line with `width` words takes in memory, including counters and padding."""
     return -(-(width * WORD_BYTES + COUNTER_BYTES) // 16) * 16
 
@@ -90,8 +90,8 @@ class RowFormat:
         self._by_name = {field.name: field for field in fields}
         self.counts = {field.name: field.count for field in fields}  # how many numbers each field holds
         self.width = fields[-1].end // WORD_BYTES  # width of all fields together, in words
-        self.is_narrow = any(field.type != "float32" for field in fields)
-        if not self.is_narrow:
+        self.has_16bit_floats = any(field.type != "float32" for field in fields)
+        if not self.has_16bit_floats:
             self.dtype = row_dtype(self.width)
             return
         named: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
@@ -115,14 +115,14 @@ class RowFormat:
     def values(self, rows: RowArray, name: str) -> NDArray[np.float32]:
         """Returns a field's values in rows [n] as exact float32 [n, count]. The result may share the rows' memory."""
         field = self._by_name[name]
-        if not self.is_narrow:
+        if not self.has_16bit_floats:
             return rows["values"][:, field.begin // WORD_BYTES : field.end // WORD_BYTES]
         return to_float32(rows[name], field.type)
 
     def set_values(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
         """Set a field in rows [n] to values [n, count], rounded to nearest even."""
         field = self._by_name[name]
-        if not self.is_narrow:
+        if not self.has_16bit_floats:
             rows["values"][:, field.begin // WORD_BYTES : field.end // WORD_BYTES] = values
         else:
             rows[name] = to_stored(values, field.type)
@@ -152,7 +152,7 @@ def find_overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
     return np.isfinite(values) & ~np.isfinite(to_float32(to_stored(values, type), type))
 
 
-def row_keys(rows: RowArray) -> RowArray:
+def extract_row_keys(rows: RowArray) -> RowArray:
     """Returns the rows' keys [n], with dtype KEY."""
     keys = np.empty(len(rows), KEY)
     keys["table"], keys["key"] = rows["table"], rows["key"]

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptimizerError, StoreError, TierbedError
 from ...engine.options.lookup import check_values
-from ...engine.options.table_names import choices, find_table
+from ...engine.options.table_names import find_table, format_choices
 from ...engine.options.table_spec import TableSpec
 from ...engine.row_format import EMBEDDING, LAST_STEP, RowArray
 from ...engine.table.table import OpenTable
@@ -168,9 +168,8 @@ def _key_by_number(spec: TableSpec, argument: str, values: Any) -> dict[int, Any
     for name, value in values.items():
         number = find_table(name, spec.table_names)
         if number is None:
-            raise InputError(
-                f"{argument}: embedding {spec.name!r} has no table {name!r}; give one of {choices(spec.table_names)}"
-            )
+            choices = format_choices(spec.table_names)
+            raise InputError(f"{argument}: embedding {spec.name!r} has no table {name!r}; give one of {choices}")
         if number in by_number:
             raise InputError(f"{argument}: table {spec.labels[number]} is given twice; give it by number or by name")
         by_number[number] = value
@@ -223,7 +222,7 @@ def _find_scalar_states(table: OpenTable) -> dict[str, bool]:
     """Map the name of each optimizer state to True if the state has one number per row."""
     dim, widths = table.spec.dim, table.state.widths
     if table.optimizer is not None:
-        dim, widths = 2, table.optimizer.row_state(2).widths  # if the table's dim is 1, all of its states have width 1
+        dim, widths = 2, table.optimizer.make_row_state(2).widths  # with dim 1, all states have width 1
     return {name: width != dim for name, width in zip(table.state.names, widths, strict=True)}
 
 

@@ -24,7 +24,7 @@ from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
 from ...engine.options.store_options import store_options_from_dict
-from ...engine.options.table_spec import check_name, table_spec
+from ...engine.options.table_spec import check_name, make_table_spec
 from ...engine.table.table import OpenTable, RowsReplacedError
 from ..autograd import lookup_op as ops
 from ..autograd.gradients import ShadowGrad, accumulate, set_grad, trainers
@@ -81,8 +81,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = make_provisional_name(world is not None) if name is None else name
-        self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
-        self.spec.layout(RowState())  # if a table's columns do not fit, raise now and not at the first use
+        self.spec = make_table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
+        self.spec.make_layout(RowState())  # if a table's columns do not fit, raise now and not at the first use
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.world = check_world(world, name)

@@ -205,7 +205,7 @@ def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: R
         "key_type": str(spec.key_type),
         "dtype": spec.dtype,
         "state_dtype": spec.state_dtype,
-        "tables": spec.plain_tables(),
+        "tables": spec.describe_tables(),
         "names of tables": list(spec.table_names),
         "seed": spec.seed,
         "padding_idx": spec.padding_idx,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...distributed.world import World, try_call
-from ...engine.durable import temporary_path
+from ...engine.durable import make_temporary_path
 from ...engine.row_format import Chunks
 from ...engine.table.background_save import BackgroundSave, ForegroundSave
 from ...engine.table.table import OpenTable
@@ -77,7 +77,7 @@ class TableSave:
         """
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
         manifest = finish(
-            temporary_path(self.folder),
+            make_temporary_path(self.folder),
             self.source.description,
             sum(rows for rows, _ in parts),
             files={name: RowFile(*entry) for name, entry in entries},

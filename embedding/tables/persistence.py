@@ -36,7 +36,7 @@ from ...engine.store.rocksdb import RocksDB
 from ...engine.store.table_counts import TABLE_ROWS, count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import check_rows, load_rows
-from ...engine.table.stack import build_stack, processor_factory
+from ...engine.table.stack import build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import FILES, LIVE, SHARD, check_description
 from ...snapshots.files.read_errors import find_os_error
@@ -94,7 +94,7 @@ class TablePersistence:
         self.spec = spec
         self.options = options = options if shard is None else shard.options(options)
         self.rows_version = None if shard is None else RowsVersion(shard)
-        self._processor = processor_factory(device, options)
+        self._processor = get_processor_factory(device, options)
         self._budgets = AutoBudgets(spec.name, options, num_ranks=1 if shard is None else shard.num_ranks_on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
@@ -306,7 +306,7 @@ class TablePersistence:
 
     def move(self, table: OpenTable, device: torch.device) -> OpenTable:
         """Open a table with the same rows on another device. Raises InputError, OptionError, StoreError."""
-        old_processor, self._processor = self._processor, processor_factory(device, self.options)
+        old_processor, self._processor = self._processor, get_processor_factory(device, self.options)
         try:
             return self.reopen(table, table.optimizer)
         except BaseException:
@@ -344,7 +344,7 @@ class TablePersistence:
         self.spec = self.spec.with_stored_seed(marker)
         check_stored_rows(self.spec, marker, optimizer, StoreError, where, for_load=for_load)
         table = self._open_live_rows(optimizer, marker, folder, where)
-        own_limits = self.spec.id_limits(None)
+        own_limits = self.spec.read_id_limits(None)
         if self.spec.last_ids is not None and table.id_limits != own_limits and not for_load:
             ids = LoadedIdCounter(self.spec)
             for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):

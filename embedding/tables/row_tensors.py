@@ -154,5 +154,5 @@ def _view_numbers(tensor: Tensor) -> NDArray[Any]:
 
 def _view_embeddings(row_format: RowFormat, rows: RowArray) -> NDArray[Any]:
     """Return a view [n, dim] of the rows' embeddings in their stored dtype."""
-    embedding: NDArray[Any] = rows[EMBEDDING] if row_format.is_narrow else rows["values"][:, : row_format.dim]
+    embedding: NDArray[Any] = rows[EMBEDDING] if row_format.has_16bit_floats else rows["values"][:, : row_format.dim]
     return embedding

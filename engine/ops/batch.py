@@ -68,13 +68,13 @@ def make_segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
         tables = None if lookup.table_ids is None else _convert_table_ids(spec, lookup.table_ids)
         return keys, tables, _convert_bags(lookup)
     assert lookup.offsets is not None
-    batch, columns = lookup.shape
+    batch_size, columns = lookup.shape
     if lookup.table_ids is None:
         tables = _make_default_tables(columns, spec.num_tables)
     else:
         known = _make_table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
         tables = _convert_table_ids(spec, lookup.table_ids) if known is None else known
-    return keys, tables, _convert_offsets(lookup.offsets), invert_feature_columns(feature_columns), batch
+    return keys, tables, _convert_offsets(lookup.offsets), invert_feature_columns(feature_columns), batch_size
 
 
 @cache

@@ -27,10 +27,10 @@ class RowState:
         return sum(self.widths)
 
     @property
-    def narrow(self) -> tuple[str, int]:
-        """The dtype and number of the narrow (16-bit) states. A row stores narrow states before float32 states."""
-        narrow = [type for type in self.types if type != "float32"]
-        return (narrow[0] if narrow else "float32"), len(narrow)
+    def states_16bit(self) -> tuple[str, int]:
+        """The dtype and number of the 16-bit states. A row stores 16-bit states before float32 states."""
+        types = [type for type in self.types if type != "float32"]
+        return (types[0] if types else "float32"), len(types)
 
     def make_row_format(self, dim: int, dtype: str) -> RowFormat:
         """Returns the format of a row whose embedding has `dim` numbers in `dtype`."""

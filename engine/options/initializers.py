@@ -315,8 +315,8 @@ class InitialValues(NamedTuple):
     parameters: NDArray[np.float32]
     quantiles: NDArray[np.float64]
     dtype: str = "float32"  # the embedding's stored dtype
-    state_dtype: str = "float32"  # dtype of the first `narrow_states` states; other states are float32
-    narrow_states: int = 0
+    state_dtype: str = "float32"  # dtype of the first `num_16bit_states` states; other states are float32
+    num_16bit_states: int = 0
     zero_key: int | None = None  # the key whose row starts as zeros, whatever the initializer
 
 

@@ -275,7 +275,7 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
 
     def compute_overflow_mb(self, cache_mb: float) -> float:
         """Returns the overflow area's MiB for a cache of `cache_mb` MiB. The area may grow with the batches."""
-        return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
+        return compute_default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
 @options_class
@@ -337,7 +337,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         return self.io_threads or BACKGROUND_THREADS
 
 
-def default_overflow_mb(store: str, cache_mb: float) -> float:
+def compute_default_overflow_mb(store: str, cache_mb: float) -> float:
     return min(cache_mb, MAX_OVERFLOW_MB[store])
 
 

@@ -74,7 +74,7 @@ class TableSpec:
         """Each table's name, or its number if it is unnamed, for messages and metrics."""
         return table_labels(self.table_names)
 
-    def id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
+    def read_id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
         """Returns, for each table, a number above all legal ids and all stored ids; None if no such number is known."""
         own_limits = [table.ids for table in self.tables]
         field = None if stored is None else stored.get(ID_LIMITS_FIELD)
@@ -82,15 +82,15 @@ class TableSpec:
         pairs = [(limit, *stored_limits[table : table + 1]) for table, limit in enumerate(own_limits)]
         return [max(pair) if all(type(limit) is int for limit in pair) else None for pair in pairs]
 
-    def layout(self, state: RowState) -> _core.Layout:
+    def make_layout(self, state: RowState) -> _core.Layout:
         last_ids = None if self.last_ids is None else self.last_ids.tolist()
-        return _core.Layout(self.dim, *self.initial_values(state), last_ids=last_ids)
+        return _core.Layout(self.dim, *self.make_initial_values(state), last_ids=last_ids)
 
-    def initial_values(self, state: RowState) -> InitialValues:
+    def make_initial_values(self, state: RowState) -> InitialValues:
         arrays = as_arrays(self.tables, self.columns)
         seed = self.seed % 2**64
-        narrow = self.dtype, *state.narrow
-        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *narrow, self.zero_key)
+        types = self.dtype, *state.states_16bit
+        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
 
     def make_row_format(self, state: RowState) -> RowFormat:
         """Returns the row format for this optimizer state."""
@@ -98,9 +98,9 @@ class TableSpec:
 
     def make_row_state(self, optimizer: RowOptimizer) -> RowState:
         """Returns the row state that an optimizer needs."""
-        return optimizer.row_state(self.dim, self.state_dtype)
+        return optimizer.make_row_state(self.dim, self.state_dtype)
 
-    def plain_tables(self) -> list[dict[str, Any]]:
+    def describe_tables(self) -> list[dict[str, Any]]:
         """Returns for each table, as plain values, the options that determine the initial values of its rows."""
         return [
             {name: value for name, value in table.as_dict().items() if name not in ID_OPTIONS} for table in self.tables
@@ -120,17 +120,17 @@ class TableSpec:
             "columns": list(self.columns),
             "width": row_format.width,
             **state.describe(),
-            **({STATE_DTYPES: [field.type for field in row_format.fields[1:]]} if row_format.is_narrow else {}),
+            **({STATE_DTYPES: [field.type for field in row_format.fields[1:]]} if row_format.has_16bit_floats else {}),
             "hyper": list(hyper),
             "seed": self.seed,
-            "tables": self.plain_tables(),
+            "tables": self.describe_tables(),
             **({TABLE_NAMES: names} if any(names) else {}),
             "padding_idx": self.padding_idx,
             "step": step,
         }
 
 
-def table_spec(
+def make_table_spec(
     name: Any,
     embedding_dim: Any,
     key_type: Any,

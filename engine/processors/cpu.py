@@ -30,7 +30,7 @@ class CpuProcessor(Processor[Batch]):
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
-        self.layout = spec.layout(state)
+        self.layout = spec.make_layout(state)
         self._written = np.zeros(spec.num_tables, np.uint64)
         self._dropped = np.zeros(spec.num_tables, np.int64)
         self._spec = spec
@@ -118,7 +118,7 @@ class CpuProcessor(Processor[Batch]):
         _core.sum_gradients(batch, self.layout, *arrays, as_array(out), positions, dtype)
         return out
 
-    def unique_rows(self, batch: Batch) -> Lookup:
+    def list_unique_rows(self, batch: Batch) -> Lookup:
         tables = torch.from_numpy(batch.tables.astype(np.int64)) if self._spec.num_tables > 1 else None
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
 

@@ -50,12 +50,12 @@ class CudaProcessor:
 
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
-        self.layout = spec.layout(state)
+        self.layout = spec.make_layout(state)
         self._spec, self._capacity, self._device = spec, capacity, device
         self.capturer = device
-        self.side_stream, self.wait = device.side_stream, device.wait
+        self.enter_side_stream, self.wait = device.enter_side_stream, device.wait
         self.record_event, self.wait_event = device.record_event, device.wait_event
-        self._device_layout = Layout(device, spec.initial_values(state))
+        self._device_layout = Layout(device, spec.make_initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
         self._dropped = torch.zeros_like(self._written)
@@ -169,7 +169,7 @@ class CudaProcessor:
         kernels.sum_rows(self._device_layout, batch, self._tensors(gradients), device_positions, out)
         return out
 
-    def unique_rows(self, batch: Batch) -> Lookup:
+    def list_unique_rows(self, batch: Batch) -> Lookup:
         keys = batch.keys
         tables = batch.tables[: len(keys)].to(torch.int64) if self._spec.num_tables > 1 else None
         return Lookup(keys, tables)
@@ -183,8 +183,8 @@ class CudaProcessor:
             rest_batch, rest_start = rest
             is_in_rest = device_positions >= len(rows)
             rest_positions = rest_start + device_positions[is_in_rest] - len(rows)
-            lines[is_in_rest] = kernels.widen_lines(rest_batch, self._device_layout, rest_positions, batch)
-        batch.has_wide_lines = self._device_layout.is_narrow
+            lines[is_in_rest] = kernels.decode_lines(rest_batch, self._device_layout, rest_positions, batch)
+        batch.has_float32_lines = self._device_layout.has_16bit_floats
         batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:

@@ -99,7 +99,7 @@ class Processor(Protocol[B]):
         padding. Its deduplication is reused. With `ahead`, the batch is for a later step, which then raises the errors.
         """
 
-    def side_stream(self) -> AbstractContextManager[object]:
+    def enter_side_stream(self) -> AbstractContextManager[object]:
         """Returns a context that lets this thread's work run concurrently with another thread's steps."""
         return nullcontext()
 
@@ -156,7 +156,7 @@ class Processor(Protocol[B]):
         If `out` is given, writes row u's gradient to out[positions[u]]; `out` is contiguous, [*, dim]. May wait.
         """
 
-    def unique_rows(self, batch: B) -> Lookup:
+    def list_unique_rows(self, batch: B) -> Lookup:
         """Returns a lookup that contains each row of the batch once, in the batch's order. May wait for the device."""
 
     def set_lines(

@@ -20,13 +20,13 @@ import numpy as np
 from .. import _core
 from ..cache.cached import CpuCachedTier
 from ..errors import StoreError
-from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, row_keys
+from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, extract_row_keys
 from ..signals import uninterrupted
 from ..store.contract import ChangeSource, TopTier
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
-from .row_scan import iterate_locked, line_addresses
+from .row_scan import iterate_locked, locate_lines
 
 Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
@@ -78,8 +78,8 @@ class ChangeTracker:
                 part = slice(begin, begin + size)
                 rows = np.empty(len(keys[part]), dtype)
                 rows["table"], rows["key"] = tables[part], keys[part]
-                exists = top_tier.read(tables[part], keys[part], line_addresses(rows), False)
-                yield bucket, rows if exists.all() else rows[exists], row_keys(rows[~exists])
+                exists = top_tier.read(tables[part], keys[part], locate_lines(rows), False)
+                yield bucket, rows if exists.all() else rows[exists], extract_row_keys(rows[~exists])
 
 
 class ChangeObservers:
@@ -105,7 +105,7 @@ class ChangeObservers:
                 self.tracker.record_save(parent_id)
             else:
                 self.is_active = True  # set before `tracker`, in case a signal handler changes rows in between
-                self.tracker = ChangeTracker(parent_id, self._table.prepare_top_tier().change_source())
+                self.tracker = ChangeTracker(parent_id, self._table.prepare_top_tier().start_change_source())
 
     def read_changes(self, parent_id: str) -> Iterator[Change] | None:
         """Returns an iterator over the changes since the snapshot with id `parent_id`; None if the changes are unknown.
@@ -150,7 +150,7 @@ class ChangeObservers:
             if isinstance(bottom, RocksDB):
                 self._image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
             else:
-                self._image = MemoryImage(bottom.image(top_tier), dtype, max_bytes, lock, self._forget_image)
+                self._image = MemoryImage(bottom.make_image(top_tier), dtype, max_bytes, lock, self._forget_image)
             self.is_active = True
             return self._image
 

@@ -255,7 +255,7 @@ class Prefetcher:
                     return
                 self._is_busy = True
             try:
-                with self._processor.side_stream():
+                with self._processor.enter_side_stream():
                     self._prepare(step)
             except BaseException as error:
                 with self._condition:

@@ -37,7 +37,7 @@ PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], ProcessorFactory]] 
 }
 
 
-def processor_factory(device: torch.device, options: StoreOptions) -> ProcessorFactory:
+def get_processor_factory(device: torch.device, options: StoreOptions) -> ProcessorFactory:
     """Returns the factory that makes processors for a torch device. Raises InputError, OptionError, StoreError."""
     if device.type not in PROCESSORS:
         raise InputError(
@@ -47,7 +47,7 @@ def processor_factory(device: torch.device, options: StoreOptions) -> ProcessorF
     return PROCESSORS[device.type](device, options)
 
 
-class SmallCaches:
+class SmallCacheDetector:
     """Detects an embedding's caches that are too small, and logs a warning for the first one."""
 
     def __init__(self, embedding: str) -> None:

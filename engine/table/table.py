@@ -42,7 +42,7 @@ from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
 from .row_counts import RowCounts
 from .row_scan import iterate_locked
-from .stack import FIRST_CHECK_STEP, SmallCaches, Stack
+from .stack import FIRST_CHECK_STEP, SmallCacheDetector, Stack
 from .step_gate import StepGate
 
 _PAUSE_SECONDS = 0.0005  # how long `flush_ahead` leaves the lock to other threads
@@ -77,9 +77,9 @@ class PinnedBatch:
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
-        return add_partial_sums([self.partial_squares(grads, weights)])
+        return add_partial_sums([self.compute_square_sum(grads, weights)])
 
-    def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
+    def compute_square_sum(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
         """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
@@ -134,7 +134,7 @@ class OpenTable:
         self.optimizer: RowOptimizer | None = None  # None if the table allows reads and `put`, but no training
         self.step = 0  # counts the table's updates
         self.run_id = ""  # a random id; a table that starts without rows gets a new one
-        self.id_limits = spec.id_limits(None)
+        self.id_limits = spec.read_id_limits(None)
         self.num_updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
@@ -152,7 +152,7 @@ class OpenTable:
         self.observers = ChangeObservers(self)
         # rows to erase, maybe still in some tiers: tables, keys, the number of rows in each table, and the cause
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
-        self.small_caches = SmallCaches(spec.name)
+        self.small_cache_detector = SmallCacheDetector(spec.name)
         self._next_check_step = FIRST_CHECK_STEP
 
     @property
@@ -174,7 +174,7 @@ class OpenTable:
         """Set the optimizer and the run id. If `stored` describes rows, continue at their step and row counts."""
         self.optimizer, self.run_id = optimizer, run_id
         if stored is not None:
-            self.id_limits, self.step = self.spec.id_limits(stored), stored["step"]
+            self.id_limits, self.step = self.spec.read_id_limits(stored), stored["step"]
             self.counts.set_initial_rows(stored["rows"])
             self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
 
@@ -184,7 +184,7 @@ class OpenTable:
 
     def reset_id_limits(self) -> None:
         """Use the spec's id limits. The caller has checked that no stored id exceeds these limits."""
-        self.id_limits = self.spec.id_limits(None)
+        self.id_limits = self.spec.read_id_limits(None)
 
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
@@ -368,7 +368,7 @@ class OpenTable:
     def yield_to_reader(self) -> None:
         """Called before a training step: if another thread is waiting to read the rows, let that thread read first."""
         self.require_optimizer()
-        self.next_step()
+        self.check_next_step()
         if self.step_gate.is_wanted:
             self.step_gate.yield_to_reader(self)
 
@@ -382,7 +382,7 @@ class OpenTable:
             self.prefetcher.announce(lookups)
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
-        optimizer, step = self.require_optimizer(), self.next_step()
+        optimizer, step = self.require_optimizer(), self.check_next_step()
         rule, hyper = optimizer.rule, optimizer.compute_hyper(step, clip_value, self.hyper)
 
         def write() -> None:
@@ -434,11 +434,11 @@ class OpenTable:
                     self._erase(*find_unique_rows(self.spec, lookup), "deleted", existing)
                 return int(existing.sum())
 
-    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
+    def list_unique_rows(self, lookups: list[Lookup]) -> Lookup:
         """Returns the unique rows of a micro-batch's lookups. On a CPU, raises InputError for illegal ids."""
         with self.lock:
             self.require_top_tier()
-            return self.processor.unique_rows(self.processor.make_batch(lookups, ahead=True))
+            return self.processor.list_unique_rows(self.processor.make_batch(lookups, ahead=True))
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
@@ -451,7 +451,7 @@ class OpenTable:
         with self.lock:
             self.require_top_tier()
             batch = self.processor.make_batch(lookups)
-            return self.processor.unique_rows(batch), self.processor.sum_gradients(batch, gradients)
+            return self.processor.list_unique_rows(batch), self.processor.sum_gradients(batch, gradients)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
         """Returns `PinnedBatch.square_gradients` for lookups that are not pinned. Raises InputError."""
@@ -573,7 +573,7 @@ class OpenTable:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
         return self.optimizer
 
-    def next_step(self) -> int:
+    def check_next_step(self) -> int:
         """Returns the number of the next step. Raises StoreError if rows cannot store that number."""
         if self.step >= self._next_check_step:
             self._check_step_and_caches()
@@ -588,5 +588,5 @@ class OpenTable:
             )
         with self.lock, suppress(StoreError):  # if the store has failed, the next call that needs rows raises
             tiers = self.require_top_tier().metrics()
-            self.small_caches.check(tiers)
+            self.small_cache_detector.check(tiers)
             self._next_check_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP

@@ -13,7 +13,7 @@ from ..options.lookup import Lookup
 from ..row_format import Chunks
 from ..store.table_counts import label_counts
 from .prefetch import ZERO_COUNTS
-from .row_scan import line_addresses
+from .row_scan import locate_lines
 from .table import OpenTable
 
 LOCK_TIMEOUT = 0.01  # how long `read_metrics` waits if another thread uses the table
@@ -66,7 +66,7 @@ def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         counts |= {f"evaluate_{name}": count for name, count in peek_counts.items()}
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
-        table.small_caches.check(tiers)
+        table.small_cache_detector.check(tiers)
         by_table, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped_counts
         return {
             "table": {"rows": table.counts.num_rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
@@ -101,5 +101,5 @@ def scan_caught_up(table: OpenTable) -> Chunks:
         if rule := table.catch_up_rule:
             rows = rows.copy()
             with table.lock:
-                _core.catch_up(table.layout, line_addresses(rows), rule, table.compute_current_hyper(), table.step + 1)
+                _core.catch_up(table.layout, locate_lines(rows), rule, table.compute_current_hyper(), table.step + 1)
         yield bucket, rows

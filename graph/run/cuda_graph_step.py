@@ -295,7 +295,7 @@ def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> t
     if not trains:
         table.set_hyper()
         return table.step, table.hyper
-    optimizer, step = table.require_optimizer(), table.next_step()
+    optimizer, step = table.require_optimizer(), table.check_next_step()
     hyper = optimizer.compute_hyper(step, clip_value, table.hyper)
     table.before_write(step)
     table.processor.set_hyper(optimizer.rule, hyper, step)

@@ -25,7 +25,7 @@ from ...engine.errors import InputError, OptionError
 from ...engine.ops.embedding_base import NoTorchScript
 from ...engine.options.lookup import DEVICES, Lookup
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
-from ...engine.options.table_names import choices, find_table, read_table_names
+from ...engine.options.table_names import find_table, format_choices, read_table_names
 from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
 from ..tensors.validation import is_empty
@@ -198,7 +198,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     def table_location(self, table: int | str) -> tuple[str, int]:
         """Return (embedding name, table number in the embedding). Raises InputError."""
         if (number := find_table(table, self._tables)) is None:
-            raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
+            raise InputError(f"table of {self.name!r}: got {table!r}; give one of {format_choices(self._tables)}")
         view = self.embeddings.tables[self._tables[number]]
         return view.group, view.number
 

@@ -167,7 +167,7 @@ class TableBatchedEmbeddingBags(TableModule):
             self._row_optimizer = RowOptimizer(dense, self._param_group)
             state_dtype = parse_state_dtype(optimizer_state_dtypes, self._row_optimizer)
             state_name = check_state_dtype(state_dtype)
-            states = {dim: self._row_optimizer.row_state(dim, state_name) for dim in dims}
+            states = {dim: self._row_optimizer.make_row_state(dim, state_name) for dim in dims}
             widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in states.items()}
             unused += self._settings.find_unused()
         if seed is None:  # modules without names get different seeds, as their tables are different

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.table_names import choices, find_table, read_table_names
+from ...engine.options.table_names import find_table, format_choices, read_table_names
 from ...engine.row_format import EMBEDDING as EMBEDDING
 from ...engine.row_format import RowFormat, find_overflows
 
@@ -115,7 +115,7 @@ class Columns:
             yield rows
 
     def _check_range(self, keys: NDArray[Any], arrays: Arrays, where: str) -> None:
-        for field in self.row_format.fields if self.row_format.is_narrow else ():
+        for field in self.row_format.fields if self.row_format.has_16bit_floats else ():
             flags = find_overflows(arrays[field.name], field.type)
             if flags.any():
                 row, column = np.argwhere(flags)[0].tolist()
@@ -144,7 +144,7 @@ class Columns:
             return one
         elif not isinstance(tables, str) and as_int(tables) is None:
             raise InputError(f"{what} is {tables!r}; give one table for all keys, or a NumPy array of table ids")
-        raise InputError(f"{what} holds {tables}; give table ids from {choices(self.table_names)}")
+        raise InputError(f"{what} holds {tables}; give table ids from {format_choices(self.table_names)}")
 
     def _check_counters(self, arrays: Arrays, count: int, where: str) -> None:
         for name in (UPDATES, STEP):

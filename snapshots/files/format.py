@@ -230,7 +230,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Returns the manifest file's content. Raises ValueError if `decode` would refuse this content."""
-        format = FORMAT - 1 if self.parts is None and not self.row_format.is_narrow else FORMAT
+        format = FORMAT - 1 if self.parts is None and not self.row_format.has_16bit_floats else FORMAT
         omitted = ("moment",) if format == FORMAT else ("moment", "parts")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
         fields = {name: getattr(self, name) for name in names}
@@ -263,12 +263,12 @@ class Manifest:
         _require(value.keys() == fields | group_fields | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
         row_format, parts = RowFormat.from_description(value["description"]), value.get("parts")
-        needs_parts = format == FORMAT and not row_format.is_narrow
+        needs_parts = format == FORMAT and not row_format.has_16bit_floats
         _require(
             (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MAX_SHARDS),
             f"'parts' is {parts!r}, but a snapshot has 1 to {MAX_SHARDS} parts",
         )
-        _require(format >= FORMAT or not row_format.is_narrow, f"rows that are not float32 need format {FORMAT}")
+        _require(format >= FORMAT or not row_format.has_16bit_floats, f"rows that are not float32 need format {FORMAT}")
         versions = value["instant"].get("versions") if group_fields and type(value["instant"]) is dict else None
         _require(not group_fields or type(versions) is dict, "'instant' has no versions")
         moment = None if versions is None else repr(sorted(versions.items()))

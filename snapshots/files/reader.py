@@ -17,7 +17,7 @@ import numpy as np
 from ...engine.checks import validate_arguments
 from ...engine.durable import open_regular, read_record
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Chunks, RowArray, row_keys
+from ...engine.row_format import Chunks, RowArray, extract_row_keys
 from .format import (
     MANIFEST,
     ROCKSDB,
@@ -55,7 +55,7 @@ def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only:
             yield bucket, rows
         else:
             progress(len(rows))
-            yield bucket, row_keys(rows) if keys_only else rows
+            yield bucket, extract_row_keys(rows) if keys_only else rows
 
 
 def read_all(chunks: Chunks) -> None:

@@ -1,7 +1,7 @@
 """Writes a snapshot into a temporary folder, syncs the files, and renames the folder.
 
 Several writers, such as ranks, can each write a shard of one snapshot if all of them see the snapshot's folder.
-The first writer opens a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's `temporary_path`.
+The first writer opens a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's temporary folder.
 After all writers have returned, the first writer calls `finish` and `publish`. If any writer fails, the block must
 raise an exception, so that all files are removed. Snapshots of several stores are written in the same way.
 """

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
-from ...engine.options.table_names import choices, describe_table, find_table, read_table_names
+from ...engine.options.table_names import describe_table, find_table, format_choices, read_table_names
 from ...engine.row_format import KEY as ROW_NAME
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.contract import Tier, TopTier
@@ -57,7 +57,7 @@ def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> 
     names = read_table_names(description)
     number = find_table(table, names)
     if number is None:
-        raise InputError(f"table {table}: give one from {choices(names)}")
+        raise InputError(f"table {table}: give one from {format_choices(names)}")
     limits = np.iinfo(Columns(description).key_dtype)
     if not limits.min <= key <= limits.max:
         raise InputError(f"key {key}: keys are {limits.dtype}; give one from {limits.min} to {limits.max}")

@@ -62,7 +62,7 @@ def test_what_was_exported_comes_back_bit_for_bit(
     rows, row_form = make_rows(width, count, seed, types=types), RowFormat.from_description(about)
     if key_type == "int32":
         rows["key"] = rows["key"].astype(np.int32).astype(np.int64).astype(np.uint64)
-    if row_form.is_narrow:
+    if row_form.has_16bit_floats:
         for name in row_form.counts:  # each NaN is the one that rows have
             row_form.set_values(rows, name, row_form.values(rows, name))
     buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())

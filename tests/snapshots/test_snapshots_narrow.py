@@ -76,7 +76,7 @@ def test_an_export_has_float32_and_one_without_state_the_same_embeddings(tmp_pat
     bare, rows = Snapshot.open(tmp_path / "bare"), whole(snapshot)
     bare.verify()
     narrow = types[0] != "float32"
-    assert ("state_dtypes" in bare.description, bare.manifest.row_format.is_narrow) == (narrow, narrow)
+    assert ("state_dtypes" in bare.description, bare.manifest.row_format.has_16bit_floats) == (narrow, narrow)
     assert numbers(bare).tobytes() == numbers(snapshot, rows[rows["table"] != 1])[:, :3].tobytes()
     assert not whole(bare)["step"].any()
 

@@ -47,12 +47,12 @@ class Table:
         tables: int = len(INITIALIZERS),
         state_widths: Sequence[int] | None = None,
         types: tuple[str, str] = ("float32", "float32"),
-        narrow_states: int = 0,
+        num_16bit_states: int = 0,
         last_ids: list[int] | None = None,
     ) -> None:
         """Each state is as wide as the embedding where `state_widths` does not say.
 
-        types: of embedding and of the first `narrow_states` states. last_ids: of each table, if ids have numbers.
+        types: of embedding and of the first `num_16bit_states` states. last_ids: of each table, if ids have numbers.
         """
         options = [
             make_table_options([INITIALIZERS[(table + group) % len(INITIALIZERS)] for group in range(len(columns))])
@@ -62,12 +62,12 @@ class Table:
         self.kinds, self.parameters, self.quantiles = as_arrays(options, columns)
         self.dim = sum(columns)
         self.state_widths = [self.dim] * len(self.states) if state_widths is None else list(state_widths)
-        self.narrow = *types, narrow_states
+        self.narrow = *types, num_16bit_states
         self._initial_of = seed, self.columns, self.kinds, self.parameters, self.quantiles
         self.layout = _core.Layout(
             self.dim, self.states, self.state_widths, *self._initial_of, *self.narrow, last_ids=last_ids
         )
-        self.types = [types[1]] * narrow_states + ["float32"] * (len(self.states) - narrow_states)
+        self.types = [types[1]] * num_16bit_states + ["float32"] * (len(self.states) - num_16bit_states)
         names = [f"state{index}" for index in range(len(self.states))]
         self.row_format = RowFormat(self.dim, types[0], names, self.state_widths, self.types)
         self.width = self.layout.width

@@ -106,7 +106,7 @@ def make_rows(
     rows["key"][:2] = [0, 2**64 - 1][:count]
     if bucket is not None:
         rows["key"] = keys_in(bucket, rows["table"], rows["key"] >> 6)
-    for name in ("values",) if not form.is_narrow else form.counts:
+    for name in ("values",) if not form.has_16bit_floats else form.counts:
         field, count_of = form.dtype[name].base, form.dtype[name].shape
         bits = random.integers(0, 2 ** (8 * field.itemsize), (count, *count_of), f"u{field.itemsize}")
         rows[name] = bits.view(field)

@@ -100,7 +100,7 @@ class CudaCachedTier(DeviceCache):
         self._write_back()
         self._below.flush()
 
-    def change_source(self) -> WriteBackLog:
+    def start_change_source(self) -> WriteBackLog:
         self._write_back()  # the log is for later changes only
         self._write_back_log = WriteBackLog(self._write_back)
         return self._write_back_log

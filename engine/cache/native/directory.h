@@ -103,7 +103,7 @@ public:
     }
     // Records that the last added batch needs the row. Returns false if an earlier batch needs the row too.
     bool add_row(u32 bucket, u64 hash, u32 table) {
-        u32* const bits = maps_[bucket].find_number(hash, table);
+        u32* const bits = maps_[bucket].find_mutable(hash, table);
         if (bits)
             *bits |= batch_bit(last_);
         else
@@ -119,7 +119,7 @@ public:
     }
     // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
-        u32* const bits = maps_[bucket].find_number(hash, table);
+        u32* const bits = maps_[bucket].find_mutable(hash, table);
         const u32 rest = bits ? *bits & ~batch_bit(number) : 0;
         if (!rest) {
             if (bits) maps_[bucket].erase(hash, table);

@@ -201,10 +201,10 @@ class CudaFullTier(TopTier[Batch]):
             rows, numbers = (host_tables.view(np.uint32), host_keys.view(np.uint64)), numbers[order]
             return SortedRows(*rows, lines[numbers], numbers, bounds.cpu().numpy())
 
-    def image(self, top: Any) -> CudaTableImage:
+    def make_image(self, top_tier: Any) -> CudaTableImage:
         return CudaTableImage(self.table, self.layout, self.sort_rows, self._faults.word)
 
-    def change_source(self) -> ChangedLines:
+    def start_change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:

@@ -191,7 +191,7 @@ void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
             if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_address(bucket, row), shape_);
         }
     });
-    bytes_out_ += static_cast<u64>(std::count(is_hit, is_hit + rows.n, true)) * stored_bytes_of(shape_.width);
+    bytes_out_ += static_cast<u64>(std::count(is_hit, is_hit + rows.n, true)) * compute_stored_bytes(shape_.width);
 }
 
 void FullTable::write(const RowSpan& rows) {
@@ -208,7 +208,7 @@ void FullTable::write(const RowSpan& rows) {
         }
     });
     num_insertions_ += num_used() - before;
-    bytes_in_ += rows.n * stored_bytes_of(shape_.width);
+    bytes_in_ += rows.n * compute_stored_bytes(shape_.width);
 }
 
 void FullTable::erase(const RowSpan& rows) {

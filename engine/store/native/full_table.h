@@ -67,7 +67,7 @@ public:
         IndexView slots;
 
         // Returns row number + 1, or 0 if the row is absent.
-        u32 find(u64 hash, u32 table) const { return find_row(THREAD, slots, hash, table); }
+        u32 find(u64 hash, u32 table) const { return find_value(THREAD, slots, hash, table); }
         TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
     };
     // Finds all rows in a bucket.
@@ -103,7 +103,7 @@ public:
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         numbered_.for_each(bucket, body);
-        hashed_[bucket].for_each([&](const Slot& slot) { body(slot.table, get_key(slot.table, slot.hash), slot.row); });
+        hashed_[bucket].for_each([&](const Slot& s) { body(s.table, get_key(s.table, s.hash), s.value); });
     }
     std::size_t bytes() const { return numbered_.bytes() + total_bytes(hashed_); }
 
