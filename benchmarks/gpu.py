@@ -30,7 +30,7 @@ from tierbed.engine.ops.cuda.layout import InitialValues, Layout
 from tierbed.engine.optim.kernel import load_kernels
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.initializers import as_arrays, make_table_options, make_uniform_initializer
-from tierbed.engine.store.cuda.full import CudaFullStore
+from tierbed.engine.store.cuda.full import CudaFullTier
 from tierbed.engine.store.cuda.full_table import CudaFullTable
 
 TABLES, IDS, ROWS, DIM = 10, 104_857, 1 << 20, 128
@@ -67,11 +67,11 @@ class Tables:
         self.numbers = cuda.allocate_hyper(device.torch_device)
         self.steps = 0
 
-    def store(self, kind: str, capacity: int) -> CudaFullStore | CachedTable:
+    def store(self, kind: str, capacity: int) -> CudaFullTier | CachedTable:
         """Make a store. A cache has room for all rows, though single sets may overflow."""
         if kind == "device_mem":
-            return CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "device")
-        host = CudaFullStore(self.layout, self.host_layout, capacity, self.faults, "host")
+            return CudaFullTier(self.layout, self.host_layout, capacity, self.faults, "device")
+        host = CudaFullTier(self.layout, self.host_layout, capacity, self.faults, "host")
         if kind == "host_mem":
             return host
         cache = Cache(self.layout, 2 * capacity * self.layout.line_bytes)
@@ -83,7 +83,7 @@ class Tables:
     def batch(self, ids: Tensor) -> Batch:
         return Batch(self.device, [Segment(ids.reshape(-1))], LegalIds(self.tables), self.faults.word)
 
-    def step(self, store: CudaFullStore | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
+    def step(self, store: CudaFullTier | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
         """Run one step on the device. ids [n, tables], grads [n * tables, dim]. Returns the looked-up rows."""
         self.steps += 1
         batch = self.batch(ids)

@@ -78,13 +78,13 @@ def parse_table(text: str) -> int | str:
 
 def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
     """Convert the --table options to table ids, or to None if none is given. Raises BadParameter for unknown tables."""
-    from ..engine.options.table_names import choices, find_table, read_table_names
+    from ..engine.options.table_names import find_table, format_choices, read_table_names
 
     names = read_table_names(snapshot.description)
     ids = []
     for table in tables or ():
         if (number := find_table(parse_table(table), names)) is None:
-            raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {choices(names)}")
+            raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {format_choices(names)}")
         ids.append(number)
     return ids or None
 

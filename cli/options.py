@@ -34,7 +34,7 @@ def options(
 
     Example: tierbed store options deploy.toml
     """
-    from ..engine.host_memory import free_host_memory
+    from ..engine.host_memory import read_free_host_memory
     from ..engine.options.store_options import load_store_options, read_store_options
     from ..engine.options.table_spec import check_name
 
@@ -58,7 +58,7 @@ def options(
                 f"the rows of {', '.join(disk['embeddings'])} need {size(disk['rows_bytes'])}, and the disk has "
                 f"{size(disk['free_bytes'])} for them; use a larger disk, or lower capacities"
             )
-    free = free_host_memory()
+    free = read_free_host_memory()
     if as_json:
         memory = {"memory_bytes": known, "free_memory_bytes": None if free is None else free.bytes}
         print_json({"embeddings": results, "wrong": wrong, **memory, "disks": disks})
@@ -86,8 +86,8 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
     """
     from ..engine.cache.memory_split import INDEX_BYTES
     from ..engine.options.store_options import CachedHostMemOptions, CachedSsdOptions
-    from ..engine.row_format import line_bytes_of
-    from ..engine.store.full import full_table_bytes
+    from ..engine.row_format import compute_line_bytes
+    from ..engine.store.full import compute_full_table_bytes
     from ..engine.store.rocksdb import WRITE_BUFFER_BYTES
 
     parts: dict[str, int | str | None] = {}
@@ -102,7 +102,7 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
         return parts | {"rocksdb": WRITE_BUFFER_BYTES + blocks + INDEX_BYTES * (options.capacity or 0)}
     if options.capacity is None or options.storage_dim is None:
         return parts | {"table": None}
-    return parts | {"table": full_table_bytes(options.capacity, line_bytes_of(options.storage_dim))}
+    return parts | {"table": compute_full_table_bytes(options.capacity, compute_line_bytes(options.storage_dim))}
 
 
 def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.errors import GroupError, OptionError
 from ..engine.ops.batch import empty
-from ..engine.signals import deferred_signals, uninterrupted
+from ..engine.signals import list_deferred_signals, uninterrupted
 from .peer_monitor import GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
@@ -351,7 +351,7 @@ class PendingAllToAll:
                 now = monotonic()
                 if now > self._deadline:
                     raise group.abort_unresponsive(self._op, self.call_number, f"no answer in {group.timeout:g} s")
-                if signals := [number for number in deferred_signals() if number in ENDING_SIGNALS]:
+                if signals := [number for number in list_deferred_signals() if number in ENDING_SIGNALS]:
                     interrupted_at = interrupted_at or now
                     if now > interrupted_at + PATIENCE_SECONDS:
                         name = signal.Signals(signals[0]).name

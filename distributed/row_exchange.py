@@ -71,7 +71,7 @@ class LocalBatch:
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
         if dedup_from is None:
-            self.owner_order = sort_by_owner(processor.unique_rows(self.batch), world.size, world.rank)
+            self.owner_order = sort_by_owner(processor.list_unique_rows(self.batch), world.size, world.rank)
         else:
             self.owner_order = dedup_from.owner_order
         self.keepalive_rows: Tensor | None = None  # kept alive, because the batch points into this memory

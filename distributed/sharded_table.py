@@ -174,7 +174,7 @@ class ShardedBatch:
         """Return the sum of squared gradients over all rows and ranks. The sum is the same on every rank."""
         owner_batch, sums = self._prepare(grads, weights), self._receive_gradients()
         world, op = self._world, f"norm of {self._op}"
-        squares, error = try_call(lambda: owner_batch.partial_squares(sums))
+        squares, error = try_call(lambda: owner_batch.compute_square_sum(sums))
         with world.collective_block(op):
             headers = Handshake(world, op, error)
             own_parts = torch.from_numpy(compute_partial_sum(np.empty(0, np.float32)) if squares is None else squares)
@@ -325,7 +325,7 @@ class ShardedTable:
     def _pin_requested(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
         pinned = self.open_table.pin(requested, torch.float32, dedup_from)
-        self.open_table.check()  # raises a device's deferred errors; all ranks then raise them in this step
+        self.open_table.raise_deferred_error()  # all ranks then raise the error in this step
         return pinned
 
     def _request(
@@ -345,7 +345,7 @@ class ShardedTable:
             self._check_diverged()
             if is_step:
                 optimizer = table.require_optimizer()
-                numbers = optimizer.numbers(table.step + 1)
+                numbers = optimizer.compute_numbers(table.step + 1)
                 shared_values.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
             if announced_step is not None and announced_step.local_batch is not None and dedup_from is None:
                 return announced_step.local_batch

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..engine.checks import as_number, checked_arguments
+from ..engine.checks import as_number, validate_arguments
 from ..engine.errors import GroupError, OptionError
 from .handshake import Handshake, HandshakeResult
 from .rank_group import RankGroup
@@ -103,7 +103,7 @@ class World(RankGroup):
         GroupError: the ranks cannot connect to each other.
     """
 
-    @checked_arguments("group", "rows", "grads")
+    @validate_arguments("group", "rows", "grads")
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,

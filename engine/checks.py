@@ -35,7 +35,7 @@ def as_number(value: Any) -> float | None:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf, maximum: float = math.inf) -> int:
+def check_int(name: str, value: Any, expected: str, minimum: float = -math.inf, maximum: float = math.inf) -> int:
     """Returns the option's value as an int from `minimum` to `maximum`. An OptionError's text contains `expected`."""
     number = as_int(value, minimum, maximum)
     if number is None:
@@ -43,7 +43,7 @@ def int_option(name: str, value: Any, expected: str, minimum: float = -math.inf,
     return number
 
 
-def budget_option(name: str, value: Any, allows_zero: bool, alternative: str = "") -> float:
+def check_budget(name: str, value: Any, allows_zero: bool, alternative: str = "") -> float:
     """Returns the option's value in MiB: above 0, or 0 if `allows_zero`. Error texts end with `alternative`."""
     number = as_number(value)
     if number is None or not (number > 0 or (allows_zero and number == 0)) or number >= 1 << 40:
@@ -51,11 +51,11 @@ def budget_option(name: str, value: Any, allows_zero: bool, alternative: str = "
     return number
 
 
-def auto_budget_option(name: str, value: Any, allows_zero: bool) -> float | Literal["auto"]:
-    """Returns the option's value, "auto" or a number of MiB as in `budget_option`. Raises OptionError."""
+def check_auto_budget(name: str, value: Any, allows_zero: bool) -> float | Literal["auto"]:
+    """Returns the option's value, "auto" or a number of MiB as in `check_budget`. Raises OptionError."""
     if isinstance(value, str) and value == "auto":
         return "auto"
-    return budget_option(name, value, allows_zero, alternative=', or "auto"')
+    return check_budget(name, value, allows_zero, alternative=', or "auto"')
 
 
 def check_flags(error: type[TierbedError], **flags: object) -> None:
@@ -65,7 +65,7 @@ def check_flags(error: type[TierbedError], **flags: object) -> None:
             raise error(f"{name}={value!r}: give True or False")
 
 
-def choice_option(name: str, value: Any, choices: Sequence[str]) -> None:
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
     if not isinstance(value, str) or value not in choices:
         raise OptionError(f"{name}={value!r}: give one of {', '.join(map(repr, choices))}")
 
@@ -76,7 +76,7 @@ def is_folder_name(name: Any) -> bool:
     return is_plain and 1 <= len(name.encode()) <= 200
 
 
-def expanded(option: str, path: str) -> str:
+def expand_path(option: str, path: str) -> str:
     """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. Error texts name the path by `option`."""
 
     def value(match: re.Match[str]) -> str:
@@ -93,7 +93,7 @@ def expanded(option: str, path: str) -> str:
     return result
 
 
-def check_arguments(
+def bind_arguments(
     maker: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Returns the arguments by name. Raises OptionError, with a suggestion, if an argument is unknown or missing."""
@@ -107,7 +107,7 @@ def check_arguments(
         raise OptionError(f"{maker}: {error}; its arguments are {', '.join(names)}") from None
 
 
-def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+def validate_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorate a public function so that an unknown keyword raises OptionError and suggests the nearest argument.
 
     `typed` lists arguments to check against their annotations. The checks are too slow for functions that a step calls.
@@ -123,7 +123,7 @@ def checked_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], 
 
         @wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            arguments = check_arguments(name, signature, args, kwargs)
+            arguments = bind_arguments(name, signature, args, kwargs)
             for argument in typed:
                 if argument in arguments and not has_type(arguments[argument], hint(argument)):
                     remedy = "True or False" if hint(argument) is bool else function.__annotations__[argument]

@@ -53,7 +53,7 @@ def make_folder(path: Path) -> None:
     fsync_dir(path.parent)
 
 
-def temporary_path(path: Path) -> Path:
+def make_temporary_path(path: Path) -> Path:
     """Returns the path that a file or folder has while it is being written."""
     return path.with_name(f"{TEMPORARY_PREFIX}{path.name}")
 
@@ -66,7 +66,7 @@ class NewFolder:
 
     def __init__(self, path: Path, overwrite: bool = False) -> None:
         """Create the parents and the temporary folder, after removing leftovers of a killed process. Raises OSError."""
-        self.path, self.temporary, self._overwrite = path, temporary_path(path), overwrite
+        self.path, self.temporary, self._overwrite = path, make_temporary_path(path), overwrite
         try:
             make_folder(path.parent)
             remove_temporary([self.temporary])
@@ -191,7 +191,7 @@ def remove_folder(path: Path) -> None:
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file atomically: readers see the complete old or new file. Allows one writer at a time."""
-    temporary = temporary_path(path)
+    temporary = make_temporary_path(path)
     try:
         with uninterrupted(), temporary.open("wb") as file:
             file.write(data)

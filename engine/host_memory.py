@@ -16,7 +16,7 @@ class FreeMemory(NamedTuple):
     location: str
 
 
-def free_host_memory(root: Path = ROOT) -> FreeMemory | None:
+def read_free_host_memory(root: Path = ROOT) -> FreeMemory | None:
     """Returns the free memory of the machine or of this process's memory cgroups, whichever is least.
 
     The machine's free memory is MemAvailable. A cgroup's free memory is its limit (`memory.max` and `memory.high` in

@@ -1,4 +1,4 @@
-"""The row format in scans and snapshots. Tiers move rows as 4-byte words (`row_dtype`); `RowForm` interprets words."""
+"""The row format in scans and snapshots. Tiers move rows as 4-byte words (`row_dtype`); `RowFormat` interprets them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 BUCKETS = 64
-WORD = 4  # bytes per word; a line consists of words
-RECORD_BYTES = 8  # bytes of a line's counters `updates` and `last step`
+WORD_BYTES = 4  # bytes per word; a line consists of words
+COUNTER_BYTES = 8  # bytes of a line's counters `updates` and `last step`
 EMBEDDING = "embedding"  # name of the row field that lookups return
-STATE_TYPES = "state_dtypes"  # key of the state types in a table's stored description; absent if all fields are float32
-NUMBERS: dict[str, np.dtype[Any]] = {  # stored types
+STATE_DTYPES = "state_dtypes"  # key of the state types in a table's stored description; absent if all fields are float32
+STORED_DTYPES: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),  # the upper half of a float32
@@ -36,14 +36,14 @@ def row_dtype(width: int) -> np.dtype[np.void]:
     return np.dtype([("table", "<u4"), ("key", "<u8"), values, ("updates", "<u4"), ("step", "<u4")])
 
 
-def words_of(type: str, count: int) -> int:
+def count_words(type: str, count: int) -> int:
     """Returns how many words `count` numbers of a stored type need, including padding."""
-    return -(-count * NUMBERS[type].itemsize // WORD)
+    return -(-count * STORED_DTYPES[type].itemsize // WORD_BYTES)
 
 
-def line_bytes_of(width: int) -> int:
+def compute_line_bytes(width: int) -> int:
     """Returns how many bytes a line with `width` words takes in memory, including counters and padding."""
-    return -(-(width * WORD + RECORD_BYTES) // 16) * 16
+    return -(-(width * WORD_BYTES + COUNTER_BYTES) // 16) * 16
 
 
 @dataclass(frozen=True)
@@ -52,21 +52,21 @@ class Field:
 
     name: str
     count: int  # how many numbers the field holds
-    type: str  # a key in NUMBERS
+    type: str  # a key in STORED_DTYPES
     begin: int  # byte offset in the line
 
     @property
     def is_padded(self) -> bool:
         """True if one extra 0 is stored after the field's numbers, as padding."""
-        return self.count * NUMBERS[self.type].itemsize % WORD != 0
+        return self.count * STORED_DTYPES[self.type].itemsize % WORD_BYTES != 0
 
     @property
     def end(self) -> int:
         """The byte offset in the line where the field and its padding end."""
-        return self.begin + (self.count + self.is_padded) * NUMBERS[self.type].itemsize
+        return self.begin + (self.count + self.is_padded) * STORED_DTYPES[self.type].itemsize
 
 
-class RowForm:
+class RowFormat:
     """The fields in a row's line and their types: the embedding, then each optimizer state.
 
     `dtype` is the NumPy dtype of stored rows. If all numbers are float32, `dtype` is `row_dtype(width)`. Otherwise
@@ -81,7 +81,7 @@ class RowForm:
         state_widths: Sequence[int] = (),
         state_types: Sequence[str] | None = None,
     ) -> None:
-        """`type` is the embedding's type, a key in NUMBERS. By default all states are float32."""
+        """`type` is the embedding's type, a key in STORED_DTYPES. By default all states are float32."""
         self.dim, fields = dim, [Field(EMBEDDING, dim, type, 0)]
         types = ["float32"] * len(states) if state_types is None else state_types
         for name, count, state_type in zip(states, state_widths, types, strict=True):
@@ -89,23 +89,23 @@ class RowForm:
         self.fields = tuple(fields)
         self._by_name = {field.name: field for field in fields}
         self.counts = {field.name: field.count for field in fields}  # how many numbers each field holds
-        self.width = fields[-1].end // WORD  # width of all fields together, in words
-        self.is_narrow = any(field.type != "float32" for field in fields)
-        if not self.is_narrow:
+        self.width = fields[-1].end // WORD_BYTES  # width of all fields together, in words
+        self.has_16bit_floats = any(field.type != "float32" for field in fields)
+        if not self.has_16bit_floats:
             self.dtype = row_dtype(self.width)
             return
         named: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
         for field in fields:
-            named.append((field.name, NUMBERS[field.type], (field.count,)))
+            named.append((field.name, STORED_DTYPES[field.type], (field.count,)))
             if field.is_padded:  # padding needs its own field, because NumPy does not copy bytes between fields
-                named.append((f"{field.name}_padding", NUMBERS[field.type]))
+                named.append((f"{field.name}_padding", STORED_DTYPES[field.type]))
         self.dtype = np.dtype([*named, ("updates", "<u4"), ("step", "<u4")])
 
     @staticmethod
-    def from_description(description: Mapping[str, Any]) -> RowForm:
+    def from_description(description: Mapping[str, Any]) -> RowFormat:
         """Read a table's row format from its valid description."""
-        dim, types = sum(description["columns"]), description.get(STATE_TYPES)
-        return RowForm(dim, description["dtype"], description["states"], description["state_widths"], types)
+        dim, types = sum(description["columns"]), description.get(STATE_DTYPES)
+        return RowFormat(dim, description["dtype"], description["states"], description["state_widths"], types)
 
     def from_words(self, chunks: Chunks) -> Chunks:
         """View rows with `row_dtype(width)` as rows with `dtype`."""
@@ -115,15 +115,15 @@ class RowForm:
     def values(self, rows: RowArray, name: str) -> NDArray[np.float32]:
         """Returns a field's values in rows [n] as exact float32 [n, count]. The result may share the rows' memory."""
         field = self._by_name[name]
-        if not self.is_narrow:
-            return rows["values"][:, field.begin // WORD : field.end // WORD]
+        if not self.has_16bit_floats:
+            return rows["values"][:, field.begin // WORD_BYTES : field.end // WORD_BYTES]
         return to_float32(rows[name], field.type)
 
     def set_values(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
         """Set a field in rows [n] to values [n, count], rounded to nearest even."""
         field = self._by_name[name]
-        if not self.is_narrow:
-            rows["values"][:, field.begin // WORD : field.end // WORD] = values
+        if not self.has_16bit_floats:
+            rows["values"][:, field.begin // WORD_BYTES : field.end // WORD_BYTES] = values
         else:
             rows[name] = to_stored(values, field.type)
 
@@ -152,7 +152,7 @@ def find_overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
     return np.isfinite(values) & ~np.isfinite(to_float32(to_stored(values, type), type))
 
 
-def row_keys(rows: RowArray) -> RowArray:
+def extract_row_keys(rows: RowArray) -> RowArray:
     """Returns the rows' keys [n], with dtype KEY."""
     keys = np.empty(len(rows), KEY)
     keys["table"], keys["key"] = rows["table"], rows["key"]

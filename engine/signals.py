@@ -66,7 +66,7 @@ class uninterrupted:  # a class, because a generator is slower and each step ent
                 self._handlers[number](number, frame)
 
 
-def deferred_signals() -> list[int]:
+def list_deferred_signals() -> list[int]:
     """Returns the signals deferred by this thread's block so far, in order of arrival.
 
     A block that waits for another process calls this function, and raises if a signal came. So a signal ends the wait.

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 from ..embedding.optim.ddp_guard import check_not_in_ddp
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
 from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_rows
-from ..engine.checks import as_int, check_flags, checked_arguments
+from ..engine.checks import as_int, check_flags, validate_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
-from ..engine.optim.base import positive
+from ..engine.optim.base import check_positive
 from ..engine.signals import uninterrupted
 from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
@@ -169,7 +169,7 @@ class Graph(ModelSnapshots, HasBuild):
         Args:
             max_norm: the largest norm, or None to turn clipping off.
         """
-        limit = positive("max_norm", max_norm)
+        limit = check_positive("max_norm", max_norm)
         self.__check_cuda_graph("clip_grad_norm", limit is not None)
         self.__epilogue.max_norm = limit
 
@@ -181,7 +181,7 @@ class Graph(ModelSnapshots, HasBuild):
         Args:
             clip_value: the largest absolute value, or None to turn clipping off.
         """
-        self.__epilogue.clip_value = positive("clip_value", clip_value)
+        self.__epilogue.clip_value = check_positive("clip_value", clip_value)
 
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated.
@@ -235,7 +235,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__check_cuda_graph("compile_dense", True)
         self.__inductor = options
 
-    @checked_arguments("enabled")
+    @validate_arguments("enabled")
     def cuda_graph(self, enabled: bool = True) -> None:
         """Capture each training step as a CUDA graph at its fourth call, and replay it from then on.
 
@@ -285,7 +285,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__steps.drop(step, cause)
         return result
 
-    @checked_arguments("progress", "uneven")
+    @validate_arguments("progress", "uneven")
     def run(
         self, batches: Iterable[Any], *, ahead: int | None = None, progress: bool | str = False, uneven: str = "stop"
     ) -> Run:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..engine.checks import checked_arguments
+from ..engine.checks import validate_arguments
 from ..engine.errors import OptionError
 from ..engine.ops.embedding_base import NoTorchScript
 
@@ -31,7 +31,7 @@ class FusedMLP(NoTorchScript, nn.Module):
         OptionError: If the number of dropout rates differs from the number of hidden layers.
     """
 
-    @checked_arguments(
+    @validate_arguments(
         "in_features", "hidden_features", "out_features", "hidden_dropout_rates", "out_dropout_rate",
         "skip_final_activation",
     )  # fmt: skip

@@ -10,7 +10,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from ..engine.checks import checked_arguments
+from ..engine.checks import validate_arguments
 from ..engine.errors import OptionError
 from ..snapshots import exchange
 
@@ -38,7 +38,7 @@ def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate
     signature = inspect.signature(make)
     path, *others = signature.parameters.values()
     call.__signature__ = signature.replace(parameters=[path.replace(name="paths"), *others])  # type: ignore[attr-defined]
-    return checked_arguments()(call)
+    return validate_arguments()(call)
 
 
 make_persistent_table_reader = _with_paths(exchange.make_persistent_table_reader)

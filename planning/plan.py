@@ -21,13 +21,13 @@ from ..engine.cache.memory_split import (
     MemorySplit,
     split_memory,
 )
-from ..engine.checks import as_int, as_number, budget_option, checked_arguments, int_option
+from ..engine.checks import as_int, as_number, check_budget, check_int, validate_arguments
 from ..engine.errors import InputError, OptionError
-from ..engine.host_memory import free_host_memory
+from ..engine.host_memory import read_free_host_memory
 from ..engine.options.initializers import MASK64
-from ..engine.options.store_options import default_overflow_mb
+from ..engine.options.store_options import compute_default_overflow_mb
 from ..engine.options.table_spec import check_dtype, check_state_dtype
-from ..engine.row_format import line_bytes_of, words_of
+from ..engine.row_format import compute_line_bytes, count_words
 from .stack_distance import Model, Sample
 
 MAX_RANKS = 1024
@@ -80,7 +80,7 @@ class Plan:
     ) -> None:
         """`words` is how many 4-byte words a row with its state needs."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
-        self.line_bytes = line_bytes_of(words)
+        self.line_bytes = compute_line_bytes(words)
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
         uses = sample.uses()
@@ -112,7 +112,7 @@ class Plan:
         The default is the smaller of `budget_mb` and 192 MiB, but at least twice the size of the largest batch.
         """
         batches_mb = 2 * self._max_batch_rows * self._overflow_row_bytes / MB
-        return max(default_overflow_mb("cached_ssd", budget_mb), batches_mb)
+        return max(compute_default_overflow_mb("cached_ssd", budget_mb), batches_mb)
 
     def hit_rate(
         self,
@@ -240,7 +240,7 @@ class Plan:
         return float(self._model.chances(rows)[mask].mean())
 
 
-@checked_arguments("trace")
+@validate_arguments("trace")
 def plan(
     trace: Iterable[Any],
     dim: int,
@@ -287,17 +287,17 @@ def plan(
     state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
     samples = _count("samples", samples, 1024)
     if memory_mb is not None:
-        memory_mb = budget_option("memory_mb", memory_mb, allows_zero=False)
-    elif (free := free_host_memory()) is not None:
+        memory_mb = check_budget("memory_mb", memory_mb, allows_zero=False)
+    elif (free := read_free_host_memory()) is not None:
         memory_mb = free.bytes / MB
     state_type = check_state_dtype(state_dtype)
-    words = words_of(check_dtype(dtype), dim) + state // dim * words_of(state_type, dim) + state % dim
+    words = count_words(check_dtype(dtype), dim) + state // dim * count_words(state_type, dim) + state % dim
     padding = None
     if padding_idx is not None:
-        padding = int_option("padding_idx", padding_idx, "a whole number, or None") & MASK64
+        padding = check_int("padding_idx", padding_idx, "a whole number, or None") & MASK64
     ranks = None
     if world_size is not None:
-        size = int_option("world_size", world_size, f"a number of ranks from 1 to {MAX_RANKS}", 1, MAX_RANKS)
+        size = check_int("world_size", world_size, f"a number of ranks from 1 to {MAX_RANKS}", 1, MAX_RANKS)
         ranks = RankPlan(size, dim, tables, padding)
     sample = Sample(samples)
     for number, item in enumerate(trace):
@@ -310,7 +310,7 @@ def plan(
 
 
 def _count(name: str, value: Any, minimum: int) -> int:
-    return int_option(name, value, f"a whole number >= {minimum}", minimum)
+    return check_int(name, value, f"a whole number >= {minimum}", minimum)
 
 
 def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np.int64]:

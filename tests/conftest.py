@@ -123,7 +123,7 @@ def poisoned_memory() -> Iterator[None]:
     allocate_scratch = _core.scratch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_core, "scratch", scratch)
-        patch.setattr(batch, "LARGE", 256)
+        patch.setattr(batch, "LARGE_ALLOCATION_BYTES", 256)
         patch.setattr(np, "empty", _poisoned(np.empty))
         patch.setattr(np, "empty_like", _poisoned(np.empty_like))
         # torch fills its own where algorithms are deterministic; without the variable cuBLAS warns of that

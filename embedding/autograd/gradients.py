@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError
 from ...engine.ops.embedding_base import TRACED, EmbeddingBase
 from ...engine.ops.fingerprint import are_values_equal, copy_lookup, fingerprint, read_write_count
-from ...engine.optim.base import positive
+from ...engine.optim.base import check_positive
 from ...engine.options.lookup import Lookup
 
 # maps each embedding's handle to the EagerOptimizer that trains the embedding
@@ -164,7 +164,7 @@ class RowGradients:
 
     def clip(self, value: float) -> None:
         """Clip each element of each row's summed gradient to [-value, value] in the step. Raises OptimizerError."""
-        value = positive("clip_value", value) or math.inf
+        value = check_positive("clip_value", value) or math.inf
         self._clip_value = min(value, self._clip_value or value)
 
     def _apply_scale(self) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptimizerError, StoreError, TierbedError
 from ...engine.options.lookup import check_values
-from ...engine.options.table_names import choices, find_table
+from ...engine.options.table_names import find_table, format_choices
 from ...engine.options.table_spec import TableSpec
 from ...engine.row_format import EMBEDDING, LAST_STEP, RowArray
 from ...engine.table.table import OpenTable
@@ -67,7 +67,7 @@ def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, di
                 is_requested = (chunk["table"] == table_id) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][is_requested].astype("i8"))
                 for name, tensor in states[table_id].items():
-                    numbers = torch.from_numpy(table.form.values(chunk, name)[is_requested])
+                    numbers = torch.from_numpy(table.row_format.values(chunk, name)[is_requested])
                     tensor[keys] = numbers.view(len(keys), *tensor.shape[1:])
         device = embedding.device
         return {t: {name: tensor.to(device) for name, tensor in state.items()} for t, state in states.items()}
@@ -166,9 +166,8 @@ def _key_by_table(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]
     for name, value in values.items():
         table_id = find_table(name, spec.table_names)
         if table_id is None:
-            raise InputError(
-                f"{argument}: embedding {spec.name!r} has no table {name!r}; give one of {choices(spec.table_names)}"
-            )
+            choices = format_choices(spec.table_names)
+            raise InputError(f"{argument}: embedding {spec.name!r} has no table {name!r}; give one of {choices}")
         if table_id in by_table:
             raise InputError(f"{argument}: table {spec.labels[table_id]} is given twice; give it by number or by name")
         by_table[table_id] = value
@@ -221,7 +220,7 @@ def _find_scalar_states(table: OpenTable) -> dict[str, bool]:
     """Map the name of each optimizer state to True if the state has one number per row."""
     dim, widths = table.spec.dim, table.state.widths
     if table.optimizer is not None:
-        dim, widths = 2, table.optimizer.row_state(2).widths  # if the table's dim is 1, all of its states have width 1
+        dim, widths = 2, table.optimizer.make_row_state(2).widths  # with dim 1, all states have width 1
     return {name: width != dim for name, width in zip(table.state.names, widths, strict=True)}
 
 
@@ -238,18 +237,18 @@ def _to_rows(
     table: OpenTable, table_id: int, weights: Mapping[int, Tensor], states: Mapping[int, dict[str, Tensor]], step: int
 ) -> Iterator[RowArray]:
     """Yield the rows of one table from its dense weights and states."""
-    spec, form, count = table.spec, table.form, len(weights[table_id])
+    spec, row_format, count = table.spec, table.row_format, len(weights[table_id])
     initial = dict(zip(table.state.names, table.state.initial, strict=True))
     for first in range(0, count, CHUNK):
         part = slice(first, min(first + CHUNK, count))
-        rows = np.zeros(part.stop - first, form.dtype)
+        rows = np.zeros(part.stop - first, row_format.dtype)
         rows["table"], rows["key"] = table_id, np.arange(first, part.stop)
         rows["updates"], rows["step"] = 1, step
-        form.set_values(rows, EMBEDDING, _to_numpy(weights[table_id][part]))
+        row_format.set_values(rows, EMBEDDING, _to_numpy(weights[table_id][part]))
         for name, value in initial.items():
             state = states.get(table_id, {}).get(name)
             numbers = np.float32(value) if state is None else _to_numpy(state[part]).reshape(len(rows), -1)
-            form.set_values(rows, name, np.broadcast_to(numbers, (len(rows), form.counts[name])))
+            row_format.set_values(rows, name, np.broadcast_to(numbers, (len(rows), row_format.counts[name])))
         yield rows if spec.padding_key is None else rows[rows["key"] != np.uint64(spec.padding_key)]
 
 

@@ -15,7 +15,7 @@ from torch._guards import detect_fake_mode
 
 from ...distributed.sharded_table import ShardedTable
 from ...distributed.world import World
-from ...engine.checks import as_int, checked_arguments
+from ...engine.checks import as_int, validate_arguments
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ...engine.ops.batch import check_offsets, make_segment
 from ...engine.ops.embedding_base import TRACED
@@ -24,7 +24,7 @@ from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.lookup import Lookup, check_lookup, check_output_dtype, check_weights
 from ...engine.options.store_options import store_options_from_dict
-from ...engine.options.table_spec import check_name, table_spec
+from ...engine.options.table_spec import check_name, make_table_spec
 from ...engine.table.table import OpenTable, RowsReplacedError
 from ..autograd import lookup_op as ops
 from ..autograd.gradients import ShadowGrad, accumulate, set_grad, trainers
@@ -81,8 +81,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
         self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = make_provisional_name(world is not None) if name is None else name
-        self.spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
-        self.spec.layout(RowState())  # raise now if a table has too many or too few column options
+        self.spec = make_table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
+        self.spec.make_layout(RowState())  # raise now if a table has too many or too few column options
         self.output_dtype = check_output_dtype(output_dtype)
         self.store_options = store_options_from_dict(store_options)
         self.world = normalize_world(world, name)
@@ -210,7 +210,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
         self.announce([lookup])
 
-    @checked_arguments("states")
+    @validate_arguments("states")
     def load_dense(
         self,
         weights: Mapping[Any, Tensor],
@@ -371,7 +371,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def hit_counts(self) -> tuple[int, int]:
         table = self.table_handle().open_table
         with table.lock:
-            hits, misses = table.finish_erasures().hit_counts().sum(axis=0).tolist()
+            hits, misses = table.prepare_top_tier().hit_counts().sum(axis=0).tolist()
         return hits, misses
 
     def forget_announced(self) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import InputError, StoreError
 from ...engine.ops.batch import check_legal_ids
 from ...engine.options.lookup import Lookup, check_lookup, check_row, check_values, convert_keys, convert_rows
@@ -21,7 +21,7 @@ from ...engine.options.table_names import describe_table
 from ...engine.row_format import EMBEDDING
 from ...engine.signals import uninterrupted
 from ...engine.table.table import RowsReplacedError
-from ...engine.table.table_report import LOCK_SECONDS, cache_metrics, locate, read_metrics, scan_caught_up
+from ...engine.table.table_report import LOCK_TIMEOUT, cache_metrics, locate, read_metrics, scan_caught_up
 from ..state_dict.saved_rows import SnapshotEmbedding
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -65,7 +65,7 @@ class KeyedRows(SnapshotEmbedding):
         """
         return self.table_handle().table.get(self._make_collective_lookup(keys, table_ids))
 
-    @checked_arguments("allow_nonfinite")
+    @validate_arguments("allow_nonfinite")
     @retry_if_replaced
     def put(self, keys: Any, rows: Any, table_ids: Any = None, *, allow_nonfinite: bool = False) -> None:
         """Write rows and insert new ones. If a key is repeated, its last row wins. Optimizer state is unchanged.
@@ -123,7 +123,7 @@ class KeyedRows(SnapshotEmbedding):
                 break
         for _, rows in () if first is None else chain([first], scan):
             keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
-            values = table.form.values(rows, EMBEDDING).copy()
+            values = table.row_format.values(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
             yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
 
@@ -154,7 +154,7 @@ class KeyedRows(SnapshotEmbedding):
         docs/metrics.md explains all metrics. With a world, metrics cover this rank's rows, and `ranks` counts this
         rank's traffic. While another thread loads, closes or compacts the rows, the last metrics are returned.
         """
-        return self.metrics_within(LOCK_SECONDS)
+        return self.metrics_within(LOCK_TIMEOUT)
 
     @retry_if_replaced
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from ...engine.errors import ClosedError, InputError, OptionError, TierbedError
-from ...engine.table.table_report import LOCK_SECONDS
+from ...engine.table.table_report import LOCK_TIMEOUT
 from .embedding import MultiTableMultiColumnEmbedding
 
 
@@ -166,7 +166,7 @@ class MetricsCollector:
                 families[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
             families[name].add_metric(list(labels.values()), value)
 
-        deadline = monotonic() + LOCK_SECONDS  # one deadline for all embeddings
+        deadline = monotonic() + LOCK_TIMEOUT  # one deadline for all embeddings
         for embedding in self._embeddings:
             metrics = _read(embedding, max(deadline - monotonic(), 0))
             embedding_label = {"embedding": embedding.name}
@@ -238,7 +238,7 @@ def _check_embeddings(embeddings: Sequence[Any]) -> None:
             )
 
 
-def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
+def _read(embedding: MultiTableMultiColumnEmbedding, seconds: float = LOCK_TIMEOUT) -> dict[str, dict[str, Any]]:
     """Return an open embedding's metrics, else {}. Warns if the embedding failed. Never opens a store."""
     try:
         return embedding.metrics_within(seconds) if embedding.is_open and not embedding.has_pending_rows else {}

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World, try_call
-from ...engine.checks import as_number, checked_arguments
+from ...engine.checks import as_number, validate_arguments
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.ops.exact_sum import sum_squares
@@ -92,7 +92,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     _warns_of_lazy_rows = True
     _step_supports_amp_scaling = False  # GradScaler unscales the gradients; the wrapped optimizer must not do it
 
-    @checked_arguments("module")
+    @validate_arguments("module")
     def __init__(self, optimizer: torch.optim.Optimizer, module: nn.Module | None = None) -> None:
         # super().__init__ is not called: groups, state, defaults and hooks belong to the wrapped optimizer
         if not isinstance(optimizer, torch.optim.Optimizer):

@@ -32,9 +32,9 @@ def read_plain_row(local: LocalTable, label: int | str, key: int) -> dict[str, A
     """Return a row of this process as plain values, or {} if the row is missing. label: the table's index or name."""
     table = local.table
     with table.lock:
-        table.check()
+        table.raise_deferred_error()
         description = table.describe()
-        row = read_row(table.finish_erasures(), table.form, *resolve_row_key(description, label, key))
+        row = read_row(table.prepare_top_tier(), table.row_format, *resolve_row_key(description, label, key))
     return {} if row is None else to_plain_row(row[0], description)
 
 

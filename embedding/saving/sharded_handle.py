@@ -16,7 +16,7 @@ from ...engine.errors import SnapshotError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import TableSpec
-from ...engine.row_format import RowForm
+from ...engine.row_format import RowFormat
 from ...engine.table.table import OpenTable
 from ...engine.version import __version__
 from ...snapshots.files.format import HashShard
@@ -120,7 +120,7 @@ class ShardedTableHandle:
         op = f"state_dict() of embedding {self.name!r}"
         tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.tensors)
         data = b"".join(rows.tobytes() for _, rows in tensors.chunks())
-        dtype = RowForm.from_description(tensors.description).dtype
+        dtype = RowFormat.from_description(tensors.description).dtype
         shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, data, num_readers=1)]
         return RowTensors.from_chunks(
             {**tensors.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards
@@ -205,7 +205,7 @@ def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: R
         "key_type": str(spec.key_type),
         "dtype": spec.dtype,
         "state_dtype": spec.state_dtype,
-        "tables": spec.plain_tables(),
+        "tables": spec.describe_tables(),
         "names of tables": list(spec.table_names),
         "seed": spec.seed,
         "padding_idx": spec.padding_idx,

@@ -152,8 +152,8 @@ class SnapshotManager:
             )
         if self._folder is None:
             raise no_folder_error(self.name)
-        self.local.table.require_open()
-        self.local.table.check()
+        self.local.table.require_top_tier()
+        self.local.table.raise_deferred_error()
 
     def before_save(self, background: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock."""
@@ -223,7 +223,7 @@ class SnapshotManager:
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
         self.before_save(background=False)
         with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new:
-            self.world.call_on_all_ranks(op, self.local.table.check)
+            self.world.call_on_all_ranks(op, self.local.table.raise_deferred_error)
             source = self._make_source(new.new_id())
 
             def find() -> tuple[str, bool]:
@@ -244,8 +244,8 @@ class SnapshotManager:
         return reference._replace(version=self.local.persistence.version)
 
     def _make_source(self, id: str | None = None) -> SaveSource:
-        table = self.local.table
-        table.require_open()
+        table, observers = self.local.table, self.local.table.observers
+        table.require_top_tier()
         assert table.stack is not None
         rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
         record, store_id = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
@@ -285,7 +285,7 @@ class SnapshotManager:
 
     def check_not_saving(self) -> None:
         """Raise StoreError if a background save is running. Local."""
-        self.local.table.check()
+        self.local.table.raise_deferred_error()
         if self._saving is not None:  # other ranks may still be writing
             raise StoreError(still_saving_text(self._saving.label))
         self.local.table.observers.check_not_saving()
@@ -443,7 +443,7 @@ class SnapshotManager:
         saved = read_snapshot_reference(self._folder, pending.snapshot)
 
         def compare() -> bool | None:
-            self.local.table.check()  # raises ClosedError
+            self.local.table.raise_deferred_error()  # raises ClosedError
             return compare_references(pending, self.rows_reference(), saved)
 
         is_present: bool | None = self.world.all_gather_object(op, compare)[0]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...distributed.world import World, try_call
-from ...engine.durable import temporary_path
+from ...engine.durable import make_temporary_path
 from ...engine.row_format import Chunks
 from ...engine.table.background_save import BackgroundSave, ForegroundSave
 from ...engine.table.table import OpenTable
@@ -76,7 +76,7 @@ class TableSave:
         """
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
         manifest = finish(
-            temporary_path(self.folder),
+            make_temporary_path(self.folder),
             self.source.description,
             sum(rows for rows, _ in parts),
             files={name: RowFile(*entry) for name, entry in entries},
@@ -92,7 +92,7 @@ class TableSave:
         with self.table.lock:
             observers = self.table.observers
             if from_image or self._image is not None:
-                observers.note_saved(id)
+                observers.record_save(id)
             elif self.kind == "incremental" or observers.tracker is not None:
                 observers.track_changes(id)
             self.on_saved(id)

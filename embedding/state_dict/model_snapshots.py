@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...distributed.world import World
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -27,7 +27,7 @@ class ModelSnapshots(RowLoadingMixin):
         assert isinstance(self, nn.Module)
         return [module for module in self.modules() if isinstance(module, SnapshotEmbedding)]
 
-    @checked_arguments("kind", "background", "overwrite")
+    @validate_arguments("kind", "background", "overwrite")
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:

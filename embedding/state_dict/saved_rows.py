@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...engine.checks import check_flags, checked_arguments
+from ...engine.checks import check_flags, validate_arguments
 from ...engine.errors import (
     ClosedError,
     InputError,
@@ -133,7 +133,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 world.handshake(f"a call of embedding {self.name!r}", error)
             raise
 
-    @checked_arguments("kind")
+    @validate_arguments("kind")
     def save_snapshot(
         self, snapshot_name: str, kind: str = "full", background: bool = False, *, overwrite: bool = False
     ) -> SaveHandle | None:
@@ -200,7 +200,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self.keep_rows()
         return report
 
-    @checked_arguments("kind")
+    @validate_arguments("kind")
     def check_save(self, snapshot_name: str, kind: str = "full", *, overwrite: bool = False) -> None:
         """Check the arguments of a later `save_snapshot`, for example before a long training run.
 

@@ -49,7 +49,7 @@ def check_stored_rows(
     if stored["dtype"] != spec.dtype:
         raise _make_dtype_error(error, label, "dtype", stored["dtype"], spec.dtype, can_load)
     _check_names(spec, stored, label, tables)
-    stored_tables, own_tables = stored["tables"], spec.plain_tables()
+    stored_tables, own_tables = stored["tables"], spec.describe_tables()
     if tables is not None:  # tables with higher numbers are not loaded
         stored_tables = stored_tables[: max(tables, default=-1) + 1]
     if len(stored_tables) > len(own_tables):
@@ -71,13 +71,13 @@ def check_stored_rows(
             "to reset the state, or take another name or persistent_path"
         )
     if RowState.from_description(stored).types != spec.make_row_state(optimizer).types:
-        state_type, _ = RowState.from_description(stored).narrow
+        state_type, _ = RowState.from_description(stored).states_16bit
         raise _make_dtype_error(error, label, "state_dtype", state_type, spec.state_dtype, can_load)
 
 
 def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
     """Warn if stored rows have another `state_dtype` than the embedding. Training steps on such rows will raise."""
-    kernel, (stored_dtype, _) = load_kernels().get(stored["optimizer"]), RowState.from_description(stored).narrow
+    kernel, (stored_dtype, _) = load_kernels().get(stored["optimizer"]), RowState.from_description(stored).states_16bit
     if kernel is not None and kernel.element_states and stored_dtype != spec.state_dtype:
         log.warning(
             "%s holds state of dtype %s, but state_dtype=torch.%s. The rows can be read, but training steps will "
@@ -188,7 +188,7 @@ def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, wh
         index = table_names.find_table(table, known_names)
         if index is not None:
             return index
-    raise InputError(f"{where} has tables {table_names.choices(names)}; {table!r} is none of them")
+    raise InputError(f"{where} has tables {table_names.format_choices(names)}; {table!r} is none of them")
 
 
 class LoadedIdCounter:

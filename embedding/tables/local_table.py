@@ -112,7 +112,7 @@ class LocalTable:
         if self._table is None:
             return self._closed_step
         with self._table.lock:
-            self._table.check()
+            self._table.raise_deferred_error()
             return self._table.step
 
     def keep_rows(self) -> None:
@@ -271,7 +271,7 @@ class LocalTable:
     def mark_failed(self, error: BaseException) -> None:
         """Mark the rows as failed, so that a close writes no clean marker."""
         if (table := self.table_if_open) is not None:
-            table.note_failure(error)
+            table.record_failure(error)
 
     def close(self) -> None:
         """Write back the rows and unlock the folder. May be called again; does nothing in a forked process.

@@ -28,15 +28,15 @@ from ...engine.lifecycle.lifecycle import Lifecycle
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.store_options import CachedSsdOptions, StoreOptions
-from ...engine.options.table_spec import RUN, TableSpec
-from ...engine.row_format import Chunks, RowForm
+from ...engine.options.table_spec import RUN_ID_FIELD, TableSpec
+from ...engine.row_format import Chunks, RowFormat
 from ...engine.signals import uninterrupted
 from ...engine.store.contract import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
 from ...engine.store.table_counts import TABLE_ROWS, count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import check_rows, load_rows
-from ...engine.table.stack import build_stack, processor_factory
+from ...engine.table.stack import build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import FILES, LIVE, SHARD, check_description
 from ...snapshots.files.read_errors import find_os_error
@@ -94,7 +94,7 @@ class TablePersistence:
         self.spec = spec
         self.options = options = options if shard is None else shard.options(options)
         self.rows_version = None if shard is None else RowsVersion(shard)
-        self._processor = processor_factory(device, options)
+        self._processor = get_processor_factory(device, options)
         self._budgets = AutoBudgets(spec.name, options, num_ranks=1 if shard is None else shard.num_ranks_on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
@@ -292,7 +292,7 @@ class TablePersistence:
 
     def reopen(self, table: OpenTable, optimizer: RowOptimizer | None) -> OpenTable:
         """Open a table with the same rows, with room for the optimizer's state, on the present device."""
-        table.check()
+        table.raise_deferred_error()
         if self.folder is not None:
             resumed_step = self.resumed_step
             self.close(table)
@@ -306,7 +306,7 @@ class TablePersistence:
 
     def move(self, table: OpenTable, device: torch.device) -> OpenTable:
         """Open a table with the same rows on another device. Raises InputError, OptionError, StoreError."""
-        old_processor, self._processor = self._processor, processor_factory(device, self.options)
+        old_processor, self._processor = self._processor, get_processor_factory(device, self.options)
         try:
             return self.reopen(table, table.optimizer)
         except BaseException:
@@ -344,7 +344,7 @@ class TablePersistence:
         self.spec = self.spec.with_stored_seed(marker)
         check_stored_rows(self.spec, marker, optimizer, StoreError, label, for_load=for_load)
         table = self._open_live_rows(optimizer, marker, folder, label)
-        own_limits = self.spec.id_limits(None)
+        own_limits = self.spec.read_id_limits(None)
         if self.spec.last_ids is not None and table.id_limits != own_limits and not for_load:
             ids = LoadedIdCounter(self.spec)
             for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):
@@ -357,10 +357,10 @@ class TablePersistence:
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, label: str
     ) -> OpenTable:
         """Open a table with the live rows that a clean marker describes."""
-        fields = None if optimizer is None else self.spec.form(self.spec.make_row_state(optimizer)).fields
-        has_same_form = fields in (None, RowForm.from_description(marker).fields)
+        fields = None if optimizer is None else self.spec.make_row_format(self.spec.make_row_state(optimizer)).fields
+        has_same_row_format = fields in (None, RowFormat.from_description(marker).fields)
         try:
-            if self._on_disk and marker["live"] == "rocksdb" and has_same_form:
+            if self._on_disk and marker["live"] == "rocksdb" and has_same_row_format:
                 table = self._build(optimizer, marker, folder.live)
                 assert table.stack is not None
                 assert isinstance(table.stack.bottom, RocksDB)
@@ -510,8 +510,8 @@ class TablePersistence:
         if table.state.names and not stored["states"]:
             chunks = table.state.add_initial_state(chunks, self.spec.dim, self.spec.dtype)
         checked = check_rows(chunks, self.spec.num_tables)
-        remembered = table.lifecycle.note_loaded(checked)
-        counts = load_rows(table.stack, remembered, table.form, self.spec.num_tables)
+        remembered = table.lifecycle.record_loaded_chunks(checked)
+        counts = load_rows(table.stack, remembered, table.row_format, self.spec.num_tables)
         table.counts.set_initial_counts(counts)
         return int(counts.sum())
 
@@ -528,14 +528,14 @@ class TablePersistence:
         on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
         write_at = partial(self._prepare_write, stack.bottom) if on_disk else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
-        stored_run = "" if stored is None else str(stored.get(RUN, "")) or self._run_id
+        stored_run = "" if stored is None else str(stored.get(RUN_ID_FIELD, "")) or self._run_id
         self._run_id = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
         table.start(optimizer, self._run_id, stored)
         if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.set_initial_counts(read_counts(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
-                    remembered = lifecycle.note_loaded(check_rows(table.scan(), self.spec.num_tables))
+                    remembered = lifecycle.record_loaded_chunks(check_rows(table.scan(), self.spec.num_tables))
                     table.counts.set_initial_counts(count_chunk_rows(remembered, self.spec.num_tables))
                 except BaseException:
                     table.close()

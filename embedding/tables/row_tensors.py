@@ -15,7 +15,7 @@ from torch import Tensor
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.row_state import RowState
 from ...engine.options.table_spec import TableSpec
-from ...engine.row_format import EMBEDDING, Chunks, RowArray, RowForm
+from ...engine.row_format import EMBEDDING, Chunks, RowArray, RowFormat
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import check_description
 
@@ -42,7 +42,7 @@ class RowTensors:
     def copy_from(cls, table: OpenTable) -> RowTensors:
         """Return a copy of a table's rows at its last step."""
         with table.lock:
-            table.check()
+            table.raise_deferred_error()
             return cls.from_chunks(table.describe(), table.counts.num_rows, (rows for _, rows in table.scan()))
 
     @classmethod
@@ -53,16 +53,17 @@ class RowTensors:
     @classmethod
     def from_chunks(cls, description: dict[str, Any], count: int, chunks: Iterable[RowArray]) -> RowTensors:
         """Return `count` rows, copied from chunks. Raises StoreError if the chunks have fewer rows."""
-        form = RowForm.from_description(description)
-        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in _make_shapes(form, count).items()}
+        row_format = RowFormat.from_description(description)
+        shapes = _make_shapes(row_format, count)
+        tensors = {name: torch.empty(shape, dtype=dtype) for name, (dtype, shape) in shapes.items()}
         numbers, begin = {name: _view_numbers(tensor) for name, tensor in tensors.items()}, 0
         for rows in chunks:
             span = slice(begin, begin + len(rows))
             for name in _INTEGERS:
                 numbers[name][span] = rows[name]
-            numbers["embedding"][span] = _view_embeddings(form, rows)
-            for field, columns in _list_state_columns(form):
-                numbers["state"][span, columns] = form.values(rows, field)
+            numbers["embedding"][span] = _view_embeddings(row_format, rows)
+            for field, columns in _list_state_columns(row_format):
+                numbers["state"][span, columns] = row_format.values(rows, field)
             begin += len(rows)
         if begin != count:
             raise StoreError(f"embedding {description['name']!r}: {begin} rows were found, not {count}")
@@ -77,16 +78,16 @@ class RowTensors:
         return {**self.description, "rows": len(self)}
 
     def chunks(self) -> Chunks:
-        form = RowForm.from_description(self.description)
+        row_format = RowFormat.from_description(self.description)
         numbers = {name: _view_numbers(tensor) for name, tensor in self.tensors.items()}
         for begin in range(0, len(self), _CHUNK):
             span = slice(begin, min(begin + _CHUNK, len(self)))
-            rows = np.zeros(span.stop - begin, form.dtype)
+            rows = np.zeros(span.stop - begin, row_format.dtype)
             for name in _INTEGERS:
                 rows[name] = numbers[name][span]
-            _view_embeddings(form, rows)[:] = numbers["embedding"][span]
-            for field, columns in _list_state_columns(form):
-                form.set_values(rows, field, numbers["state"][span, columns])
+            _view_embeddings(row_format, rows)[:] = numbers["embedding"][span]
+            for field, columns in _list_state_columns(row_format):
+                row_format.set_values(rows, field, numbers["state"][span, columns])
             yield 0, rows
 
     @classmethod
@@ -110,7 +111,8 @@ class RowTensors:
         check_description(description)
         if description.get(NOT_WHOLE):
             raise ValueError("it has no rows: the rows of all ranks are in the state_dict() of rank 0; load that one")
-        for name, (dtype, shape) in _make_shapes(RowForm.from_description(description), len(tensors["table"])).items():
+        row_format = RowFormat.from_description(description)
+        for name, (dtype, shape) in _make_shapes(row_format, len(tensors["table"])).items():
             if tensors[name].dtype != dtype or list(tensors[name].shape) != shape:
                 raise ValueError(
                     f"rows.{name} is {tensors[name].dtype} {list(tensors[name].shape)}; it must be {dtype} {shape}"
@@ -128,18 +130,18 @@ class RowTensors:
         return cls(description, tensors)
 
 
-def _make_shapes(form: RowForm, count: int) -> dict[str, tuple[torch.dtype, list[int]]]:
+def _make_shapes(row_format: RowFormat, count: int) -> dict[str, tuple[torch.dtype, list[int]]]:
     """Return the dtype and shape of each tensor except `description`, for `count` rows."""
     shapes = {name: (torch.int64, [count]) for name in _INTEGERS}
-    shapes["embedding"] = _DTYPES[form.fields[0].type], [count, form.dim]
-    shapes["state"] = torch.float32, [count, sum(field.count for field in form.fields[1:])]
+    shapes["embedding"] = _DTYPES[row_format.fields[0].type], [count, row_format.dim]
+    shapes["state"] = torch.float32, [count, sum(field.count for field in row_format.fields[1:])]
     return shapes
 
 
-def _list_state_columns(form: RowForm) -> Iterator[tuple[str, slice]]:
+def _list_state_columns(row_format: RowFormat) -> Iterator[tuple[str, slice]]:
     """Yield each optimizer state's name with its columns in the tensor `state`."""
     begin = 0
-    for field in form.fields[1:]:
+    for field in row_format.fields[1:]:
         yield field.name, slice(begin, begin + field.count)
         begin += field.count
 
@@ -150,7 +152,7 @@ def _view_numbers(tensor: Tensor) -> NDArray[Any]:
     return bits
 
 
-def _view_embeddings(form: RowForm, rows: RowArray) -> NDArray[Any]:
+def _view_embeddings(row_format: RowFormat, rows: RowArray) -> NDArray[Any]:
     """Return a view [n, dim] of the rows' embeddings in their stored dtype."""
-    embedding: NDArray[Any] = rows[EMBEDDING] if form.is_narrow else rows["values"][:, : form.dim]
+    embedding: NDArray[Any] = rows[EMBEDDING] if row_format.has_16bit_floats else rows["values"][:, : row_format.dim]
     return embedding

@@ -126,7 +126,7 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
     while True:
         tables = sorted({handle.local.table for handle in all_handles.values()}, key=id)
         for table in tables:
-            table.observers.wait_for_foreground()
+            table.observers.wait_for_foreground_save()
             if replaces_rows:
                 table.observers.finish_saving()
         with ExitStack() as stack:
@@ -136,7 +136,7 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
                 stack.enter_context(table.lock)
             if any(table.is_replaced or table.observers.is_saved_by_other_thread for table in tables):
                 continue
-            if replaces_rows and any(table.observers.is_saving for table in tables):  # another save has begun meanwhile
+            if replaces_rows and any(table.observers.is_saved_in_background for table in tables):  # a new save
                 continue
             groups_in_step = [group for group in groups if awaits_step and group.is_mid_step]
             gate = next((group.gate for group in groups_in_step if is_trained_by_other_thread(group.embeddings)), None)

@@ -26,7 +26,7 @@ def make_budget_error(option: str, budget_mb: float, line_bytes: int, error: Exc
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
-class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
+class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
     """A write-back cache. `tier` names it in metrics; `option` names its budget in errors. Budgets include metadata."""
 
     def __init__(
@@ -95,7 +95,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
     def write_back(self) -> None:
         """Write dirty rows to the last tier. Unlike `flush`, this does not make the rows durable."""
         self.native.flush()
-        if isinstance(self._below, CpuCachedStore):
+        if isinstance(self._below, CpuCachedTier):
             self._below.write_back()
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class CpuCachedStore(NativeTier, TopTier[_core.Batch]):
             yield True
             if begin == 0:
                 break
-        if isinstance(self._below, CpuCachedStore):
+        if isinstance(self._below, CpuCachedTier):
             yield from self._below.flush_pieces()
 
     def close(self) -> None:

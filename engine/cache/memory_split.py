@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from .._core import WAY_BYTES, WAYS
-from ..options.store_options import default_overflow_mb
+from ..options.store_options import compute_default_overflow_mb
 from ..row_format import BUCKETS
 from ..store.rocksdb import WRITE_BUFFER_BYTES
 
@@ -64,6 +64,7 @@ def split_memory(
         cache = min(cache, max(LINES_PER_ROW * capacity, MIN_CACHE_ROWS) * row_bytes / MB)
         rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)
     if overflow_mb is None:
-        overflow_mb = default_overflow_mb("cached_ssd" if shared_with == "rocksdb" else "cached_host_mem", cache)
+        store = "cached_ssd" if shared_with == "rocksdb" else "cached_host_mem"
+        overflow_mb = compute_default_overflow_mb(store, cache)
     overflow = min(overflow_mb, available * OVERFLOW_SHARES[shared_with])
     return MemorySplit(free_mb, cache, overflow, rocksdb, fixed_mb, available - cache - overflow - rocksdb, shared_with)

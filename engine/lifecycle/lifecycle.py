@@ -19,13 +19,13 @@ from ..store.table_counts import Counts, count_by_table
 
 log = logging.getLogger("tierbed")
 
-SCANS = 16  # how many scans for expired rows there are in `ttl_steps` steps
+SCANS_PER_TTL = 16  # how many scans for expired rows there are in `ttl_steps` steps
 
 
 class Lifecycle:
     """The lifecycle of an open table's rows.
 
-    Without `eviction`, `admission` and `ttl_steps`, no ledger exists, and nobody calls `admit`, `note_written` and
+    Without `eviction`, `admission` and `ttl_steps`, no ledger exists, and nobody calls `admit`, `record_write` and
     `find_expired`. If an earlier run stored more rows than the capacity, admitting new rows evicts the excess.
     """
 
@@ -68,7 +68,7 @@ class Lifecycle:
         tables, keys = admission.take_victims()
         return (tables, keys) if len(keys) else None
 
-    def note_written(self, batch: Any, step: int) -> None:
+    def record_write(self, batch: Any, step: int) -> None:
         """Record that an admitted batch was written at `step`."""
         assert self._ledger is not None
         if len(batch.own_lines):
@@ -77,14 +77,14 @@ class Lifecycle:
         self._ledger.commit(batch, step)
 
     def find_expired(self, step: int) -> tuple[TableIds, Keys] | None:
-        """Returns the rows that expire after `step`, or None. Scans for them `SCANS` times in `ttl_steps` steps."""
+        """Returns the rows that expire after `step`, or None. Scans every `ttl_steps` / `SCANS_PER_TTL` steps."""
         assert self._ledger is not None
-        if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS):
+        if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS_PER_TTL):
             return None
         tables, keys = self._ledger.find_expired(step)
         return (tables, keys) if len(keys) else None
 
-    def note_removed(self, tables: TableIds, keys: Keys, existing_counts: Counts, cause: str) -> None:
+    def record_removal(self, tables: TableIds, keys: Keys, existing_counts: Counts, cause: str) -> None:
         """Record removed rows. `existing_counts` counts the written rows per table; `cause` is a key in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
@@ -100,7 +100,7 @@ class Lifecycle:
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]
         return " or ".join(["not written since the table was opened", *causes])
 
-    def note_loaded(self, chunks: Chunks) -> Chunks:
+    def record_loaded_chunks(self, chunks: Chunks) -> Chunks:
         """Yield rows that are being loaded into the table, and add these rows to the ledger."""
         for bucket, rows in chunks:
             if self._ledger is not None:

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..options.lookup import Lookup, check_weights
 from ..options.table_spec import TableSpec
 
-LARGE = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
+LARGE_ALLOCATION_BYTES = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
 
 # (keys [n], table ids [bags] or None, bags). bags: one length for all bags, offsets [bags + 1], or None without pooling
 Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
@@ -68,13 +68,13 @@ def make_segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
         tables = None if lookup.table_ids is None else _convert_table_ids(spec, lookup.table_ids)
         return keys, tables, _convert_bags(lookup)
     assert lookup.offsets is not None
-    batch, columns = lookup.shape
+    batch_size, columns = lookup.shape
     if lookup.table_ids is None:
         tables = _make_default_tables(columns, spec.num_tables)
     else:
         known = _make_table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
         tables = _convert_table_ids(spec, lookup.table_ids) if known is None else known
-    return keys, tables, _convert_offsets(lookup.offsets), invert_feature_columns(feature_columns), batch
+    return keys, tables, _convert_offsets(lookup.offsets), invert_feature_columns(feature_columns), batch_size
 
 
 @cache
@@ -141,7 +141,7 @@ def _copy_to_host(lookup: Lookup) -> Lookup:
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return an uninitialised CPU tensor. A large tensor's memory is reused once it is freed."""
     size = math.prod(shape) * dtype.itemsize
-    if size < LARGE:
+    if size < LARGE_ALLOCATION_BYTES:
         return torch.empty(shape, dtype=dtype, device="cpu")  # torch's default device may differ
     memory = _core.scratch(size)  # for float32, NumPy's views are faster than torch's
     if dtype == torch.float32:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
-from ..checks import int_option
+from ..checks import check_int
 from ..errors import InputError
 
 Ids = NDArray[np.int64]
@@ -36,9 +36,9 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
         InputError: the type of `values` is not supported, a text is not Unicode, or a value is null and `null` is None.
         OptionError: `seed` or `null` is not a 64-bit integer.
     """
-    seed = int_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64
+    seed = check_int("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64
     if null is not None:
-        null = int_option("null", null, "a whole number of 64 bits, or None", -(2**63), 2**63 - 1)
+        null = check_int("null", null, "a whole number of 64 bits, or None", -(2**63), 2**63 - 1)
     if (column := _convert_to_arrow(values)) is not None:
         return torch.from_numpy(_hash_arrow(column, seed, null))
     array = _convert_to_array(values)

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT as ParamsT  # other optimizers import 
 from ..checks import as_number
 from ..errors import OptimizerError
 from . import adam
-from .rule import ParamGroup, all_rules
+from .rule import ParamGroup, load_rules
 
 MIN_VALUE, MAX_VALUE = 2.0**-126, 2.0**127  # range of positive numbers that float32 holds with full precision
 
@@ -30,7 +30,7 @@ def read_number(group: ParamGroup, name: str, low: float = 0.0, high: float = MA
     return setting
 
 
-def positive(name: str, value: float | None) -> float | None:
+def check_positive(name: str, value: float | None) -> float | None:
     """Returns `value`. Raises OptimizerError unless it is None, or a positive number that is normal in float32."""
     if value is None:
         return None
@@ -70,7 +70,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
         try:
             if group.get("amsgrad"):
                 raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
-            for rule in all_rules():
+            for rule in load_rules():
                 if isinstance(self, rule.optimizer):
                     rule.compute_hyper(group, 1)
                     rule.initial(group)
@@ -151,7 +151,7 @@ class DenseAdam(DenseOptimizer):
         return hyper, m, v.sqrt() / hyper["sqrt_correction2"] + hyper["eps"]
 
 
-def row_mean(squares: Tensor) -> Tensor:
+def compute_row_mean(squares: Tensor) -> Tensor:
     """Returns the mean over the last dimension, and keeps that dimension with size 1."""
     return squares.mean(-1, keepdim=True)
 

@@ -34,7 +34,7 @@ from .base import MIN_VALUE, CheckedOptimizer, read_number
 from .kernel import CatchUp, Kernel
 from .rule import ParamGroup, Rule
 
-ALL = 2**32 - 2**8  # the largest count of missed steps that float32 holds
+MAX_MISSED = 2**32 - 2**8  # the largest count of missed steps that float32 holds
 
 MISSED_STEPS = CatchUp(
     limit="terms",
@@ -145,15 +145,15 @@ class CatchUpAdamW(CheckedOptimizer, torch.optim.AdamW):
 
 
 @cache
-def terms(beta1: float, beta2: float) -> int:
-    """Returns the number of missed steps to apply one by one; `ALL` if later steps never become negligible."""
+def count_terms(beta1: float, beta2: float) -> int:
+    """Returns the number of missed steps to apply one by one; `MAX_MISSED` if later steps never become negligible."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
     def is_negligible(count: int) -> bool:  # a geometric series bounds the steps after the first `count`
         growth = ratio * math.sqrt((count + 2) / (count + 1))
         return growth < 1.0 and ratio**count * math.sqrt(count + 1) <= 2.0**-24 * (1.0 - growth)
 
-    return bisect_left(range(ALL), True, key=is_negligible)
+    return bisect_left(range(MAX_MISSED), True, key=is_negligible)
 
 
 def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
@@ -165,7 +165,7 @@ def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
         **compute_adam_hyper(group, step),
         "decay1": beta1,
         "decay2": beta2,
-        "terms": float(terms(beta1, beta2)),
+        "terms": float(count_terms(beta1, beta2)),
     }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DenseAdam, compute_hyper, row_mean
+from .base import DenseAdam, compute_hyper, compute_row_mean
 from .kernel import Kernel
 from .rule import ParamGroup, Rule
 
@@ -36,12 +36,12 @@ LAMB_KERNEL = Kernel(
         g = quotient(exp_avg / correction1, square_root(exp_avg_sq) / sqrt_correction2 + eps) + weight_decay * w;
     """,
     norms=(("weights", "square(w)"), ("steps", "square(g)")),
-    after="""
+    row_from_norms="""
         const float trust = square_root(weights) / square_root(steps);
         size = weights == 0.0f || steps == 0.0f ? lr : lr * trust;
     """,
     row_values=("size",),
-    finish="w = w - size * g;",
+    second_pass="w = w - size * g;",
 )
 
 PARTIAL_ROWWISE_LAMB_KERNEL = replace(
@@ -91,7 +91,7 @@ class LAMB(DenseAdam):
 class PartialRowWiseLAMB(LAMB):
     """`LAMB` with one second moment per row; FBGEMM's PARTIAL_ROWWISE_LAMB. The arguments are the same."""
 
-    second_moment_input = staticmethod(row_mean)
+    second_moment_input = staticmethod(compute_row_mean)
 
 
 RULES = (Rule(LAMB_KERNEL, LAMB, compute_hyper), Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, compute_hyper))

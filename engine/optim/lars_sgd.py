@@ -26,13 +26,13 @@ LARS_SGD = Kernel(
     element_states=("momentum_buffer",),
     element="g = decayed(g, w, 0.0f, maximize);",
     norms=(("weights", "square(w)"), ("gradients", "square(g)")),
-    after="""
+    row_from_norms="""
         const float norm = square_root(weights);
         const float divisor = square_root(gradients) + weight_decay * norm;
         size = weights == 0.0f || divisor == 0.0f ? lr : lr * eta * norm / divisor;
     """,
     row_values=("size",),
-    finish="""
+    second_pass="""
         momentum_buffer = momentum * momentum_buffer + size * (g + weight_decay * w);
         w = w - momentum_buffer;
     """,
@@ -75,10 +75,10 @@ class LarsSGD(DenseOptimizer):
             state["momentum_buffer"] = torch.zeros_like(w)
         b = state["momentum_buffer"]
         g = -g if group["maximize"] else g
-        norm, gradients = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, g))
-        divisor = gradients + hyper["weight_decay"] * norm
-        still = (norm == 0) | (divisor == 0)
-        a = torch.where(still, hyper["lr"], hyper["lr"] * hyper["eta"] * norm / divisor)
+        norm, gradient_norm = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, g))
+        divisor = gradient_norm + hyper["weight_decay"] * norm
+        has_no_ratio = (norm == 0) | (divisor == 0)
+        a = torch.where(has_no_ratio, hyper["lr"], hyper["lr"] * hyper["eta"] * norm / divisor)
         b.mul_(hyper["momentum"]).add_(a * (g + hyper["weight_decay"] * w))
         w.sub_(b)
 

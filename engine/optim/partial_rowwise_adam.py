@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DenseAdam, compute_hyper, row_mean
+from .base import DenseAdam, compute_hyper, compute_row_mean
 from .kernel import Kernel
 from .rule import ParamGroup, Rule
 
@@ -56,7 +56,7 @@ class PartialRowWiseAdam(DenseAdam):
         OptimizerError: An argument is negative, or a beta is not below 1.
     """
 
-    second_moment_input = staticmethod(row_mean)
+    second_moment_input = staticmethod(compute_row_mean)
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
         hyper, m, root = self.update_moments(w, g, state, group)

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from ..errors import OptimizerError
-from .base import positive, read_betas, read_number
+from .base import check_positive, read_betas, read_number
 from .kernel import LIMITS
 from .past_rates import MAX_KNOTS, append_past_rates
 from .row_state import RowState
-from .rule import ParamGroup, Rule, all_rules
+from .rule import ParamGroup, Rule, load_rules
 
 log = logging.getLogger("tierbed")
 _UNSUPPORTED = ("amsgrad", "centered", "differentiable")
@@ -90,7 +90,7 @@ class RowOptimizer:
                 type(self._optimizer).__name__, change, MAX_KNOTS // 2, 10 * change,
             )  # fmt: skip
 
-    def numbers(self, step: int) -> dict[str, float]:
+    def compute_numbers(self, step: int) -> dict[str, float]:
         """Returns the numbers of `compute_hyper(step)` by name, such as `lr`."""
         return dict(zip((*self._hyper_names, *LIMITS), self.compute_hyper(step), strict=False))
 
@@ -134,26 +134,26 @@ class RowOptimizer:
                 f"param group: {unknown}={group[unknown]!r}; {type(self._optimizer).__name__} has no such setting. "
                 f"Leave it out of the embedding's group (settings that limit rows: {', '.join(LIMITS)})"
             )
-        self._limits = [positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
+        self._limits = [check_positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())
         self._checked_settings = None if changes_inside else settings
 
-    def row_state(self, dim: int, state_type: str = "float32") -> RowState:
+    def make_row_state(self, dim: int, state_type: str = "float32") -> RowState:
         """Returns the state of a row with `dim` elements. `state_type` is the dtype of element states."""
         kernel = self._rule.kernel
         types = (state_type,) * len(kernel.element_states) + ("float32",) * len(kernel.row_states)
-        narrow = state_type != "float32" and bool(kernel.element_states)
-        return RowState(self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types if narrow else ())
+        types = types if state_type != "float32" and kernel.element_states else ()
+        return RowState(self.rule, self.states, kernel.state_widths(dim), tuple(self.initial), types)
 
 
 def row_optimizer(optimizer: torch.optim.Optimizer, group: ParamGroup) -> RowOptimizer:
     """Make the row optimizer for `group`, one of the optimizer's param groups.
 
-    The optimizer's class must be in `all_rules`; a subclass is not supported. TorchRec's KeyedOptimizer and similar
+    The optimizer's class must be in `load_rules`; a subclass is not supported. TorchRec's KeyedOptimizer and similar
     wrappers may contain the optimizer. Raises OptimizerError if the class or a setting is not supported. The settings
     `amsgrad`, `centered` and `differentiable` are not supported. A limit must be a positive float32 number.
     """
-    return RowOptimizer(_inner_optimizer(optimizer, group), group)
+    return RowOptimizer(_unwrap_optimizer(optimizer, group), group)
 
 
 def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
@@ -167,7 +167,7 @@ def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
         )  # fmt: skip
 
 
-def _inner_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer:
+def _unwrap_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer:
     """Returns the optimizer of `group`. If `optimizer` is a wrapper such as TorchRec's KeyedOptimizer, unwraps it."""
     kind = type(optimizer)
     clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
@@ -182,19 +182,19 @@ def _inner_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer
     inner = [getattr(optimizer, "_optimizer", None), *(wrapped for _, wrapped in getattr(optimizer, "_optims", ()))]
     for wrapped in inner:
         if wrapped is not None and any(group is other for other in wrapped.param_groups):
-            return _inner_optimizer(wrapped, group)
+            return _unwrap_optimizer(wrapped, group)
     return optimizer
 
 
 def check_is_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Raise OptimizerError if there are no param groups. torchrec.optim's stand-ins for fused optimizers have none."""
     if not hasattr(optimizer, "param_groups"):
-        raise _unsupported_error(type(optimizer))
+        raise _make_unsupported_error(type(optimizer))
 
 
-def _unsupported_error(kind: type) -> OptimizerError:
+def _make_unsupported_error(kind: type) -> OptimizerError:
     name = f"optimizer {_public_name(kind)}"
-    names = list(dict.fromkeys(_public_name(rule.optimizer) for rule in all_rules()))
+    names = list(dict.fromkeys(_public_name(rule.optimizer) for rule in load_rules()))
     same_name = [name for name in names if name.rpartition(".")[2] == kind.__name__]
     if same_name and kind.__module__.partition(".")[0] == "torchrec":
         return OptimizerError(f"{name} cannot update rows; use {same_name[0]}, which has the same formula")
@@ -206,9 +206,9 @@ def _unsupported_error(kind: type) -> OptimizerError:
 def _find_rule(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule:
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    rules = [rule for rule in all_rules() if rule.optimizer is kind or rule.torchrec_name == name]
+    rules = [rule for rule in load_rules() if rule.optimizer is kind or rule.torchrec_name == name]
     if not rules:
-        raise _unsupported_error(kind)
+        raise _make_unsupported_error(kind)
     for option in _UNSUPPORTED:
         if group.get(option):
             raise OptimizerError(f"{kind.__name__}: {option}=True is not supported; use {option}=False")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..row_format import EMBEDDING, STATE_TYPES, Chunks, RowForm
+from ..row_format import EMBEDDING, STATE_DTYPES, Chunks, RowFormat
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class RowState:
         return sum(self.widths)
 
     @property
-    def narrow(self) -> tuple[str, int]:
-        """The dtype and number of the narrow (16-bit) states. A row stores narrow states before float32 states."""
-        narrow = [type for type in self.types if type != "float32"]
-        return (narrow[0] if narrow else "float32"), len(narrow)
+    def states_16bit(self) -> tuple[str, int]:
+        """The dtype and number of the 16-bit states. A row stores 16-bit states before float32 states."""
+        types = [type for type in self.types if type != "float32"]
+        return (types[0] if types else "float32"), len(types)
 
-    def form(self, dim: int, dtype: str) -> RowForm:
+    def make_row_format(self, dim: int, dtype: str) -> RowFormat:
         """Returns the format of a row whose embedding has `dim` numbers in `dtype`."""
-        return RowForm(dim, dtype, self.names, self.widths, self.types or None)
+        return RowFormat(dim, dtype, self.names, self.widths, self.types or None)
 
     def describe(self) -> dict[str, Any]:
         """Returns the state as plain values, to be stored in MARK and in snapshots."""
@@ -49,17 +49,17 @@ class RowState:
     def from_description(stored: Mapping[str, Any]) -> RowState:
         """Read the row state from a stored description."""
         names, widths, initial = (tuple(stored[field]) for field in ("states", "state_widths", "initial"))
-        types = tuple(stored.get(STATE_TYPES, ()))
+        types = tuple(stored.get(STATE_DTYPES, ()))
         return RowState(stored["optimizer"], names, widths, initial, types if {*types} - {"float32"} else ())
 
     def add_initial_state(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
         """Add the initial optimizer state to scanned rows. A scanned row holds only `dim` numbers in `dtype`."""
-        bare, form = RowForm(dim, dtype), self.form(dim, dtype)
+        bare, row_format = RowFormat(dim, dtype), self.make_row_format(dim, dtype)
         for bucket, rows in chunks:
-            full = np.zeros(len(rows), form.dtype)
+            full = np.zeros(len(rows), row_format.dtype)
             for field in ("table", "key", "updates", "step"):
                 full[field] = rows[field]
-            form.set_values(full, EMBEDDING, bare.values(rows, EMBEDDING))
+            row_format.set_values(full, EMBEDDING, bare.values(rows, EMBEDDING))
             for name, width, value in zip(self.names, self.widths, self.initial, strict=True):
-                form.set_values(full, name, np.full((len(rows), width), value, np.float32))
+                row_format.set_values(full, name, np.full((len(rows), width), value, np.float32))
             yield bucket, full

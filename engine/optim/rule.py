@@ -1,4 +1,4 @@
-"""A rule connects an optimizer class to the kernel that updates rows. `all_rules` lists all rules."""
+"""A rule connects an optimizer class to the kernel that updates rows. `load_rules` lists all rules."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Rule:
 
 
 @cache
-def all_rules() -> tuple[Rule, ...]:
+def load_rules() -> tuple[Rule, ...]:
     package = importlib.import_module(__package__)
     modules = sorted(module.name for module in pkgutil.iter_modules(package.__path__))
     by_module = (getattr(importlib.import_module(f"{__package__}.{name}"), "RULES", ()) for name in modules)
@@ -40,10 +40,10 @@ def all_rules() -> tuple[Rule, ...]:
 @cache
 def needs_catch_up(name: str | None) -> bool:
     """True if this rule's rows must catch up on missed steps before the rows are used."""
-    return any(rule.kernel.name == name and rule.kernel.catch_up is not None for rule in all_rules())
+    return any(rule.kernel.name == name and rule.kernel.catch_up is not None for rule in load_rules())
 
 
 @cache
 def depends_on_step(name: str | None) -> bool:
     """True if this rule's updates depend on the step number, whatever the settings."""
-    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.all_hypers for rule in all_rules())
+    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.all_hypers for rule in load_rules())

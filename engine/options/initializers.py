@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .. import _core
-from ..checks import checked_arguments, int_option
+from ..checks import check_int, validate_arguments
 from ..errors import OptionError
 from .store_options import PlainDict, options_class
 from .table_names import check_table_name
@@ -228,7 +228,7 @@ class NamedOptions(PlainDict):
         self._set("name", check_table_name(self.name))
         if self.ids is not None:
             expected = "the number of ids, from 1 to 2**64 (ids are below it), or None for any id"
-            self._set("ids", int_option("ids", self.ids, expected, 1, 2**64))
+            self._set("ids", check_int("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
             raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not 0 to `ids` - 1")
         if self.bad_ids != "raise" and self.ids is None:
@@ -255,7 +255,7 @@ class MultiColumnTableOptions(NamedOptions):
 AnyTableOptions = TableOptions | MultiColumnTableOptions
 
 
-@checked_arguments()
+@validate_arguments()
 def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     """Make the options of one column group.
 
@@ -270,7 +270,7 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
     return ColumnOptions(initializer_from_dict(initializer))
 
 
-@checked_arguments()
+@validate_arguments()
 def make_table_options(
     param: Mapping[str, Any] | Sequence[Mapping[str, Any]],
     name: str | None = None,
@@ -315,8 +315,8 @@ class InitialValues(NamedTuple):
     parameters: NDArray[np.float32]
     quantiles: NDArray[np.float64]
     dtype: str = "float32"  # the embedding's stored dtype
-    state_dtype: str = "float32"  # dtype of the first `narrow_states` states; other states are float32
-    narrow_states: int = 0
+    state_dtype: str = "float32"  # dtype of the first `num_16bit_states` states; other states are float32
+    num_16bit_states: int = 0
     zero_key: int | None = None  # the key whose row starts as zeros, whatever the initializer
 
 

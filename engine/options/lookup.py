@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..checks import as_int
 from ..errors import InputError, OptionError
 from ..row_format import find_overflows
-from .table_names import choices, find_table
+from .table_names import find_table, format_choices
 from .table_spec import DTYPES, KEY_TYPES, TableSpec
 
 DEVICES = ("cpu", "cuda")  # device types that tables can be on
-_NARROW_DTYPES = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
+_SMALL_INTS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
 OUTPUT_DTYPES = DTYPES
 
 
@@ -78,8 +78,8 @@ def check_lookup(
         raise _error(spec, "ids", f"got {type(ids).__name__}; {remedy}")
     _check_tensor(spec, "ids", ids, ids)
     if ids.dtype != spec.key_type:
-        keys, dtype = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _NARROW_DTYPES else None
-        if dtype is None or dtype.min < keys.min or dtype.max > keys.max:
+        key_range, id_range = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _SMALL_INTS else None
+        if id_range is None or id_range.min < key_range.min or id_range.max > key_range.max:
             remedy = _suggest_conversion(ids, spec)
             raise _error(spec, "ids", f"dtype {ids.dtype}, but key_type is {spec.key_type}; {remedy}")
         ids = ids.to(spec.key_type)
@@ -185,7 +185,7 @@ def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
         table = 0
     number = find_table(table, spec.table_names)
     if number is None:
-        raise _error(spec, "table", f"got {table!r}; give the key's table, from {choices(spec.table_names)}")
+        raise _error(spec, "table", f"got {table!r}; give the key's table, from {format_choices(spec.table_names)}")
     return int(key), number
 
 
@@ -246,11 +246,11 @@ def _suggest_conversion(ids: Tensor, spec: TableSpec) -> str:
 
 def convert_keys(spec: TableSpec, keys: Any) -> Tensor:
     """Convert an array or nested lists of whole numbers to a tensor of the key type. Raises InputError."""
-    error = f"keys of embedding {spec.name!r}: give whole numbers that {spec.key_type} can hold"
-    array = _to_array(keys, error)
+    message = f"keys of embedding {spec.name!r}: give whole numbers that {spec.key_type} can hold"
+    array = _to_array(keys, message)
     converted = array.astype(KEY_TYPES[spec.key_type]) if array.dtype.kind in "iu" or array.size == 0 else None
     if converted is None or (converted.astype(object) != array.astype(object)).any():
-        raise InputError(error)
+        raise InputError(message)
     return torch.from_numpy(converted)
 
 
@@ -258,17 +258,17 @@ def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) ->
     """Convert table ids, an array or nested lists of numbers or names, to an int64 tensor. Raises InputError."""
     if table_ids is None or isinstance(table_ids, Tensor):
         return table_ids
-    error = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
-    array = _to_array(table_ids, error, "iuU")
+    message = f"table_ids of embedding {spec.name!r}: give whole numbers, or names of tables"
+    array = _to_array(table_ids, message, "iuU")
     if array.dtype.kind == "U":
         names = np.asarray(table_ids, object)
         numbers = [find_table(name, spec.table_names) for name in names.flat]
         if None in numbers:
             unknown = names.flat[numbers.index(None)]
-            raise InputError(f"{error}. {unknown!r} is not a table; the tables are {choices(spec.table_names)}")
+            raise InputError(f"{message}. {unknown!r} is not a table; the tables are {choices(spec.table_names)}")
         array = np.array(numbers, np.int64).reshape(names.shape)
     if array.dtype.kind not in "iu" or (array.astype(np.int64) != array).any():
-        raise InputError(error)
+        raise InputError(message)
     values = array.astype(np.int64)
     if values.ndim == 0:
         return _cached_scalar(int(values), device)
@@ -313,11 +313,11 @@ def check_values(spec: TableSpec, keys: Tensor, values: NDArray[np.float32], all
         raise _error(spec, "rows", f"{values[row, column]} for key {keys.flatten()[row].item()} {problem}")
 
 
-def _to_array(values: Any, error: str, kinds: str = "iuf") -> NDArray[Any]:
+def _to_array(values: Any, message: str, kinds: str = "iuf") -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError:
-        raise InputError(error) from None
+        raise InputError(message) from None
     if array.dtype.kind not in kinds:
-        raise InputError(error)
+        raise InputError(message)
     return array

@@ -14,8 +14,8 @@ from .. import _core
 from ..checks import as_number
 from ..errors import OptionError
 
-TABLE = "block_based_table_factory"
-UNIVERSAL = "compaction_options_universal"
+BLOCK_TABLE = "block_based_table_factory"
+UNIVERSAL_COMPACTION = "compaction_options_universal"
 AllowedValues = list[str | tuple[float, float]]  # strings, and closed ranges of numbers
 KB, MB, GB, TB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _UNITS = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
@@ -49,18 +49,18 @@ ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
         "target_file_size_multiplier": [(1, 10)],
         "compaction_readahead_size": [(0, 64 * MB)],
         "disable_auto_compactions": _BOOL,
-        f"{UNIVERSAL}.size_ratio": [(0, 100)],
-        f"{UNIVERSAL}.min_merge_width": [(2, 16)],
-        f"{UNIVERSAL}.max_size_amplification_percent": [(10, 1000)],
-        f"{UNIVERSAL}.compression_size_percent": [(-1, 100)],
-        f"{UNIVERSAL}.stop_style": ["kCompactionStopStyleSimilarSize", "kCompactionStopStyleTotalSize"],
-        f"{UNIVERSAL}.allow_trivial_move": _BOOL,
+        f"{UNIVERSAL_COMPACTION}.size_ratio": [(0, 100)],
+        f"{UNIVERSAL_COMPACTION}.min_merge_width": [(2, 16)],
+        f"{UNIVERSAL_COMPACTION}.max_size_amplification_percent": [(10, 1000)],
+        f"{UNIVERSAL_COMPACTION}.compression_size_percent": [(-1, 100)],
+        f"{UNIVERSAL_COMPACTION}.stop_style": ["kCompactionStopStyleSimilarSize", "kCompactionStopStyleTotalSize"],
+        f"{UNIVERSAL_COMPACTION}.allow_trivial_move": _BOOL,
     },
     "compression": {
         "compression": _COMPRESSION,
         "bottommost_compression": [*_COMPRESSION, "kDisableCompressionOption"],
         "compression_opts.level": [(1, 19)],
-        f"{TABLE}.enable_index_compression": _BOOL,
+        f"{BLOCK_TABLE}.enable_index_compression": _BOOL,
     },
     "files": {
         "max_open_files": [(-1, -1), (20, MB)],
@@ -70,20 +70,20 @@ ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
         "bytes_per_sync": [(0, GB)],
         "writable_file_max_buffer_size": [(64 * KB, 64 * MB)],
         "paranoid_file_checks": _BOOL,
-        f"{TABLE}.format_version": [(2, 5)],
-        f"{TABLE}.checksum": ["kCRC32c", "kxxHash", "kxxHash64", "kXXH3"],
-        f"{TABLE}.block_align": ["false"],
+        f"{BLOCK_TABLE}.format_version": [(2, 5)],
+        f"{BLOCK_TABLE}.checksum": ["kCRC32c", "kxxHash", "kxxHash64", "kXXH3"],
+        f"{BLOCK_TABLE}.block_align": ["false"],
     },
     "threads": {"max_background_jobs": [(1, 64)], "max_subcompactions": [(1, 16)]},
     "reads": {
-        f"{TABLE}.block_size": [(512, 64 * KB)],
-        f"{TABLE}.block_restart_interval": [(1, 128)],
-        f"{TABLE}.index_block_restart_interval": [(1, 128)],
-        f"{TABLE}.index_type": ["kBinarySearch", "kTwoLevelIndexSearch", "kBinarySearchWithFirstKey"],
-        f"{TABLE}.data_block_index_type": ["kDataBlockBinarySearch", "kDataBlockBinaryAndHash"],
-        f"{TABLE}.data_block_hash_table_util_ratio": [(0.1, 1.0)],
-        f"{TABLE}.filter_policy": [f"{kind}:{bits}" for kind in ("bloomfilter", "ribbonfilter") for bits in _BITS],
-        f"{TABLE}.optimize_filters_for_memory": _BOOL,
+        f"{BLOCK_TABLE}.block_size": [(512, 64 * KB)],
+        f"{BLOCK_TABLE}.block_restart_interval": [(1, 128)],
+        f"{BLOCK_TABLE}.index_block_restart_interval": [(1, 128)],
+        f"{BLOCK_TABLE}.index_type": ["kBinarySearch", "kTwoLevelIndexSearch", "kBinarySearchWithFirstKey"],
+        f"{BLOCK_TABLE}.data_block_index_type": ["kDataBlockBinarySearch", "kDataBlockBinaryAndHash"],
+        f"{BLOCK_TABLE}.data_block_hash_table_util_ratio": [(0.1, 1.0)],
+        f"{BLOCK_TABLE}.filter_policy": [f"{kind}:{n}" for kind in ("bloomfilter", "ribbonfilter") for n in _BITS],
+        f"{BLOCK_TABLE}.optimize_filters_for_memory": _BOOL,
         "optimize_filters_for_hits": _BOOL,
         "advise_random_on_open": _BOOL,
     },
@@ -99,7 +99,7 @@ _REMEDIES = {
     "no_block_cache": "give rocksdb_cache_mb instead",
     "max_background_compactions": "give max_background_jobs instead",
     "max_background_flushes": "give max_background_jobs instead",
-    "table_factory": f"give {TABLE}={{...}} instead",
+    "table_factory": f"give {BLOCK_TABLE}={{...}} instead",
 }
 
 

@@ -15,15 +15,15 @@ from .. import _core
 from ..checks import (
     as_int,
     as_number,
-    auto_budget_option,
-    budget_option,
-    check_arguments,
+    bind_arguments,
+    check_auto_budget,
+    check_budget,
+    check_choice,
     check_flags,
-    checked_arguments,
-    choice_option,
-    expanded,
-    int_option,
+    check_int,
+    expand_path,
     suggest_name,
+    validate_arguments,
 )
 from ..errors import OptionError, StoreError
 from ..row_format import BUCKETS
@@ -50,7 +50,7 @@ def options_class(cls: _Class) -> _Class:
 
     @wraps(original_init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        check_arguments(self.maker, signature, (self, *args), kwargs)  # errors suggest the closest argument
+        bind_arguments(self.maker, signature, (self, *args), kwargs)  # errors suggest the closest argument
         original_init(self, *args, **kwargs)
 
     decorated.__init__ = checked_init
@@ -84,10 +84,10 @@ class PlainDict(Mapping[str, Any]):
         object.__setattr__(self, name, value)
 
     def _set_int(self, name: str, expected: str, minimum: int, maximum: int) -> None:
-        """Check the option with `int_option` and store it as an int. None is left as it is."""
+        """Check the option with `check_int` and store it as an int. None is left as it is."""
         value = getattr(self, name)
         if value is not None:
-            self._set(name, int_option(name, value, f"{expected}, or None", minimum, maximum))
+            self._set(name, check_int(name, value, f"{expected}, or None", minimum, maximum))
 
     def _make_error(self, name: str, problem: str) -> OptionError:
         return OptionError(f"{name}={getattr(self, name)!r}: {problem}")
@@ -181,7 +181,7 @@ class StoreOptions(_CommonFields):
             if path is not None:
                 if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
                     raise OptionError(f"{name}={path!r}: give one folder as a str or Path, or None")
-                self._set(name, expanded(name, os.fspath(path)))
+                self._set(name, expand_path(name, os.fspath(path)))
         if self.snapshot_path is not None and self.persistent_path is None:
             raise self._make_error("snapshot_path", "only a store on disk has snapshots; give persistent_path too")
         if as_int(self.storage_dim) == -1:  # OneFlow's value for "not given"
@@ -193,18 +193,18 @@ class StoreOptions(_CommonFields):
             remedy = "give a power of two from 512 to 1048576 bytes, as the disk's block"
             raise self._make_error("physical_block_size", remedy)
         self._set("physical_block_size", size)
-        choice_option("open", self.open, OPEN_MODES)
+        check_choice("open", self.open, OPEN_MODES)
         number = self.state_dict_snapshots
         if not isinstance(number, bool):
             expected = "True, False, or the number of snapshots to keep, from 1"
-            self._set("state_dict_snapshots", int_option("state_dict_snapshots", number, expected, 1))
+            self._set("state_dict_snapshots", check_int("state_dict_snapshots", number, expected, 1))
         if number and self.persistent_path is None:
             problem = "without a persistent_path, state_dict() holds the rows themselves"
             raise self._make_error("state_dict_snapshots", f"{problem}; leave it out, or give persistent_path")
         self._check_lifecycle()
 
     def _check_lifecycle(self) -> None:
-        choice_option("eviction", self.eviction, EVICTIONS)
+        check_choice("eviction", self.eviction, EVICTIONS)
         if self.eviction != "none" and self.capacity is None:
             raise OptionError(f"eviction={self.eviction!r} needs a limit, but capacity=None; give a capacity")
         if self.eviction == "ttl" and self.ttl_steps is None:
@@ -262,10 +262,10 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set("cache_budget_mb", auto_budget_option("cache_budget_mb", self.cache_budget_mb, allows_zero=False))
+        self._set("cache_budget_mb", check_auto_budget("cache_budget_mb", self.cache_budget_mb, allows_zero=False))
         if self.overflow_mb is not None:
-            self._set("overflow_mb", budget_option("overflow_mb", self.overflow_mb, allows_zero=False))
-        choice_option("cache_policy", self.cache_policy, CACHE_POLICIES)
+            self._set("overflow_mb", check_budget("overflow_mb", self.overflow_mb, allows_zero=False))
+        check_choice("cache_policy", self.cache_policy, CACHE_POLICIES)
 
     @property
     def memory_mb(self) -> float | None:
@@ -275,7 +275,7 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
 
     def compute_overflow_mb(self, cache_mb: float) -> float:
         """Returns the overflow area's MiB for a cache of `cache_mb` MiB. The area may grow with the batches."""
-        return default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
+        return compute_default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
 @options_class
@@ -315,13 +315,13 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
     def __post_init__(self) -> None:
         require_rocksdb()
         super().__post_init__()
-        host_budget = auto_budget_option("host_cache_budget_mb", self.host_cache_budget_mb, allows_zero=True)
+        host_budget = check_auto_budget("host_cache_budget_mb", self.host_cache_budget_mb, allows_zero=True)
         self._set("host_cache_budget_mb", host_budget)
         self._set_int("shards", f"a whole number from 1 to {BUCKETS}", 1, BUCKETS)
-        choice_option("read_mode", self.read_mode, READ_MODES)
+        check_choice("read_mode", self.read_mode, READ_MODES)
         if self.read_mode == "direct":
             cache_mb = ROCKSDB_CACHE_MB if self.rocksdb_cache_mb is None else self.rocksdb_cache_mb
-            self._set("rocksdb_cache_mb", budget_option("rocksdb_cache_mb", cache_mb, allows_zero=True))
+            self._set("rocksdb_cache_mb", check_budget("rocksdb_cache_mb", cache_mb, allows_zero=True))
         elif self.rocksdb_cache_mb is not None:
             problem = f"read_mode={self.read_mode!r} uses the page cache instead"
             raise self._make_error("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
@@ -337,7 +337,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         return self.io_threads or BACKGROUND_THREADS
 
 
-def default_overflow_mb(store: str, cache_mb: float) -> float:
+def compute_default_overflow_mb(store: str, cache_mb: float) -> float:
     return min(cache_mb, MAX_OVERFLOW_MB[store])
 
 
@@ -388,7 +388,7 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
         raise OptionError(f"{where}: {store}: {error}") from None
 
 
-@checked_arguments("path")
+@validate_arguments("path")
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 

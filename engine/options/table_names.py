@@ -65,7 +65,7 @@ def find_table(table: Any, names: Names) -> int | None:
     return as_int(table, 0, len(names) - 1)
 
 
-def choices(names: Names) -> str:
+def format_choices(names: Names) -> str:
     """Returns the values that `find_table` accepts, as text for messages."""
     quoted = [repr(name) for name in names if name is not None]
     return ", ".join([f"0 to {len(names) - 1}", *([f"or by name {quoted[0]}", *quoted[1:]] if quoted else [])])

@@ -12,18 +12,18 @@ import torch
 from numpy.typing import NDArray
 
 from .. import _core
-from ..checks import as_int, int_option, is_folder_name
+from ..checks import as_int, check_int, is_folder_name
 from ..errors import OptionError
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
-from ..row_format import STATE_TYPES, RowForm, find_overflows
+from ..row_format import STATE_DTYPES, RowFormat, find_overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
 from .table_names import TABLE_NAMES, check_distinct, table_labels
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # dtypes of stored rows
-# Fields of a stored description. RUN is a random id, drawn anew whenever the rows start empty.
-RUN = "run"
-ID_LIMITS = "reach"  # for each table, a number above all stored ids, or None if unknown
+# Fields of a stored description. RUN_ID_FIELD is a random id, drawn anew whenever the rows start empty.
+RUN_ID_FIELD = "run"
+ID_LIMITS_FIELD = "reach"  # for each table, a number above all stored ids, or None if unknown
 KEY_TYPES = {torch.int32: "int32", torch.int64: "int64", torch.uint64: "uint64"}
 
 
@@ -74,33 +74,33 @@ class TableSpec:
         """Each table's name, or its number if it is unnamed, for messages and metrics."""
         return table_labels(self.table_names)
 
-    def id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
+    def read_id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
         """Returns, for each table, a number above all legal ids and all stored ids; None if no such number is known."""
         own_limits = [table.ids for table in self.tables]
-        field = None if stored is None else stored.get(ID_LIMITS)
+        field = None if stored is None else stored.get(ID_LIMITS_FIELD)
         stored_limits = field if isinstance(field, list) else [None] * (0 if stored is None else len(stored["tables"]))
         pairs = [(limit, *stored_limits[table : table + 1]) for table, limit in enumerate(own_limits)]
         return [max(pair) if all(type(limit) is int for limit in pair) else None for pair in pairs]
 
-    def layout(self, state: RowState) -> _core.Layout:
+    def make_layout(self, state: RowState) -> _core.Layout:
         last_ids = None if self.last_ids is None else self.last_ids.tolist()
-        return _core.Layout(self.dim, *self.initial_values(state), last_ids=last_ids)
+        return _core.Layout(self.dim, *self.make_initial_values(state), last_ids=last_ids)
 
-    def initial_values(self, state: RowState) -> InitialValues:
+    def make_initial_values(self, state: RowState) -> InitialValues:
         arrays = as_arrays(self.tables, self.columns)
         seed = self.seed % 2**64
-        narrow = self.dtype, *state.narrow
-        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *narrow, self.zero_key)
+        types = self.dtype, *state.states_16bit
+        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
 
-    def form(self, state: RowState) -> RowForm:
+    def make_row_format(self, state: RowState) -> RowFormat:
         """Returns the row format for this optimizer state."""
-        return state.form(self.dim, self.dtype)
+        return state.make_row_format(self.dim, self.dtype)
 
     def make_row_state(self, optimizer: RowOptimizer) -> RowState:
         """Returns the row state that an optimizer needs."""
-        return optimizer.row_state(self.dim, self.state_dtype)
+        return optimizer.make_row_state(self.dim, self.state_dtype)
 
-    def plain_tables(self) -> list[dict[str, Any]]:
+    def describe_tables(self) -> list[dict[str, Any]]:
         """Returns for each table, as plain values, the options that determine the initial values of its rows."""
         return [
             {name: value for name, value in table.as_dict().items() if name not in ID_OPTIONS} for table in self.tables
@@ -112,25 +112,25 @@ class TableSpec:
 
     def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
         """Returns the description stored in MARK and in snapshots. `hyper` is from `compute_hyper(step)`."""
-        names, form = list(self.table_names), self.form(state)
+        names, row_format = list(self.table_names), self.make_row_format(state)
         return {
             "name": self.name,
             "key_type": KEY_TYPES[self.key_type],
             "dtype": self.dtype,
             "columns": list(self.columns),
-            "width": form.width,
+            "width": row_format.width,
             **state.describe(),
-            **({STATE_TYPES: [field.type for field in form.fields[1:]]} if form.is_narrow else {}),
+            **({STATE_DTYPES: [field.type for field in row_format.fields[1:]]} if row_format.has_16bit_floats else {}),
             "hyper": list(hyper),
             "seed": self.seed,
-            "tables": self.plain_tables(),
+            "tables": self.describe_tables(),
             **({TABLE_NAMES: names} if any(names) else {}),
             "padding_idx": self.padding_idx,
             "step": step,
         }
 
 
-def table_spec(
+def make_table_spec(
     name: Any,
     embedding_dim: Any,
     key_type: Any,
@@ -149,7 +149,7 @@ def table_spec(
     if padding_idx is not None:
         ids = torch.iinfo(key_type)
         expected = f"a whole number from {ids.min} to {ids.max}, or None"
-        padding_idx = int_option("padding_idx", padding_idx, expected, ids.min, ids.max)
+        padding_idx = check_int("padding_idx", padding_idx, expected, ids.min, ids.max)
     return TableSpec(
         name,
         check_columns(embedding_dim),
@@ -224,4 +224,4 @@ def check_initializer_range(tables: Sequence[AnyTableOptions], dtype: str) -> No
 
 
 def check_seed(seed: Any) -> int:
-    return int_option("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1)
+    return check_int("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1)

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from .. import _core
 from .._core import Batch
-from ..cache.cached import CpuCachedStore
+from ..cache.cached import CpuCachedTier
 from ..ops.batch import Gradients, as_array, convert_gradients, empty, flatten_weights, make_batch, to_keys
 from ..optim.row_state import RowState
 from ..options.lookup import OUTPUT_DTYPES, Lookup
 from ..options.store_options import CachedHostMemOptions, to_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier, TopTier
-from ..store.full import CpuFullStore
+from ..store.full import CpuFullTier
 from ..store.table_counts import Counts
 from .processor import Processor
 
-FEW = 256  # maximum number of ids for `gather_few`, as in native/full_table.h
+MAX_FEW_IDS = 256  # maximum number of ids for `gather_few`, as in native/full_table.h
 
 
 class CpuProcessor(Processor[Batch]):
@@ -30,7 +30,7 @@ class CpuProcessor(Processor[Batch]):
 
     def __init__(self, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = torch.device("cpu")
-        self.layout = spec.layout(state)
+        self.layout = spec.make_layout(state)
         self._written = np.zeros(spec.num_tables, np.uint64)
         self._dropped = np.zeros(spec.num_tables, np.int64)
         self._spec = spec
@@ -45,15 +45,15 @@ class CpuProcessor(Processor[Batch]):
     def dropped_counts(self) -> Counts:
         return self._dropped.copy()
 
-    def make_full_table(self, tier: str) -> CpuFullStore:
-        return CpuFullStore(self.layout, tier)
+    def make_full_table(self, tier: str) -> CpuFullTier:
+        return CpuFullTier(self.layout, tier)
 
-    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CpuCachedStore:
+    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CpuCachedTier:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
-        return CpuCachedStore(self.layout, below, options, to_mb(options.cache_budget_mb), "device", option)
+        return CpuCachedTier(self.layout, below, options, to_mb(options.cache_budget_mb), "device", option)
 
-    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedStore, CpuFullStore]:
-        host = CpuFullStore(self.layout, "host")
+    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedTier, CpuFullTier]:
+        host = CpuFullTier(self.layout, "host")
         return self.make_cache(host, options), host
 
     def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
@@ -65,9 +65,9 @@ class CpuProcessor(Processor[Batch]):
 
     def gather_few(self, top: TopTier[Batch], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
         spec, ids = self._spec, lookup.ids
-        if type(top) is not CpuFullStore or ids.numel() > FEW or spec.num_tables > 1 or spec.padding_key is not None:
+        if type(top) is not CpuFullTier or ids.numel() > MAX_FEW_IDS or lookup.table_ids is not None or lookup.pooling:
             return None
-        if lookup.table_ids is not None or lookup.pooling or spec.dtype != "float32" or dtype != torch.float32:
+        if spec.num_tables > 1 or spec.padding_key is not None or spec.dtype != "float32" or dtype != torch.float32:
             return None
         out = empty((*ids.shape, spec.dim), dtype)
         return out if top.gather_few(to_keys(ids), spec.last_ids, out.numpy().reshape(-1, spec.dim), trains) else None
@@ -118,7 +118,7 @@ class CpuProcessor(Processor[Batch]):
         _core.sum_gradients(batch, self.layout, *arrays, as_array(out), positions, dtype)
         return out
 
-    def unique_rows(self, batch: Batch) -> Lookup:
+    def list_unique_rows(self, batch: Batch) -> Lookup:
         tables = torch.from_numpy(batch.tables.astype(np.int64)) if self._spec.num_tables > 1 else None
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _core
 from ..cache.cached import MB, make_budget_error
 from ..cache.cuda.cache import Cache
-from ..cache.cuda.cached import CudaCachedStore
+from ..cache.cuda.cached import CudaCachedTier
 from ..cache.cuda.cached_table import CachedTable
 from ..errors import OptionError
 from ..host_memory import FreeMemory
@@ -26,7 +26,7 @@ from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, to_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier
-from ..store.cuda.full import CudaFullStore
+from ..store.cuda.full import CudaFullTier
 from ..store.table_counts import Counts
 from .processor import DeferredError, ProcessorFactory
 
@@ -50,12 +50,12 @@ class CudaProcessor:
 
     def __init__(self, device: Device, spec: TableSpec, state: RowState, capacity: int | None) -> None:
         self.device = device.torch_device
-        self.layout = spec.layout(state)
+        self.layout = spec.make_layout(state)
         self._spec, self._capacity, self._device = spec, capacity, device
         self.capturer = device
-        self.side_stream, self.wait = device.side_stream, device.wait
+        self.enter_side_stream, self.wait = device.enter_side_stream, device.wait
         self.record_event, self.wait_event = device.record_event, device.wait_event
-        self._device_layout = Layout(device, spec.initial_values(state))
+        self._device_layout = Layout(device, spec.make_initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
         self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
         self._dropped = torch.zeros_like(self._written)
@@ -78,9 +78,9 @@ class CudaProcessor:
     def free_memory(self) -> FreeMemory:
         return FreeMemory(self._device.free_memory(), f"on {self.device}")
 
-    def make_full_table(self, tier: str) -> CudaFullStore:
+    def make_full_table(self, tier: str) -> CudaFullTier:
         try:
-            return CudaFullStore(self._device_layout, self.layout, self._capacity, self._faults, tier)
+            return CudaFullTier(self._device_layout, self.layout, self._capacity, self._faults, tier)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
                 f"capacity={self._capacity}, with {self._device_layout.line_bytes} bytes per row, needs more memory "
@@ -88,10 +88,10 @@ class CudaProcessor:
                 "None for a table that grows"
             ) from None
 
-    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedStore:
-        return CudaCachedStore(self._device_layout, below, self._allocate_cache(options), self._faults)
+    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedTier:
+        return CudaCachedTier(self._device_layout, below, self._allocate_cache(options), self._faults)
 
-    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullStore]:
+    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullTier]:
         host = self.make_full_table("host")
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
@@ -169,7 +169,7 @@ class CudaProcessor:
         kernels.sum_rows(self._device_layout, batch, self._tensors(gradients), device_positions, out)
         return out
 
-    def unique_rows(self, batch: Batch) -> Lookup:
+    def list_unique_rows(self, batch: Batch) -> Lookup:
         keys = batch.keys
         tables = batch.tables[: len(keys)].to(torch.int64) if self._spec.num_tables > 1 else None
         return Lookup(keys, tables)
@@ -183,8 +183,8 @@ class CudaProcessor:
             rest_batch, rest_start = rest
             is_in_rest = device_positions >= len(rows)
             rest_positions = rest_start + device_positions[is_in_rest] - len(rows)
-            lines[is_in_rest] = kernels.widen_lines(rest_batch, self._device_layout, rest_positions, batch)
-        batch.has_wide_lines = self._device_layout.is_narrow
+            lines[is_in_rest] = kernels.decode_lines(rest_batch, self._device_layout, rest_positions, batch)
+        batch.has_float32_lines = self._device_layout.has_16bit_floats
         batch.lines[: len(positions)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:

@@ -19,7 +19,7 @@ from ..optim.row_state import RowState
 from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions
 from ..options.table_spec import TableSpec
-from ..store.contract import FullStore, InMemoryTier, Tier, TopTier
+from ..store.contract import FullTier, InMemoryTier, Tier, TopTier
 from ..store.table_counts import Counts
 
 B = TypeVar("B")
@@ -83,7 +83,7 @@ class Processor(Protocol[B]):
         """Returns the device's free memory, or None if the processor uses rows in host memory."""
         return None
 
-    def make_full_table(self, tier: str) -> FullStore[B]:
+    def make_full_table(self, tier: str) -> FullTier[B]:
         """Make a table for all rows in "device" or "host" memory. Raises OptionError if that memory is too small."""
 
     def make_cache(self, below: Tier, options: CachedHostMemOptions) -> TopTier[B]:
@@ -99,7 +99,7 @@ class Processor(Protocol[B]):
         padding. Its deduplication is reused. With `ahead`, the batch is for a later step, which then raises the errors.
         """
 
-    def side_stream(self) -> AbstractContextManager[object]:
+    def enter_side_stream(self) -> AbstractContextManager[object]:
         """Returns a context that lets this thread's work run concurrently with another thread's steps."""
         return nullcontext()
 
@@ -156,7 +156,7 @@ class Processor(Protocol[B]):
         If `out` is given, writes row u's gradient to out[positions[u]]; `out` is contiguous, [*, dim]. May wait.
         """
 
-    def unique_rows(self, batch: B) -> Lookup:
+    def list_unique_rows(self, batch: B) -> Lookup:
         """Returns a lookup that contains each row of the batch once, in the batch's order. May wait for the device."""
 
     def set_lines(

@@ -23,7 +23,7 @@ class CapacityLimit(NamedTuple):
 
     embedding: str
     capacity: int
-    count_room: Callable[[], int]
+    count_free_rows: Callable[[], int]
 
 
 class TierBase(Protocol):
@@ -88,8 +88,8 @@ class TableImage(Protocol):
 class InMemoryTier(WritableTier, Protocol):
     """A last tier that keeps all rows in memory, so that an image of them can be made."""
 
-    def image(self, top: Any) -> TableImage:
-        """Return an image of the current rows. `top` is the top tier of the stack; flush it first."""
+    def make_image(self, top_tier: Any) -> TableImage:
+        """Return an image of the current rows. `top_tier` is the stack's; flush it first."""
 
 
 class Tier(WritableTier, Protocol):
@@ -159,7 +159,7 @@ class TopTier(TierBase, Protocol[B]):
         """Forget all announced batches except the pinned one. Forgotten batches may be announced again."""
         return
 
-    def change_source(self) -> ChangeSource[B] | None:
+    def start_change_source(self) -> ChangeSource[B] | None:
         """Start to collect changed rows. Returns None if `_core.ChangedRows` can collect batches' rows."""
         return None
 
@@ -179,5 +179,5 @@ class TopTier(TierBase, Protocol[B]):
         """
 
 
-class FullStore(TopTier[B], InMemoryTier, Protocol[B]):
+class FullTier(TopTier[B], InMemoryTier, Protocol[B]):
     """A full table that is the whole stack: top tier and last tier in one."""

@@ -16,14 +16,14 @@ from .contract import CapacityLimit, NativeTier, TopTier
 
 def check_capacity(num_new: int, capacity_limit: CapacityLimit | None) -> None:
     """Raise CapacityError if the batch has more new rows than the embedding may still insert."""
-    if num_new and capacity_limit is not None and num_new > (room := capacity_limit.count_room()):
+    if num_new and capacity_limit is not None and num_new > (room := capacity_limit.count_free_rows()):
         raise CapacityError(
             f"capacity={capacity_limit.capacity} of embedding {capacity_limit.embedding!r}: the batch brings {num_new} "
             f"new rows and there is room for {room}; raise capacity, or leave unseen ids out. Nothing was changed"
         )
 
 
-def full_table_bytes(rows: int, line_bytes: int) -> int:
+def compute_full_table_bytes(rows: int, line_bytes: int) -> int:
     """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how C++ `FullTable` grows."""
     average = rows / BUCKETS
     fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
@@ -44,7 +44,7 @@ def full_table_bytes(rows: int, line_bytes: int) -> int:
     return total + index
 
 
-class CpuFullStore(NativeTier, TopTier[_core.Batch]):
+class CpuFullTier(NativeTier, TopTier[_core.Batch]):
     """A full table that grows as rows arrive. `tier` is the table's name in metrics."""
 
     def __init__(self, layout: _core.Layout, tier: str) -> None:
@@ -91,8 +91,8 @@ class CpuFullStore(NativeTier, TopTier[_core.Batch]):
             if len(rows):
                 yield bucket, rows
 
-    def image(self, top: Any) -> _core.TableImage:
-        return _core.TableImage(self.native, self._layout, top.native)
+    def make_image(self, top_tier: Any) -> _core.TableImage:
+        return _core.TableImage(self.native, self._layout, top_tier.native)
 
     def close(self) -> None:
         self.native = _core.FullTable(self._layout)

@@ -62,7 +62,7 @@ class DiskImage(Image):
             yield chunk[0], chunk[1].view(self._dtype)
             with self._read_lock:
                 if self._is_closed:
-                    raise _closed_error()
+                    raise _make_closed_error()
                 chunk = next(self._rows, None)
 
     def close(self) -> None:
@@ -138,9 +138,9 @@ class MemoryImage(Image):
 
     def _require_open(self) -> TableImage:
         if self._table_image is None:
-            raise _closed_error()
+            raise _make_closed_error()
         return self._table_image
 
 
-def _closed_error() -> ClosedError:
+def _make_closed_error() -> ClosedError:
     return ClosedError("the table was closed, or its rows were replaced, before all of them were saved")

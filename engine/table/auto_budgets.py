@@ -13,11 +13,11 @@ from weakref import WeakSet
 
 from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySplit, SharedWith, split_memory
 from ..errors import OptionError
-from ..host_memory import ROOT, FreeMemory, free_host_memory
+from ..host_memory import ROOT, FreeMemory, read_free_host_memory
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, to_mb
 from ..processors.processor import Processor
 
-TOP, BELOW = "cache_budget_mb", "host_cache_budget_mb"
+TOP, LOWER = "cache_budget_mb", "host_cache_budget_mb"
 
 
 class AutoBudgets:
@@ -32,7 +32,7 @@ class AutoBudgets:
     def resolve(self, processor: Processor[Any]) -> StoreOptions:
         """Returns the options with MiB instead of "auto". Prints once how the memory is divided. Raises OptionError."""
         options = self._options
-        if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(BELOW)):
+        if not isinstance(options, CachedHostMemOptions) or "auto" not in (options.cache_budget_mb, options.get(LOWER)):
             return options
         self.release()
         with _lock:
@@ -42,7 +42,7 @@ class AutoBudgets:
         if device_memory is not None and options.cache_budget_mb == "auto":
             split = self._split(TOP, str(processor.device), device_memory, row_bytes, "device")
             options = replace(options, cache_budget_mb=split.cache_mb)
-        if "auto" not in (options.cache_budget_mb, options.get(BELOW)):
+        if "auto" not in (options.cache_budget_mb, options.get(LOWER)):
             return options
         return self._resolve_host(options, row_bytes, has_top_cache=device_memory is None)
 
@@ -54,18 +54,18 @@ class AutoBudgets:
 
     def _resolve_host(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
         """Returns the options with MiB for "auto" caches in host memory. has_top_cache: one is the top cache."""
-        name = TOP if options.cache_budget_mb == "auto" else BELOW
-        budgets = [options.get(BELOW, 0), options.cache_budget_mb if has_top_cache else 0]
+        name = TOP if options.cache_budget_mb == "auto" else LOWER
+        budgets = [options.get(LOWER, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(to_mb(mb) + options.compute_overflow_mb(to_mb(mb)) for mb in budgets if mb and mb != "auto")
         fixed_mb += options.get("rocksdb_cache_mb") or 0
         shared_with: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
-        free = free_host_memory(self._root)
+        free = read_free_host_memory(self._root)
         if free is not None and self._num_ranks > 1:
             free = FreeMemory(free.bytes // self._num_ranks, f"{free.location} for each of {self._num_ranks} ranks")
         split = self._split(name, str(self._root), free, row_bytes, shared_with, options.overflow_mb, fixed_mb)
         numbers: dict[str, Any] = {name: split.cache_mb, "overflow_mb": split.overflow_mb}
-        if name == TOP and options.get(BELOW) == "auto":
-            numbers[BELOW] = 0  # a second cache would be in the same memory as the top cache
+        if name == TOP and options.get(LOWER) == "auto":
+            numbers[LOWER] = 0  # a second cache would be in the same memory as the top cache
         return replace(options, **numbers)
 
     def _split(

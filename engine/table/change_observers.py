@@ -18,27 +18,27 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from ..cache.cached import CpuCachedStore
+from ..cache.cached import CpuCachedTier
 from ..errors import StoreError
-from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, row_keys
+from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, extract_row_keys
 from ..signals import uninterrupted
 from ..store.contract import ChangeSource, TopTier
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
-from .row_scan import iterate_locked, line_addresses
+from .row_scan import iterate_locked, locate_lines
 
 Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
 
 
 class ChangeTracker:
-    """The keys of rows that changed since the snapshot with id `base_id`. Callers hold the table's lock."""
+    """The keys of rows that changed since the snapshot with id `parent_id`. Callers hold the table's lock."""
 
-    def __init__(self, base_id: str, source: ChangeSource[Any] | None) -> None:
-        self.base_id = base_id
+    def __init__(self, parent_id: str, source: ChangeSource[Any] | None) -> None:
+        self.parent_id = parent_id
         self._source = source  # tracks changes inside the top tier; None if `_core.ChangedRows` can track them
-        self._delta_keys: _core.ChangedRows | None = None  # keys changed before the last `start_delta`
+        self._increment_keys: _core.ChangedRows | None = None  # keys changed before the last `start_increment`
         self._later_keys = _core.ChangedRows()  # later changes, which are not in the snapshot that is being saved
 
     def add_batch(self, batch: Any) -> None:
@@ -47,29 +47,29 @@ class ChangeTracker:
     def add_keys(self, tables: TableIds, keys: Keys) -> None:
         self._later_keys.add_keys(tables, keys)
 
-    def start_delta(self) -> None:
+    def start_increment(self) -> None:
         """From now on, collect changes for the next save. If this save fails, the next save includes all changes."""
         if self._source is not None:
             self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()
         later = _core.ChangedRows(room=self._later_keys.size)  # room for as many changes as `_later_keys` has
-        if self._delta_keys is None:
-            self._delta_keys = self._later_keys
+        if self._increment_keys is None:
+            self._increment_keys = self._later_keys
         else:
-            self._delta_keys.merge(self._later_keys)
+            self._increment_keys.merge(self._later_keys)
         self._later_keys = later
 
-    def note_saved(self, snapshot_id: str) -> None:
-        """Record that the snapshot with id `snapshot_id` holds all changes before the last `start_delta`."""
-        self.base_id, self._delta_keys = snapshot_id, None
+    def record_save(self, snapshot_id: str) -> None:
+        """Record that the snapshot with id `snapshot_id` holds all changes before the last `start_increment`."""
+        self.parent_id, self._increment_keys = snapshot_id, None
 
-    def read_rows(self, top: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
-        """Yield, in chunks, the rows that changed before the last `start_delta`. `top` provides their current values.
+    def read_rows(self, top_tier: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
+        """Yield, in chunks, the rows that changed before the last `start_increment`; `top_tier` has their values.
 
         Buckets ascend. Within a bucket, rows ascend by (table, key), and so do the keys of removed rows. Removed rows
         may include rows that were inserted after the snapshot.
         """
-        changed = self._delta_keys
+        changed = self._increment_keys
         assert changed is not None
         size = max(1, CHUNK_BYTES // dtype.itemsize)
         for bucket in range(BUCKETS):
@@ -78,8 +78,8 @@ class ChangeTracker:
                 part = slice(begin, begin + size)
                 rows = np.empty(len(keys[part]), dtype)
                 rows["table"], rows["key"] = tables[part], keys[part]
-                exists = top.read(tables[part], keys[part], line_addresses(rows), False)
-                yield bucket, rows if exists.all() else rows[exists], row_keys(rows[~exists])
+                exists = top_tier.read(tables[part], keys[part], locate_lines(rows), False)
+                yield bucket, rows if exists.all() else rows[exists], extract_row_keys(rows[~exists])
 
 
 class ChangeObservers:
@@ -97,37 +97,36 @@ class ChangeObservers:
         """True while an image is open. Rows that change may then need before-images."""
         return self._image is not None
 
-    def track_changes(self, base_id: str) -> None:
-        """Track changes from now on. The current rows equal the snapshot with id `base_id`."""
+    def track_changes(self, parent_id: str) -> None:
+        """Track changes from now on. The current rows equal the snapshot with id `parent_id`."""
         with self._table.lock:
             if self.tracker is not None:
-                self.tracker.start_delta()
-                self.tracker.note_saved(base_id)
+                self.tracker.start_increment()
+                self.tracker.record_save(parent_id)
             else:
                 self.is_active = True  # set before `tracker`, in case a signal handler changes rows in between
-                self.tracker = ChangeTracker(base_id, self._table.finish_erasures().change_source())
+                self.tracker = ChangeTracker(parent_id, self._table.prepare_top_tier().start_change_source())
 
-    def read_delta(self, base_id: str) -> Iterator[Change] | None:
-        """Returns an iterator over the changes since the snapshot with id `base_id`; None if the changes are unknown.
+    def read_changes(self, parent_id: str) -> Iterator[Change] | None:
+        """Returns an iterator over the changes since the snapshot with id `parent_id`; None if the changes are unknown.
 
-        Call `note_saved` when the changes are saved. Otherwise the next call returns the same changes again, along with
-        later changes. Raises StoreError while a snapshot is being saved in the background.
+        Call `record_save` when the changes are saved. Otherwise the next call returns the same changes again, and later
+        changes too. Raises StoreError while a snapshot is being saved in the background.
         """
         with self._table.lock:
-            store = self._table.finish_erasures()
+            top_tier = self._table.prepare_top_tier()
             self.check_not_saving()
-            if self.tracker is None or self.tracker.base_id != base_id:
+            if self.tracker is None or self.tracker.parent_id != parent_id:
                 return None
-            self.tracker.start_delta()
-            return iterate_locked(
-                self.tracker.read_rows(store, self._table.form.dtype), self._table.lock, self._table.finish_erasures
-            )
+            self.tracker.start_increment()
+            changes = self.tracker.read_rows(top_tier, self._table.row_format.dtype)
+            return iterate_locked(changes, self._table.lock, self._table.finish_erasures)
 
-    def note_saved(self, snapshot_id: str) -> None:
-        """Record that snapshot `snapshot_id` holds the rows that `read_delta` or `open_image` returned last."""
+    def record_save(self, snapshot_id: str) -> None:
+        """Record that snapshot `snapshot_id` holds the rows that `read_changes` or `open_image` returned last."""
         with self._table.lock:
             if self.tracker is not None:
-                self.tracker.note_saved(snapshot_id)
+                self.tracker.record_save(snapshot_id)
 
     def open_image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
         """Open an image of all current rows. Another thread may read the image while the rows change.
@@ -136,22 +135,22 @@ class ChangeObservers:
         example if another image is open.
         """
         with self._table.lock, uninterrupted():
-            top = self._table.finish_erasures()
-            self._table.check()
+            top_tier = self._table.prepare_top_tier()
+            self._table.raise_deferred_error()
             self.check_not_saving()
             if self._image is not None:
                 raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close that image first")
-            if isinstance(top, CpuCachedStore):
-                top.write_back()  # no slow flush is needed, because the snapshot itself will be durable
+            if isinstance(top_tier, CpuCachedTier):
+                top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
-                top.flush()
+                top_tier.flush()
             if self.tracker is not None:
-                self.tracker.start_delta()
-            bottom, dtype, lock = self._table.stack.bottom, self._table.form.dtype, self._table.lock
+                self.tracker.start_increment()
+            bottom, dtype, lock = self._table.stack.bottom, self._table.row_format.dtype, self._table.lock
             if isinstance(bottom, RocksDB):
                 self._image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
             else:
-                self._image = MemoryImage(bottom.image(top), dtype, max_bytes, lock, self._forget_image)
+                self._image = MemoryImage(bottom.make_image(top_tier), dtype, max_bytes, lock, self._forget_image)
             self.is_active = True
             return self._image
 
@@ -182,7 +181,7 @@ class ChangeObservers:
         """True while another thread saves the rows in the foreground."""
         return isinstance(self.last_save, ForegroundSave) and self.last_save.is_run_by_other_thread
 
-    def wait_for_foreground(self) -> None:
+    def wait_for_foreground_save(self) -> None:
         if isinstance(self.last_save, ForegroundSave):
             self.last_save.finish()
 
@@ -190,7 +189,7 @@ class ChangeObservers:
     def between_saves(self) -> Iterator[None]:
         """Wait until no other thread saves rows in the foreground, then hold the table's lock for the `with` block."""
         while True:
-            self.wait_for_foreground()
+            self.wait_for_foreground_save()
             with self._table.lock:
                 if not self.is_saved_by_other_thread:
                     yield
@@ -205,7 +204,7 @@ class ChangeObservers:
             raise StoreError(still_saving_text(saving.label))
 
     @property
-    def is_saving(self) -> bool:
+    def is_saved_in_background(self) -> bool:
         return isinstance(self.last_save, BackgroundSave) and not self.last_save.done
 
     def finish_saving(self) -> BaseException | None:

@@ -1,12 +1,12 @@
 """Prefetch: a separate thread prepares the batches of future steps while the current step runs.
 
 The user announces the lookups of future steps. The thread prepares one step after another. First, the thread
-deduplicates the step's ids into a batch and announces the batch to the store, so that the store keeps the rows cached.
+deduplicates the step's ids into a batch and announces the batch to the top tier, which keeps the rows cached.
 Then the thread fetches and pins the rows. When the step runs, it takes the prepared batch instead of making its own.
 
 An announcement is only a hint. A step uses a prepared batch only if the step's ids equal the announced ids. A step
 reads row values only when the step runs. So announcements only let work run earlier. They never change a row's values.
-If a step was not announced, or comes out of order, the thread pauses and the store forgets all batches. The remaining
+If a step was not announced, or comes out of order, the thread pauses and the tier forgets all batches. The remaining
 batches are announced again later.
 
 One step may match several announcements, for example when gradients accumulate over micro-batches. The first such step
@@ -51,7 +51,7 @@ class _Announcement:
         self._originals = lookups  # keeps the tensors alive, so no other tensor gets their memory
         self.batch: Any = None  # the whole step's batch, if this is the step's first announcement
         self.ready_event: Any = None  # a GPU event that was recorded when `batch` was made
-        self.is_known = False  # True if the batch was announced to the store
+        self.is_known = False  # True if the batch was announced to the top tier
         self.is_fetched = False  # True if the batch's rows are in the top tier
         self.error: BaseException | None = None
 
@@ -79,9 +79,9 @@ def _memory_key(lookup: Lookup) -> tuple[Any, ...]:
 class Prefetcher:
     """Prepares a table's announced batches in order. The thread starts at the first announcement."""
 
-    def __init__(self, processor: Processor[Any], store: TopTier[Any], threads: int) -> None:
+    def __init__(self, processor: Processor[Any], top_tier: TopTier[Any], threads: int) -> None:
         self._processor = processor
-        self._store = store
+        self._top_tier = top_tier
         self._threads = threads
         self.counts = dict(ZERO_COUNTS)
         self._announcements: deque[_Announcement] = deque()  # not used yet, oldest first; empty if no thread runs
@@ -91,7 +91,7 @@ class Prefetcher:
         self._is_busy = False  # True while the thread works without holding the lock
         self._is_paused = False  # True while the thread must not begin work
         self._num_steps = 0
-        self._is_store_full = False  # True if the store has no room for more rows until a step ends
+        self._is_tier_full = False  # True if the tier has no room for more rows until a step ends
         self._num_unmatched = 0  # consecutive steps that were not announced
         self._num_per_step = 1  # how many announcements the last announced step matched
 
@@ -136,7 +136,7 @@ class Prefetcher:
             batch = self._take(lookups)
             try:
                 yield batch
-            except BaseException:  # the batch may not be pinned, so the store must forget it as well
+            except BaseException:  # the batch may not be pinned, so the tier must forget it as well
                 self._interrupt(None, None)
                 self._resume()
                 raise
@@ -147,12 +147,12 @@ class Prefetcher:
         finally:
             self._resume()
 
-    def note_step_end(self) -> None:
-        """Note that a step has ended, so the store may have room to fetch another batch."""
+    def record_step_end(self) -> None:
+        """Note that a step has ended, so the tier may have room to fetch another batch."""
         if self._thread is not None:
             with self._condition:
                 self._num_steps += 1
-                self._is_store_full = False
+                self._is_tier_full = False
                 self._condition.notify_all()
 
     def close(self) -> None:
@@ -167,8 +167,8 @@ class Prefetcher:
             self._condition.notify_all()
         if thread is not current_thread():  # a garbage collection in the thread itself may close the table
             thread.join()
-        self._is_busy = self._is_store_full = False
-        self._store.cancel()
+        self._is_busy = self._is_tier_full = False
+        self._top_tier.cancel()
 
     def _find_match(self, lookups: Sequence[Lookup]) -> tuple[int, int] | None:
         """Returns (position, count) of consecutive announcements that together hold these lookups, or None."""
@@ -199,7 +199,7 @@ class Prefetcher:
         raise first.error
 
     def _interrupt(self, match: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
-        """Pause the thread and make the store forget every batch. After `_resume`, the thread announces batches again.
+        """Pause the thread and make the tier forget every batch. After `_resume`, the thread announces batches again.
 
         If `match` (from `_find_match`) is not None, drops the matching announcements and all earlier announcements.
         Returns the batch that was made for the matching announcements, if there is one.
@@ -208,10 +208,10 @@ class Prefetcher:
             self._is_paused = True
             if not wait_for(self._condition, lambda: not self._is_busy, self._thread):
                 self._is_busy = False  # the thread died
-            self._store.cancel()
+            self._top_tier.cancel()
             for announced in self._announcements:
                 announced.is_known = announced.is_fetched = False
-            self._is_store_full = False
+            self._is_tier_full = False
             if lookups is not None:
                 self.counts["prefetch_misses"] += 1
                 self._num_unmatched += 1
@@ -255,7 +255,7 @@ class Prefetcher:
                     return
                 self._is_busy = True
             try:
-                with self._processor.side_stream():
+                with self._processor.enter_side_stream():
                     self._prepare(step)
             except BaseException as error:
                 with self._condition:
@@ -270,7 +270,7 @@ class Prefetcher:
                 break  # the step will raise the error; later batches wait until then
             if not announced.is_known:
                 return [*islice(self._announcements, number * size, (number + 1) * size)]
-            if not announced.is_fetched and not self._is_store_full and position is None:
+            if not announced.is_fetched and not self._is_tier_full and position is None:
                 position = number * size
         return None if position is None else [*islice(self._announcements, position, position + size)]
 
@@ -278,10 +278,10 @@ class Prefetcher:
         announced = step[0]
         if announced.is_known:
             num_steps = self._num_steps
-            fetched = self._store.prefetch(announced.batch)
+            fetched = self._top_tier.prefetch(announced.batch)
             with self._condition:
                 announced.is_fetched = fetched
-                self._is_store_full = not fetched and num_steps == self._num_steps
+                self._is_tier_full = not fetched and num_steps == self._num_steps
             return
         if announced.batch is None:
             for part in step:
@@ -289,7 +289,7 @@ class Prefetcher:
             batch = self._processor.make_batch(_join_lookups(step), ahead=True)
             announced.ready_event = self._processor.record_event()
             announced.batch = batch
-        self._store.announce(announced.batch)
+        self._top_tier.announce(announced.batch)
         with self._condition:
             announced.is_known = True
             self._condition.notify_all()

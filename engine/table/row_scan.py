@@ -16,7 +16,7 @@ from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
 from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
-from ..row_format import KEY, Chunks, RowForm
+from ..row_format import KEY, Chunks, RowFormat
 from ..signals import uninterrupted
 from ..store.table_counts import Counts, count_by_table
 from .stack import Stack
@@ -34,19 +34,19 @@ def check_rows(chunks: Chunks, tables: int) -> Chunks:
         yield bucket, rows
 
 
-def load_rows(stack: Stack, chunks: Chunks, form: RowForm, num_tables: int) -> Counts:
+def load_rows(stack: Stack, chunks: Chunks, row_format: RowFormat, num_tables: int) -> Counts:
     """Write scanned rows to the bottom tier of an empty stack. Returns each table's row count. Raises StoreError."""
     counts = np.zeros(num_tables, np.int64)
     for _, rows in chunks:
-        if rows.dtype != form.dtype or not rows.flags.c_contiguous:
-            raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {form.dtype}")
+        if rows.dtype != row_format.dtype or not rows.flags.c_contiguous:
+            raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {row_format.dtype}")
         tables = rows["table"].copy()
-        stack.bottom.write(tables, rows["key"].copy(), line_addresses(rows))
+        stack.bottom.write(tables, rows["key"].copy(), locate_lines(rows))
         counts += count_by_table(tables, num_tables)
     return counts
 
 
-def line_addresses(rows: NDArray[np.void]) -> NDArray[np.uint64]:
+def locate_lines(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     """Returns the addresses of the lines in scanned rows [n]. A row is its row key followed by its line."""
     start = rows.ctypes.data + KEY.itemsize
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
@@ -60,10 +60,10 @@ def catch_up_rows(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
         return
     constant = make_table_options(make_constant_initializer(0.0))  # unused, because no row is new
     spec = TableSpec(stored["name"], tuple(stored["columns"]), torch.int64, (constant,), None, 0, stored["dtype"])
-    layout = spec.layout(RowState.from_description(stored))
+    layout = spec.make_layout(RowState.from_description(stored))
     for bucket, rows in chunks:
         rows = rows.copy()
-        _core.catch_up(layout, line_addresses(rows), rule, hyper, stored["step"] + 1)
+        _core.catch_up(layout, locate_lines(rows), rule, hyper, stored["step"] + 1)
         yield bucket, rows
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.cached import CpuCachedStore
+from ..cache.cached import CpuCachedTier
 from ..errors import InputError
 from ..options.rocksdb_options import format_options
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, to_mb
@@ -37,7 +37,7 @@ PROCESSORS: dict[str, Callable[[torch.device, StoreOptions], ProcessorFactory]] 
 }
 
 
-def processor_factory(device: torch.device, options: StoreOptions) -> ProcessorFactory:
+def get_processor_factory(device: torch.device, options: StoreOptions) -> ProcessorFactory:
     """Returns the factory that makes processors for a torch device. Raises InputError, OptionError, StoreError."""
     if device.type not in PROCESSORS:
         raise InputError(
@@ -47,7 +47,7 @@ def processor_factory(device: torch.device, options: StoreOptions) -> ProcessorF
     return PROCESSORS[device.type](device, options)
 
 
-class SmallCaches:
+class SmallCacheDetector:
     """Detects an embedding's caches that are too small, and logs a warning for the first one."""
 
     def __init__(self, embedding: str) -> None:
@@ -118,7 +118,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             below: Tier = rocksdb
             if options.host_cache_budget_mb:
                 budget_mb = to_mb(options.host_cache_budget_mb)
-                below = CpuCachedStore(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
+                below = CpuCachedTier(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.make_cache(below, options), rocksdb)
         except BaseException:
             rocksdb.close()

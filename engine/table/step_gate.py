@@ -58,7 +58,7 @@ class StepGate:
             for table in self._tables if entered else ():
                 table.processor.wait()  # steps may use a different stream than this thread
                 if error := table.take_deferred_error(wait=True):
-                    table.raise_later(error)
+                    table.defer_error(error)
                     raise error
             yield entered
 

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cache.cached import CpuCachedStore
+from ..cache.cached import CpuCachedTier
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
 from ..ops.batch import Gradients, check_gradients, find_unique_rows
@@ -30,19 +30,19 @@ from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
 from ..options.lookup import Lookup
-from ..options.table_spec import ID_LIMITS, RUN, TableSpec
+from ..options.table_spec import ID_LIMITS_FIELD, RUN_ID_FIELD, TableSpec
 from ..processors.processor import Processor
 from ..row_format import LAST_STEP, Chunks, Keys, TableIds
 from ..signals import uninterrupted
 from ..store.contract import CapacityLimit, TopTier
-from ..store.full import CpuFullStore
+from ..store.full import CpuFullTier
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, count_by_table
 from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
 from .row_counts import RowCounts
 from .row_scan import iterate_locked
-from .stack import FIRST_CHECK_STEP, SmallCaches, Stack
+from .stack import FIRST_CHECK_STEP, SmallCacheDetector, Stack
 from .step_gate import StepGate
 
 _PAUSE_SECONDS = 0.0005  # how long `flush_ahead` leaves the lock to other threads
@@ -77,9 +77,9 @@ class PinnedBatch:
 
     def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
-        return add_partial_sums([self.partial_squares(grads, weights)])
+        return add_partial_sums([self.compute_square_sum(grads, weights)])
 
-    def partial_squares(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
+    def compute_square_sum(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
         """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
         gradients = self.gradients(grads, weights)
         with self.table.lock:
@@ -101,7 +101,7 @@ class PinnedBatch:
         try:
             self.table.update(self, self.gradients(grads, weights), scale, clip_value)
         except BaseException:
-            self.table.note_refused()
+            self.table.mark_update_failed()
             raise
 
     def release(self) -> None:
@@ -127,14 +127,14 @@ class OpenTable:
         before_write: Callable[[int], None] | None,
         io_threads: int,
     ) -> None:
-        self.spec, self.state, self.form = spec, state, spec.form(state)
+        self.spec, self.state, self.row_format = spec, state, spec.make_row_format(state)
         self.processor, self.layout = processor, processor.layout
         self.stack: Stack | None = stack
         self.hyper: list[float] = []  # the rule's numbers at the table's last update; empty before the first update
         self.optimizer: RowOptimizer | None = None  # None if the table allows reads and `put`, but no training
         self.step = 0  # counts the table's updates
         self.run_id = ""  # a random id; a table that starts without rows gets a new one
-        self.id_limits = spec.id_limits(None)
+        self.id_limits = spec.read_id_limits(None)
         self.num_updates = 0  # the number of updates launched on the processor
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
@@ -152,7 +152,7 @@ class OpenTable:
         self.observers = ChangeObservers(self)
         # rows to erase that tiers may still hold, as (table ids, keys, row count of each table, reason to erase them)
         self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
-        self.small_caches = SmallCaches(spec.name)
+        self.small_cache_detector = SmallCacheDetector(spec.name)
         self._next_check_step = FIRST_CHECK_STEP
 
     @property
@@ -174,7 +174,7 @@ class OpenTable:
         """Set the optimizer and the run id. If `stored` describes existing rows, restore their step and row counts."""
         self.optimizer, self.run_id = optimizer, run_id
         if stored is not None:
-            self.id_limits, self.step = self.spec.id_limits(stored), stored["step"]
+            self.id_limits, self.step = self.spec.read_id_limits(stored), stored["step"]
             self.counts.set_initial_rows(stored["rows"])
             self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
 
@@ -184,7 +184,7 @@ class OpenTable:
 
     def reset_id_limits(self) -> None:
         """Use the spec's id limits. The caller has checked that no stored id exceeds these limits."""
-        self.id_limits = self.spec.id_limits(None)
+        self.id_limits = self.spec.read_id_limits(None)
 
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
@@ -198,29 +198,29 @@ class OpenTable:
         self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:
-        limits = {} if self.spec.last_ids is None else {ID_LIMITS: self.id_limits}
-        return {**self.spec.describe(self.state, self.hyper, self.step), RUN: self.run_id, **limits}
+        limits = {} if self.spec.last_ids is None else {ID_LIMITS_FIELD: self.id_limits}
+        return {**self.spec.describe(self.state, self.hyper, self.step), RUN_ID_FIELD: self.run_id, **limits}
 
     def scan(self) -> Chunks:
         """Yield all written rows, in the order of `Tier.scan`. Raises ClosedError if the table is closed meanwhile.
 
         If a load replaces the rows, a scan in memory continues with the old rows, but a scan of RocksDB raises.
         """
-        top = self.finish_erasures()
-        keeps_rows = self.stack is not None and isinstance(self.stack.bottom, CpuFullStore)
-        check = (lambda: self.is_replaced or self.finish_erasures()) if keeps_rows else self.finish_erasures
-        yield from self.form.from_words(iterate_locked(top.scan(), self.lock, check))
+        top_tier = self.prepare_top_tier()
+        keeps_rows = self.stack is not None and isinstance(self.stack.bottom, CpuFullTier)
+        check = (lambda: self.is_replaced or self.prepare_top_tier()) if keeps_rows else self.finish_erasures
+        yield from self.row_format.from_words(iterate_locked(top_tier.scan(), self.lock, check))
 
     def flush(self) -> None:
         with self.lock, uninterrupted():
-            self.finish_erasures().flush()
+            self.prepare_top_tier().flush()
 
     def flush_ahead(self) -> None:
         """Flush most rows in parts, so that a later `flush` is short. Other threads may use the table between parts."""
         with suppress(RowsReplacedError):  # `flush` will flush the new rows
-            top = self.finish_erasures()
-            if isinstance(top, CpuCachedStore):
-                for _ in iterate_locked(top.flush_pieces(), self.lock, self.finish_erasures):
+            top_tier = self.prepare_top_tier()
+            if isinstance(top_tier, CpuCachedTier):
+                for _ in iterate_locked(top_tier.flush_pieces(), self.lock, self.finish_erasures):
                     sleep(_PAUSE_SECONDS)  # the lock is not fair: without a pause, other threads would not get it
 
     @property
@@ -241,14 +241,14 @@ class OpenTable:
                 self.stop_prefetch()
                 stack.top.close()
 
-    def check(self, wait: bool = True) -> None:
+    def raise_deferred_error(self, wait: bool = True) -> None:
         """Raise the deferred error of an earlier call, an InputError or CapacityError, if there is one."""
         if (error := self.take_deferred_error(wait)) is not None:
             raise error
 
     def size(self) -> int:
         with self.lock:
-            self.check()
+            self.raise_deferred_error()
             return self.counts.num_rows
 
     def take_deferred_error(self, wait: bool) -> TierbedError | None:
@@ -264,7 +264,7 @@ class OpenTable:
             self.hyper = self.optimizer.compute_hyper(self.step, None, self.hyper) if self.step else []
         return deferred.error
 
-    def raise_later(self, error: TierbedError) -> None:
+    def defer_error(self, error: TierbedError) -> None:
         """Make the next call raise a deferred error that a reader found between steps."""
         self.reader_error = error
 
@@ -279,28 +279,32 @@ class OpenTable:
         self.counts.erasing_counts = existing  # these rows already count as erased
         self.finish_erasures()
 
-    def finish_erasures(self) -> TopTier[Any]:
+    def prepare_top_tier(self) -> TopTier[Any]:
         """Finish pending erasures and return the top tier. Raises ClosedError, StoreError."""
-        store = self.require_open()
+        self.finish_erasures()
+        return self.require_top_tier()
+
+    def finish_erasures(self) -> None:
+        """Erase rows that an earlier call failed to erase. Raises ClosedError, StoreError."""
+        top_tier = self.require_top_tier()
         if self.pending_erase is not None:
             with self.lock, uninterrupted():
                 if self.pending_erase is None:  # another thread has finished the erasure
-                    return self.require_open()
+                    return
                 tables, keys, existing, cause = self.pending_erase
                 self.observers.before_erase(tables, keys)
                 self.before_write(self.step)
                 try:
-                    store.erase(tables, keys)
-                    self.lifecycle.note_removed(tables, keys, existing, cause)
+                    top_tier.erase(tables, keys)
+                    self.lifecycle.record_removal(tables, keys, existing, cause)
                     self.pending_erase = self.counts.erasing_counts = None
                 except StoreError:
                     raise  # the next call tries again
                 except BaseException as error:
                     self.failure = error
                     raise
-        return store
 
-    def require_open(self) -> TopTier[Any]:
+    def require_top_tier(self) -> TopTier[Any]:
         """Returns the top tier. Raises ClosedError if the table is closed, StoreError if the table is inconsistent."""
         if self.stack is None:
             raise (RowsReplacedError if self.is_replaced else ClosedError)(
@@ -318,7 +322,7 @@ class OpenTable:
         """The optimizer's rule, or None if this rule does not apply missed steps at a row's next use."""
         return self.state.rule if self.hyper and needs_catch_up(self.state.rule) else None
 
-    def current_hyper(self) -> list[float]:
+    def compute_current_hyper(self) -> list[float]:
         return self.hyper if self.optimizer is None else self.optimizer.compute_hyper(self.step + 1, None, self.hyper)
 
     def read(
@@ -326,9 +330,9 @@ class OpenTable:
     ) -> Tensor:
         """Returns rows or pooled bags [*lookup.shape, dim]. Unwritten rows have initial values and are not inserted."""
         with self.lock:
-            self.check(wait=False)
+            self.raise_deferred_error(wait=False)
             if weights is None and not self.catch_up_rule:
-                rows = self.processor.gather_few(self.finish_erasures(), lookup, dtype, trains)
+                rows = self.processor.gather_few(self.prepare_top_tier(), lookup, dtype, trains)
                 if rows is not None:
                     return rows
             return self.processor.gather(self._peek(lookup, trains), 0, lookup, weights, dtype)
@@ -337,7 +341,7 @@ class OpenTable:
         """Like `read`, but also waits for deferred errors and raises them."""
         with self.lock:
             rows = self.read(lookup, trains=trains)
-            self.check()
+            self.raise_deferred_error()
             return rows
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
@@ -364,7 +368,7 @@ class OpenTable:
     def yield_to_reader(self) -> None:
         """Called before a training step: if another thread is waiting to read the rows, let that thread read first."""
         self.require_optimizer()
-        self.next_step()
+        self.check_next_step()
         if self.step_gate.is_wanted:
             self.step_gate.yield_to_reader(self)
 
@@ -372,19 +376,19 @@ class OpenTable:
         """Announce the lookups of a future step for prefetching, in the order of steps."""
         self.require_optimizer()
         with self.lock, uninterrupted():
-            store = self.finish_erasures()
+            top_tier = self.prepare_top_tier()
             if self.prefetcher is None:
-                self.prefetcher = Prefetcher(self.processor, store, self._io_threads)
+                self.prefetcher = Prefetcher(self.processor, top_tier, self._io_threads)
             self.prefetcher.announce(lookups)
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
-        optimizer, step = self.require_optimizer(), self.next_step()
+        optimizer, step = self.require_optimizer(), self.check_next_step()
         rule, hyper = optimizer.rule, optimizer.compute_hyper(step, clip_value, self.hyper)
 
         def write() -> None:
             self.processor.set_hyper(rule, hyper, step, scale)
             self.processor.update(pinned.batch, gradients, rule)
-            self.note_update(step, hyper)
+            self.record_update(step, hyper)
 
         if self.observers.is_active:
             self.observers.wait_for_memory()
@@ -394,7 +398,7 @@ class OpenTable:
                 with suppress(StoreError):  # the step itself succeeded; the next call erases the rows, or raises
                     self._erase(*expired, "expired")
 
-    def note_update(self, step: int, hyper: list[float]) -> None:
+    def record_update(self, step: int, hyper: list[float]) -> None:
         """Record that the update of `step` was launched with `hyper`, the rule's numbers."""
         self.step, self.hyper = step, hyper
         self.num_updates += 1
@@ -416,7 +420,7 @@ class OpenTable:
         self.observers.wait_for_memory()
         with self.lock, uninterrupted():
             pinned = self._pin([lookup], torch.float32, None, is_step=False)
-            self.check()
+            self.raise_deferred_error()
             self._write(pinned, self.step, write)
 
     def delete(self, lookup: Lookup) -> int:
@@ -430,11 +434,11 @@ class OpenTable:
                     self._erase(*find_unique_rows(self.spec, lookup), "deleted", existing)
                 return int(existing.sum())
 
-    def unique_rows(self, lookups: list[Lookup]) -> Lookup:
+    def list_unique_rows(self, lookups: list[Lookup]) -> Lookup:
         """Returns the unique rows of a micro-batch's lookups. On a CPU, raises InputError for illegal ids."""
         with self.lock:
-            self.require_open()
-            return self.processor.unique_rows(self.processor.make_batch(lookups, ahead=True))
+            self.require_top_tier()
+            return self.processor.list_unique_rows(self.processor.make_batch(lookups, ahead=True))
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
@@ -445,15 +449,15 @@ class OpenTable:
         """
         gradients = check_gradients(self.spec, lookups, grads, weights, dtype)
         with self.lock:
-            self.require_open()
+            self.require_top_tier()
             batch = self.processor.make_batch(lookups)
-            return self.processor.unique_rows(batch), self.processor.sum_gradients(batch, gradients)
+            return self.processor.list_unique_rows(batch), self.processor.sum_gradients(batch, gradients)
 
     def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
         """Returns `PinnedBatch.square_gradients` for lookups that are not pinned. Raises InputError."""
         gradients = check_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
         with self.lock:
-            self.require_open()
+            self.require_top_tier()
             squares = self.processor.square_gradients(self.processor.make_batch(lookups), gradients)
             return add_partial_sums([compute_partial_sum(squares.cpu().numpy())])
 
@@ -461,7 +465,7 @@ class OpenTable:
         """Returns, for each table, how many of the lookup's rows exist. A row exists once it was written."""
         with self.lock:
             counts = self.processor.count_written(self._peek(lookup))
-            self.check()
+            self.raise_deferred_error()
             return counts
 
     def release(self) -> None:
@@ -478,15 +482,15 @@ class OpenTable:
         self, lookups: list[Lookup], dtype: torch.dtype, dedup_from: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self._release()
-        store = self.finish_erasures()  # finish pending erasures before counting rows
+        top_tier = self.prepare_top_tier()  # finish pending erasures before counting rows
         with self.use_announced(lookups if is_step else None) as batch:
             if batch is None:
-                self.check(wait=False)
+                self.raise_deferred_error(wait=False)
                 batch = self.processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
             step = self.step + is_step
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
-            store.pin(batch, self.capacity_limit)
+            top_tier.pin(batch, self.capacity_limit)
         return self.set_pinned(batch, lookups, dtype)
 
     def set_pinned(self, batch: Any, lookups: list[Lookup], dtype: torch.dtype) -> PinnedBatch:
@@ -499,9 +503,9 @@ class OpenTable:
         return _NO_PREFETCHER if self.prefetcher is None else self.prefetcher.enter_step(lookups)
 
     def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
-        self.require_open().unpin(pinned.batch, dirty)
+        self.require_top_tier().unpin(pinned.batch, dirty)
         if self.prefetcher is not None:
-            self.prefetcher.note_step_end()
+            self.prefetcher.record_step_end()
 
     @property
     def capacity_limit(self) -> CapacityLimit | None:
@@ -512,9 +516,9 @@ class OpenTable:
         return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.num_rows, 0))
 
     def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
-        self.check(wait=False)
+        self.raise_deferred_error(wait=False)
         batch = self.processor.make_batch([lookup])
-        self.finish_erasures().peek(batch, trains)
+        self.prepare_top_tier().peek(batch, trains)
         if self.catch_up_rule:
             self.set_hyper()
             self.preview_catch_up(batch)
@@ -528,7 +532,7 @@ class OpenTable:
     def set_hyper(self) -> None:
         """If rows may have missed steps, give the processor the rule's hyper-parameters for the next step."""
         if rule := self.catch_up_rule:
-            self.processor.set_hyper(rule, self.current_hyper(), self.step + 1)
+            self.processor.set_hyper(rule, self.compute_current_hyper(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""
@@ -540,7 +544,7 @@ class OpenTable:
         try:
             write()
             if self.lifecycle.has_ledger:
-                self.lifecycle.note_written(pinned.batch, step)
+                self.lifecycle.record_write(pinned.batch, step)
             is_written, self._pinned = True, None
             self._unpin(pinned, dirty=True)
         except BaseException as error:
@@ -549,10 +553,10 @@ class OpenTable:
                 self.failure, self._pinned = error, None
             raise
 
-    def note_refused(self) -> None:
+    def mark_update_failed(self) -> None:
         self.update_failed = True
 
-    def note_failure(self, error: BaseException) -> None:
+    def record_failure(self, error: BaseException) -> None:
         """Record the error that left rows inconsistent. Such rows are never served again, and get no clean marker."""
         self.failure = self.failure or error
 
@@ -569,13 +573,13 @@ class OpenTable:
             raise OptimizerError(f"embedding {self.spec.name!r} has no optimizer; pass its parameters to add_optimizer")
         return self.optimizer
 
-    def next_step(self) -> int:
+    def check_next_step(self) -> int:
         """Returns the number of the next step. Raises StoreError if rows cannot store that number."""
         if self.step >= self._next_check_step:
-            self._check_rarely()
+            self._check_step_and_caches()
         return self.step + 1
 
-    def _check_rarely(self) -> None:
+    def _check_step_and_caches(self) -> None:
         """Check that the step number is not too large, and look for caches that are too small. Few steps call this."""
         if self.step >= LAST_STEP:
             raise StoreError(
@@ -583,6 +587,6 @@ class OpenTable:
                 "save a snapshot and load it with weights_only=True. This load resets the step and the optimizer state"
             )
         with self.lock, suppress(StoreError):  # if the store has failed, the next call that needs rows raises
-            tiers = self.require_open().metrics()
-            self.small_caches.check(tiers)
+            tiers = self.require_top_tier().metrics()
+            self.small_cache_detector.check(tiers)
             self._next_check_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP

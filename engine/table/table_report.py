@@ -13,21 +13,21 @@ from ..options.lookup import Lookup
 from ..row_format import Chunks
 from ..store.table_counts import label_counts
 from .prefetch import ZERO_COUNTS
-from .row_scan import line_addresses
+from .row_scan import locate_lines
 from .table import OpenTable
 
-LOCK_SECONDS = 0.01  # how long `read_metrics` waits if another thread uses the table
+LOCK_TIMEOUT = 0.01  # how long `read_metrics` waits if another thread uses the table
 
 
-def read_metrics(table: OpenTable, seconds: float = LOCK_SECONDS) -> dict[str, dict[str, Any]]:
+def read_metrics(table: OpenTable, seconds: float = LOCK_TIMEOUT) -> dict[str, dict[str, Any]]:
     """Returns metrics from one step. Keys: "table" for all rows, tier names (top first), "tables" for each table."""
     if not table.lock.acquire(timeout=seconds):  # another thread uses the table, for example to load a snapshot
         if table.last_metrics is not None:
             return _update_without_lock(table, deepcopy(table.last_metrics))
         table.lock.acquire()
     try:
-        table.require_open()
-        table.check()
+        table.require_top_tier()
+        table.raise_deferred_error()
         table.last_metrics = _collect_metrics(table)
         return deepcopy(table.last_metrics)
     finally:
@@ -53,20 +53,20 @@ def cache_metrics(table: OpenTable) -> None:
 
 def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
     with table.lock:
-        store = table.require_open()
+        top_tier = table.require_top_tier()
         announced = ZERO_COUNTS if table.prefetcher is None else table.prefetcher.counts
         counts: dict[str, float] = {**table.lifecycle.metrics, **announced}
-        tiers, (hits, misses) = store.metrics(), store.hit_counts().T
+        tiers, (hits, misses) = top_tier.metrics(), top_tier.hit_counts().T
         top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
         top.update(hits=int(hits.sum()), misses=int(misses.sum()))
         # how many of the requested rows were in the top tier, in a lower tier, and in no tier
         requested = {"hits": top["hits"], "misses": top["misses"] - last["misses"], "unknown": last["misses"]}
-        peek_counts = dict(zip(requested, store.peek_counts(), strict=True))
+        peek_counts = dict(zip(requested, top_tier.peek_counts(), strict=True))
         counts |= {f"train_{name}": count - peek_counts[name] for name, count in requested.items()}
         counts |= {f"evaluate_{name}": count for name, count in peek_counts.items()}
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
-        table.small_caches.check(tiers)
+        table.small_cache_detector.check(tiers)
         by_table, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped_counts
         return {
             "table": {"rows": table.counts.num_rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
@@ -78,12 +78,12 @@ def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
 def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
     """Find one id's row. Returns `TierBase.locate`'s list, and why the row is not stored (None if it is stored)."""
     with table.lock:
-        store = table.finish_erasures()
-        table.check()
+        top_tier = table.prepare_top_tier()
+        table.raise_deferred_error()
         tables, keys = find_unique_rows(table.spec, lookup)
         if not len(keys):
             return [], f"padding_idx={table.spec.padding_idx} has no row"
-        tiers = store.locate(int(tables[0]), int(keys[0]))
+        tiers = top_tier.locate(int(tables[0]), int(keys[0]))
         if not tiers:
             return [], table.lifecycle.explain_absence()
         return tiers, None if tiers[0]["updates"] else "fetched for a step that has not written it"
@@ -101,5 +101,5 @@ def scan_caught_up(table: OpenTable) -> Chunks:
         if rule := table.catch_up_rule:
             rows = rows.copy()
             with table.lock:
-                _core.catch_up(table.layout, line_addresses(rows), rule, table.current_hyper(), table.step + 1)
+                _core.catch_up(table.layout, locate_lines(rows), rule, table.compute_current_hyper(), table.step + 1)
         yield bucket, rows

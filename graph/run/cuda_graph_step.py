@@ -44,7 +44,7 @@ def capture_pin(
     """Launch the kernels of `embedding.pin`. `_begin_replay` does the host work before each replay."""
     table = embedding.table_handle().open_table
     batch = table.processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
-    table.require_open().pin(batch, table.capacity_limit)
+    table.require_top_tier().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
     return table.set_pinned(batch, lookups, embedding.output_dtype)
 
@@ -71,7 +71,7 @@ def capture_read_weights_grad(embedding: SnapshotEmbedding, lookup: Lookup, grad
 def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
     """Launch the kernels that find a read-only lookup's rows. Returns a batch that contains this lookup."""
     batch = table.processor.make_batch([lookup])
-    table.require_open().peek(batch, trains)
+    table.require_top_tier().peek(batch, trains)
     table.preview_catch_up(batch)
     return batch
 
@@ -268,10 +268,10 @@ def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value:
         yield
     except BaseException as error:
         for table in trained:
-            table.note_failure(error)  # some rows may be written already
+            table.record_failure(error)  # some rows may be written already
         raise
     for table, (step, hyper) in updates:
-        table.note_update(step, hyper)
+        table.record_update(step, hyper)
 
 
 def _make_replay_key(table: OpenTable) -> Hashable | None:
@@ -284,18 +284,18 @@ def _make_replay_key(table: OpenTable) -> Hashable | None:
 def _begin_replay(table: OpenTable, has_updates: bool, clip_value: float | None) -> tuple[int, list[float]]:
     """Do the host work of `pin` and `update`, or of `read`, before a replay.
 
-    Returns the arguments for `table.note_update`. If this function raises, nothing has changed.
+    Returns the arguments for `table.record_update`. If this function raises, nothing has changed.
     """
     if has_updates:
         table.release()
         with table.use_announced(()):
             pass  # drops announced batches, because the replayed ops make their own batch
     table.finish_erasures()
-    table.check(wait=False)
+    table.raise_deferred_error(wait=False)
     if not has_updates:
         table.set_hyper()
         return table.step, table.hyper
-    optimizer, step = table.require_optimizer(), table.next_step()
+    optimizer, step = table.require_optimizer(), table.check_next_step()
     hyper = optimizer.compute_hyper(step, clip_value, table.hyper)
     table.before_write(step)
     table.processor.set_hyper(optimizer.rule, hyper, step)

@@ -121,7 +121,7 @@ class Announcer:
         if lookups is None or self._epilogue.accumulate_steps == 1:
             return lookups
         try:
-            return [embedding.table_handle().open_table.unique_rows(lookups)]
+            return [embedding.table_handle().open_table.list_unique_rows(lookups)]
         except Exception:  # the step itself raises this error later
             return None
 

@@ -51,7 +51,7 @@ from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
 from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_flags, is_folder_name
-from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, seal, temporary_path
+from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...snapshots.files.reader import Snapshot
@@ -162,7 +162,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
 
     world.call_on_rank_0(f"{op}: its folder", begin)
     try:
-        yield temporary_path(folder)
+        yield make_temporary_path(folder)
     except BaseException:
         block.__exit__(*sys.exc_info())
         raise

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...engine.checks import int_option, is_folder_name
+from ...engine.checks import check_int, is_folder_name
 from ...engine.errors import OptionError
 from ...engine.options.initializers import (
     AnyTableOptions,
@@ -103,8 +103,8 @@ class EmbeddingConfig:
         if not is_table_name(self.name):
             raise OptionError(f"{subject}: name={self.name!r}; give printable characters that are not all digits")
         if (count := self.num_embeddings) is not None:
-            int_option(f"{subject}: num_embeddings", count, "the number of ids, or None for any id", 1, 2**64)
-        int_option(f"{subject}: embedding_dim", self.embedding_dim, "a whole number from 1 on", 1)
+            check_int(f"{subject}: num_embeddings", count, "the number of ids, or None for any id", 1, 2**64)
+        check_int(f"{subject}: embedding_dim", self.embedding_dim, "a whole number from 1 on", 1)
         self._check_unsupported(subject)
         if isinstance(self.feature_names, str) or not all(isinstance(name, str) for name in self.feature_names):
             raise OptionError(f"{subject}: feature_names={self.feature_names!r}; give a list of names")

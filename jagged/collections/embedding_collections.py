@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...distributed.world import World
 from ...embedding.modules.embedding import MultiTableEmbedding
-from ...engine.checks import checked_arguments, int_option
+from ...engine.checks import check_int, validate_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor, pad, value_mask
@@ -66,7 +66,7 @@ class EmbeddingBagCollection(TableCollection):
 
     _parameter_prefix, _default_name = "embedding_bags", "ebc"
 
-    @checked_arguments("name", "is_weighted", "seed")
+    @validate_arguments("name", "is_weighted", "seed")
     def __init__(
         self,
         tables: Sequence[Any],
@@ -237,7 +237,7 @@ class EmbeddingCollection(TableCollection):
 
     _parameter_prefix, _default_name = "embeddings", "ec"
 
-    @checked_arguments("name", "need_indices", "seed")
+    @validate_arguments("name", "need_indices", "seed")
     def __init__(
         self,
         tables: Sequence[Any],
@@ -267,7 +267,7 @@ class EmbeddingCollection(TableCollection):
         for feature, length in self._padded.items():
             if feature not in self._features:
                 raise OptionError(f"padded[{feature!r}]: no table has that feature; give one of {self._features}")
-            int_option(f"padded[{feature!r}]", length, "the number of positions of a sample, from 1", 1)
+            check_int(f"padded[{feature!r}]", length, "the number of positions of a sample, from 1", 1)
         for embedding in self.each():
             if padding is not None and embedding.spec.padding_idx != padding:
                 raise OptionError(

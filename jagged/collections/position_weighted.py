@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engine.checks import int_option
+from ...engine.checks import check_int
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.embedding_base import NoTorchScript
 from ..tensors.jagged_tensor import Jagged, JaggedTensor
@@ -34,7 +34,7 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
 
     def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        length = int_option("max_feature_length", max_feature_length, _LENGTH_EXPECTED, 1)
+        length = check_int("max_feature_length", max_feature_length, _LENGTH_EXPECTED, 1)
         self.position_weight = nn.Parameter(torch.ones(length, device=device))
 
     def reset_parameters(self) -> None:
@@ -67,7 +67,7 @@ class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
         self.max_feature_lengths: dict[str, int] = {}
         self.position_weights = nn.ParameterDict()
         for feature, maximum in max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
-            length = int_option(f"max_feature_lengths[{feature!r}]", maximum, _LENGTH_EXPECTED, 1)
+            length = check_int(f"max_feature_lengths[{feature!r}]", maximum, _LENGTH_EXPECTED, 1)
             if "." in feature:
                 raise OptionError(f"max_feature_lengths: {feature!r} becomes a parameter's name; use no dots")
             self.max_feature_lengths[feature] = length

@@ -20,12 +20,12 @@ from ...embedding.state_dict.model_snapshots import ModelSnapshots
 from ...embedding.state_dict.read_only import ReadOnlyCopy
 from ...embedding.tables.row_tensors import RowTensors
 from ...embedding.tables.training_group import train_together
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.embedding_base import NoTorchScript
 from ...engine.options.lookup import DEVICES, Lookup
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
-from ...engine.options.table_names import choices, find_table, read_table_names
+from ...engine.options.table_names import find_table, format_choices, read_table_names
 from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
 from ..tensors.validation import is_empty
@@ -198,7 +198,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
     def table_location(self, table: int | str) -> tuple[str, int]:
         """Return (embedding name, table number in the embedding). Raises InputError."""
         if (index := find_table(table, self._tables)) is None:
-            raise InputError(f"table of {self.name!r}: got {table!r}; give one of {choices(self._tables)}")
+            raise InputError(f"table of {self.name!r}: got {table!r}; give one of {format_choices(self._tables)}")
         view = self.embeddings.tables[self._tables[index]]
         return view.group, view.table_id
 
@@ -328,7 +328,7 @@ class TableCollection(TableModule):
             result[name] = {"step": step} | {key: s.view(len(s), -1) for key, s in states[config.name].items()}
         return result
 
-    @checked_arguments("state")
+    @validate_arguments("state")
     def load_torchrec_optimizer_state(self, state: Mapping[str, Any], step: int | None = None) -> None:
         """Load optimizer state from `to_torchrec_optimizer_state` or from TorchRec's `optimizer.state_dict()`.
 

@@ -20,7 +20,7 @@ from ...embedding.modules.embedding import MultiTableMultiColumnEmbedding
 from ...embedding.optim.ddp_guard import IGNORES_EMBEDDINGS_ATTR
 from ...embedding.optim.eager import IN_BACKWARD
 from ...embedding.tables.names import name_embeddings
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import InputError, OptionError
 from .fused_settings import check_sharding, fuse_optimizers
 
@@ -47,7 +47,7 @@ class DistributedModelParallel(nn.Module):
         InputError: If an embedding is already open, or a module on meta has no `reset_parameters()`.
     """
 
-    @checked_arguments("module", "init_data_parallel", "init_parameters")
+    @validate_arguments("module", "init_data_parallel", "init_parameters")
     def __init__(
         self,
         module: nn.Module,

@@ -15,7 +15,7 @@ from ...distributed.world import World
 from ...embedding.modules.dense_rows import CHUNK
 from ...embedding.state_dict.read_only import ReadOnlyCopy
 from ...embedding.tables.names import next_seed
-from ...engine.checks import as_number, check_flags, checked_arguments, int_option
+from ...engine.checks import as_number, check_flags, check_int, validate_arguments
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import make_uniform_initializer
@@ -168,9 +168,8 @@ class TableBatchedEmbeddingBags(TableModule):
             self._row_optimizer = RowOptimizer(dense, self._param_group)
             state_dtype = parse_state_dtype(optimizer_state_dtypes, self._row_optimizer)
             state_name = check_state_dtype(state_dtype)
-            widths = {
-                dim: self._row_optimizer.row_state(dim, state_name).form(dim, DTYPES[dtype]).width for dim in dims
-            }
+            states = {dim: self._row_optimizer.make_row_state(dim, state_name) for dim in dims}
+            widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in states.items()}
             unused += self._settings.find_unused()
         if seed is None:  # modules without names get different seeds, as their tables are different
             seed = next_seed(world is not None) if name is None and table_names is None else 0
@@ -308,7 +307,7 @@ class TableBatchedEmbeddingBags(TableModule):
             copies.append({name: ReadOnlyCopy(state, remedy) for name, state in states.items()})
         return copies if self._row_optimizer is not None and self._row_optimizer.states else []
 
-    @checked_arguments("weights", "states")
+    @validate_arguments("weights", "states")
     def load_dense(
         self,
         weights: Sequence[Tensor],
@@ -377,7 +376,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._require_optimizer("get_learning_rate")
         return float(self._param_group["lr"])
 
-    @checked_arguments("params_dict")
+    @validate_arguments("params_dict")
     def update_hyper_parameters(self, params_dict: Mapping[str, float]) -> None:
         """Change optimizer settings: {FBGEMM's name or "lr": value}. Raises OptionError before any change."""
         self._require_optimizer("update_hyper_parameters")
@@ -390,7 +389,7 @@ class TableBatchedEmbeddingBags(TableModule):
         The setting is not stored: set it again after a restart.
         """
         optimizer = self._require_optimizer("set_optimizer_step")
-        num_updates = int_option("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
+        num_updates = check_int("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
         optimizer.set_step_shift(num_updates - max(steps))
 

@@ -139,7 +139,7 @@ def make_optimizer_settings(arguments: Mapping[str, Any]) -> OptimizerSettings |
 
 def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
     """Return the dtype of per-element state. `argument` is FBGEMM's `optimizer_state_dtypes`. Raises OptionError."""
-    widths = optimizer.row_state(2).widths  # with dim 1, per-element and per-row states would be equally wide
+    widths = optimizer.make_row_state(2).widths  # with dim 1, per-element and per-row states would be equally wide
     dtypes = {f"momentum{i}": torch.float32 for i in range(1, len(widths) + 1)}
     if argument is None:
         return torch.float32

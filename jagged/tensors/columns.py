@@ -17,7 +17,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
 from ...engine import _core
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import InputError
 from .validation import INTEGER_DTYPES, check_keys, is_list_of, is_tracing
 
@@ -25,7 +25,7 @@ _MISMATCH = "values: give tensors of one batch, dtype and device"
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-@checked_arguments("keys", "lengths", "groups")
+@validate_arguments("keys", "lengths", "groups")
 def multi_remap_to_groups(
     keys: Sequence[Sequence[str]], lengths: Sequence[Sequence[int]], groups: Sequence[Sequence[str]]
 ) -> tuple[Tensor, Tensor, Tensor]:

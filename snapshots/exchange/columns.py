@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from ...engine.checks import as_int
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.table_names import choices, find_table, read_table_names
+from ...engine.options.table_names import find_table, format_choices, read_table_names
 from ...engine.row_format import EMBEDDING as EMBEDDING
-from ...engine.row_format import RowForm, find_overflows
+from ...engine.row_format import RowFormat, find_overflows
 
 TABLE, KEY, UPDATES, STEP = "table", "key", "updates", "step"
 TABLE_NAME = "table_name"  # an extra column in formats that can store text
@@ -48,8 +48,8 @@ class Columns:
         for state, times in Counter(description["states"]).items():
             if state in _OTHERS or times > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
-        self.form = RowForm.from_description(description)
-        self.storage_dim = sum(self.form.counts.values())  # how many numbers a row has
+        self.row_format = RowFormat.from_description(description)
+        self.storage_dim = sum(self.row_format.counts.values())  # how many numbers a row has
 
     def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Returns each column's dtype, and the shape of one row's value in this column."""
@@ -57,17 +57,17 @@ class Columns:
         return {
             KEY: (self.key_dtype, ()),
             TABLE: (integer, ()),
-            **{name: (single, (count,)) for name, count in self.form.counts.items()},
+            **{name: (single, (count,)) for name, count in self.row_format.counts.items()},
             UPDATES: (integer, ()),
             STEP: (integer, ()),
         }
 
     def split(self, rows: NDArray[np.void]) -> dict[str, NDArray[Any]]:
-        """Split rows [n] of dtype `form.dtype` into contiguous columns."""
+        """Split rows [n] of dtype `row_format.dtype` into contiguous columns."""
         columns = {
             KEY: self.user_keys(rows["key"]),
             TABLE: rows["table"],
-            **{name: self.form.values(rows, name) for name in self.form.counts},
+            **{name: self.row_format.values(rows, name) for name in self.row_format.counts},
             UPDATES: rows["updates"],
             STEP: rows["step"],
         }
@@ -78,7 +78,7 @@ class Columns:
         return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
 
     def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
-        """Check named arrays, and convert them to chunks of rows with dtype `form.dtype`. Raises InputError.
+        """Check named arrays, and convert them to chunks of rows with dtype `row_format.dtype`. Raises InputError.
 
         If the array "table" is missing, rows belong to the only table. If "updates" is missing, every row gets the
         value 1. If "step" is missing, every row gets the description's step. where: names the source in error messages.
@@ -86,12 +86,12 @@ class Columns:
         keys = arrays[KEY]
         _check(keys, self.key_dtype, (None,), f"{where}: {KEY}")
         count = len(keys)
-        for name, width in ({VALUES: self.storage_dim} if VALUES in arrays else self.form.counts).items():
+        for name, width in ({VALUES: self.storage_dim} if VALUES in arrays else self.row_format.counts).items():
             _check(arrays[name], np.dtype(np.float32), (count, width), f"{where}: {name}")
         if VALUES in arrays:
-            ends = np.cumsum(list(self.form.counts.values())).tolist()
+            ends = np.cumsum(list(self.row_format.counts.values())).tolist()
             fields = np.split(arrays[VALUES], ends[:-1], axis=1)
-            arrays = {**arrays, **dict(zip(self.form.counts, fields, strict=True))}
+            arrays = {**arrays, **dict(zip(self.row_format.counts, fields, strict=True))}
         self._check_range(keys, arrays, where)
         padding = self.description["padding_idx"]
         if padding is not None and (keys == padding).any():
@@ -101,21 +101,21 @@ class Columns:
 
     def _pack(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
         values = {UPDATES: 1, STEP: self.description["step"], **arrays}
-        limit = chunk_rows(self.form.dtype.itemsize)
+        limit = chunk_rows(self.row_format.dtype.itemsize)
         for begin in range(0, len(values[KEY]), limit):
             chunk = slice(begin, begin + limit)
             keys = values[KEY][chunk]
-            rows = np.zeros(len(keys), self.form.dtype)
+            rows = np.zeros(len(keys), self.row_format.dtype)
             rows["key"] = keys.astype(np.int64).view(np.uint64) if keys.dtype.kind == "i" else keys
-            for name in self.form.counts:
-                self.form.set_values(rows, name, values[name][chunk])
+            for name in self.row_format.counts:
+                self.row_format.set_values(rows, name, values[name][chunk])
             for name in (TABLE, UPDATES, STEP):
                 value = values[name]
                 rows[name] = value[chunk] if isinstance(value, np.ndarray) else value
             yield rows
 
     def _check_range(self, keys: NDArray[Any], arrays: Arrays, where: str) -> None:
-        for field in self.form.fields if self.form.is_narrow else ():
+        for field in self.row_format.fields if self.row_format.has_16bit_floats else ():
             flags = find_overflows(arrays[field.name], field.type)
             if flags.any():
                 row, column = np.argwhere(flags)[0].tolist()
@@ -144,7 +144,7 @@ class Columns:
             return one
         elif not isinstance(tables, str) and as_int(tables) is None:
             raise InputError(f"{what} is {tables!r}; give one table for all keys, or a NumPy array of table ids")
-        raise InputError(f"{what} holds {tables}; give table ids from {choices(self.table_names)}")
+        raise InputError(f"{what} holds {tables}; give table ids from {format_choices(self.table_names)}")
 
     def _check_counters(self, arrays: Arrays, count: int, where: str) -> None:
         for name in (UPDATES, STEP):

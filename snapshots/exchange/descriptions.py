@@ -12,7 +12,7 @@ from ...engine.errors import InputError, OptimizerError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
-from ...engine.options.table_spec import table_spec
+from ...engine.options.table_spec import make_table_spec
 from ..files.format import check_description
 from ..files.reader import list_snapshots, snapshot_by_id
 from ..store.closed_store import description_of_marker
@@ -53,7 +53,7 @@ def description_for(
         raise OptionError(f"tables={tables!r}: give a list with each table's options, from make_table_options")
     if not isinstance(optimizer, (RowOptimizer, NoneType)):
         raise OptimizerError(f"optimizer={optimizer!r}: give the result of tierbed.row_optimizer, or None")
-    spec = table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
+    spec = make_table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
     state = RowState() if optimizer is None else spec.make_row_state(optimizer)
     hyper = [] if optimizer is None or step == 0 else optimizer.compute_hyper(step)
     return spec.describe(state, hyper, step)

@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ...engine.checks import checked_arguments
-from ...engine.durable import UnsyncedError, fsync_file, make_folder, publish, temporary_path
+from ...engine.checks import validate_arguments
+from ...engine.durable import UnsyncedError, fsync_file, make_folder, make_temporary_path, publish
 from ...engine.errors import InputError, SnapshotError
-from ...engine.options.table_names import Names, choices, find_table, read_table_names
+from ...engine.options.table_names import Names, find_table, format_choices, read_table_names
 from ..files.reader import Snapshot
 from ..files.writer import ProgressCallback, write_snapshot
 from ..store.selection import LoadReport, Selection
@@ -24,7 +24,7 @@ from .sources import as_path
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
 
 
-@checked_arguments("format", "progress", "state", "overwrite")
+@validate_arguments("format", "progress", "state", "overwrite")
 def export_snapshot(
     snapshot: Snapshot,
     path: str | Path,
@@ -80,7 +80,7 @@ def export_snapshot(
     if format == "snapshot":
         write_snapshot(path, description, chunks)
         return report.rows
-    temporary = temporary_path(path)
+    temporary = make_temporary_path(path)
     try:
         make_folder(path.parent)
         temporary.unlink(missing_ok=True)  # a killed export may have left this file
@@ -109,5 +109,5 @@ def _numbers_of(tables: Any, names: Names) -> list[int]:
     resolved = [find_table(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
     numbers = [number for number in resolved if number is not None]
     if len(numbers) < len(resolved):
-        raise InputError(f"tables={tables!r}: give a list of table ids from {choices(names)}, or None for all")
+        raise InputError(f"tables={tables!r}: give a list of table ids from {format_choices(names)}, or None for all")
     return numbers

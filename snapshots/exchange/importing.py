@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import InputError
 from ...engine.optim.rule import depends_on_step
 from ...engine.options.table_names import TABLE_NAMES, TENSOR_NAMED, Names, are_table_names, read_table_names
 from ...engine.options.table_spec import check_dtype
-from ...engine.row_format import RowForm
+from ...engine.row_format import RowFormat
 from ..files.format import Manifest, check_name
 from ..files.writer import ProgressCallback, check_free, write_snapshot
 from ..store.folder import StoreFolder
@@ -28,7 +28,7 @@ from .sorting import RowSorter
 from .sources import Source, open_source
 
 
-@checked_arguments("store", "keys", "tensor", "states", "progress")
+@validate_arguments("store", "keys", "tensor", "states", "progress")
 def import_snapshot(
     store: str | Path,
     name: str,
@@ -89,7 +89,7 @@ def import_snapshot(
             description = converted_description(dict(description), (dtype_name, types_of(description)[1] or "float32"))
         target = folder.snapshots / name
         check_free(target, None)
-        with closing(RowSorter(folder.snapshots, RowForm.from_description(description).dtype)) as sorter:
+        with closing(RowSorter(folder.snapshots, RowFormat.from_description(description).dtype)) as sorter:
             for rows in _read_rows(source, description):
                 sorter.add(rows)
                 if progress is not None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.errors import ClosedError, InputError, OptionError
 from ...engine.options.table_spec import KEY_TYPES, check_key_type
 from ...engine.table.row_scan import catch_up_rows
@@ -44,8 +44,9 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
         if self._closed:
             raise ClosedError(f"the reader of snapshot {self._name!r} was closed: make another reader")
         _, rows = next(self._chunks)
-        form = self._columns.form
-        columns = [form.values(rows, name) for name in (form.counts if self._dim > form.dim else (EMBEDDING,))]
+        row_format = self._columns.row_format
+        names = row_format.counts if self._dim > row_format.dim else (EMBEDDING,)
+        columns = [row_format.values(rows, name) for name in names]
         keys, values = self._columns.user_keys(rows["key"]), np.concatenate(columns, axis=1)
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 
@@ -66,7 +67,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         self._target = folder.snapshots / name
         self._description = dict(description)
         self._columns = Columns(description)
-        self._sorter = RowSorter(folder.snapshots, self._columns.form.dtype)
+        self._sorter = RowSorter(folder.snapshots, self._columns.row_format.dtype)
         self._closed = False
 
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
@@ -109,7 +110,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
             self.discard()
 
 
-@checked_arguments("table_ids")
+@validate_arguments("table_ids")
 def make_persistent_table_reader(
     path: str | Path,
     snapshot_name: str,
@@ -155,7 +156,7 @@ def make_persistent_table_reader(
     return PersistentTableReader(snapshot, storage_dim, table_ids)
 
 
-@checked_arguments()
+@validate_arguments()
 def make_persistent_table_writer(
     path: str | Path,
     snapshot_name: str,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from ...engine.errors import InputError, SnapshotError, TierbedError
 from ...engine.options.table_names import is_table_name
-from ...engine.row_format import NUMBERS
+from ...engine.row_format import STORED_DTYPES
 from ..files.reader import Snapshot
 from .array_files import Column, NamedArrays, make_column, map_npy, open_npz, open_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
@@ -94,10 +94,10 @@ class Source:
     def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = part.columns[EMBEDDING]
         dtype, shape = shapes[name]
-        if dtype not in NUMBERS or len(shape) != 2 or shape[1] < 1:
+        if dtype not in STORED_DTYPES or len(shape) != 2 or shape[1] < 1:
             raise InputError(
                 f"{self.what}: {name} has dtype {dtype} and shape {shape}. Convert it to shape (n, dim) and to one of "
-                f"these dtypes: {', '.join(NUMBERS)}"
+                f"these dtypes: {', '.join(STORED_DTYPES)}"
             )
         if self.dim not in (0, shape[1]):
             raise InputError(f"{self.what}: {name} has {shape[1]} floats per row, but another tensor has {self.dim}")

@@ -21,7 +21,7 @@ from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, load_kernels
 from ...engine.optim.past_rates import is_past_rates
 from ...engine.options.table_names import TABLE_NAMES, are_table_names
-from ...engine.row_format import BUCKETS, KEY, LAST_STEP, NUMBERS, STATE_TYPES, RowArray, RowForm
+from ...engine.row_format import BUCKETS, KEY, LAST_STEP, STATE_DTYPES, STORED_DTYPES, RowArray, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
 
 _HEADER_STEP = 256  # bytes
@@ -112,7 +112,7 @@ def shard_number(name: str) -> int | None:
     return int(words[2]) if len(words) > 2 else None
 
 
-def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowFile:
+def decode_file(name: str, entry: Any, row_format: RowFormat, parts: int | None) -> RowFile:
     """Check and decode a file's entry in a manifest. `parts` is the snapshot's `Manifest.parts`. Raises ValueError."""
     match = _NAME.fullmatch(name)
     if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
@@ -121,7 +121,7 @@ def decode_file(name: str, entry: Any, form: RowForm, parts: int | None) -> RowF
     _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is invalid")
     _require(all(map(_is_count, entry.values())), f"the entry of {name} has values that are not counts")
     file = RowFile(**entry)
-    fits_rows = file.rows > 0 and file.bytes == file_bytes(dtype_of(name, form), file.rows)
+    fits_rows = file.rows > 0 and file.bytes == file_bytes(dtype_of(name, row_format), file.rows)
     _require(fits_rows, f"the row count and size of {name} disagree")
     return file
 
@@ -132,9 +132,9 @@ def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None 
     return _core.RowValidator(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
 
 
-def dtype_of(name: str, form: RowForm) -> np.dtype[np.void]:
+def dtype_of(name: str, row_format: RowFormat) -> np.dtype[np.void]:
     """Returns the dtype of the array in a snapshot's file."""
-    return KEY if is_deleted(name) else form.dtype
+    return KEY if is_deleted(name) else row_format.dtype
 
 
 @cache  # a save calls this function for thousands of files
@@ -213,9 +213,9 @@ class Manifest:
         return f"<{self.kind} snapshot of {self.description['name']!r}: {self.rows:,} rows at step {step:,}, {files}>"
 
     @cached_property
-    def form(self) -> RowForm:
+    def row_format(self) -> RowFormat:
         """The layout of a row, including optimizer state."""
-        return RowForm.from_description(self.description)
+        return RowFormat.from_description(self.description)
 
     @property
     def own_rows(self) -> int:
@@ -230,7 +230,7 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Returns the manifest file's content. Raises ValueError if `decode` would refuse this content."""
-        format = FORMAT - 1 if self.parts is None and not self.form.is_narrow else FORMAT
+        format = FORMAT - 1 if self.parts is None and not self.row_format.has_16bit_floats else FORMAT
         omitted = ("moment",) if format == FORMAT else ("moment", "parts")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
         fields = {name: getattr(self, name) for name in names}
@@ -262,13 +262,13 @@ class Manifest:
         group_fields = {"instant"} if format == GROUP_FORMAT else set()
         _require(value.keys() == fields | group_fields | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
-        form, parts = RowForm.from_description(value["description"]), value.get("parts")
-        needs_parts = format == FORMAT and not form.is_narrow
+        row_format, parts = RowFormat.from_description(value["description"]), value.get("parts")
+        needs_parts = format == FORMAT and not row_format.has_16bit_floats
         _require(
             (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MAX_SHARDS),
             f"'parts' is {parts!r}, but a snapshot has 1 to {MAX_SHARDS} parts",
         )
-        _require(format >= FORMAT or not form.is_narrow, f"rows that are not float32 need format {FORMAT}")
+        _require(format >= FORMAT or not row_format.has_16bit_floats, f"rows that are not float32 need format {FORMAT}")
         versions = value["instant"].get("versions") if group_fields and type(value["instant"]) is dict else None
         _require(not group_fields or type(versions) is dict, "'instant' has no versions")
         moment = None if versions is None else repr(sorted(versions.items()))
@@ -286,7 +286,7 @@ class Manifest:
         _require((rocksdb is not None) == (kind == "checkpoint"), "only a checkpoint has, and needs, RocksDB's files")
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "'files' is not a map by file name")
-        files = {name: decode_file(name, entry, form, parts) for name, entry in sorted(files.items())}
+        files = {name: decode_file(name, entry, row_format, parts) for name, entry in sorted(files.items())}
         rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
         _require(deleted == value["deleted"], "'deleted' is not the sum over the files")
         _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
@@ -327,7 +327,7 @@ def check_description(value: Any) -> None:
     field_checks = {
         "name": lambda x: type(x) is str,
         "key_type": lambda x: x in ("int32", "int64", "uint64"),
-        "dtype": lambda x: type(x) is str and x in NUMBERS,
+        "dtype": lambda x: type(x) is str and x in STORED_DTYPES,
         "columns": lambda x: type(x) is list and all(_is_count(c) and c > 0 for c in x) and 0 < sum(x) <= _MAX_DIM,
         "width": lambda x: _is_count(x) and 0 < x <= _MAX_WIDTH,
         "optimizer": lambda x: x is None or type(x) is str,
@@ -350,25 +350,25 @@ def check_description(value: Any) -> None:
         _require(len(value[field]) == len(value["states"]), f"description needs one value in {field!r} for each state")
     _require(all(w in (1, dim) for w in widths), "description has 'state_widths' that are neither 1 nor the dimension")
     _check_types(value, dim)
-    width = RowForm.from_description(value).width
+    width = RowFormat.from_description(value).width
     _require(width == value["width"], "description has a 'width' that does not fit its columns and states")
     _check_rule(value, dim)
 
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
     """Raises ValueError if the list of state dtypes is invalid. If all numbers are float32, there must be no list."""
-    if STATE_TYPES not in value:
-        _require(value["dtype"] == "float32", f"description has no {STATE_TYPES!r}, which its 'dtype' needs")
+    if STATE_DTYPES not in value:
+        _require(value["dtype"] == "float32", f"description has no {STATE_DTYPES!r}, which its 'dtype' needs")
         return
-    types, widths = value[STATE_TYPES], value["state_widths"]
+    types, widths = value[STATE_DTYPES], value["state_widths"]
     valid = type(types) is list and len(types) == len(widths) and all(t in ("float32", "bfloat16") for t in types)
-    _require(valid, f"description has no valid {STATE_TYPES!r}")
-    _require({value["dtype"], *types} != {"float32"}, f"description has {STATE_TYPES!r}, but all numbers are float32")
+    _require(valid, f"description has no valid {STATE_DTYPES!r}")
+    _require({value["dtype"], *types} != {"float32"}, f"description has {STATE_DTYPES!r}, but all numbers are float32")
     narrow = [width for width, type in zip(widths, types, strict=True) if type != "float32"]
     are_first = types == ["bfloat16"] * len(narrow) + ["float32"] * (len(types) - len(narrow))
     _require(
         are_first and all(w == dim for w in narrow),
-        f"description has {STATE_TYPES!r} of 2 bytes after float32, or for a state without one number per column",
+        f"description has {STATE_DTYPES!r} of 2 bytes after float32, or for a state without one number per column",
     )
     names = value["states"]
     _require(len(names) <= _MAX_NAMED, f"description has 2-byte numbers and more than {_MAX_NAMED} 'states'")
@@ -406,11 +406,11 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     states = list(zip(kernel.states, kernel.state_widths(dim), strict=True))
     stored = list(zip(value["states"], value["state_widths"], strict=True))
     _require(stored == states, f"description has 'states' and 'state_widths' {stored}, and rule {name!r} has {states}")
-    types = value.get(STATE_TYPES, [])[: len(kernel.element_states)]
-    _require(len({*types}) <= 1, f"description has {STATE_TYPES!r} {types}, but rule {name!r} needs equal ones")
-    row_types = value.get(STATE_TYPES, [])[len(kernel.element_states) :]
+    types = value.get(STATE_DTYPES, [])[: len(kernel.element_states)]
+    _require(len({*types}) <= 1, f"description has {STATE_DTYPES!r} {types}, but rule {name!r} needs equal ones")
+    row_types = value.get(STATE_DTYPES, [])[len(kernel.element_states) :]
     _require(
-        {*row_types} <= {"float32"}, f"description has {STATE_TYPES!r} {row_types} for states with one number per row"
+        {*row_types} <= {"float32"}, f"description has {STATE_DTYPES!r} {row_types} for states with one number per row"
     )
     count, limit = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number may be missing
     has_past_rates = (
@@ -446,8 +446,8 @@ def _require(condition: bool, problem: str) -> None:
 def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
     """True if rows from a table described by `older` are valid in a table described by `newer`."""
     same_keys = all(older[field] == newer[field] for field in ("key_type", "columns"))
-    same_form = RowForm.from_description(older).dtype == RowForm.from_description(newer).dtype
-    return same_keys and same_form and len(older["tables"]) <= len(newer["tables"])
+    has_same_row_format = RowFormat.from_description(older).dtype == RowFormat.from_description(newer).dtype
+    return same_keys and has_same_row_format and len(older["tables"]) <= len(newer["tables"])
 
 
 def check_name(name: str) -> None:

@@ -9,7 +9,7 @@ from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, row_keys
+from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, extract_row_keys
 
 NEW = 2  # the state of a row that is only in the later table
 _NONE: RowArray = np.empty(0, KEY)
@@ -101,7 +101,7 @@ def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
     """Yields the changes from table `before` to `after`, in the order of `join_tables`. Row dtypes must be equal."""
     for bucket, old, new, gone, state in join_tables(before, after):
         if gone.any() or state.any():
-            yield bucket, new[state > 0], row_keys(old[gone > 0])
+            yield bucket, new[state > 0], extract_row_keys(old[gone > 0])
 
 
 def _bytes(rows: RowArray) -> NDArray[np.uint8]:

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ...engine.checks import checked_arguments
+from ...engine.checks import validate_arguments
 from ...engine.durable import open_regular, read_record
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Chunks, RowArray, row_keys
+from ...engine.row_format import Chunks, RowArray, extract_row_keys
 from .format import (
     MANIFEST,
     ROCKSDB,
@@ -55,7 +55,7 @@ def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only:
             yield bucket, rows
         else:
             progress(len(rows))
-            yield bucket, row_keys(rows) if keys_only else rows
+            yield bucket, extract_row_keys(rows) if keys_only else rows
 
 
 def read_all(chunks: Chunks) -> None:
@@ -178,7 +178,7 @@ class Snapshot:
             max_rows: the maximum number of rows in a chunk. A chunk has at most about 32 MiB per snapshot in the chain.
 
         Returns:
-            An iterator of (bucket, rows), where rows is an array [n] with the dtype of `RowForm`.
+            An iterator of (bucket, rows), where rows is an array [n] with the dtype of `RowFormat`.
 
         Raises:
             SnapshotError: If a file is damaged or missing. The message names the file.
@@ -293,7 +293,7 @@ class Snapshot:
     ) -> Generator[Piece, None, None]:
         # no memory map: if the disk fails, a read raises an error, but access to a memory map kills the process
         for name, entry in files.items():
-            dtype = dtype_of(name, self.manifest.form)
+            dtype = dtype_of(name, self.manifest.row_format)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
@@ -309,7 +309,7 @@ class Snapshot:
         """Open a file, and check the file's size and header."""
         with self._read_errors(name):
             file = open_regular(self.folder / name)
-        size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self.manifest.form)
+        size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self.manifest.row_format)
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
         elif file.read(header_bytes(dtype)) != npy_header(dtype, entry.rows):
@@ -368,7 +368,7 @@ class Listing(NamedTuple):
     damaged: dict[str, SnapshotError]
 
 
-@checked_arguments("folder")
+@validate_arguments("folder")
 def list_snapshots(folder: str | Path) -> Listing:
     """Open every snapshot in a folder. Reads only the manifests.
 
@@ -390,7 +390,7 @@ def list_snapshots(folder: str | Path) -> Listing:
     return listing
 
 
-@checked_arguments("folder")
+@validate_arguments("folder")
 def latest_snapshot(folder: str | Path) -> Snapshot | None:
     """Verify and return a folder's latest snapshot, or None if there is none. Never falls back to an older snapshot.
 

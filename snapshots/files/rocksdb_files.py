@@ -24,7 +24,7 @@ from ...engine import _core
 from ...engine.durable import check_regular, fsync_dir, open_regular
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.store_options import require_rocksdb
-from ...engine.row_format import Chunks, RowForm
+from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.rocksdb import SCAN_BYTES, DatabaseFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
 from .read_errors import ReadIOError, damaged, find_os_error, make_read_error
@@ -52,16 +52,16 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
         raise SnapshotError(f"snapshot {folder.name!r} is a checkpoint of RocksDB's files: {reason}") from error
     _check_files(folder, manifest.rocksdb.files)
     try:
-        yield from _scan(folder, manifest.form, manifest.rocksdb.shards, max_rows)
+        yield from _scan(folder, manifest.row_format, manifest.rocksdb.shards, max_rows)
     except OSError as error:
         raise make_read_error(folder / ROCKSDB, error, folder) from error
 
 
-def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
+def _scan(folder: Path, row_format: RowFormat, shards: int, max_rows: int) -> Chunks:
     """Yields the rows in a checkpoint's files, at most `max_rows` at a time. Raises SnapshotError, OSError."""
-    dtype = form.dtype
+    dtype = row_format.dtype
     chunk_rows = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
-    with _start_child(folder, form.width, shards, chunk_rows) as (stdout, stderr, process):
+    with _start_child(folder, row_format.width, shards, chunk_rows) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
             stdout.close()  # the process may run anything instead of our script, and may write forever
             raise _start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")

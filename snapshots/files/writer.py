@@ -1,7 +1,7 @@
 """Writes a snapshot into a temporary folder, syncs the files, and renames the folder.
 
 Several writers, such as ranks, can each write a shard of one snapshot if all of them see the snapshot's folder.
-The first writer opens a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's `temporary_path`.
+The first writer opens a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's temporary folder.
 After all writers have returned, the first writer calls `finish` and `publish`. If any writer fails, the block must
 raise an exception, so that all files are removed. Snapshots of several stores are written in the same way.
 """
@@ -25,7 +25,7 @@ import numpy as np
 from ...engine import _core
 from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
-from ...engine.row_format import BUCKETS, Change, RowArray, RowForm
+from ...engine.row_format import BUCKETS, Change, RowArray, RowFormat
 from ...engine.signals import uninterrupted
 from .format import (
     LAST_SEQUENCE,
@@ -94,7 +94,7 @@ def write_rows(
     files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
     do: Callable[[Task], object]
     then: Callable[[Task], object]
-    last_bucket, form = -1, RowForm.from_description(description)
+    last_bucket, row_format = -1, RowFormat.from_description(description)
     with ExitStack() as open_files, ExitStack() as workers:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
             if not last_bucket < bucket < BUCKETS:
@@ -103,7 +103,7 @@ def write_rows(
                 )
             last_bucket, name = bucket, name_of(bucket, None if shard is None else shard.number)
             file, do, then = None, (lambda task: task()), syncs_of_small.append
-            for rows in _check_chunks(bucket, dtype_of(name, form), row_check(description, bucket, shard), group):
+            for rows in _check_chunks(bucket, dtype_of(name, row_format), row_check(description, bucket, shard), group):
                 if file is None:
                     file = files[name] = open_files.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes >= _SMALL_BYTES:
@@ -283,7 +283,7 @@ def write_snapshot(
     Args:
         folder: the path of the new snapshot. Missing parent folders are created.
         description: describes the rows' table, like the description in a manifest.
-        chunks: (bucket, rows) pairs, like `Tier.scan`. Rows are arrays [n] with the dtype of `RowForm`. Buckets
+        chunks: (bucket, rows) pairs, like `Tier.scan`. Rows are arrays [n] with the dtype of `RowFormat`. Buckets
             ascend, and (table, key) strictly ascends within a bucket. A few chunks are kept in memory.
         progress: called with the number of rows in each chunk.
         overwrite: atomically replace an existing snapshot once the new one is durable.
@@ -328,7 +328,7 @@ def write_incremental(
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
     """Raises SnapshotError if `parent` cannot be the parent of the new snapshot `folder`."""
-    if RowForm.from_description(description).dtype != parent.manifest.form.dtype:
+    if RowFormat.from_description(description).dtype != parent.manifest.row_format.dtype:
         raise SnapshotError(
             f"snapshot {folder.name!r} cannot be based on {parent.name!r}, whose rows have other optimizer state or "
             'another dtype. Save the snapshot with kind="full"'

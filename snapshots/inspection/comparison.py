@@ -40,10 +40,10 @@ class Comparison:
         self.names = names  # the tables' names
         self.counts = {sort: Counter[int]() for sort in SORTS}  # rows by table id; a row changed if any byte differs
         self.num_equal, self.first_diffs = 0, list[RowDiff]()  # how many rows are equal; the first rows that differ
-        self._old_form, self._columns, self._max_diffs = old.form, new, max_diffs
+        self._old_row_format, self._columns, self._max_diffs = old.row_format, new, max_diffs
         self._has_same_states = not fields.keys() & {"states", "state_widths"}
         # each column's greatest absolute difference in rows of both snapshots; infinite between a number and NaN
-        self.largest = dict.fromkeys(new.form.counts if self._has_same_states else [EMBEDDING], 0.0)
+        self.largest = dict.fromkeys(new.row_format.counts if self._has_same_states else [EMBEDDING], 0.0)
 
     @property
     def differs(self) -> bool:
@@ -62,7 +62,7 @@ class Comparison:
             changed[:] = True
         largest = {}
         for name in self.largest:
-            before, after = self._old_form.values(old, name), self._columns.form.values(new, name)
+            before, after = self._old_row_format.values(old, name), self._columns.row_format.values(new, name)
             largest[name] = _find_largest(before, after, changed)
             self.largest[name] = max(self.largest[name], float(largest[name].max(initial=0.0)))
         self.num_equal += len(new) - int(changed.sum())

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
-from ...engine.options.table_names import choices, describe_table, find_table, read_table_names
+from ...engine.options.table_names import describe_table, find_table, format_choices, read_table_names
 from ...engine.row_format import KEY as ROW_NAME
-from ...engine.row_format import Chunks, RowForm
+from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.format import SHARD, bucket_file, deleted_file, is_deleted
@@ -21,7 +21,7 @@ from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
 from ..store.folder_state import shard_folder
 
-Row = NDArray[np.void]  # an array [1] with the dtype `RowForm.dtype`
+Row = NDArray[np.void]  # an array [1] with the dtype `RowFormat.dtype`
 
 
 def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row | None, dict[str, Any]]:
@@ -42,9 +42,9 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
         return _find(Snapshot.open(store.live), number, bits), marker
     from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
-    form = RowForm.from_description(marker)
-    with closing(RocksDB(store.live, form.width, marker["shards"], read_only=True)) as tier:
-        return read_row(tier, form, number, bits), marker
+    row_format = RowFormat.from_description(marker)
+    with closing(RocksDB(store.live, row_format.width, marker["shards"], read_only=True)) as tier:
+        return read_row(tier, row_format, number, bits), marker
 
 
 def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
@@ -57,7 +57,7 @@ def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> 
     names = read_table_names(description)
     number = find_table(table, names)
     if number is None:
-        raise InputError(f"table {table}: give one from {choices(names)}")
+        raise InputError(f"table {table}: give one from {format_choices(names)}")
     limits = np.iinfo(Columns(description).key_dtype)
     if not limits.min <= key <= limits.max:
         raise InputError(f"key {key}: keys are {limits.dtype}; give one from {limits.min} to {limits.max}")
@@ -109,9 +109,9 @@ def _find_in_chunks(chunks: Chunks, table: int, key: int) -> NDArray[np.void] | 
     return row
 
 
-def read_row(tier: Tier | TopTier[Any], form: RowForm, table: int, key: int) -> Row | None:
+def read_row(tier: Tier | TopTier[Any], row_format: RowFormat, table: int, key: int) -> Row | None:
     """Read a row from a tier or a stack of tiers. Returns None if the row was never written."""
-    row = np.zeros(1, form.dtype)
+    row = np.zeros(1, row_format.dtype)
     row["table"], row["key"] = table, key
     line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # the address of the row's values
     return row if tier.read(row["table"].copy(), row["key"].copy(), line, touch=False)[0] else None

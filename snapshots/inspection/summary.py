@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import OptionError
 from ...engine.options.table_names import Names, table_labels
-from ...engine.row_format import EMBEDDING, RowForm
+from ...engine.row_format import EMBEDDING, RowFormat
 from ..files.reader import Snapshot
 
 NORM_EDGES = np.concatenate([[0.0], np.logspace(-20, 20, 80_001)])  # each edge is 0.12 % above the previous one
@@ -31,7 +31,7 @@ class Summary:
     updates: Counter[int] = field(default_factory=Counter)  # the number of rows by update count
     norms: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(NORM_EDGES) - 1, np.int64))
     not_finite: int = 0  # the number of rows with NaN or infinities; `norms` does not count these rows
-    first: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowForm.dtype`
+    first: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowFormat.dtype`
     _norm_sum: float = 0.0
     _norm_min: float = np.inf
     _norm_max: float = 0.0
@@ -48,10 +48,10 @@ class Summary:
             "not_finite": self.not_finite,
         }
 
-    def add(self, rows: NDArray[np.void], form: RowForm) -> None:
+    def add(self, rows: NDArray[np.void], row_format: RowFormat) -> None:
         _count(self.tables, rows["table"])
         _count(self.updates, rows["updates"])
-        embedding = form.values(rows, EMBEDDING)
+        embedding = row_format.values(rows, EMBEDDING)
         finite = np.isfinite(embedding).all(axis=1)
         self.not_finite += len(rows) - int(finite.sum())
         norms = np.sqrt(np.square(embedding[finite].astype(np.float64)).sum(axis=1))
@@ -66,7 +66,7 @@ def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None,
     """Summarise a snapshot's rows, and keep the first `first` rows. Raises SnapshotError."""
     summary = Summary()
     for _, rows in snapshot.chunks():
-        summary.add(rows, snapshot.manifest.form)
+        summary.add(rows, snapshot.manifest.row_format)
         summary.first.extend(rows[: first - len(summary.first)].copy())
         if progress is not None:
             progress(len(rows))

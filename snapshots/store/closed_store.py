@@ -7,9 +7,9 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ...engine.durable import remove_folder, temporary_path
+from ...engine.durable import make_temporary_path, remove_folder
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.row_format import Chunks, RowForm
+from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
 from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARD, Manifest, check_name, snapshot_id
 from ..files.merging import merge_sorted
@@ -86,7 +86,8 @@ def save_closed_stores(
             check_save(store.snapshot_store, name, store_kind, source, overwrite)
             folder, parent = begin_save(store.snapshot_store, name, store_kind, source, overwrite, new)
             part = write_part(folder, store_kind, source, parent, progress)
-            manifests.append(finish(temporary_path(folder), source.description, *part, parent=parent, id=source.id))
+            temporary = make_temporary_path(folder)
+            manifests.append(finish(temporary, source.description, *part, parent=parent, id=source.id))
             new_ids[capture] = manifests[-1].id
         new.then(lambda: saved(new_ids))
         new.publish()
@@ -244,7 +245,7 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 
         with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
-            yield lambda: RowForm.from_description(marker).from_words(tier.scan()), tier
+            yield lambda: RowFormat.from_description(marker).from_words(tier.scan()), tier
     else:
         raise StoreError(f"MARK in {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
-from ...engine.checks import int_option
+from ...engine.checks import check_int
 from ...engine.errors import SnapshotError
 from ..files.format import snapshot_id
 from ..files.reader import Snapshot, list_snapshots, snapshot_by_id
@@ -45,9 +45,9 @@ def plan_prune(
         recovery_snapshots: names of snapshots that recovery may load. They are kept.
         of_states: names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
     """
-    keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
+    keep_last = check_int("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
-        keep_every = int_option("keep_every", keep_every, "a whole number from 1", 1)
+        keep_every = check_int("keep_every", keep_every, "a whole number from 1", 1)
     counted = [snapshot for snapshot in snapshots if snapshot.name not in of_states]
     policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(of_states)
     last_multiple = -1

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...engine.checks import choice_option
-from ...engine.durable import fsync_dir, temporary_path
+from ...engine.checks import check_choice
+from ...engine.durable import fsync_dir, make_temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
 from ..files.format import KINDS, HashShard, RocksDBFiles, snapshot_id
@@ -111,7 +111,7 @@ def write_part(
     parent: from `begin_save`, restricted to `shard`. shard: the shard to write if each rank writes its own shard.
     chunks: the rows to write. Default: a scan of all rows. Raises SnapshotError, StoreError.
     """
-    temporary = temporary_path(folder)
+    temporary = make_temporary_path(folder)
     with write_errors(folder, shard):
         if kind == "checkpoint":
             from ..files.rocksdb_files import write_rocksdb  # needs RocksDB
@@ -134,7 +134,7 @@ def write_part(
 
 
 def check_kind(kind: str) -> None:
-    choice_option("kind", kind, KINDS)
+    check_choice("kind", kind, KINDS)
 
 
 def find_parent(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:

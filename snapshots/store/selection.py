@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ...engine.errors import InputError
 from ...engine.optim.kernel import load_kernels
-from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, find_overflows
+from ...engine.row_format import STATE_DTYPES, Chunks, RowArray, RowFormat, find_overflows
 from ..files.reader import Snapshot, count_progress
 
 Types = tuple[str, str]  # the dtype of embeddings, and the dtype of optimizer states with one number per element
@@ -28,21 +28,21 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
     widths, dim = description["state_widths"], sum(description["columns"])
     element_states = widths.count(dim) if kernel is None else len(kernel.element_states)
     state_types = [state_type] * element_states + ["float32"] * (len(widths) - element_states)
-    result = {name: value for name, value in description.items() if name != STATE_TYPES}
+    result = {name: value for name, value in description.items() if name != STATE_DTYPES}
     result["dtype"] = dtype
     if {dtype, *state_types} != {"float32"}:
-        result[STATE_TYPES] = state_types
-    return {**result, "width": RowForm.from_description(result).width}
+        result[STATE_DTYPES] = state_types
+    return {**result, "width": RowFormat.from_description(result).width}
 
 
 def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
     """Returns the dtypes of embeddings and optimizer states in a valid description. Without states: (dtype, None)."""
-    states = description.get(STATE_TYPES, ["float32"] * len(description["state_widths"]))
+    states = description.get(STATE_DTYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 
 
-def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
-    """Convert rows [n] to the form `new`, whose fields are the first fields of `old`. Raises InputError on overflow."""
+def converted(rows: RowArray, old: RowFormat, new: RowFormat, signed: bool) -> RowArray:
+    """Convert rows [n] to the format `new`, whose fields are the first of `old`. Raises InputError on overflow."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
@@ -101,11 +101,11 @@ class Selection:
             description = converted_description(description, self.types)
         if self.state:
             return description
-        result = {name: value for name, value in description.items() if name != STATE_TYPES}
+        result = {name: value for name, value in description.items() if name != STATE_DTYPES}
         result |= {"optimizer": None, "step": 0, "states": [], "state_widths": [], "initial": [], "hyper": []}
         if result["dtype"] != "float32":
-            result[STATE_TYPES] = []
-        return {**result, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
+            result[STATE_DTYPES] = []
+        return {**result, "width": RowFormat(sum(result["columns"]), result["dtype"]).width}
 
     def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
         """Yields and counts a snapshot's selected rows. If `state` is False, yields values as lookups return them."""
@@ -119,7 +119,7 @@ class Selection:
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """Yields the selected rows among `chunks`, and counts them in `report`."""
         signed = description["key_type"] != "uint64"
-        stored, loaded = (RowForm.from_description(source) for source in (description, self.description(description)))
+        stored, loaded = (RowFormat.from_description(source) for source in (description, self.description(description)))
         for bucket, rows in chunks:
             selected = self._selected(rows, signed)
             report.left_out += len(rows) - len(selected)

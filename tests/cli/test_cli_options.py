@@ -13,7 +13,7 @@ import torch
 from support.embeddings import DIM, make
 from support.shell import command
 from tierbed import load_store_options
-from tierbed.engine.store.full import full_table_bytes
+from tierbed.engine.store.full import compute_full_table_bytes
 
 FILE = """
 [users]
@@ -52,10 +52,11 @@ def test_options_are_shown_as_they_will_be_with_memory_and_disk(
     users, items, shops = (found["embeddings"][name] for name in ("users", "items", "shops"))
     assert users["options"] == load_store_options(tmp_path / "deploy.toml", "users").as_dict()
     assert users["options"]["persistent_path"] == f"{tmp_path}/store"
-    assert users["memory_bytes"] == {"cache": 2 << 20, "overflow": 1 << 20, "table": full_table_bytes(1000, LINE)}
+    full_table = compute_full_table_bytes(1000, LINE)
+    assert users["memory_bytes"] == {"cache": 2 << 20, "overflow": 1 << 20, "table": full_table}
     assert (items["memory_bytes"], items["disk"]) == ({"table": None}, None)
     assert shops["memory_bytes"]["cache"] == "auto"
-    assert found["memory_bytes"] == (3 << 20) + full_table_bytes(1000, LINE)
+    assert found["memory_bytes"] == (3 << 20) + full_table
     disk = users["disk"]
     assert (disk["store"], disk["rows_bytes"]) == (f"{tmp_path}/store/users", 1000 * ROW)
     assert disk["snapshots"] == f"{tmp_path}/store/users/snapshots"

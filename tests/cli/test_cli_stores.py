@@ -120,7 +120,7 @@ def test_a_row_is_that_of_the_engine_and_of_each_snapshot(cli: Cli, trained: Tra
         snapshot = Snapshot.open(cli.store / "snapshots" / name)
         whole[name] = b"".join(rows.tobytes() for _, rows in snapshot.chunks())
     for name, data in whole.items():
-        rows = np.frombuffer(data, snapshot.manifest.form.dtype)
+        rows = np.frombuffer(data, snapshot.manifest.row_format.dtype)
         for table, key in ((0, -20), (2, 3), (1, 7)):
             [*row] = rows[(rows["table"] == table) & (rows["key"] == np.int64(key).view(np.uint64))]
             arguments = ["store get", str(key), "--table", str(table)] + (["--snapshot", name] if name else [])

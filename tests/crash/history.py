@@ -22,7 +22,7 @@ from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.distributed import World
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.row_format import EMBEDDING, RowForm
+from tierbed.engine.row_format import EMBEDDING, RowFormat
 
 Types = tuple[str, str]
 Numbers = NDArray[np.float32]
@@ -60,7 +60,7 @@ class History:
     def __init__(self, keys: int, life: str, types: Types, world: World | None = None) -> None:
         """world: whose ranks share the rows, and divide the keys of a step among them."""
         self.keys, self.life, self.types, self.world = keys, LIVES[life], types, world
-        self._form = RowForm(DIM, types[0], [STATE], [DIM], [types[1]])
+        self._form = RowFormat(DIM, types[0], [STATE], [DIM], [types[1]])
         self._written: list[dict[Row, Written]] = [{}]
         self._numbers: list[dict[Row, Numbers]] = [{}]  # of each row [2 * DIM]: its embedding, its momentum
 

@@ -26,7 +26,7 @@ from support.ranks import run_ranks
 from support.warm import Child
 from tierbed import MultiTableEmbedding, StoreError
 from tierbed.distributed import World
-from tierbed.engine.row_format import RowForm
+from tierbed.engine.row_format import RowFormat
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.retention import is_replaced
 
@@ -202,7 +202,7 @@ def checked(
 def own_rows(embedding: Any) -> NDArray[np.void]:
     """The rows that this process has."""
     table = embedding.table_handle().open_table
-    return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
+    return np.concatenate([np.empty(0, table.row_format.dtype), *(rows.copy() for _, rows in table.scan())])
 
 
 def way_of(inside: str, kill: Kill) -> tuple[str, str]:
@@ -216,7 +216,7 @@ def way_of(inside: str, kill: Kill) -> tuple[str, str]:
 def rows_of(snapshot: Snapshot) -> Any:
     """All rows, checksums compared."""
     snapshot.verify()
-    empty = np.empty(0, RowForm.from_description(snapshot.description).dtype)
+    empty = np.empty(0, RowFormat.from_description(snapshot.description).dtype)
     return np.concatenate([empty, *(rows.copy() for _, rows in snapshot.chunks(50))])
 
 

@@ -13,8 +13,8 @@ from support import nvrtc
 from support.cells import rotated
 from tierbed.engine.errors import StoreError
 from tierbed.engine.ops.cuda.program import ENGINE, OPTIONS, Program, compile_program
-from tierbed.engine.optim.kernel import find_kernels, struct_name
-from tierbed.engine.row_format import line_bytes_of, words_of
+from tierbed.engine.optim.kernel import find_kernels, make_struct_name
+from tierbed.engine.row_format import compute_line_bytes, count_words
 
 pytestmark = pytest.mark.op
 
@@ -45,14 +45,14 @@ FILES = sorted(str(path.relative_to(ENGINE)) for path in ENGINE.rglob("*.cu"))
 def macros(dim: int, states: int, types: tuple[str, str] = WIDE, numbers: int = 0) -> tuple[tuple[str, str | int], ...]:
     """Of rows with states that elements have, and numbers that rows have. types: of embedding and states."""
     embedding, of_states = types
-    width = words_of(embedding.lower(), dim) + states * words_of(of_states.lower(), dim) + numbers
+    width = count_words(embedding.lower(), dim) + states * count_words(of_states.lower(), dim) + numbers
     return (
         ("TIERBED_DIM", dim),
         ("TIERBED_WIDTH", width),
-        ("TIERBED_LINE_BYTES", line_bytes_of(width)),
+        ("TIERBED_LINE_BYTES", compute_line_bytes(width)),
         ("TIERBED_EMBEDDING", embedding),
         ("TIERBED_STATES", of_states if states else "Float32"),
-        ("TIERBED_NARROW_STATES", states if of_states != "Float32" else 0),
+        ("TIERBED_NUM_16BIT_STATES", states if of_states != "Float32" else 0),
         ("TIERBED_ROW", embedding),
     )
 
@@ -99,7 +99,7 @@ def test_rules_compile(rule: str, target: tuple[str, Target]) -> None:
     gradients, (dim, architecture, rows) = target
     kernel = RULES[rule]
     line = macros(dim, len(kernel.element_states), rows, len(kernel.row_states))
-    rule_macros = (("TIERBED_RULE", struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
+    rule_macros = (("TIERBED_RULE", make_struct_name(rule)), ("TIERBED_GRADIENTS", gradients))
     this = [rule, dim, architecture]
     more = {name: registers for (name, *where), registers in MORE_REGISTERS.items() if where == this}
     check(Program("ops/cuda/update.cu", line + rule_macros), architecture, more)

@@ -23,7 +23,7 @@ from tierbed import CapacityError, InputError, MultiTableEmbedding, OptionError,
 from tierbed.engine.ops.cuda.batch import Faults
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.store.cuda.full import CudaFullStore
+from tierbed.engine.store.cuda.full import CudaFullTier
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_rows_beyond_the_capacity_are_told_at_the_next_call(
 @on_devices
 def test_a_capacity_bounds_what_a_store_takes(device: Device) -> None:
     table = DeviceTable(device, Table([3], tables=1))
-    store = CudaFullStore(table.layout, table.table.layout, 8, Faults(device, "users", 1, 8))
+    store = CudaFullTier(table.layout, table.table.layout, 8, Faults(device, "users", 1, 8))
     tables, keys, (_, lines) = np.zeros(9, np.uint32), np.arange(9, dtype=np.uint64), table.table.lines(9)
     with pytest.raises(CapacityError, match="8"):
         store.write(tables, keys, lines)

@@ -58,7 +58,7 @@ def call(embedding: MultiTableEmbedding, kind: str, rows: list[Row]) -> None:
 
 def counted(embedding: MultiTableEmbedding) -> dict[str, list[int]]:
     """What `metrics` has of the tables, once it is known to sum to the rest."""
-    metrics, store = embedding.metrics(), embedding.table_handle().table.finish_erasures()
+    metrics, store = embedding.metrics(), embedding.table_handle().table.prepare_top_tier()
     tables, top = metrics["tables"], next(iter(store.metrics().values()))  # as the store counts all of them together
     assert list(tables) == list(embedding.spec.labels)
     found = {name: [numbers[name] for numbers in tables.values()] for name in ("rows", "hits", "misses")}

@@ -22,7 +22,7 @@ from support.stores import options
 from support.together import keep_open, killed
 from support.two_towers import TwoTowers, losses, optimizer_of
 from tierbed import EagerOptimizer, MultiTableEmbedding
-from tierbed.engine.durable import temporary_path
+from tierbed.engine.durable import make_temporary_path
 from tierbed.engine.errors import StoreError
 from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, OptimType
 
@@ -339,7 +339,7 @@ def joined_again(path: Path, blocked: int) -> str:
     model = embeddings(path, 2)
     for one in model.children():
         USES["put"](one)  # type: ignore[arg-type]
-    in_the_way = temporary_path(path / f"e{blocked}" / "MARK")
+    in_the_way = make_temporary_path(path / f"e{blocked}" / "MARK")
     in_the_way.mkdir()
     first = eager_of(model)
     said = fails(lambda: step(model, first), StoreError)

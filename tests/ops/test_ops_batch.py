@@ -93,7 +93,7 @@ def check_owners(make: Make, keys: list[int], ranks: int, last: int) -> None:
     processor = make(spec_of(4, tables=TABLES), RowState())
     ids = torch.from_numpy(np.array(keys, np.uint64).view(np.int64))
     lookup = moved(Lookup(ids, torch.arange(len(ids)) % TABLES), processor.device)
-    unique = processor.unique_rows(processor.make_batch([lookup]))
+    unique = processor.list_unique_rows(processor.make_batch([lookup]))
     tables, names = unique.table_ids.tolist(), unique.ids.cpu().numpy().view(np.uint64).tolist()
     rows: list[list[int]] = [[] for _ in range(ranks)]
     for row, name in enumerate(zip(tables, names, strict=True)):

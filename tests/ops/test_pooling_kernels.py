@@ -199,7 +199,7 @@ def check(
         weights = [None if one.weights is None else one.weights.to(place) for one in given]
         of_lookups = Gradients(lookups, [misaligned(grad, place) for grad in grads], weights, out)
 
-        everything = processor.unique_rows(batch)
+        everything = processor.list_unique_rows(batch)
         plain = processor.make_batch([everything])
         store.pin(plain, None)
         processor.assign(plain, written[order], 3)

@@ -17,7 +17,7 @@ from support.stores import STORES, options
 from tierbed import EagerOptimizer, Graph, MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
-from tierbed.engine.optim.catch_up_adam import ALL, CATCH_UP_ADAM, terms
+from tierbed.engine.optim.catch_up_adam import CATCH_UP_ADAM, MAX_MISSED, count_terms
 from tierbed.engine.optim.past_rates import MAX_KNOTS, append_past_rates, is_past_rates
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup
@@ -318,11 +318,11 @@ def test_rows_do_not_depend_on_the_store_or_threads(
 
 
 @pytest.mark.parametrize(
-    ("betas", "count"), [((0.9, 0.999), 207), ((0.0, 0.9), 1), ((0.9, 0.8), ALL), ((0.5, 0.0), ALL)]
+    ("betas", "count"), [((0.9, 0.999), 207), ((0.0, 0.9), 1), ((0.9, 0.8), MAX_MISSED), ((0.5, 0.0), MAX_MISSED)]
 )
 def test_missed_steps_are_taken_singly_down_to_the_rounding(betas: tuple[float, float], count: int) -> None:
-    assert terms(*betas) == count
-    if count < ALL:
+    assert count_terms(*betas) == count
+    if count < MAX_MISSED:
         ratio = betas[0] / np.sqrt(betas[1])
         left = ratio ** np.arange(count, 100 * count + 100) * np.sqrt(1 + np.arange(count, 100 * count + 100))
         assert left.sum() <= 2**-24

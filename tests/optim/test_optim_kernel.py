@@ -10,7 +10,7 @@ import pytest
 
 from support.rule_references import CATCH_UPS, REFERENCES
 from tierbed.engine.optim import kernel
-from tierbed.engine.optim.rule import all_rules
+from tierbed.engine.optim.rule import load_rules
 
 pytestmark = pytest.mark.optimizer
 
@@ -23,14 +23,14 @@ def test_the_build_reads_the_kernels_without_any_package(tmp_path: Path) -> None
 
 def test_what_is_read_from_the_files_is_what_they_declare() -> None:
     declared = {found.name: found for found in kernel.find_kernels()}
-    assert declared == {rule.kernel.name: rule.kernel for rule in all_rules()}
+    assert declared == {rule.kernel.name: rule.kernel for rule in load_rules()}
     assert list(declared) == sorted(declared)
 
 
 def test_every_kernel_has_a_reference_and_one_for_missed_steps() -> None:
-    assert {rule.kernel.name for rule in all_rules()} == set(REFERENCES)
+    assert {rule.kernel.name for rule in load_rules()} == set(REFERENCES)
     catching_up = {"catch_up_adam", "catch_up_adam_l2", "catch_up_adamw"}
-    assert {rule.kernel.name for rule in all_rules() if rule.kernel.catch_up} == set(CATCH_UPS) == catching_up
+    assert {rule.kernel.name for rule in load_rules() if rule.kernel.catch_up} == set(CATCH_UPS) == catching_up
 
 
 def test_a_kernel_that_is_not_made_of_literals_names_its_file_and_line(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def test_rows_in_every_batch_equal_the_dense_step(kind: type[torch.optim.Optimiz
     parameter = torch.nn.Parameter(torch.randn(8, 5, generator=generator))
     optimizer = kind([parameter], **options)
     rows = row_optimizer(optimizer, optimizer.param_groups[0])
-    state = rows.row_state(5)
+    state = rows.make_row_state(5)
     initial = np.repeat(np.array(state.initial, np.float32), state.widths)
     values = np.concatenate([parameter.detach().numpy().copy(), np.tile(initial, (8, 1))], axis=1)
     updates = np.zeros(8, np.uint32)

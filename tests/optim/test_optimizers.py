@@ -18,7 +18,7 @@ from tierbed.engine import _core
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam
 from tierbed.engine.optim.row_optimizer import RowOptimizer, row_optimizer
-from tierbed.engine.optim.rule import all_rules
+from tierbed.engine.optim.rule import load_rules
 
 pytestmark = pytest.mark.optimizer
 
@@ -55,7 +55,7 @@ NO_EPS = [(torch.optim.Adagrad, {}), (torch.optim.Adam, {}), (torch.optim.AdamW,
 @pytest.mark.parametrize(("kind", "options"), NO_EPS, ids=["adagrad", "adam", "adamw"])
 def test_without_eps_a_gradient_of_zero_makes_no_nan(kind: type, options: dict[str, Any]) -> None:
     rows = rows_of(kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1, eps=0.0, **options))
-    table = Table([3], rows.initial, state_widths=rows.row_state(3).widths)
+    table = Table([3], rows.initial, state_widths=rows.make_row_state(3).widths)
     store = _core.FullTable(table.layout)
     batch = table.batch(np.arange(4, dtype=np.uint64), np.zeros(4, np.uint32))
     store.find(batch)
@@ -132,7 +132,7 @@ def test_every_optimizer_that_a_refusal_names_can_be_imported_by_that_name(kind:
     named = re.findall(r"\w+(?:\.\w+)+", str(caught.value))
     found = [getattr(importlib.import_module(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in named]
     assert found[0] is kind
-    assert set(found[1:]) == {rule.optimizer for rule in all_rules()}
+    assert set(found[1:]) == {rule.optimizer for rule in load_rules()}
     if kind.__module__.startswith("torch"):
         assert named[0] == f"torch.optim.{kind.__name__}"
 

@@ -20,11 +20,11 @@ from support.places import BENCHMARKS, environment
 from support.refusals import check_refusal
 from tierbed import OptionError, plan
 from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
-from tierbed.engine.host_memory import FreeMemory, free_host_memory
+from tierbed.engine.host_memory import FreeMemory, read_free_host_memory
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.processors.cuda import make_cuda_factory
 from tierbed.engine.table.auto_budgets import AutoBudgets
-from tierbed.engine.table.stack import processor_factory
+from tierbed.engine.table.stack import get_processor_factory
 
 sys.path.insert(0, str(BENCHMARKS))
 from disk.memory_limit import may_limit, memory_limit
@@ -54,7 +54,7 @@ def ssd(path: Path, budget_mb: Any = "auto", **more: Any) -> Any:
 
 
 def processor(options: Any) -> Any:
-    return processor_factory(torch.device("cpu"), options)(make(options).spec, RowState(), None)
+    return get_processor_factory(torch.device("cpu"), options)(make(options).spec, RowState(), None)
 
 
 def numbers(options: Any, root: Path, name: str = "rows") -> Any:
@@ -314,18 +314,18 @@ def test_the_least_of_the_machine_and_its_groups_is_free(
     tmp_path: Path, files: dict[str, str], free: int | None, group: str | None
 ) -> None:
     expected = OF_MACHINE if free is None else FreeMemory(free, f"in the memory cgroup '{group}'")
-    assert free_host_memory(laid_out(tmp_path, {**MACHINE, **files})) == expected
+    assert read_free_host_memory(laid_out(tmp_path, {**MACHINE, **files})) == expected
 
 
 @pytest.mark.parametrize("files", [{}, {"proc/meminfo": "MemTotal: 8000 kB\n"}, {**own("0::/a"), **v2("a/", "9", 1)}])
 def test_where_proc_does_not_tell_nothing_is_known(tmp_path: Path, files: dict[str, str]) -> None:
-    assert free_host_memory(laid_out(tmp_path, files)) is None
+    assert read_free_host_memory(laid_out(tmp_path, files)) is None
 
 
 def test_this_process_in_a_group_of_its_own_has_what_the_limit_leaves() -> None:
     if reason := may_limit():
         pytest.skip(f"this user may make no memory cgroup: {reason}")
-    code = "from tierbed.engine.host_memory import free_host_memory as f; free = f(); print(free.bytes, free.location)"
+    code = "from tierbed.engine.host_memory import read_free_host_memory as f; m = f(); print(m.bytes, m.location)"
     limit = 192 << 20
     with memory_limit(limit) as enter:
         found = subprocess.check_output([sys.executable, "-c", code], preexec_fn=enter, env=environment(), text=True)

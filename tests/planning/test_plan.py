@@ -25,7 +25,7 @@ from tierbed import InputError, MultiTableEmbedding, OptionError, plan
 from tierbed.engine import _core
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.options.table_spec import table_spec
+from tierbed.engine.options.table_spec import make_table_spec
 from tierbed.planning.plan import Plan, RankPlan
 from tierbed.planning.stack_distance import Sample, depths
 
@@ -163,9 +163,9 @@ def test_a_row_has_the_bytes_of_its_line() -> None:
         name = str(state_dtype).removeprefix("torch.")
         widths = (dim,) * (state // dim) + (1,) * (state % dim)
         narrow = (name,) * (state // dim) + ("float32",) * (state % dim) if name != "float32" else ()
-        spec = table_spec("rows", dim, torch.int64, [make_constant_initializer(0.0)], None, 0, dtype, state_dtype)
+        spec = make_table_spec("rows", dim, torch.int64, [make_constant_initializer(0.0)], None, 0, dtype, state_dtype)
         names = tuple(map(str, range(len(widths))))
-        layout = spec.layout(RowState("rule", names, widths, (0.0,) * len(widths), narrow))
+        layout = spec.make_layout(RowState("rule", names, widths, (0.0,) * len(widths), narrow))
         assert made.line_bytes == layout.line_bytes
 
 

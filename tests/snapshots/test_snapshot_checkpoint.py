@@ -27,7 +27,7 @@ from tierbed import SnapshotError, StoreError
 from tierbed.engine import _core
 from tierbed.engine.options.store_options import format_options
 from tierbed.engine.store.rocksdb import RocksDB
-from tierbed.engine.table.row_scan import line_addresses
+from tierbed.engine.table.row_scan import locate_lines
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks, write_rocksdb
@@ -43,7 +43,7 @@ pytestmark = pytest.mark.skipif(not _core.has_rocksdb, reason="no RocksDB")
 
 def put(tier: RocksDB, count: int = 400, seed: int = 0) -> None:
     rows = make_rows(WIDTH, count, seed)
-    tier.write(rows["table"].copy(), rows["key"].copy(), line_addresses(rows))
+    tier.write(rows["table"].copy(), rows["key"].copy(), locate_lines(rows))
 
 
 def erase(tier: RocksDB, count: int = 400, seed: int = 0) -> None:

@@ -115,7 +115,7 @@ def test_storage_dim_tells_whether_optimizer_state_is_read(tmp_path: Path) -> No
         seen = embedding.get(torch.arange(6)).numpy()
         snapshot = Snapshot.open(path / "snapshots" / "s")
         raw = np.concatenate([rows for _, rows in snapshot.chunks()])
-        width = snapshot.manifest.form.width
+        width = snapshot.manifest.row_format.width
         assert read_all(path, "s", *KINDS, DIM) == ordered(np.arange(6), seen)
         assert read_all(path, "s", *KINDS, width) == ordered(raw["key"], raw["values"])
         check_refusal(

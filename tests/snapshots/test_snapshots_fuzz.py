@@ -154,7 +154,7 @@ CLAIMED = 1 << 40  # rows, 44 TB of them
 
 def claim_rows(folder: Path, kind: str) -> None:
     """It claims missing rows, in the manifest and in each header."""
-    itemsize = Snapshot.open(folder).manifest.form.dtype.itemsize
+    itemsize = Snapshot.open(folder).manifest.row_format.dtype.itemsize
     buckets = [file.name for file in folder.glob("bucket-*")]
 
     def claim(content: dict[str, Any]) -> None:

@@ -45,7 +45,7 @@ def test_a_golden_snapshot_is_verified_loaded_and_trained_on(tmp_path: Path, nam
     if dtype:
         assert (snapshot.description["dtype"], snapshot.description["state_dtypes"]) == (dtype, [states] * 2)
     if kind != "checkpoint":
-        found, form = reader_of_the_docs()(golden / kind), snapshot.manifest.form
+        found, form = reader_of_the_docs()(golden / kind), snapshot.manifest.row_format
         assert len(found) == len(expected)
         for row in expected:
             numbers = np.concatenate([form.values(row[None], field)[0] for field in form.counts])

@@ -32,7 +32,7 @@ from tierbed import EagerOptimizer, MultiTableEmbedding, make_host_mem_store_opt
 from tierbed.engine import _core
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.row_format import LAST_STEP, RowForm
+from tierbed.engine.row_format import LAST_STEP, RowFormat
 from tierbed.optim import RowWiseAdagrad
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
@@ -59,10 +59,10 @@ def test_what_was_exported_comes_back_bit_for_bit(
     path = tmp_path_factory.mktemp("store")
     width, types, changes = form
     about = description(width, types, key_type=key_type, tables=CONSTANTS, seed=-(2**63), step=LAST_STEP, **changes)
-    rows, row_form = make_rows(width, count, seed, types=types), RowForm.from_description(about)
+    rows, row_form = make_rows(width, count, seed, types=types), RowFormat.from_description(about)
     if key_type == "int32":
         rows["key"] = rows["key"].astype(np.int32).astype(np.int64).astype(np.uint64)
-    if row_form.is_narrow:
+    if row_form.has_16bit_floats:
         for name in row_form.counts:  # each NaN is the one that rows have
             row_form.set_values(rows, name, row_form.values(rows, name))
     buckets = _core.buckets(rows["table"].copy(), rows["key"].copy())
@@ -241,7 +241,7 @@ def test_states_of_a_dense_table_come_with_its_rows(kind: str, name: str, kind_o
         for _, chunk in table.scan():
             keys = chunk["key"].astype("i8")
             for field, wanted in (("sum", state), ("embedding", weights)):
-                found = torch.from_numpy(table.form.values(chunk, field).copy())
+                found = torch.from_numpy(table.row_format.values(chunk, field).copy())
                 assert torch.equal(found, wanted[keys].view(len(chunk), -1))
         del kept
 

@@ -287,7 +287,7 @@ def test_weights_alone_go_on_with_another_optimizer(tmp_path: Path, store: str, 
         rows, initial = contents(embedding), np.float32(0.1)
         if types[1] == torch.bfloat16:
             initial = to_float32(to_stored(np.array([initial]), "bfloat16"), "bfloat16")[0]
-        np.testing.assert_array_equal(embedding.table_handle().table.form.values(rows, "sum"), initial)
+        np.testing.assert_array_equal(embedding.table_handle().table.row_format.values(rows, "sum"), initial)
         assert (rows["step"] == 0).all()
         grow(embedding, 1)
 

@@ -26,7 +26,7 @@ from support.snapshot_parts import in_parts
 from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, SnapshotError, StoreError, row_optimizer
 from tierbed.engine import _core
-from tierbed.engine.row_format import RowForm, find_overflows, to_float32, to_stored
+from tierbed.engine.row_format import RowFormat, find_overflows, to_float32, to_stored
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
 from tierbed.snapshots.exchange.export import export_snapshot
@@ -60,7 +60,7 @@ def saved(folder: Path, types: Types) -> Snapshot:
 
 def numbers(snapshot: Snapshot, rows: NDArray[np.void] | None = None) -> NDArray[np.float32]:
     """The numbers of each row [n, 6]."""
-    form, present = snapshot.manifest.form, whole(snapshot) if rows is None else rows
+    form, present = snapshot.manifest.row_format, whole(snapshot) if rows is None else rows
     return np.concatenate([form.values(present, name) for name in form.counts], axis=1)
 
 
@@ -76,7 +76,7 @@ def test_an_export_has_float32_and_one_without_state_the_same_embeddings(tmp_pat
     bare, rows = Snapshot.open(tmp_path / "bare"), whole(snapshot)
     bare.verify()
     narrow = types[0] != "float32"
-    assert ("state_dtypes" in bare.description, bare.manifest.form.is_narrow) == (narrow, narrow)
+    assert ("state_dtypes" in bare.description, bare.manifest.row_format.has_16bit_floats) == (narrow, narrow)
     assert numbers(bare).tobytes() == numbers(snapshot, rows[rows["table"] != 1])[:, :3].tobytes()
     assert not whole(bare)["step"].any()
 
@@ -186,7 +186,7 @@ def test_states_that_would_share_a_place_are_told_apart_by_name(tmp_path: Path) 
     """A chain of narrow rows whose states have other names is none: NumPy would read them as one."""
     about = description(6, NARROW[1])
     other = about | {"optimizer": "another", "states": ["other"], "hyper": []}
-    assert RowForm.from_description(about).width == RowForm.from_description(other).width
+    assert RowFormat.from_description(about).width == RowFormat.from_description(other).width
     write_snapshot(tmp_path / "s", about, [])
     with pytest.raises(SnapshotError, match="other optimizer state"):
         write_incremental(tmp_path / "t", Snapshot.open(tmp_path / "s"), other, 0, [])
@@ -242,15 +242,15 @@ def test_a_number_is_narrowed_as_torch_does(type: str, bits: list[int]) -> None:
     np.testing.assert_array_equal(find_overflows(values, type), np.isfinite(values) & np.isinf(wanted))
 
 
-def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np.void], RowForm]:
+def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np.void], RowFormat]:
     """The rows of a snapshot in another type, and their form."""
     selection = Selection(convert=True, types=types, **more)
-    form = RowForm.from_description(selection.description(snapshot.description))
+    form = RowFormat.from_description(selection.description(snapshot.description))
     chunks = [rows for _, rows in selection.rows_of(snapshot, LoadReport())]
     return np.concatenate([np.empty(0, form.dtype), *chunks]), form
 
 
-def finite(rows: NDArray[np.void], form: RowForm) -> None:
+def finite(rows: NDArray[np.void], form: RowFormat) -> None:
     """Give each number that a narrower type cannot hold another value."""
     for name in form.counts:
         values = form.values(rows, name).copy()
@@ -375,9 +375,9 @@ def names_of(types: Dtypes) -> list[str]:
     return [str(dtype).removeprefix("torch.") for dtype in types]
 
 
-def form_like(types: Dtypes) -> RowForm:
+def form_like(types: Dtypes) -> RowFormat:
     dtype, *states = names_of(types)
-    return RowForm(DIM, dtype, ["sum"], [DIM], states)
+    return RowFormat(DIM, dtype, ["sum"], [DIM], states)
 
 
 @pytest.fixture
@@ -405,9 +405,9 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
         own = "of bfloat16 with states of bfloat16"
         check_refusal((partial(load, name), SnapshotError, f"dtype {said}", own, "convert=True"))
         live, report = load(name, convert=True)
-        assert (live.form.dtype, report.rows) == (form_like(PAIRS[0]).dtype, 20)
+        assert (live.row_format.dtype, report.rows) == (form_like(PAIRS[0]).dtype, 20)
     assert last_snapshot(closed.path) == "narrow"
-    assert list(load("wide", state=False, convert=True)[0].form.counts) == ["embedding"]
+    assert list(load("wide", state=False, convert=True)[0].row_format.counts) == ["embedding"]
     load("narrow")  # rows without states take those of any
     assert load("narrow", convert=True)[0].description == Snapshot.open(closed.snapshots / "narrow").description
     closed.clear_clean_marker()

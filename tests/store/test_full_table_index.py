@@ -24,8 +24,8 @@ from tierbed.engine.ops.cuda.batch import Batch, Faults
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.step import assign
 from tierbed.engine.row_format import row_dtype
-from tierbed.engine.store.cuda.full import CudaFullStore
-from tierbed.engine.store.full import CpuFullStore
+from tierbed.engine.store.cuda.full import CudaFullTier
+from tierbed.engine.store.full import CpuFullTier
 
 pytestmark = pytest.mark.op
 
@@ -37,7 +37,7 @@ class Native:
     """A full table of the core. Batches are of the rows of a table."""
 
     def __init__(self, table: Table) -> None:
-        self.table, self.store = table, CpuFullStore(table.layout, "device")
+        self.table, self.store = table, CpuFullTier(table.layout, "device")
 
     def batch(self, keys: NDArray[np.uint64], tables: NDArray[np.uint32]) -> _core.Batch:
         return self.table.batch(keys, tables)
@@ -60,7 +60,7 @@ class OnDevice:
         self.side = DeviceTable(device(), table)
         self.faults = Faults(self.side.device, "t", table.tables, None)
         self.side.faults = self.faults.word
-        self.store = CudaFullStore(self.side.layout, table.layout, None, self.faults, tier)
+        self.store = CudaFullTier(self.side.layout, table.layout, None, self.faults, tier)
 
     def batch(self, keys: NDArray[np.uint64], tables: NDArray[np.uint32]) -> Batch:
         return self.side.batch([(keys.tolist(), tables.tolist(), None)])

@@ -15,7 +15,7 @@ from support.refusals import check_refusal
 from support.rows import Table
 from support.stores import options
 from tierbed import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
-from tierbed.engine.options.rocksdb_options import ALLOWED_OPTIONS, TABLE, format_allowed
+from tierbed.engine.options.rocksdb_options import ALLOWED_OPTIONS, BLOCK_TABLE, format_allowed
 from tierbed.engine.options.store_options import store_options_from_dict
 from tierbed.engine.store.rocksdb import RocksDB
 
@@ -96,22 +96,22 @@ WRONG: list[tuple[Any, tuple[str, ...]]] = [
     ({"write_buffer_sizes": 3}, ("did you mean write_buffer_size?",)),
     ({"block_size": 8192}, ("did you mean block_size in block_based_table_factory?",)),
     ({"block_sizes": 4096}, ("did you mean block_size in block_based_table_factory?",)),
-    ({TABLE: {"block_sizes": 3}}, ("did you mean block_size?",)),
-    ({TABLE: 8}, ("block_size",)),
+    ({BLOCK_TABLE: {"block_sizes": 3}}, ("did you mean block_size?",)),
+    ({BLOCK_TABLE: 8}, ("block_size",)),
     ({"compression_opts": "4:5:6:7"}, ("level",)),
     ({"compression_opts": {"levels": 4}}, ("did you mean level?",)),
     # what ends the process, or takes minutes
     ({"prefix_extractor": "fixed:4"}, ("docs/tiers.md", "leave it out")),
     ({"memtable": "prefix_hash"}, ("leave it out",)),
     ({"memtable_factory": "vector"}, ("leave it out",)),
-    ({TABLE: {"index_type": "kHashSearch"}}, ("give one of kBinarySearch, kTwo",)),
+    ({BLOCK_TABLE: {"index_type": "kHashSearch"}}, ("give one of kBinarySearch, kTwo",)),
     # what breaks a promise
     *(({name: value}, ("leave it out",)) for name, value in OWN_PROMISES.items()),
     ({"allow_mmap_reads": True}, ("give read_mode=",)),
     ({"max_background_flushes": 4}, ("give max_background_jobs instead",)),
-    ({TABLE: {"no_block_cache": True}}, ("give rocksdb_cache_mb instead",)),
-    ({TABLE: {"checksum": "kNoChecksum"}}, ("give one of kCRC32c",)),
-    ({TABLE: {"block_align": True}}, ("give false",)),
+    ({BLOCK_TABLE: {"no_block_cache": True}}, ("give rocksdb_cache_mb instead",)),
+    ({BLOCK_TABLE: {"checksum": "kNoChecksum"}}, ("give one of kCRC32c",)),
+    ({BLOCK_TABLE: {"block_align": True}}, ("give false",)),
     ({"compaction_style": "kCompactionStyleFIFO"}, ("give one of kCompact",)),
     # values outside the range, and those that RocksDB would read as another
     ({"max_background_jobs": "many"}, ("give 1 to 64",)),

@@ -86,7 +86,7 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
             return {row for _, rows in steps for row in rows} | left
 
         def changes_since(id: str) -> Iterator[Change]:
-            found = table.observers.read_delta(id)
+            found = table.observers.read_changes(id)
             assert found is not None
             return iter(found)
 
@@ -100,10 +100,10 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
         table.observers.track_changes(FIRST)
         kept = by_name(contents(embedding))
         touched = go(during)
-        assert table.observers.read_delta(SECOND) is None
+        assert table.observers.read_changes(SECOND) is None
         next(changes_since(FIRST), None)  # the save fails here: nothing is forgotten
         kept = check(kept, FIRST, touched | go(after))
-        table.observers.note_saved(SECOND)
+        table.observers.record_save(SECOND)
         touched = go(during)
-        assert table.observers.read_delta(FIRST) is None
+        assert table.observers.read_changes(FIRST) is None
         check(kept, SECOND, touched)

@@ -13,13 +13,13 @@ from support.caches import TABLE, Model, Row
 from support.cuda_tables import DeviceTable, tensor
 from tierbed.engine._core import WAY_BYTES, WAYS
 from tierbed.engine.cache.cuda.cache import Cache
-from tierbed.engine.cache.cuda.cached import CudaCachedStore
+from tierbed.engine.cache.cuda.cached import CudaCachedTier
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch, Faults
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.store.cuda.full import CudaFullStore
-from tierbed.engine.store.full import CpuFullStore
+from tierbed.engine.store.cuda.full import CudaFullTier
+from tierbed.engine.store.full import CpuFullTier
 
 
 class DeviceCache:
@@ -32,12 +32,12 @@ class DeviceCache:
         self.faults = Faults(device, "t", TABLE.tables, None)
         layout = self.side.layout
         self.cache = cache = Cache(layout, sets * WAYS * (layout.line_bytes + WAY_BYTES + 1), policy)
-        self.store: CudaCachedStore | CachedTable
+        self.store: CudaCachedTier | CachedTable
         if below == "table":
-            full = CudaFullStore(layout, TABLE.layout, capacity, self.faults, "host")
+            full = CudaFullTier(layout, TABLE.layout, capacity, self.faults, "host")
             self.store = CachedTable(layout, full, cache, self.faults)
         else:
-            self.store = CudaCachedStore(layout, CpuFullStore(TABLE.layout, "host"), cache, self.faults)
+            self.store = CudaCachedTier(layout, CpuFullTier(TABLE.layout, "host"), cache, self.faults)
         self.prefetch, self.cancel = self.store.prefetch, self.store.cancel
         self.peek, self.flush, self.close = self.store.peek, self.store.flush, self.store.close
         self.model = Model(self)

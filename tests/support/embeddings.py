@@ -80,7 +80,7 @@ def pin_and_update(embedding: MultiTableEmbedding, ids: Ids, tables: Ids | int =
 def contents(embedding: MultiTableEmbedding) -> NDArray[np.void]:
     """Every row with optimizer state and lifecycle record, in the order of a scan."""
     table = embedding.table_handle().table
-    return np.concatenate([np.empty(0, table.form.dtype), *(rows.copy() for _, rows in table.scan())])
+    return np.concatenate([np.empty(0, table.row_format.dtype), *(rows.copy() for _, rows in table.scan())])
 
 
 def rows_by_key(embedding: MultiTableEmbedding) -> dict[tuple[int, int], list[float]]:

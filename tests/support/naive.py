@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from support.arithmetic import normal_quantile, row_sum
 from support.rule_references import CATCH_UPS, REFERENCES, PastRates
 from tierbed.engine.optim.kernel import LIMITS
-from tierbed.engine.optim.rule import Rule, all_rules
+from tierbed.engine.optim.rule import Rule, load_rules
 from tierbed.engine.options.initializers import CONSTANT, UNIFORM
 from tierbed.engine.row_format import to_float32, to_stored
 
@@ -277,7 +277,7 @@ def _sum(rows: F32) -> F32:
 
 
 def rule_named(kernel: str) -> Rule:
-    return {rule.kernel.name: rule for rule in all_rules()}[kernel]
+    return {rule.kernel.name: rule for rule in load_rules()}[kernel]
 
 
 def update(

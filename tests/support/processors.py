@@ -20,7 +20,7 @@ from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_table_options
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.options.table_spec import TableSpec, table_spec
+from tierbed.engine.options.table_spec import TableSpec, make_table_spec
 from tierbed.engine.processors.cpu import CpuProcessor
 from tierbed.engine.processors.cuda import CudaProcessor
 
@@ -76,7 +76,7 @@ def spec_of(
         make_table_options([INITIALIZERS[(at + group) % len(INITIALIZERS)] for group in groups], ids=limit)
         for at, limit in enumerate(limits)
     ]
-    return table_spec("t", columns, torch.int64, made, padding, 7, *(getattr(torch, one) for one in types))
+    return make_table_spec("t", columns, torch.int64, made, padding, 7, *(getattr(torch, one) for one in types))
 
 
 def moved(lookup: Lookup, device: torch.device) -> Lookup:
@@ -86,7 +86,7 @@ def moved(lookup: Lookup, device: torch.device) -> Lookup:
 
 def names_of(processor: Any, batch: Any) -> list[tuple[int, int]]:
     """(table, key) of each row, keys without sign."""
-    unique = processor.unique_rows(batch)
+    unique = processor.list_unique_rows(batch)
     tables = torch.zeros_like(unique.ids) if unique.table_ids is None else unique.table_ids
     keys = unique.ids.cpu().numpy().view(np.uint64).tolist()
     return list(zip(tables.tolist(), keys, strict=True))

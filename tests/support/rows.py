@@ -20,7 +20,7 @@ from tierbed.engine.options.initializers import (
     make_trunc_normal_initializer,
     make_uniform_initializer,
 )
-from tierbed.engine.row_format import NUMBERS, RowForm, to_float32, to_stored
+from tierbed.engine.row_format import STORED_DTYPES, RowFormat, to_float32, to_stored
 
 F32 = NDArray[np.float32]
 
@@ -47,12 +47,12 @@ class Table:
         tables: int = len(INITIALIZERS),
         state_widths: Sequence[int] | None = None,
         types: tuple[str, str] = ("float32", "float32"),
-        narrow_states: int = 0,
+        num_16bit_states: int = 0,
         last_ids: list[int] | None = None,
     ) -> None:
         """Each state is as wide as the embedding where `state_widths` does not say.
 
-        types: of embedding and of the first `narrow_states` states. last_ids: of each table, if ids have numbers.
+        types: of embedding and of the first `num_16bit_states` states. last_ids: of each table, if ids have numbers.
         """
         options = [
             make_table_options([INITIALIZERS[(table + group) % len(INITIALIZERS)] for group in range(len(columns))])
@@ -62,16 +62,16 @@ class Table:
         self.kinds, self.parameters, self.quantiles = as_arrays(options, columns)
         self.dim = sum(columns)
         self.state_widths = [self.dim] * len(self.states) if state_widths is None else list(state_widths)
-        self.narrow = *types, narrow_states
+        self.narrow = *types, num_16bit_states
         self._initial_of = seed, self.columns, self.kinds, self.parameters, self.quantiles
         self.layout = _core.Layout(
             self.dim, self.states, self.state_widths, *self._initial_of, *self.narrow, last_ids=last_ids
         )
-        self.types = [types[1]] * narrow_states + ["float32"] * (len(self.states) - narrow_states)
+        self.types = [types[1]] * num_16bit_states + ["float32"] * (len(self.states) - num_16bit_states)
         names = [f"state{index}" for index in range(len(self.states))]
-        self.form = RowForm(self.dim, types[0], names, self.state_widths, self.types)
+        self.row_format = RowFormat(self.dim, types[0], names, self.state_widths, self.types)
         self.width = self.layout.width
-        assert self.width == self.form.width
+        assert self.width == self.row_format.width
         self._line = ctypes.c_uint32 * (self.width + 2)
         self._initial: dict[tuple[int, int], F32] = {}
 
@@ -97,7 +97,7 @@ class Table:
 
     def _by_field(self, values: F32, change: Callable[[F32, str, slice], F32]) -> F32:
         out, begin = np.empty_like(values), 0
-        for field in self.form.fields:
+        for field in self.row_format.fields:
             place = slice(begin, begin := begin + field.count)
             out[:, place] = change(values[:, place], field.type, place)
         return out
@@ -128,8 +128,8 @@ class Table:
         """[n, dim and all states], the numbers of the words [n, width] of lines."""
         kept = np.ascontiguousarray(words).view(np.uint8)
         parts = []
-        for field in self.form.fields:
-            dtype = NUMBERS[field.type]
+        for field in self.row_format.fields:
+            dtype = STORED_DTYPES[field.type]
             end = field.begin + field.count * dtype.itemsize
             parts.append(to_float32(np.ascontiguousarray(kept[:, field.begin : end]).view(dtype), field.type))
             assert not kept[:, end : field.end].any(), "padding is not zeros"

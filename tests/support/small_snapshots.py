@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
-from tierbed.engine.row_format import LAST_STEP, RowForm
+from tierbed.engine.row_format import LAST_STEP, RowFormat
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.store.selection import Types, converted_description
 
@@ -31,7 +31,7 @@ UNIFORM = {"type": "uniform", "low": -0.1, "high": 0.1}
 
 
 def whole(snapshot: Snapshot) -> NDArray[np.void]:
-    empty = np.empty(0, snapshot.manifest.form.dtype)
+    empty = np.empty(0, snapshot.manifest.row_format.dtype)
     return np.concatenate([empty, *(rows for _, rows in snapshot.chunks())])
 
 
@@ -60,8 +60,8 @@ def description(width: int = 6, types: Types = TYPES[0], **changes: Any) -> dict
     return (plain if types == TYPES[0] else converted_description(plain, types)) | changes
 
 
-def form_of(width: int = 6, types: Types = TYPES[0]) -> RowForm:
-    return RowForm.from_description(description(width, types))
+def form_of(width: int = 6, types: Types = TYPES[0]) -> RowFormat:
+    return RowFormat.from_description(description(width, types))
 
 
 def keys_in(bucket: int, tables: NDArray[np.uint32], numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -106,7 +106,7 @@ def make_rows(
     rows["key"][:2] = [0, 2**64 - 1][:count]
     if bucket is not None:
         rows["key"] = keys_in(bucket, rows["table"], rows["key"] >> 6)
-    for name in ("values",) if not form.is_narrow else form.counts:
+    for name in ("values",) if not form.has_16bit_floats else form.counts:
         field, count_of = form.dtype[name].base, form.dtype[name].shape
         bits = random.integers(0, 2 ** (8 * field.itemsize), (count, *count_of), f"u{field.itemsize}")
         rows[name] = bits.view(field)

@@ -134,7 +134,7 @@ def test_there_is_one_save_at_a_time() -> None:
         for other in (
             observers.open_image,
             observers.check_not_saving,
-            lambda: observers.track_changes("1" * 32) or observers.read_delta("1" * 32),
+            lambda: observers.track_changes("1" * 32) or observers.read_changes("1" * 32),
             lambda: observers.save_in_background("snapshot 'two'", now.writer),
         ):
             with pytest.raises(StoreError, match=r"snapshot 'one' is still being saved .*wait\(\)"):
@@ -156,11 +156,11 @@ def test_changes_during_a_save_are_not_in_it(tmp_path: Path, store: str) -> None
         save.wait()
 
         def names(since: str) -> list[int]:
-            found = table.observers.read_delta(since)
+            found = table.observers.read_changes(since)
             assert found is not None
             return sorted(key for _, rows, _ in found for key in rows["key"].tolist())
 
         if store == "host":  # it failed to become the one that changes are noted since
             assert names("1" * 32) == [1, 2, 3]
-        table.observers.note_saved("2" * 32)
+        table.observers.record_save("2" * 32)
         assert names("2" * 32) == ([] if store == "host" else [2, 3])

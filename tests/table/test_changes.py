@@ -161,7 +161,7 @@ def test_only_what_was_written_is_noted(tmp_path: Path, store: str) -> None:
         table.observers.track_changes(FIRST)
         embedding.get(np.arange(50), 0)
         train(embedding, range(40, 60))  # ten of them are seen for the first time, and refused
-        found = table.observers.read_delta(FIRST)
+        found = table.observers.read_changes(FIRST)
         assert found is not None
         rows, gone = zip(*((rows, gone) for _, rows, gone in found), strict=True)
         assert sorted(np.concatenate(rows)["key"].tolist()) == list(range(40, 50))
@@ -173,7 +173,7 @@ def test_chunks_of_changes_are_bounded() -> None:
         table = embedding.table_handle().table
         table.observers.track_changes(FIRST)
         train(embedding, range(2000))
-        found = table.observers.read_delta(FIRST)
+        found = table.observers.read_changes(FIRST)
         assert found is not None
         sizes = [len(rows) for _, rows, _ in found]
         assert sum(sizes) == 2000
@@ -183,13 +183,13 @@ def test_chunks_of_changes_are_bounded() -> None:
 def test_what_is_tracked_begins_anew() -> None:
     with make(options("device"), "sgd") as embedding:
         table = embedding.table_handle().table
-        assert table.observers.read_delta(FIRST) is None
+        assert table.observers.read_changes(FIRST) is None
         table.observers.track_changes(FIRST)
         train(embedding, range(9))
         table.observers.track_changes(SECOND)
         train(embedding, [4])
-        assert table.observers.read_delta(FIRST) is None
-        found = table.observers.read_delta(SECOND)
+        assert table.observers.read_changes(FIRST) is None
+        found = table.observers.read_changes(SECOND)
         assert found is not None
         assert [rows["key"].tolist() for _, rows, _ in found] == [[4]]
 
@@ -199,7 +199,7 @@ def test_changes_of_a_closed_table_are_not_read() -> None:
     table = embedding.table_handle().table
     table.observers.track_changes(FIRST)
     train(embedding, range(9))
-    found = table.observers.read_delta(FIRST)
+    found = table.observers.read_changes(FIRST)
     assert found is not None
     next(found)
     embedding.close()

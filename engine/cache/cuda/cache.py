@@ -328,9 +328,9 @@ class DeviceCache(TopTier[Batch]):
             self._cache.find(batch)
             if not (line := int(batch.lines)):
                 return below
-            record = self._staging.describe(batch.lines)
-            state = self._cache.describe(line, record["updates"], self._window.last_completed)
-            return [{"tier": "device", **record, **state}, *below]
+            row_state = self._staging.describe(batch.lines)
+            state = self._cache.describe(line, row_state["updates"], self._window.last_completed)
+            return [{"tier": "device", **row_state, **state}, *below]
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
         with self._window.exclusive():

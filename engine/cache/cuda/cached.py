@@ -21,7 +21,7 @@ from ...store.full import check_capacity
 from .cache import Admission, Cache, DeviceCache
 
 
-class CudaCachedStore(DeviceCache):
+class CudaCachedTier(DeviceCache):
     """A write-back cache in device memory above a host tier. Prefetches the rows of announced batches."""
 
     def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
@@ -100,7 +100,7 @@ class CudaCachedStore(DeviceCache):
         self._write_back()
         self._below.flush()
 
-    def change_source(self) -> WriteBackLog:
+    def start_change_source(self) -> WriteBackLog:
         self._write_back()  # the log is for later changes only
         self._write_back_log = WriteBackLog(self._write_back)
         return self._write_back_log

@@ -16,7 +16,7 @@ from ...ops.cuda.step import copy_rows, initialise_lines
 from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, HitCounts
 from ...store.cuda.changed_lines import ChangedLines
-from ...store.cuda.full import CudaFullStore
+from ...store.cuda.full import CudaFullTier
 from .cache import Admission, Cache, DeviceCache
 
 
@@ -27,7 +27,7 @@ class CachedTable(DeviceCache):
     uses the row's line in the table below. A step waits for the device only if the table grows.
     """
 
-    def __init__(self, layout: Layout, below: CudaFullStore, cache: Cache, faults: Faults) -> None:
+    def __init__(self, layout: Layout, below: CudaFullTier, cache: Cache, faults: Faults) -> None:
         super().__init__(layout, below, cache, faults, below.staging)
         below.table.exclusive = self._window.exclusive
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
@@ -60,7 +60,7 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             absent = batch.empty(torch.int32)
             self._run(
-                "locate_rows", batch.size, GROUP_WAYS, self._cache.as_struct(), self._below.table.by_value(),
+                "locate_rows", batch.size, GROUP_WAYS, self._cache.as_struct(), self._below.table.make_index_struct(),
                 batch.hashes, batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
                 self._counts if trains else self._peek_counts, self._hit_counters.struct,
             )  # fmt: skip
@@ -85,11 +85,11 @@ class CachedTable(DeviceCache):
 
     def _write_back(self) -> None:
         with self._window.exclusive():
-            cache, index = self._cache.as_struct(), self._below.table.by_value()
+            cache, index = self._cache.as_struct(), self._below.table.make_index_struct()
             self._run("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
 
-    def change_source(self) -> ChangedLines:
-        return self._below.change_source()
+    def start_change_source(self) -> ChangedLines:
+        return self._below.start_change_source()
 
     def close(self) -> None:
         self._inserted_flags.clear()
@@ -125,7 +125,7 @@ class CachedTable(DeviceCache):
             self._cache.cancel(admission, restore=True)
             batch.faults &= ~NO_ROOM  # at the batch's step, the table below may have room for the rows
             return None
-        cache, index, struct = self._cache.as_struct(), table.by_value(), admission.as_struct()
+        cache, index, struct = self._cache.as_struct(), table.make_index_struct(), admission.as_struct()
         self._run("write_back", batch.size, self._layout.copy_lanes, index, struct, batch.count, self._counts)
         self._run(
             "fetch", batch.size, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count,

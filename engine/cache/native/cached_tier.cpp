@@ -312,7 +312,7 @@ std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
         }
         rows_found += count;
     });
-    bytes_in_ += rows_found * stored_bytes_of(layout_.shape.width);
+    bytes_in_ += rows_found * compute_stored_bytes(layout_.shape.width);
     return updates;
 }
 
@@ -320,7 +320,7 @@ void CachedTier::write_back(const RowSpan& rows) {
     if (rows.n == 0) return;
     const Timer timer(write_latency_);
     below_.write(rows);
-    bytes_out_ += rows.n * stored_bytes_of(layout_.shape.width);
+    bytes_out_ += rows.n * compute_stored_bytes(layout_.shape.width);
 }
 
 void CachedTier::write_back_victims() {
@@ -493,7 +493,7 @@ Metrics CachedTier::metrics() const {
     const std::lock_guard directory(threads_->directory);
     const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
-    const u64 behind = threads_->writer ? threads_->writer->num_written * stored_bytes_of(layout_.shape.width) : 0;
+    const u64 behind = threads_->writer ? threads_->writer->num_written * compute_stored_bytes(layout_.shape.width) : 0;
     const std::size_t used = sets.count_used();
     const auto [hits, misses] = hit_counts_.totals();
     Metrics all{{{"hits", hits},

@@ -25,7 +25,7 @@ std::size_t CacheSets::count_used() const {
 
 namespace {
 
-constexpr u32 OLDEST = 1u << 30;   // limit for a row's age, in batches
+constexpr u32 MAX_AGE = 1u << 30;   // limit for a row's age, in batches
 constexpr std::size_t AHEAD = 16;  // ways are prefetched this many rows ahead, tags twice as far
 
 }  // namespace
@@ -57,9 +57,9 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
 }
 
 void Directory::begin_batch(u32 number) {
-    if (number % OLDEST == 0)  // batch numbers wrap around; old rows get a newer number, so that comparisons stay right
+    if (number % MAX_AGE == 0)  // batch numbers wrap around; old rows get a newer number, so that comparisons stay right
         for_each_row([&](Way& way, u64, i64) {
-            if (is_after(number - OLDEST, way.last_batch)) way.last_batch = number - OLDEST;
+            if (is_after(number - MAX_AGE, way.last_batch)) way.last_batch = number - MAX_AGE;
         });
     looks_ahead_ = window.has_batch_after(number);
     window.remove(number);

@@ -87,12 +87,12 @@ private:
 };
 
 // The look-ahead window records which announced batches need which rows, one bit per row and batch. A window has at
-// most SPAN batches with consecutive numbers. Admitted batches leave the window. Threads may change different buckets.
+// most MAX_BATCHES batches with consecutive numbers. Admitted batches leave it. Threads may change different buckets.
 class Window {
 public:
-    static constexpr u32 SPAN = 32;
+    static constexpr u32 MAX_BATCHES = 32;
 
-    bool is_full() const { return last_ + 1 - first_ == SPAN; }
+    bool is_full() const { return last_ + 1 - first_ == MAX_BATCHES; }
     // True if a batch after `number` is announced.
     bool has_batch_after(u32 number) const { return is_after(last_, number); }
 
@@ -103,7 +103,7 @@ public:
     }
     // Records that the last added batch needs the row. Returns false if an earlier batch needs the row too.
     bool add_row(u32 bucket, u64 hash, u32 table) {
-        u32* const bits = maps_[bucket].find_number(hash, table);
+        u32* const bits = maps_[bucket].find_mutable(hash, table);
         if (bits)
             *bits |= batch_bit(last_);
         else
@@ -119,7 +119,7 @@ public:
     }
     // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
-        u32* const bits = maps_[bucket].find_number(hash, table);
+        u32* const bits = maps_[bucket].find_mutable(hash, table);
         const u32 rest = bits ? *bits & ~batch_bit(number) : 0;
         if (!rest) {
             if (bits) maps_[bucket].erase(hash, table);
@@ -135,11 +135,11 @@ public:
 
 private:
     bool empty() const { return is_after(first_, last_); }
-    static u32 batch_bit(u32 number) { return 1u << number % SPAN; }
+    static u32 batch_bit(u32 number) { return 1u << number % MAX_BATCHES; }
     // Returns the first batch after `number` whose bit is set.
     static u32 find_next(u32 bits, u32 number) {
-        const u32 shift = static_cast<u32>((number + 1) % SPAN);
-        const u32 rotated = shift ? bits >> shift | bits << (SPAN - shift) : bits;
+        const u32 shift = static_cast<u32>((number + 1) % MAX_BATCHES);
+        const u32 rotated = shift ? bits >> shift | bits << (MAX_BATCHES - shift) : bits;
         return number + 1 + lowest_bit(rotated);
     }
 

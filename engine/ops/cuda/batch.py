@@ -225,7 +225,7 @@ class Batch:
         faults |= self.input_faults
         self.lines = torch.zeros_like(self.hashes)  # addresses
         self.lookup_lines = self.lines  # lookups read these lines; `preview_catch_up` sets this to copies
-        self.has_wide_lines = False  # True if `lookup_lines` are float32 though the table stores 16-bit floats
+        self.has_float32_lines = False  # True if `lookup_lines` are float32 though the table stores 16-bit floats
         self._owned_memory: list[Tensor] = []
 
     @property

@@ -134,7 +134,7 @@ class Device:
                 self._functions[program, name] = module.get_function(name).kernel
         return self._functions[program, kernel]
 
-    def side_stream(self) -> AbstractContextManager[object]:
+    def enter_side_stream(self) -> AbstractContextManager[object]:
         """Return a context in which this thread's launches run concurrently with other threads' steps."""
         return torch.cuda.stream(self._second_stream)
 

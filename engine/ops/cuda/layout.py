@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ...options.initializers import InitialValues
-from ...row_format import RECORD_BYTES, WORD, line_bytes_of, words_of
+from ...row_format import COUNTER_BYTES, WORD_BYTES, compute_line_bytes, count_words
 from .device import Device, make_struct, make_struct_type
 from .program import Program
 
@@ -29,19 +29,20 @@ class Layout:
         self._programs: dict[tuple[str, ...], Program] = {}
         self.dim = int(sum(initial.columns))
         self.num_tables = len(initial.kinds) // len(initial.columns)
-        self.type, narrow = TYPES[initial.dtype], initial.narrow_states
-        widths = [words_of(initial.state_dtype, self.dim)] * narrow + list(initial.state_widths)[narrow:]
-        ends = words_of(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
+        self.type, num_16bit_states = TYPES[initial.dtype], initial.num_16bit_states
+        widths = list(initial.state_widths)
+        widths[:num_16bit_states] = [count_words(initial.state_dtype, self.dim)] * num_16bit_states
+        ends = count_words(initial.dtype, self.dim) + np.cumsum([0, *widths], dtype=np.uint32)
         self.width = int(ends[-1])
-        self.is_narrow = initial.dtype != "float32" or narrow > 0
-        self.wide_line_bytes = line_bytes_of(self.dim + sum(initial.state_widths))  # of a line decoded to float32
+        self.has_16bit_floats = initial.dtype != "float32" or num_16bit_states > 0
+        self.float32_line_bytes = compute_line_bytes(self.dim + sum(initial.state_widths))  # of a decoded line
         self.seed = np.uint64(initial.seed)
-        self.stored_bytes = self.width * WORD + RECORD_BYTES  # size of a line without padding
-        self.line_bytes = line_bytes_of(self.width)
+        self.stored_bytes = self.width * WORD_BYTES + COUNTER_BYTES  # size of a line without padding
+        self.line_bytes = compute_line_bytes(self.width)
         self._shape = (
             ("TIERBED_DIM", self.dim), ("TIERBED_WIDTH", self.width), ("TIERBED_LINE_BYTES", self.line_bytes),
             ("TIERBED_EMBEDDING", self.type), ("TIERBED_STATES", TYPES[initial.state_dtype]),
-            ("TIERBED_NARROW_STATES", narrow),
+            ("TIERBED_NUM_16BIT_STATES", num_16bit_states),
         )  # fmt: skip
         self.copy_lanes, self.column_lanes = _count_lanes((self.dim + 3) // 4), _count_lanes(self.dim)  # as in layout.h
         values = np.zeros(len(initial.kinds), _VALUES)

@@ -65,46 +65,46 @@ TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, co
 }
 
 // A row's line and occurrences, read by one lane. Then the whole warp works on the lanes' rows, one after another.
-struct RowStart {
+struct RowInput {
     u32 begin, count;  // occurrences
     NextOutputRows<AHEAD> next;
     u64 line;
 
-    TIERBED_FN static RowStart read(const BatchGradients& from, const u64* lines, u64 row) {
+    TIERBED_FN static RowInput read(const BatchGradients& from, const u64* lines, u64 row) {
         const u32 begin = from.offsets[row];
-        RowStart start{begin, from.offsets[row + 1] - begin, {}, lines ? lines[row] : 0};
-        start.next.read(from.output_rows + begin, start.count);
-        return start;
+        RowInput input{begin, from.offsets[row + 1] - begin, {}, lines ? lines[row] : 0};
+        input.next.read(from.output_rows + begin, input.count);
+        return input;
     }
-    TIERBED_FN RowStart shuffle_from(Tile warp, u32 lane) const {
-        RowStart start{shuffle(warp, begin, lane), shuffle(warp, count, lane), {}, shuffle(warp, line, lane)};
-        for (u32 k = 0; k < AHEAD; ++k) start.next.output_rows[k] = shuffle(warp, next.output_rows[k], lane);
-        return start;
+    TIERBED_FN RowInput shuffle_from(Tile warp, u32 lane) const {
+        RowInput input{shuffle(warp, begin, lane), shuffle(warp, count, lane), {}, shuffle(warp, line, lane)};
+        for (u32 k = 0; k < AHEAD; ++k) input.next.output_rows[k] = shuffle(warp, next.output_rows[k], lane);
+        return input;
     }
 };
 
-// Calls body(warp, row, start) for rows [0, count). lines: the rows' lines, or null.
+// Calls body(warp, row, input) for rows [0, count). lines: the rows' lines, or null.
 template <class Body>
 TIERBED_FN void for_each_row(const BatchGradients& from, u64 count, const u64* lines, const Body& body) {
-    for_each_ahead<RowStart>(count, [&](u64 row) { return RowStart::read(from, lines, row); }, body);
+    for_each_ahead<RowInput>(count, [&](u64 row) { return RowInput::read(from, lines, row); }, body);
 }
 
 // Sums a row's gradients. sums: the results of `sum_blocks`, by slot.
 class RowGradient {
 public:
-    TIERBED_FN RowGradient(const BatchGradients& from, const RowStart& start, const float* sums)
-        : from_(from), start_(start), sums_(sums) {}
+    TIERBED_FN RowGradient(const BatchGradients& from, const RowInput& input, const float* sums)
+        : from_(from), input_(input), sums_(sums) {}
 
-    TIERBED_FN u32 occurrences() const { return start_.count; }
+    TIERBED_FN u32 occurrences() const { return input_.count; }
 
     // Writes the sum of columns [begin, begin + VEC), times `scale`, to sum [VEC].
     TIERBED_FN void operator()(float* sum, u32 begin, float scale) const {
-        const Occurrences row = from_.find_occurrences(start_.begin, start_.count);
-        const u32 first = start_.count < SUM_BLOCK ? start_.count : SUM_BLOCK;
+        const Occurrences row = from_.find_occurrences(input_.begin, input_.count);
+        const u32 first = input_.count < SUM_BLOCK ? input_.count : SUM_BLOCK;
         float total[VEC];
-        sum_occurrences(total, from_.gradients(), row, 0, first, begin, start_.next);
-        const float* slot = sums_ + static_cast<u64>(start_.begin / SUM_BLOCK + 1) * SHAPE.dim + begin;
-        for (u32 end = SUM_BLOCK; end < start_.count; end += SUM_BLOCK, slot += SHAPE.dim) {
+        sum_occurrences(total, from_.gradients(), row, 0, first, begin, input_.next);
+        const float* slot = sums_ + static_cast<u64>(input_.begin / SUM_BLOCK + 1) * SHAPE.dim + begin;
+        for (u32 end = SUM_BLOCK; end < input_.count; end += SUM_BLOCK, slot += SHAPE.dim) {
             const Vector<float> part = load_vector(slot);
             for (u32 j = 0; j < VEC; ++j) total[j] += part.x[j];
         }
@@ -113,7 +113,7 @@ public:
 
 private:
     const BatchGradients& from_;
-    RowStart start_;
+    RowInput input_;
     const float* sums_;
 };
 

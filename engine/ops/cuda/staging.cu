@@ -6,9 +6,9 @@
 using namespace tierbed;
 
 // Writes tables and keys of flagged rows to host memory, at most `capacity` rows.
-extern "C" __global__ void keys_to_host(const u64* hashes, u64 hash_stride, const u32* row_tables, u64 table_stride,
-                                        const i32* flags, const i32* ranks, u64 n, u64 capacity, u32* tables, u64* keys,
-                                        const __grid_constant__ SlotHash slot_hash) {
+extern "C" __global__ void copy_keys_to_host(const u64* hashes, u64 hash_stride, const u32* row_tables,
+                                             u64 table_stride, const i32* flags, const i32* ranks, u64 n, u64 capacity,
+                                             u32* tables, u64* keys, const __grid_constant__ SlotHash slot_hash) {
     for_each(n, [&](u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
         if (!flags[i] || at >= capacity) return;
@@ -18,8 +18,8 @@ extern "C" __global__ void keys_to_host(const u64* hashes, u64 hash_stride, cons
 }
 
 // Copies flagged lines to host memory, at most `capacity` lines.
-extern "C" __global__ void lines_to_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, u64 capacity,
-                                         u64 memory) {
+extern "C" __global__ void copy_lines_to_host(const u64* lines, const i32* flags, const i32* ranks, u64 n, u64 capacity,
+                                              u64 memory) {
     for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
         const u64 at = static_cast<u64>(ranks[i]) - 1;
         if (flags[i] && at < capacity) copy_line(tile, memory + at * SHAPE.line_bytes, lines[i], SHAPE);

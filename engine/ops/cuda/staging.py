@@ -48,14 +48,14 @@ class Staging:
         """Copy the flagged rows' tables and keys to the staging memory. ranks [n]: the running sum of flags [n]."""
         n, strides = len(flags), [np.uint64(tensor.stride(0)) for tensor in (hashes, tables)]
         self._run(
-            "keys_to_host", n, 1, hashes, strides[0], tables, strides[1], flags, ranks, np.uint64(n),
+            "copy_keys_to_host", n, 1, hashes, strides[0], tables, strides[1], flags, ranks, np.uint64(n),
             np.uint64(self.capacity), self.tables, self.keys, SLOT_HASH,
         )  # fmt: skip
 
     def copy_lines(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
         """Copy flagged lines [n] to the staging memory."""
         n, capacity = np.uint64(len(lines)), np.uint64(self.capacity)
-        self._run("lines_to_host", len(lines), WARP, lines, flags, ranks, n, capacity, self.lines)
+        self._run("copy_lines_to_host", len(lines), WARP, lines, flags, ranks, n, capacity, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
         """Wait for lines [n] and return their bytes [n, line_bytes], valid until the next `read` or `copy_lines`."""

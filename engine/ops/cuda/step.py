@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...optim.kernel import struct_name
+from ...optim.kernel import make_struct_name
 from .batch import SLOT_HASH, Batch, LookupSpan
 from .device import THREADS, Argument, launch, make_struct, make_struct_type
 from .layout import Layout
@@ -150,10 +150,10 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
     launch(layout.device, layout.program(LINES), "copy_lines", n, layout.copy_lanes, source, to, np.uint64(n))
 
 
-def widen_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
+def decode_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
     """Return the lines at positions [n]. Lines of 16-bit floats are decoded to float32, in memory owned by `owner`."""
     inverse = batch.inverse[positions]
-    if not layout.is_narrow:
+    if not layout.has_16bit_floats:
         return batch.lookup_lines[inverse.to(torch.int64)]
     rows = torch.empty((len(inverse), layout.dim), dtype=torch.float32, device=batch.lines.device)
     _gather(layout, _lookup_program(layout, torch.float32), batch, inverse, len(inverse), rows)
@@ -178,7 +178,7 @@ def _make_pooled_ids(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tens
 
 
 def _update_program(layout: Layout, rule: str, dtype: torch.dtype = torch.float32) -> Program:
-    macros = {"TIERBED_RULE": struct_name(rule), "TIERBED_GRADIENTS": _TYPE_STRUCTS[dtype]}
+    macros = {"TIERBED_RULE": make_struct_name(rule), "TIERBED_GRADIENTS": _TYPE_STRUCTS[dtype]}
     return layout.program("ops/cuda/update.cu", **macros)
 
 
@@ -215,7 +215,7 @@ def _sum_blocks(
 
 def _lookup_program(layout: Layout, dtype: torch.dtype, batch: Batch | None = None) -> Program:
     """Return the program for lookups with this output dtype. batch: needed if its lines may be decoded to float32."""
-    row = "Float32" if batch is not None and batch.has_wide_lines else layout.type
+    row = "Float32" if batch is not None and batch.has_float32_lines else layout.type
     return layout.program(LOOKUPS, TIERBED_GRADIENTS=_TYPE_STRUCTS[dtype], TIERBED_ROW=row)
 
 
@@ -230,7 +230,7 @@ def _allocate_row_memory(layout: Layout, batch: Batch) -> Tensor:
 
 def _allocate_line_memory(layout: Layout, batch: Batch) -> Tensor:
     """Allocate one float32 line per warp if lines hold 16-bit floats."""
-    size = _count_warps(layout, batch) * layout.wide_line_bytes if layout.is_narrow else 0
+    size = _count_warps(layout, batch) * layout.float32_line_bytes if layout.has_16bit_floats else 0
     return torch.empty(size, dtype=torch.uint8, device=batch.lines.device)
 
 

@@ -12,7 +12,7 @@ namespace {
 
 using Rule = TIERBED_RULE;
 
-constexpr LineShape WIDE = widened(SHAPE);
+constexpr LineShape FLOAT32_SHAPE = make_float32_shape(SHAPE);
 
 constexpr u32 MAX_HYPERS = 504;
 
@@ -30,16 +30,16 @@ extern "C" __global__ void write_hyper(const __grid_constant__ StepNumbers value
     if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = values;
 }
 
-// Returns this warp's float32 line in `wide`, memory for [warps of the grid] lines. Used if lines hold 16-bit floats.
-TIERBED_FN u64 warp_line(u64 wide) {
-    return wide + (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP * WIDE.line_bytes;
+// Returns this warp's line in `float32_lines` [warps of the grid], which is used if stored lines hold 16-bit floats.
+TIERBED_FN u64 get_warp_line(u64 float32_lines) {
+    return float32_lines + (static_cast<u64>(blockIdx.x) * blockDim.x + threadIdx.x) / WARP * FLOAT32_SHAPE.line_bytes;
 }
 
 // Calls body(line) to change a float32 line. A 16-bit line is decoded first, and encode(line, decoded) writes it back.
 template <class Body, class Encode>
-TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, const Encode& encode) {
-    if constexpr (SHAPE.is_narrow()) {
-        const u64 decoded = warp_line(wide);
+TIERBED_FN void change_line(Tile tile, u64 line, u64 float32_lines, const Body& body, const Encode& encode) {
+    if constexpr (SHAPE.has_16bit_floats()) {
+        const u64 decoded = get_warp_line(float32_lines);
         synchronise(tile);  // wait until the previous row is encoded
         decode_line(tile, decoded, line, SHAPE);
         synchronise(tile);
@@ -54,23 +54,23 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 wide, const Body& body, con
 // Updates all rows. Counts first writes by table. memory [warps of the grid, dim]: scratch. hashes, seed: for rounding.
 extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients from, const u64* lines, const u32* tables,
                                        const u32* count, const StepNumbers* numbers, const float* sums, float* memory,
-                                       u64* first_writes, const u32* faults, u64 wide, const u64* hashes, u64 seed,
-                                       const __grid_constant__ SlotHash slot_hash) {
+                                       u64* first_writes, const u32* faults, u64 float32_lines, const u64* hashes,
+                                       u64 seed, const __grid_constant__ SlotHash slot_hash) {
     if (*faults) return;
     const Rule rule(numbers->hyper);
     const float scale = numbers->scale;
     const u32 step = numbers->step;
     Tally tally(first_writes);
-    for_each_row(from, *count, lines, [&](Tile tile, u64 row, const RowStart& start) {
-        const RowGradient gradient(from, start, sums);
+    for_each_row(from, *count, lines, [&](Tile tile, u64 row, const RowInput& input) {
+        const RowGradient gradient(from, input, sums);
         if (gradient.occurrences() == 0) return;
         const auto update = [&](u64 line) {
             const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, scale); };
-            const bool first = apply_rule(tile, line, WIDE, sum, rule, step, warp_memory(memory));
+            const bool first = apply_rule(tile, line, FLOAT32_SHAPE, sum, rule, step, warp_memory(memory));
             if (rule.row_norm > 0.0f) limit_row(tile, line, SHAPE.dim, rule.row_norm);
             if (first && tile.lane == 0) tally.add(tables[row]);
         };
-        change_line(tile, start.line, wide, update, [&](u64 line, u64 decoded) {
+        change_line(tile, input.line, float32_lines, update, [&](u64 line, u64 decoded) {
             encode_line(tile, line, decoded, SHAPE, Noise(seed, slot_hash.row_hash(tables[row], hashes[row]), step));
         });
     });
@@ -79,14 +79,15 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients fr
 
 // Templates, since a rule that does not catch up lacks the members used here. For such a rule nothing happens.
 template <class Rule>
-TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters before, u32 step, u64 wide) {
+TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters before, u32 step, u64 float32_lines) {
     change_line(
-        tile, line, wide, [&](u64 at) { catch_up(tile, floats(at), SHAPE.dim, rule, before, step); },
+        tile, line, float32_lines, [&](u64 at) { catch_up(tile, floats(at), SHAPE.dim, rule, before, step); },
         [&](u64 at, u64 decoded) { encode_line(tile, at, decoded, SHAPE, NoNoise{}); });
 }
 
 template <class Rule>
-TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step, u64 memory, u64* copies, u64 wide) {
+TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step, u64 memory, u64* copies,
+                             u64 float32_lines) {
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(n, [&](Tile tile, u64 row) {
             const RowCounters counters = *row_counters(lines[row], SHAPE);
@@ -96,7 +97,7 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step
             if (!behind) return;
             if (copies) copy_line(tile, line, lines[row], SHAPE);
             synchronise(tile);
-            catch_up_line(tile, line, rule, counters, step, wide);
+            catch_up_line(tile, line, rule, counters, step, float32_lines);
         });
 }
 
@@ -104,6 +105,6 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step
 // that missed steps are copied to `memory`, and the copies are caught up. `memory` has room for `count` lines.
 // copies[i] becomes the address of row i's copy, or of row i's line if the row missed no step.
 extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const StepNumbers* numbers, u64 memory,
-                                          u64* copies, u64 wide) {
-    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, copies, wide);
+                                          u64* copies, u64 float32_lines) {
+    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, copies, float32_lines);
 }

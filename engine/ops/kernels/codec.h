@@ -1,6 +1,6 @@
 // Converts lines to and from float32.
 //
-// Optimizer rules work on float32 lines, so a narrow line (16-bit floats) is decoded, updated and encoded again.
+// Optimizer rules work on float32 lines, so a line of 16-bit floats is decoded, updated and encoded again.
 // Updates round stochastically, with noise that is a pure function of (seed, row hash, step, column). Initial values,
 // `put` and reads round to nearest even. Padding is zeros.
 #pragma once
@@ -60,26 +60,26 @@ TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise&
 // words.
 template <class Body>
 TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& body) {
-    const u32 state_words = words_of(shape.states, shape.dim);
-    u32 word = words_of(shape.embedding, shape.dim);
+    const u32 state_words = count_words(shape.states, shape.dim);
+    u32 word = count_words(shape.embedding, shape.dim);
     body(shape.embedding, line, 0u);
-    for (u32 k = 1; k <= shape.narrow_states; ++k, word += state_words)
+    for (u32 k = 1; k <= shape.num_16bit_states; ++k, word += state_words)
         body(shape.states, line + u64{word} * 4, k * shape.dim);
     return word;
 }
 
-// to: a line shaped as `widened(shape)`, including the counters
+// to: a line shaped as `make_float32_shape(shape)`, including the counters
 TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape) {
     const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
         with_type(type, [&](auto of) TIERBED_INLINE {
             decode<decltype(of)>(tile, floats(to) + column, from, shape.dim);
         });
     });
-    copy_bytes(tile, floats(to) + shape.dim * (1 + shape.narrow_states), floats(line) + word,
+    copy_bytes(tile, floats(to) + shape.dim * (1 + shape.num_16bit_states), floats(line) + word,
                (shape.width - word) * 4 + static_cast<u32>(sizeof(RowCounters)));
 }
 
-// from: a line shaped as `widened(shape)`, including the counters
+// from: a line shaped as `make_float32_shape(shape)`, including the counters
 template <class Noise>
 TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shape, const Noise& noise) {
     const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {
@@ -87,7 +87,7 @@ TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shap
             encode<decltype(of)>(tile, to, floats(from) + column, shape.dim, noise, column);
         });
     });
-    copy_bytes(tile, floats(line) + word, floats(from) + shape.dim * (1 + shape.narrow_states),
+    copy_bytes(tile, floats(line) + word, floats(from) + shape.dim * (1 + shape.num_16bit_states),
                (shape.width - word) * 4 + static_cast<u32>(sizeof(RowCounters)));
 }
 

@@ -94,11 +94,12 @@ TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, con
     });
     u32* const out = reinterpret_cast<u32*>(line);
     for (u32 k = 0; k < row.state_count; ++k) {
-        const bool is_narrow = k < shape.narrow_states;
-        const u32 word = is_narrow ? pack_pair(shape.states, row.states[k]) : as_bits(row.states[k]);
-        const u32 begin = k == 0 ? words_of(shape.embedding, shape.dim) : row.state_ends[k - 1], end = row.state_ends[k];
+        const bool is_16bit = k < shape.num_16bit_states;
+        const u32 word = is_16bit ? pack_pair(shape.states, row.states[k]) : as_bits(row.states[k]);
+        const u32 begin = k == 0 ? count_words(shape.embedding, shape.dim) : row.state_ends[k - 1];
+        const u32 end = row.state_ends[k];
         for (u32 i = begin + tile.lane; i < end; i += tile.size)
-            out[i] = is_narrow && shape.dim % 2 == 1 && i + 1 == end ? word & 0xFFFFu : word;  // padding is zeros
+            out[i] = is_16bit && shape.dim % 2 == 1 && i + 1 == end ? word & 0xFFFFu : word;  // padding is zeros
     }
     u32* tail = out + shape.width;
     for (u32 i = tile.lane; i < shape.line_bytes / 4 - shape.width; i += tile.size) tail[i] = 0;

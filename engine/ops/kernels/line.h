@@ -11,12 +11,12 @@ struct LineShape {
     u32 dim;         // embedding columns
     u32 width;       // 4-byte words in embedding and states
     u32 line_bytes;  // including counters and padding, a multiple of 16
-    // The embedding's type, and the type of the first `narrow_states` states. Each has `dim` numbers and is padded to a
+    // The embedding's type, and the type of the first `num_16bit_states` states. Each has `dim` numbers, padded to a
     // whole 4-byte word. Other states are float32.
     FloatType embedding = FloatType::float32, states = FloatType::float32;
-    u32 narrow_states = 0;
+    u32 num_16bit_states = 0;
 
-    TIERBED_FN constexpr bool is_narrow() const { return embedding != FloatType::float32 || narrow_states > 0; }
+    TIERBED_FN constexpr bool has_16bit_floats() const { return embedding != FloatType::float32 || num_16bit_states; }
 };
 
 struct RowCounters {
@@ -24,13 +24,13 @@ struct RowCounters {
     u32 step;     // the step of the last write
 };
 
-TIERBED_FN constexpr u32 line_bytes_of(u32 width) {
+TIERBED_FN constexpr u32 compute_line_bytes(u32 width) {
     return (width * 4 + static_cast<u32>(sizeof(RowCounters)) + 15) / 16 * 16;
 }
 // Returns how many bytes a tier on disk stores: the line without padding.
-TIERBED_FN u32 stored_bytes_of(u32 width) { return width * 4 + static_cast<u32>(sizeof(RowCounters)); }
+TIERBED_FN u32 compute_stored_bytes(u32 width) { return width * 4 + static_cast<u32>(sizeof(RowCounters)); }
 // Returns how many words n numbers take.
-TIERBED_FN constexpr u32 words_of(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }
+TIERBED_FN constexpr u32 count_words(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }
 
 TIERBED_FN float* floats(u64 line) { return reinterpret_cast<float*>(line); }
 TIERBED_FN RowCounters* row_counters(u64 line, const LineShape& shape) {
@@ -38,10 +38,10 @@ TIERBED_FN RowCounters* row_counters(u64 line, const LineShape& shape) {
 }
 
 // Returns the shape of the line decoded to float32.
-TIERBED_FN constexpr LineShape widened(const LineShape& shape) {
-    const u32 narrow = words_of(shape.embedding, shape.dim) + shape.narrow_states * words_of(shape.states, shape.dim);
-    const u32 width = shape.width - narrow + shape.dim * (1 + shape.narrow_states);
-    return {shape.dim, width, line_bytes_of(width)};
+TIERBED_FN constexpr LineShape make_float32_shape(const LineShape& shape) {
+    const u32 added = shape.dim - count_words(shape.embedding, shape.dim);
+    const u32 width = shape.width + added + shape.num_16bit_states * (shape.dim - count_words(shape.states, shape.dim));
+    return {shape.dim, width, compute_line_bytes(width)};
 }
 
 // Copies `bytes` bytes. The memory must not overlap. `bytes` and both addresses must be multiples of 4.
@@ -71,7 +71,7 @@ TIERBED_FN void copy_bytes(Tile, void* to, const void* from, u32 bytes) {
 #endif
 
 TIERBED_FN void copy_line(Tile tile, u64 to, u64 from, const LineShape& shape) {
-    copy_bytes(tile, floats(to), floats(from), stored_bytes_of(shape.width));
+    copy_bytes(tile, floats(to), floats(from), compute_stored_bytes(shape.width));
 }
 
 }  // namespace tierbed

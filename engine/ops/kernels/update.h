@@ -140,11 +140,11 @@ TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* gradient
     float sums[Rule::NORMS];
     for (u32 i = 0; i < Rule::NORMS; ++i)
         sums[i] = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return rule.norm(i, line[c], gradient[c]); });
-    rule.after(row, sums);
+    rule.row_from_norms(row, sums);
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
         const float* const g = gradient + begin;
         Elements<Rule>(line, dim, begin).change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
-            rule.finish(w, g[j], state, row);
+            rule.second_pass(w, g[j], state, row);
         });
     });
 }

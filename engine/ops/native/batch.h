@@ -128,7 +128,7 @@ public:
 
     Buffer<u64> lines;      // [unique], addresses
     Buffer<u64> lookup_lines;     // [unique], the lines that lookups read; empty if lookups read `lines`
-    bool has_wide_lines = false;  // true if `lines` are float32 though the table stores 16-bit floats
+    bool has_float32_lines = false;  // true if `lines` are float32 though the table stores 16-bit floats
     Buffer<u64> own_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 
 private:

@@ -250,7 +250,7 @@ void bind_step(nb::module_& m) {
             require_positions(batch, positions, count + (rest ? rest->size - rest_begin : 0));
             const Batch& source = rest ? *rest : batch;
             const Buffer<u64>& rest_lines = source.lookup_lines.size() ? source.lookup_lines : source.lines;
-            const bool is_narrow = layout.shape.embedding != FloatType::float32;
+            const bool has_16bit_embedding = layout.shape.embedding != FloatType::float32;
             std::vector<std::size_t> from_rest;
             for (std::size_t row = 0; row < batch.num_unique; ++row) {
                 const std::size_t position = static_cast<std::size_t>(positions.data()[row]);
@@ -258,12 +258,12 @@ void bind_step(nb::module_& m) {
                     const i32 rest_row = rest->inverse[rest_begin + position - count];
                     require(rest_row >= 0, "a position is padding");
                     batch.lines[row] = rest_lines[rest_row];
-                    if (is_narrow) from_rest.push_back(row);
+                    if (has_16bit_embedding) from_rest.push_back(row);
                 } else {
                     batch.lines[row] = reinterpret_cast<u64>(rows.data() + position * rows.shape(1));
                 }
             }
-            if (is_narrow) use_wide_lines(batch, layout, from_rest);
+            if (has_16bit_embedding) use_float32_lines(batch, layout, from_rest);
         },
         "batch"_a, "layout"_a, "rows"_a, "positions"_a, "rest"_a.none() = nb::none(), "rest_begin"_a = 0,
         nb::keep_alive<1, 3>());
@@ -304,7 +304,7 @@ void bind_layout(nb::module_& m) {
             [](Layout* self, u32 dim, std::vector<float> states, std::vector<u32> state_widths, u64 seed,
                std::vector<u32> columns, std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters,
                In<double, nb::shape<-1, 2>> quantiles, const std::string& dtype, const std::string& state_dtype,
-               u32 narrow_states, std::optional<u64> zero_key, std::optional<std::vector<u64>> last_ids) {
+               u32 num_16bit_states, std::optional<u64> zero_key, std::optional<std::vector<u64>> last_ids) {
                 require(states.size() == state_widths.size(), "states and state_widths differ in length");
                 require(kinds.size() == parameters.shape(0) && kinds.size() == quantiles.shape(0),
                         "kinds, parameters and quantiles differ in length");
@@ -317,11 +317,11 @@ void bind_layout(nb::module_& m) {
                 for (const u32 w : state_widths) width += w;
                 require(width <= std::size_t{1} << 28, "a line has more than 2^28 words");
                 const std::pair types{parse_float_type(dtype), parse_float_type(state_dtype)};
-                require(
-                    (narrow_states > 0) == (types.second != FloatType::float32) && narrow_states <= state_widths.size(),
-                    "give narrow_states if and only if state_dtype has 16 bits, at most the number of states");
-                for (u32 k = 0; k < narrow_states; ++k)
-                    require(state_widths[k] == dim, "a narrow state must have dim numbers");
+                require((num_16bit_states > 0) == (types.second != FloatType::float32),
+                        "give num_16bit_states if and only if state_dtype has 16 bits");
+                require(num_16bit_states <= state_widths.size(), "num_16bit_states exceeds the number of states");
+                for (u32 k = 0; k < num_16bit_states; ++k)
+                    require(state_widths[k] == dim, "a 16-bit state must have dim numbers");
                 std::vector<InitialValues> values;
                 for (std::size_t i = 0; i < kinds.size(); ++i) {
                     require(kinds[i] <= 2, "kinds are 0, 1, 2");
@@ -330,11 +330,11 @@ void bind_layout(nb::module_& m) {
                 }
                 require(!last_ids || last_ids->size() * columns.size() == kinds.size(), "last_ids must be [tables]");
                 new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values), types,
-                                  narrow_states, last_ids ? Numbering(*last_ids) : Numbering(), zero_key);
+                                  num_16bit_states, last_ids ? Numbering(*last_ids) : Numbering(), zero_key);
             },
             "dim"_a, "states"_a, "state_widths"_a, "seed"_a, "columns"_a, "kinds"_a, "parameters"_a, "quantiles"_a,
-            "dtype"_a = "float32", "state_dtype"_a = "float32", "narrow_states"_a = 0, "zero_key"_a.none() = nb::none(),
-            "last_ids"_a.none() = nb::none())
+            "dtype"_a = "float32", "state_dtype"_a = "float32", "num_16bit_states"_a = 0,
+            "zero_key"_a.none() = nb::none(), "last_ids"_a.none() = nb::none())
         .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
         .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });

@@ -4,11 +4,11 @@ namespace tierbed {
 namespace {
 
 LineShape make_shape(u32 dim, const std::vector<u32>& state_widths, std::pair<FloatType, FloatType> types,
-                   u32 narrow_states) {
-    u32 width = words_of(types.first, dim);
+                   u32 num_16bit_states) {
+    u32 width = count_words(types.first, dim);
     for (std::size_t k = 0; k < state_widths.size(); ++k)
-        width += k < narrow_states ? words_of(types.second, dim) : state_widths[k];
-    return {dim, width, line_bytes_of(width), types.first, types.second, narrow_states};
+        width += k < num_16bit_states ? count_words(types.second, dim) : state_widths[k];
+    return {dim, width, compute_line_bytes(width), types.first, types.second, num_16bit_states};
 }
 
 }  // namespace
@@ -28,8 +28,9 @@ Numbering::Numbering(const std::vector<u64>& last) {
 
 Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
                const std::vector<u32>& columns, std::vector<InitialValues> values,
-               std::pair<FloatType, FloatType> types, u32 narrow_states, Numbering numbers, std::optional<u64> zero_key)
-    : shape(make_shape(dim, state_widths, types, narrow_states)),
+               std::pair<FloatType, FloatType> types, u32 num_16bit_states, Numbering numbers,
+               std::optional<u64> zero_key)
+    : shape(make_shape(dim, state_widths, types, num_16bit_states)),
       num_tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
       numbering(std::move(numbers)),
@@ -37,9 +38,9 @@ Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state
       values_(std::move(values)) {
     u32 end = 0;
     for (u32 group_columns : columns) group_ends_.push_back(end += group_columns);
-    end = words_of(types.first, dim);
+    end = count_words(types.first, dim);
     for (std::size_t k = 0; k < state_widths.size(); ++k)
-        state_ends_.push_back(end += k < narrow_states ? words_of(types.second, dim) : state_widths[k]);
+        state_ends_.push_back(end += k < num_16bit_states ? count_words(types.second, dim) : state_widths[k]);
     initial_ = {seed,
                 values_.data(),
                 group_ends_.data(),

@@ -39,10 +39,10 @@ private:
 class Layout {
 public:
     // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or `dim`.
-    // types: embedding type; type of the first `narrow_states` states. zero_key: this key's row starts as zeros.
+    // types: embedding type; type of the first `num_16bit_states` states. zero_key: its row starts as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
-           std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 narrow_states = 0,
+           std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 num_16bit_states = 0,
            Numbering numbering = {}, std::optional<u64> zero_key = {});
     Layout(const Layout&) = delete;
 

@@ -68,9 +68,9 @@ void weights_grad(const WeightsGradJob& job, std::size_t begin, std::size_t end)
 }
 
 void decode(const CodecJob& job, std::size_t begin, std::size_t end) {
-    const u32 bytes = widened(job.shape).line_bytes;
+    const u32 bytes = make_float32_shape(job.shape).line_bytes;
     for (std::size_t i = begin; i < end; ++i)
-        decode_line(ONE_THREAD, job.wide + (i - begin) * bytes, job.lines[i], job.shape);
+        decode_line(ONE_THREAD, job.float32_lines + (i - begin) * bytes, job.lines[i], job.shape);
 }
 
 Noise make_noise(const CodecJob& job, std::size_t row) {
@@ -78,13 +78,13 @@ Noise make_noise(const CodecJob& job, std::size_t row) {
 }
 
 void encode(const CodecJob& job, std::size_t begin, std::size_t end) {
-    const u32 bytes = widened(job.shape).line_bytes;
+    const u32 bytes = make_float32_shape(job.shape).line_bytes;
     for (std::size_t i = begin; i < end; ++i) {
-        const u64 wide = job.wide + (i - begin) * bytes;
+        const u64 line = job.float32_lines + (i - begin) * bytes;
         if (job.hashes)
-            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, make_noise(job, i));
+            encode_line(ONE_THREAD, job.lines[i], line, job.shape, make_noise(job, i));
         else
-            encode_line(ONE_THREAD, job.lines[i], wide, job.shape, NoNoise{});
+            encode_line(ONE_THREAD, job.lines[i], line, job.shape, NoNoise{});
     }
 }
 

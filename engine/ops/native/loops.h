@@ -54,11 +54,11 @@ struct CatchUpJob {
     u32 step;
 };
 
-// Converts lines [begin, end) to or from contiguous float32 lines that begin at `wide`.
+// Converts lines [begin, end) to or from contiguous float32 lines that begin at `float32_lines`.
 struct CodecJob {
     const u64* lines;
     LineShape shape;
-    u64 wide;
+    u64 float32_lines;
     // for stochastic rounding: each line's row, the seed and the step; null to round to nearest
     const u32* tables;
     const u64* hashes;

@@ -50,7 +50,7 @@ GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t 
     job.n = span.segment.num_ids;
     job.bags = span.segment.bags;
     job.dim = layout.shape.dim;
-    job.row_type = batch.has_wide_lines ? FloatType::float32 : layout.shape.embedding;
+    job.row_type = batch.has_float32_lines ? FloatType::float32 : layout.shape.embedding;
     job.is_pooled = span.segment.is_pooled;
     return job;
 }
@@ -136,11 +136,11 @@ void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
             ++by_table[batch.tables[row]];
 }
 
-void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows) {
-    add_lines(batch, rows, widened(layout.shape), batch.lines, [&](u64 line, std::size_t row) {
+void use_float32_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows) {
+    add_lines(batch, rows, make_float32_shape(layout.shape), batch.lines, [&](u64 line, std::size_t row) {
         decode_line(THREAD, line, batch.lines[row], layout.shape);
     });
-    batch.has_wide_lines = true;
+    batch.has_float32_lines = true;
 }
 
 void initialise_missing(Batch& batch, const Layout& layout) {
@@ -210,20 +210,20 @@ struct GradientJob {
 };
 
 // Decodes lines of 16-bit floats to float32, a few at a time, in one thread's memory.
-class WideLines {
+class DecodedLines {
 public:
-    WideLines(const Layout& layout, const u64* lines)
+    DecodedLines(const Layout& layout, const u64* lines)
         : job_{lines, layout.shape, 0, nullptr, nullptr, layout.seed, 0},
           capacity_(std::clamp<std::size_t>(MEMORY / shape().line_bytes, 4, MAX_LINES)),
           memory_(capacity_ * shape().line_bytes) {
-        job_.wide = reinterpret_cast<u64>(memory_.data());
-        for (std::size_t i = 0; i < capacity_; ++i) wide[i] = job_.wide + i * shape().line_bytes;
+        job_.float32_lines = reinterpret_cast<u64>(memory_.data());
+        for (std::size_t i = 0; i < capacity_; ++i) addresses[i] = job_.float32_lines + i * shape().line_bytes;
     }
 
-    LineShape shape() const { return widened(job_.shape); }
+    LineShape shape() const { return make_float32_shape(job_.shape); }
 
-    // Decodes lines [begin, end) block by block to `wide`, calls body(first, n) for each block [first, first + n), and
-    // writes the block back. Rounds to nearest; with a batch, rounds stochastically by the rows' noise at `step`.
+    // Decodes lines [begin, end) block by block, calls body(first, n) for each block [first, first + n), and writes the
+    // block back. Rounds to nearest; with a batch, rounds stochastically by the rows' noise at `step`.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
         job_.tables = batch ? batch->tables.data() : nullptr;
@@ -247,18 +247,18 @@ private:
     Buffer<u8> memory_;
 
 public:
-    u64 wide[MAX_LINES];
+    u64 addresses[MAX_LINES];  // of the decoded lines
 };
 
-std::size_t update_narrow(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& narrow,
-                          std::size_t begin, std::size_t end, float* memory) {
-    WideLines lines(layout, narrow.lines);
-    UpdateJob job = narrow;
-    job.lines = lines.wide;
-    job.shape = lines.shape();
+std::size_t update_16bit_lines(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& stored,
+                               std::size_t begin, std::size_t end, float* memory) {
+    DecodedLines decoded(layout, stored.lines);
+    UpdateJob job = stored;
+    job.lines = decoded.addresses;
+    job.shape = decoded.shape();
     std::size_t written = 0;
-    lines.change(begin, end, &batch, narrow.step, [&](std::size_t first, std::size_t n) {
-        job.offsets = narrow.offsets + first;
+    decoded.change(begin, end, &batch, stored.step, [&](std::size_t first, std::size_t n) {
+        job.offsets = stored.offsets + first;
         written += rule.loops.update(job, 0, n, memory);
     });
     return written;
@@ -279,8 +279,8 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
         throw std::invalid_argument("rule " + name + " needs " + std::to_string(loops.num_hypers) +
                                     " hyper-parameters");
     const LineShape& shape = layout.shape;
-    if (widened(shape).width != shape.dim * (1 + loops.num_element_states) + loops.num_row_states ||
-        (shape.narrow_states > 0 && shape.narrow_states != loops.num_element_states))
+    if (make_float32_shape(shape).width != shape.dim * (1 + loops.num_element_states) + loops.num_row_states ||
+        (shape.num_16bit_states > 0 && shape.num_16bit_states != loops.num_element_states))
         throw std::invalid_argument("the line has no room for the state of rule " + name);
 }
 
@@ -295,9 +295,10 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
     FirstWrites first_writes{batch, layout, by_table};
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
-        first_writes.add(begin, end,
-                         layout.shape.is_narrow() ? update_narrow(batch, layout, rule, job, begin, end, memory.data())
-                                                  : rule.loops.update(job, begin, end, memory.data()));
+        const std::size_t written = layout.shape.has_16bit_floats()
+                                        ? update_16bit_lines(batch, layout, rule, job, begin, end, memory.data())
+                                        : rule.loops.update(job, begin, end, memory.data());
+        first_writes.add(begin, end, written);
     });
     return first_writes.total;
 }
@@ -325,10 +326,10 @@ void catch_up(const Layout& layout, const u64* lines, std::size_t n, const Bound
     if (!rule.loops.catch_up) return;
     const CatchUpJob job{lines, layout.shape, rule.hyper.data(), step};
     parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
-        if (!layout.shape.is_narrow()) return rule.loops.catch_up(job, begin, end);
-        WideLines wide(layout, lines);
-        const CatchUpJob decoded{wide.wide, wide.shape(), job.hyper, step};
-        wide.change(begin, end, nullptr, step, [&](std::size_t, std::size_t n) { rule.loops.catch_up(decoded, 0, n); });
+        if (!layout.shape.has_16bit_floats()) return rule.loops.catch_up(job, begin, end);
+        DecodedLines decoded(layout, lines);
+        const CatchUpJob part{decoded.addresses, decoded.shape(), job.hyper, step};
+        decoded.change(begin, end, nullptr, step, [&](std::size_t, std::size_t n) { rule.loops.catch_up(part, 0, n); });
     });
 }
 

@@ -29,7 +29,7 @@ std::size_t count_new(const Batch& batch, const Layout& layout);
 // Counts rows with updates > 0 per table, and adds the counts to by_table [layout.num_tables].
 void count_written(const Batch& batch, const Layout& layout, u64* by_table);
 // Replaces the lines of `rows` by float32 copies owned by the batch. All other lines must be float32 already.
-void use_wide_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
+void use_float32_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
 // Gives each row without a line a new line with initial values, owned by the batch.
 void initialise_missing(Batch& batch, const Layout& layout);
 

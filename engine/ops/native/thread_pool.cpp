@@ -249,8 +249,8 @@ void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& tas
 }
 
 void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task) {
-    constexpr std::size_t FEW = 2048;
-    if (items > FEW) return parallel_for(tasks, task);
+    constexpr std::size_t MAX_SERIAL_ITEMS = 2048;
+    if (items > MAX_SERIAL_ITEMS) return parallel_for(tasks, task);
     const DefaultArithmetic arithmetic;
     for (std::size_t i = 0; i < tasks; ++i) task(i);
 }

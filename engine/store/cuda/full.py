@@ -116,8 +116,8 @@ class CudaTableImage:
         return end - begin
 
 
-class CudaFullStore(TopTier[Batch]):
-    """A `FullStore` on a GPU. `tier` says where the lines are: "device" or "host". The index is on the device."""
+class CudaFullTier(TopTier[Batch]):
+    """A `FullTier` on a GPU. `tier` says where the lines are: "device" or "host". The index is on the device."""
 
     def __init__(
         self, layout: Layout, host_layout: _core.Layout, capacity: int | None, faults: Faults, tier: str = "device"
@@ -201,10 +201,10 @@ class CudaFullStore(TopTier[Batch]):
             rows, numbers = (host_tables.view(np.uint32), host_keys.view(np.uint64)), numbers[order]
             return SortedRows(*rows, lines[numbers], numbers, bounds.cpu().numpy())
 
-    def image(self, top: Any) -> CudaTableImage:
+    def make_image(self, top_tier: Any) -> CudaTableImage:
         return CudaTableImage(self.table, self.layout, self.sort_rows, self._faults.word)
 
-    def change_source(self) -> ChangedLines:
+    def start_change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:

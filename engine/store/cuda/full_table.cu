@@ -15,7 +15,7 @@ enum Count : u32 { USED, ERASED, INSERTIONS };
 
 TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
     u32 position = home_slot(index, slot.hash);
-    while (atomicCAS(&index.slots[position].row, 0u, slot.row) != 0) position = (position + 1) & index.mask;
+    while (atomicCAS(&index.slots[position].value, 0u, slot.value) != 0) position = (position + 1) & index.mask;
     index.slots[position].hash = slot.hash;
     index.slots[position].table = slot.table;
 }
@@ -28,7 +28,7 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
                                      u64 n, u64* lines, i32* missing, i64* numbers) {
     const u64 rows = *count;
     for_each_item<PROBE_LANES>(n, [&](Tile tile, u64 i) {
-        const u32 row = i < rows ? find_row(tile, index.view, hashes[i], tables[i]) : 0;
+        const u32 row = i < rows ? find_value(tile, index.view, hashes[i], tables[i]) : 0;
         if (tile.lane != 0) return;
         lines[i] = row ? index.memory.address(row - 1) : 0;
         missing[i] = i < rows && row == 0;
@@ -93,7 +93,7 @@ extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, con
     for_each(n, [&](u64 i) {
         u32 position = home_slot(index.view, hashes[i]);
         const bool is_stored = i < *count && lines[i];
-        while (is_stored && index.view.slots[position].row) position = (position - 1) & index.view.mask;
+        while (is_stored && index.view.slots[position].value) position = (position - 1) & index.view.mask;
         clusters[i] = is_stored ? static_cast<i64>(position) : static_cast<i64>(index.view.mask) + 1;
     });
 }
@@ -114,7 +114,7 @@ extern "C" __global__ void erase_rows(LineIndex index, const u64* hashes, const 
 // Inserts the rows of an index into a larger, empty one.
 extern "C" __global__ void move_rows(const Slot* slots, u64 n, Slot* larger, u32 mask) {
     for_each(n, [&](u64 i) {
-        if (slots[i].row) claim_slot(IndexView{larger, mask}, slots[i]);
+        if (slots[i].value) claim_slot(IndexView{larger, mask}, slots[i]);
     });
 }
 
@@ -122,8 +122,8 @@ extern "C" __global__ void move_rows(const Slot* slots, u64 n, Slot* larger, u32
 extern "C" __global__ void list_rows(LineIndex index, u64* hashes, u32* tables, u64* lines, u32* updates) {
     for_each(u64{index.view.mask} + 1, [&](u64 i) {
         const Slot& slot = index.view.slots[i];
-        if (slot.row == 0) return;
-        const u32 row = slot.row - 1;
+        if (slot.value == 0) return;
+        const u32 row = slot.value - 1;
         hashes[row] = slot.hash;
         tables[row] = slot.table;
         lines[row] = index.memory.address(row);

@@ -73,7 +73,7 @@ class CudaFullTable:
             self._reserve(batch.size, ranks)
         n = np.uint64(batch.size)
         self._launch(
-            "insert_rows", batch.size, WARP, self.by_value(), self._counts, self._free_lines_ptr, batch.hashes,
+            "insert_rows", batch.size, WARP, self.make_index_struct(), self._counts, self._free_lines_ptr, batch.hashes,
             batch.tables, batch.count, ranks, n, batch.lines, self._layout.initial, SLOT_HASH, np.uint32(record_only),
             self.zero_line, batch.faults,
         )  # fmt: skip
@@ -84,7 +84,7 @@ class CudaFullTable:
         if batch.size == 0:
             return
         n, clusters = np.uint64(batch.size), batch.empty(torch.int64)
-        index = self.by_value()
+        index = self.make_index_struct()
         self._launch("find_clusters", batch.size, 1, index, batch.hashes, lines, batch.count, n, clusters)
         clusters, order = torch.sort(clusters, stable=True)
         erased = batch.empty(torch.int32)
@@ -119,10 +119,10 @@ class CudaFullTable:
         hashes, lines = self._zeros(used, torch.int64), self._zeros(used, torch.int64)
         tables, updates = self._zeros(used, torch.int32), self._zeros(used, torch.int32)
         num_slots = self._slots.nbytes // SLOT_BYTES
-        self._launch("list_rows", num_slots, 1, self.by_value(), hashes, tables, lines, updates)
+        self._launch("list_rows", num_slots, 1, self.make_index_struct(), hashes, tables, lines, updates)
         return hashes, tables, lines, updates
 
-    def by_value(self) -> np.ndarray:
+    def make_index_struct(self) -> np.ndarray:
         """The LineIndex struct of segments.h, passed by value."""
         mask, memory = self._slots.nbytes // SLOT_BYTES - 1, {"addresses": self._addresses, "num_lines": self.num_lines}
         return make_struct(_INDEX, slots=self._slots, mask=mask, **memory, base_bits=self._base_bits)
@@ -131,7 +131,7 @@ class CudaFullTable:
         """Set `lines` [size]. Returns a flag for each row, int32 [size]: 1 if absent."""
         missing = batch.empty(torch.int32)
         self._launch(
-            "find_rows", batch.size, PROBE_LANES, self.by_value(), batch.hashes, batch.tables, batch.count,
+            "find_rows", batch.size, PROBE_LANES, self.make_index_struct(), batch.hashes, batch.tables, batch.count,
             np.uint64(batch.size), lines, missing, numbers,
         )  # fmt: skip
         return missing

@@ -26,7 +26,7 @@ struct LineIndex {
 
     // Returns the address of the row's line, or 0 if the row is absent.
     TIERBED_FN u64 find(Tile tile, u64 hash, u32 table) const {
-        const u32 row = find_row(tile, view, hash, table);
+        const u32 row = find_value(tile, view, hash, table);
         return row ? memory.address(row - 1) : 0;
     }
 };

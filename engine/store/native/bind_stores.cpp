@@ -37,7 +37,7 @@ void erase_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys) {
 std::size_t gather_few(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> last_ids,
                        Out<float, nb::ndim<2>> out) {
     const LineShape& shape = table.shape();
-    require(keys.size() <= FullTable::FEW, "too many ids");
+    require(keys.size() <= FullTable::MAX_FEW_IDS, "too many ids");
     require(shape.embedding == FloatType::float32, "rows must be float32");
     require(out.shape(0) == keys.size() && out.shape(1) == shape.dim, "rows must be [ids, dim]");
     return table.gather_few(keys.data(), keys.size(), last_ids ? *last_ids->data() : ~u64{0}, out.data());

@@ -128,20 +128,20 @@ std::size_t FullTable::find(Batch& batch) {
 
 std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, float* out) {
     const std::lock_guard lock(mutex_);
-    u64 hashes[FEW], lines[FEW];
+    u64 hashes[MAX_FEW_IDS], lines[MAX_FEW_IDS];
     for (std::size_t i = 0; i < n; ++i) {
         hashes[i] = slot_hash(0, keys[i]);
         index_.reader(get_bucket(hashes[i])).prefetch_row(hashes[i], 0);
     }
-    u16 first[2 * FEW] = {};  // a hash table of the distinct ids, each stored as index + 1
+    u16 first[2 * MAX_FEW_IDS] = {};  // a hash table of the distinct ids, each stored as index + 1
     std::size_t unique = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const u32 bucket = get_bucket(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
         if (!line || keys[i] > last) return 0;
         lines[i] = line_address(bucket, line);
         prefetch_bytes(lines[i], shape_.dim * 4);
-        std::size_t slot = hashes[i] % (2 * FEW);
-        while (first[slot] && hashes[first[slot] - 1] != hashes[i]) slot = (slot + 1) % (2 * FEW);
+        std::size_t slot = hashes[i] % (2 * MAX_FEW_IDS);
+        while (first[slot] && hashes[first[slot] - 1] != hashes[i]) slot = (slot + 1) % (2 * MAX_FEW_IDS);
         unique += first[slot] == 0;
         first[slot] = static_cast<u16>(i + 1);
     }
@@ -191,7 +191,7 @@ void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
             if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_address(bucket, row), shape_);
         }
     });
-    bytes_out_ += static_cast<u64>(std::count(is_hit, is_hit + rows.n, true)) * stored_bytes_of(shape_.width);
+    bytes_out_ += static_cast<u64>(std::count(is_hit, is_hit + rows.n, true)) * compute_stored_bytes(shape_.width);
 }
 
 void FullTable::write(const RowSpan& rows) {
@@ -208,7 +208,7 @@ void FullTable::write(const RowSpan& rows) {
         }
     });
     num_insertions_ += num_used() - before;
-    bytes_in_ += rows.n * stored_bytes_of(shape_.width);
+    bytes_in_ += rows.n * compute_stored_bytes(shape_.width);
 }
 
 void FullTable::erase(const RowSpan& rows) {

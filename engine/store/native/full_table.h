@@ -67,7 +67,7 @@ public:
         IndexView slots;
 
         // Returns row number + 1, or 0 if the row is absent.
-        u32 find(u64 hash, u32 table) const { return find_row(THREAD, slots, hash, table); }
+        u32 find(u64 hash, u32 table) const { return find_value(THREAD, slots, hash, table); }
         TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
     };
     // Finds all rows in a bucket.
@@ -103,7 +103,7 @@ public:
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
         numbered_.for_each(bucket, body);
-        hashed_[bucket].for_each([&](const Slot& slot) { body(slot.table, get_key(slot.table, slot.hash), slot.row); });
+        hashed_[bucket].for_each([&](const Slot& s) { body(s.table, get_key(s.table, s.hash), s.value); });
     }
     std::size_t bytes() const { return numbered_.bytes() + total_bytes(hashed_); }
 
@@ -148,8 +148,8 @@ public:
 
     // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips rows with own lines.
     std::size_t find(Batch& batch);
-    static constexpr std::size_t FEW = 256;
-    // Copies the float32 embeddings of n <= FEW ids in table 0 to `out` [n, dim]. Counts hits too. Returns
+    static constexpr std::size_t MAX_FEW_IDS = 256;
+    // Copies the float32 embeddings of n <= MAX_FEW_IDS ids in table 0 to `out` [n, dim]. Counts hits too. Returns
     // the number of distinct ids. If a row is missing or an id is above `last`, returns 0 and leaves `out` undefined.
     std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
     void insert_missing(Batch& batch, const Layout& layout);

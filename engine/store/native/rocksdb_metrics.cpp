@@ -20,7 +20,7 @@ Metrics RocksTier::metrics() const {
         return total;
     };
     const auto ticker = [&](u32 type) { return statistics_->getTickerCount(type); };
-    const u64 row_bytes = stored_bytes_of(shape_.width), written = counts_.rows_written * row_bytes;
+    const u64 row_bytes = compute_stored_bytes(shape_.width), written = counts_.rows_written * row_bytes;
     const u64 flushed = ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = ticker(rocksdb::COMPACT_WRITE_BYTES);
     const u64 memtables = sum_of("rocksdb.size-all-mem-tables");
     const u64 readers = sum_of("rocksdb.estimate-table-readers-mem");

@@ -27,7 +27,7 @@ extern "C" __attribute__((visibility("default"))) bool RocksDbIOUringEnable() { 
 namespace tierbed {
 namespace {
 
-const char TABLE[] = "block_based_table_factory";
+const char BLOCK_TABLE[] = "block_based_table_factory";
 
 [[noreturn]] void reject(const std::string& name, const std::string& value, const std::string& reason) {
     throw std::invalid_argument(name + "='" + value + "': " + reason);
@@ -137,7 +137,7 @@ bool is_compressed(const rocksdb::Options& options) {
 void align_blocks(rocksdb::Options& options, std::size_t row_bytes, const NamedOptions& user_options) {
     auto* table = options.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
     for (const auto& [name, value] : user_options)
-        if (name == TABLE && value.find("block_align") != std::string::npos) return;
+        if (name == BLOCK_TABLE && value.find("block_align") != std::string::npos) return;
     const std::size_t block = table->block_size, entry = row_bytes + ENTRY_BYTES;
     const std::size_t space = block - std::min(block, BLOCK_BYTES);
     const bool is_power = (block & (block - 1)) == 0, is_dense = entry <= space && space % entry <= block / MAX_UNUSED;

@@ -56,10 +56,10 @@ rocksdb::Status open_database(const rocksdb::Options& options, const std::string
 }  // namespace
 
 RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& options)
-    : shape_{width, width, line_bytes_of(width)},
+    : shape_{width, width, compute_line_bytes(width)},
       folder_(folder),
       process_id_(getpid()),
-      options_(std::make_unique<rocksdb::Options>(shard_options(options, stored_bytes_of(width)))),
+      options_(std::make_unique<rocksdb::Options>(shard_options(options, compute_stored_bytes(width)))),
       read_threads_(std::make_unique<ReadThreadPool>(options.read_threads)) {
     make_forked_children_exit_early();
     rocksdb::Options& database = *options_;
@@ -258,7 +258,7 @@ std::size_t RocksTier::read_sorted(rocksdb::DB& db, const RowSpan& rows, const S
         is_hit[row] = !statuses[i].IsNotFound();
         if (!is_hit[row]) continue;
         check(statuses[i], folder_, "read");
-        check_size("row", values[i].size(), stored_bytes_of(shape_.width), folder_);
+        check_size("row", values[i].size(), compute_stored_bytes(shape_.width), folder_);
         std::memcpy(floats(rows.lines[row]), values[i].data(), values[i].size());
         ++hits;
     }
@@ -277,7 +277,7 @@ std::optional<RowCounters> RocksTier::locate(u32 table, u64 key) const {
         call([&] { return db.Get(options, db.DefaultColumnFamily(), Key(bucket, table, key).slice(), &value); });
     if (status.IsNotFound()) return std::nullopt;
     check(status, folder_, "read");
-    check_size("row", value.size(), stored_bytes_of(shape_.width), folder_);
+    check_size("row", value.size(), compute_stored_bytes(shape_.width), folder_);
     RowCounters counters;
     std::memcpy(&counters, value.data() + shape_.width * sizeof(float), sizeof counters);
     return counters;
@@ -298,7 +298,7 @@ void RocksTier::write_or_erase(const RowSpan& rows, bool is_erase) {
     require_open();
     const std::shared_lock lock(open_mutex_);
     const std::vector<std::vector<SortedRow>> all = sort_rows(rows);
-    const std::size_t value_bytes = stored_bytes_of(shape_.width);
+    const std::size_t value_bytes = compute_stored_bytes(shape_.width);
     const std::size_t row_bytes = value_bytes + KEY_BYTES + 16;  // upper bound per row; covers the batch's header too
     parallel_for(shards_.size(), [&](std::size_t number) {
         Shard& shard = *shards_[number];
@@ -466,7 +466,7 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
         for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_);
              it.Next(), ++rows) {
             check_size("key", it.key().size(), KEY_BYTES, folder);
-            check_size("row", it.value().size(), stored_bytes_of(shape.width), folder);
+            check_size("row", it.value().size(), compute_stored_bytes(shape.width), folder);
             u32 table;
             u64 key;
             std::memcpy(&table, it.key().data() + 1, sizeof table);

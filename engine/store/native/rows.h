@@ -22,13 +22,13 @@ namespace tierbed {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "rows are stored little-endian");
 
-inline std::size_t packed_row_bytes(u32 width) { return sizeof(u32) + sizeof(u64) + stored_bytes_of(width); }
+inline std::size_t packed_row_bytes(u32 width) { return sizeof(u32) + sizeof(u64) + compute_stored_bytes(width); }
 
 // Writes a packed row to `out` and returns the row's end. stored: values and counters, as in a line.
 inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineShape& shape) {
     std::memcpy(out, &table, sizeof table);
     std::memcpy(out + sizeof table, &key, sizeof key);
-    std::memcpy(out + sizeof table + sizeof key, stored, stored_bytes_of(shape.width));
+    std::memcpy(out + sizeof table + sizeof key, stored, compute_stored_bytes(shape.width));
     return out + packed_row_bytes(shape.width);
 }
 
@@ -91,18 +91,18 @@ private:
     std::vector<u64> hashes_, lines_;
 };
 
-// Maps rows to nonzero numbers: an open-addressing hash table that doubles as it fills. Concurrent reads are safe.
+// Maps rows to nonzero values: an open-addressing hash table that doubles as it fills. Concurrent reads are safe.
 class RowMap {
 public:
     static constexpr std::size_t MAX_ROW_BYTES = (8 * sizeof(Slot) + 2) / 3;  // if slots double at a load of 3/4
 
-    // Returns the row's number, or 0 if the row is absent.
-    u32 find(u64 hash, u32 table) const { return find_row(THREAD, view(), hash, table); }
+    // Returns the row's value, or 0 if the row is absent.
+    u32 find(u64 hash, u32 table) const { return find_value(THREAD, view(), hash, table); }
 
-    // Returns a pointer to the row's number (never set it to 0), or null if absent. Valid until the map changes.
-    u32* find_number(u64 hash, u32 table) {
+    // Returns a pointer to the row's value (never set it to 0), or null if absent. Valid until the map changes.
+    u32* find_mutable(u64 hash, u32 table) {
         Slot& slot = find_slot(hash, table);
-        return slot.row ? &slot.row : nullptr;
+        return slot.value ? &slot.value : nullptr;
     }
 
     // Allocates memory for `rows` rows in all, so that `insert` cannot fail.
@@ -119,26 +119,26 @@ public:
         std::swap(view_, larger.view_);
     }
     // Adds the row if it is absent.
-    void insert(u64 hash, u32 table, u32 number) {
+    void insert(u64 hash, u32 table, u32 value) {
         reserve(rows_ + 1);
         Slot& slot = find_slot(hash, table);
-        if (slot.row) return;
-        slot = {hash, table, number};
+        if (slot.value) return;
+        slot = {hash, table, value};
         ++rows_;
     }
 
-    // Returns the row's number, or 0 if it was absent.
+    // Returns the row's value, or 0 if it was absent.
     u32 erase(u64 hash, u32 table) {
-        const u32 number = erase_row(view(), hash, table);
-        rows_ -= number != 0;
-        return number;
+        const u32 value = erase_row(view(), hash, table);
+        rows_ -= value != 0;
+        return value;
     }
 
     TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(&view().slots[home_slot(view(), hash)]); }
     template <class Body>
     void for_each(const Body& body) const {
         for (std::size_t i = 0; i < slots(); ++i)
-            if (const Slot& slot = view().slots[i]; slot.row) body(slot);
+            if (const Slot& slot = view().slots[i]; slot.value) body(slot);
     }
     std::size_t size() const { return rows_; }
     std::size_t bytes() const { return slots_.size(); }
@@ -154,7 +154,7 @@ private:
         u32 at = home_slot(index, hash);
         for (;; at = (at + 1) & index.mask) {
             Slot& slot = index.slots[at];
-            if (slot.row == 0 || (slot.hash == hash && slot.table == table)) return slot;
+            if (slot.value == 0 || (slot.hash == hash && slot.table == table)) return slot;
         }
     }
 

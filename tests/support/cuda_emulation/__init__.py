@@ -65,7 +65,7 @@ class EmulatedDevice(Device):
         if not launch(blocks, THREADS, ctypes.c_uint64(self._seed), addresses):
             raise AssertionError(f"{kernel}: a lane waits in a collective that can never complete")
 
-    def side_stream(self) -> AbstractContextManager[None]:
+    def enter_side_stream(self) -> AbstractContextManager[None]:
         return nullcontext()  # a thread of its own is all that there is
 
     def record_event(self) -> None:

@@ -57,7 +57,7 @@ class OrderedDevice(EmulatedDevice):
         with _Watch(self):
             yield
 
-    side_stream = watch
+    enter_side_stream = watch
 
     def unkept(self) -> list[str]:
         """Memory that one thread allocated and another used, without keeping it from being used again too early."""
