@@ -335,7 +335,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def _index_embeddings(self) -> dict[int, EmbeddingBase]:
-        """Return {number: embedding}. The number is the index of the embedding's parameter in a state_dict."""
+        """Return {index: embedding}. The index is the position of the embedding's parameter in a state_dict."""
         indices = {id(parameter): index for index, parameter in enumerate(self._list_parameters())}
         return {indices[id(e.shadow)]: e for e, _ in self._pairs if id(e.shadow) in indices}
 

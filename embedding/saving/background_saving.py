@@ -76,7 +76,7 @@ class BackgroundSaving:
             yield chunk
 
     def _count_arrival(self, index: int | None, error: BaseException | None = None) -> None:
-        """Called when the thread of table `index` has ended, and with number=None once all threads are started.
+        """Called when the thread of table `index` has ended, and with index=None once all threads are started.
 
         The last of these calls completes the save. With several ranks, this method does nothing.
         """

@@ -565,7 +565,7 @@ class TablePersistence:
         self.spec = replace(self.spec, name=name)
 
     def begin_change(self, records_change: bool = True, replaces_rows: bool = False) -> None:
-        """Clear the clean marker. If `records_change` is True, first note to the group's record that the rows will change."""
+        """Clear the clean marker. If `records_change`, first write to the group's record that the rows will change."""
         if self.folder is None:
             return
         with uninterrupted():

@@ -118,7 +118,7 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
     """Lock these tables and all tables trained with them, so that no other thread writes or saves the tables.
 
     awaits_step: first wait until no other thread is in a step, because a step updates one store after another.
-    If `replaces` is True if the block replaces rows. First finishes background saves, because they need the locks.
+    replaces_rows: True if the block replaces rows. First finishes background saves, because they need the locks.
     """
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()
     all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.handles())]}

@@ -141,7 +141,7 @@ def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> li
 
 
 def _divide(amount: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """Divide `amount` in proportion to weights, but part i is at least minimum[i]. None if sum(minimum) > whole."""
+    """Divide `amount` in proportion to weights, but part i is at least minimum[i]. None if sum(minimum) > amount."""
     if sum(minimum) > amount:
         return None
     clamped: set[int] = set()  # indices of parts that get exactly their minimum
