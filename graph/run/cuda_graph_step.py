@@ -2,7 +2,7 @@
 
 A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
 launch the kernels of `pin`, `update` and `read` without the host work. Each replay needs the host work again: checks,
-step numbers, hyperparameters of the optimizer, and the store's bookkeeping. `_host_work` does it. Optimizers of dense
+step numbers, hyperparams of the optimizer, and the store's bookkeeping. `_host_work` does it. Optimizers of dense
 parameters and learning rate schedulers are not captured; they run after each replay.
 
 A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
@@ -51,7 +51,7 @@ def capture_pin(
 
 def capture_update(pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Launch the kernels of `pinned.update`, and unpin the batch."""
-    table, gradients = pinned.table, pinned.gradients(grads, weights)
+    table, gradients = pinned.table, pinned.check_gradients(grads, weights)
     table.check_pinned(pinned)
     table.observers.before_update(pinned.batch)
     table.processor.update(pinned.batch, gradients, table.rule)
@@ -65,13 +65,13 @@ def capture_read(embedding: SnapshotEmbedding, lookup: Lookup, weights: Tensor |
 
 def capture_read_weights_grad(embedding: SnapshotEmbedding, lookup: Lookup, grad: Tensor) -> Tensor:
     table = embedding.table_handle().open_table
-    return table.processor.weights_grad(_peek(table, lookup, trains=True), 0, lookup, grad)
+    return table.processor.weights_grad(_peek(table, lookup, is_training=True), 0, lookup, grad)
 
 
-def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
+def _peek(table: OpenTable, lookup: Lookup, is_training: bool = False) -> Any:
     """Launch the kernels that find a read-only lookup's rows, and return its batch."""
     batch = table.processor.make_batch([lookup])
-    table.require_open().peek(batch, trains)
+    table.require_open().peek(batch, is_training)
     table.preview_catch_up(batch)
     return batch
 
@@ -270,8 +270,8 @@ def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value:
         for table in trained:
             table.note_failure(error)  # some rows may be written already
         raise
-    for table, (step, hyper) in updates:
-        table.note_update(step, hyper)
+    for table, (step, hyperparams) in updates:
+        table.note_update(step, hyperparams)
 
 
 def _make_replay_key(table: OpenTable) -> Hashable | None:
@@ -281,22 +281,22 @@ def _make_replay_key(table: OpenTable) -> Hashable | None:
     return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.tracker
 
 
-def _begin_replay(table: OpenTable, trains: bool, clip_value: float | None) -> tuple[int, list[float]]:
+def _begin_replay(table: OpenTable, is_training: bool, clip_value: float | None) -> tuple[int, list[float]]:
     """Do the host work of `pin` and `update`, or of `read`, before a replay.
 
     Returns the arguments for `table.note_update`. If this function raises, nothing has changed.
     """
-    if trains:
+    if is_training:
         table.release()
         with table.use_announced(()):
             pass  # drops announced batches, because the replayed ops make their own batch
     table.finish_erasures()
     table.check(wait=False)
-    if not trains:
-        table.set_hyper()
-        return table.step, table.hyper
+    if not is_training:
+        table.set_hyperparams()
+        return table.step, table.hyperparams
     optimizer, step = table.require_optimizer(), table.next_step()
-    hyper = optimizer.compute_hyper(step, clip_value, table.hyper)
+    hyperparams = optimizer.compute_hyperparams(step, clip_value, table.hyperparams)
     table.before_write(step)
-    table.processor.set_hyper(optimizer.rule, hyper, step)
-    return step, hyper
+    table.processor.set_hyperparams(optimizer.rule, hyperparams, step)
+    return step, hyperparams

@@ -102,7 +102,7 @@ def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: 
         values = np.array([row for row, _ in started], np.float32).reshape(len(names), 2 * dim)
         updates = np.array([count for _, count in started], np.uint32)
         scaled = grads * np.float32(1 / every) if mean else grads
-        naive.update(values, updates, scaled, rule.rule, rule.compute_hyper(step), step)
+        naive.update(values, updates, scaled, rule.rule, rule.compute_hyperparams(step), step)
         found |= {name: (row, int(count)) for name, row, count in zip(names, values, updates, strict=True)}
     return found
 

@@ -43,14 +43,14 @@ struct UpdateJob {
     FloatType type;  // gradient type
     float scale;  // multiplies each row's sum
     LineShape shape;
-    const double* hyper;
+    const double* hyperparams;
     u32 step;
 };
 
 struct CatchUpJob {
     const u64* lines;
     LineShape shape;
-    const double* hyper;
+    const double* hyperparams;
     u32 step;
 };
 
@@ -78,7 +78,7 @@ struct ColumnsJob {
 struct RuleLoops {
     const char* name;
     u32 num_element_states, num_row_states;
-    u32 num_hypers;         // hyper-parameters, including limits
+    u32 num_hyperparams;    // hyper-parameters, including limits
     bool misses_unwritten;  // true if a row can miss steps before its first write
     // Returns how many rows were written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);

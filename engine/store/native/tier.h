@@ -18,7 +18,7 @@ struct RowSpan {
     std::size_t n;
 
     // Returns the index where each bucket begins, and `n` as the end of the last bucket.
-    std::array<std::size_t, BUCKETS + 1> bucket_begins() const {
+    std::array<std::size_t, BUCKETS + 1> bucket_offsets() const {
         std::array<std::size_t, BUCKETS + 1> begin{};
         for (u32 b = 0; b < BUCKETS; ++b) {
             const auto is_in = [&](u64 hash) { return get_bucket(hash) == b; };
@@ -33,8 +33,8 @@ class Tier {
 public:
     virtual ~Tier() = default;
     // Copies rows to their lines. Writes `is_hit` [n]: true if the tier has the row. If not, the row's line does not
-    // change. touch: true to count the read as a use.
-    virtual void read(const RowSpan& rows, bool* is_hit, bool touch) = 0;
+    // change. counts_as_use: true to count the read as a use.
+    virtual void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
     // Erases rows. Ignores missing rows, and the span's `lines`.
