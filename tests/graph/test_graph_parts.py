@@ -74,7 +74,7 @@ def part_of(call: Call) -> tuple[naive.Unique, naive.F32]:
     bags = call.of_bags.to(torch.float32).numpy()
     of_bagged = naive.pool_grad(bags, rows.inverse[len(call.ids) :], call.offsets.numpy(), True, call.weights.numpy())
     grads = np.concatenate([call.of_ids.to(torch.float32).numpy(), of_bagged])
-    return rows, naive.reduce(grads, rows.occurrences, rows.offsets)
+    return rows, naive.reduce(grads, rows.occurrences, rows.occurrence_offsets)
 
 
 Rows = dict[tuple[int, int], tuple[NDArray[np.float32], int]]  # floats of embedding and state, and updates
@@ -89,7 +89,9 @@ def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: 
         parts = [part_of(call) for call in calls[(step - 1) * every : step * every]]
         keys, tables = (np.concatenate([getattr(rows, name) for rows, _ in parts]) for name in ("keys", "tables"))
         together = naive.unique(keys, tables)
-        grads = naive.reduce(np.concatenate([sums for _, sums in parts]), together.occurrences, together.offsets)
+        grads = naive.reduce(
+            np.concatenate([sums for _, sums in parts]), together.occurrences, together.occurrence_offsets
+        )
         names = list(zip(together.tables.tolist(), together.keys.tolist(), strict=True))
         initial = np.empty((len(names), dim), np.float32)
         for table in set(together.tables.tolist()):

@@ -119,7 +119,7 @@ class Unique:
     tables: U32  # [unique]
     inverse: NDArray[np.int32]  # [size], -1 where a position is padding
     occurrences: U32  # positions grouped by unique row, ascending within one
-    offsets: U32  # [unique + 1], where each row's occurrences start
+    occurrence_offsets: U32  # [unique + 1], where each row's occurrences start
 
 
 def unique(keys: U64, tables: U32, padding: int | None = None, numbered: bool = False) -> Unique:
@@ -140,7 +140,7 @@ def unique(keys: U64, tables: U32, padding: int | None = None, numbered: bool = 
         tables=np.array([table for table, _ in rows], np.uint32),
         inverse=inverse,
         occurrences=np.array([position for row in rows for position in positions[row]], np.uint32),
-        offsets=np.cumsum([0] + [len(positions[row]) for row in rows], dtype=np.uint32),
+        occurrence_offsets=np.cumsum([0] + [len(positions[row]) for row in rows], dtype=np.uint32),
     )
 
 
@@ -343,8 +343,7 @@ def _arguments(rule: Rule, rows: F32, dim: int, hyperparams: Sequence[float]) ->
     ends = np.cumsum([dim, *rule.kernel.state_widths(dim)]).tolist()
     names = dict(zip(rule.kernel.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
     values = dict(zip(kernel.all_hyperparams, hyperparams, strict=False))
-    names = kernel.hyperparams.split()
-    rounded = {name: np.float32(value) if name in names else value for name, value in values.items()}
+    rounded = {name: np.float32(x) if name in kernel.hyperparams.split() else x for name, x in values.items()}
     return {"w": rows[:, :dim], **names, **rounded}
 
 
