@@ -56,9 +56,7 @@ class CpuProcessor(Processor[Batch]):
         host = CpuFullStore(self.layout, "host")
         return self.make_cache(host, options), host
 
-    def make_batch(
-        self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_prefetch: bool = False
-    ) -> Batch:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_future: bool = False) -> Batch:
         _core.set_threads(torch.get_num_threads())
         return make_batch(self._spec, lookups) if dedup_from is None else dedup_from.make_sibling()
 

@@ -95,17 +95,15 @@ class CudaProcessor:
         host = self.make_full_table("host")
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
-    def make_batch(
-        self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_prefetch: bool = False
-    ) -> Batch:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_future: bool = False) -> Batch:
         """See `Processor.make_batch`. A batch for a later step already groups the positions of ids by row."""
         _core.set_threads(torch.get_num_threads())  # used by host tiers below a cache
         if dedup_from is not None:
             return dedup_from.make_sibling(self._faults.word)
         arrays = [_make_lookup_arrays(lookup) for lookup in lookups]
-        faults = torch.zeros_like(self._faults.word) if is_prefetch else self._faults.word
+        faults = torch.zeros_like(self._faults.word) if is_future else self._faults.word
         batch = Batch(self._device, arrays, self._ids, faults)
-        if is_prefetch:
+        if is_future:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
                     self._device.record_stream(part)

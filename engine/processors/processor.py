@@ -92,11 +92,11 @@ class Processor(Protocol[B]):
     def make_cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
         """Make a table for all rows in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
 
-    def make_batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, is_prefetch: bool = False) -> B:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, is_future: bool = False) -> B:
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
         `dedup_from` is a batch of the same lookups for another embedding with the same number of tables and the same
-        padding. Its deduplication is reused. If `is_prefetch`, the batch's later step raises the errors.
+        padding. Its deduplication is reused. `is_future`: the batch is for a later step, which raises the errors.
         """
 
     def side_stream(self) -> AbstractContextManager[object]:

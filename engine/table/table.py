@@ -440,7 +440,7 @@ class OpenTable:
         """Returns the unique rows of a micro-batch's lookups. On a CPU, raises InputError for illegal ids."""
         with self.lock:
             self.require_open()
-            return self.processor.unique_rows(self.processor.make_batch(lookups, is_prefetch=True))
+            return self.processor.unique_rows(self.processor.make_batch(lookups, is_future=True))
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype

@@ -88,15 +88,13 @@ def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: 
     for step in range(1, len(calls) // every + 1):
         parts = [part_of(call) for call in calls[(step - 1) * every : step * every]]
         keys, tables = (np.concatenate([getattr(rows, name) for rows, _ in parts]) for name in ("keys", "tables"))
-        together = naive.unique(keys, tables)
-        grads = naive.reduce(
-            np.concatenate([sums for _, sums in parts]), together.occurrences, together.occurrence_offsets
-        )
-        names = list(zip(together.tables.tolist(), together.keys.tolist(), strict=True))
+        merged = naive.unique(keys, tables)
+        grads = naive.reduce(np.concatenate([sums for _, sums in parts]), merged.occurrences, merged.occurrence_offsets)
+        names = list(zip(merged.tables.tolist(), merged.keys.tolist(), strict=True))
         initial = np.empty((len(names), dim), np.float32)
-        for table in set(together.tables.tolist()):
-            there = together.tables == table
-            initial[there] = embedding.get(together.keys[there].view(np.int64), table).numpy()
+        for table in set(merged.tables.tolist()):
+            there = merged.tables == table
+            initial[there] = embedding.get(merged.keys[there].view(np.int64), table).numpy()
         started = [
             found.get(name) or (np.append(row, np.zeros(dim, np.float32)), 0)
             for name, row in zip(names, initial, strict=True)

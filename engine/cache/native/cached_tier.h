@@ -1,10 +1,9 @@
 // A write-back cache above a slower tier. A cache serves steps, or is the slower tier of another cache.
 //
 // Batches get numbers when they are announced or pinned, and end in the order of their numbers. `place_batch` looks up
-// a batch's rows, chooses victims for missing rows, pins all its rows and reads the missing rows from the lower tier.
-// `prefetch` places an announced batch before its step, in another thread. `pin` places a batch that was not
-// prefetched. Rows that announced batches need are not chosen as victims. Each row records the last batch that touched
-// it. The row is pinned until this batch has ended, so unpinning writes nothing.
+// a batch's rows, pins them, chooses victims for missing rows and reads the missing rows from the lower tier.
+// `prefetch` places an announced batch before its step, in another thread; `pin` places any other batch. Rows that
+// announced batches need are not chosen as victims. A row is pinned until the last batch that touched it has ended.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
 // Above a tier in memory, `place_batch` writes evicted rows back. The overflow area also holds rows without a slot.

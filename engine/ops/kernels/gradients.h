@@ -1,8 +1,7 @@
 // Sums a row's gradient over its occurrences in a batch.
 //
 // An occurrence is an output's gradient row, scaled if its bag was weighted or averaged. Occurrences are added in
-// float32 by position, in blocks of 256; then the blocks' sums are added in order, so several GPU warps can share a
-// row.
+// float32 by position, in blocks of 256; then the blocks' sums are added in order, so GPU warps can share a row.
 #pragma once
 #include "float_types.h"
 #include "portable.h"

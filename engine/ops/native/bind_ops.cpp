@@ -65,13 +65,9 @@ LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive)
 }
 
 // Returns a NumPy view of a batch's Buffer, read-only if the Buffer is const.
-template <class T>
-Array<T> view(Buffer<T>& values) {
-    return Array<T>(values.data(), {values.size()});
-}
-template <class T>
-Array<const T> view(const Buffer<T>& values) {
-    return Array<const T>(values.data(), {values.size()});
+template <class Values>
+auto view(Values& values) {
+    return Array<std::remove_pointer_t<decltype(values.data())>>(values.data(), {values.size()});
 }
 
 u64* require_counts(const Layout& layout, std::optional<OutVector<u64>>& by_table) {

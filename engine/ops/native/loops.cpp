@@ -163,9 +163,9 @@ void columns(const ColumnsJob& shared, std::size_t begin, std::size_t end) {
     const ColumnsJob job = shared;
     for (std::size_t row = begin; row < end; ++row)
         if (job.adds)
-            add_columns<Type>(job.sources, job.targets, job.target_count, job.moves, job.move_count, row);
+            add_columns<Type>(job.sources, job.targets, job.num_targets, job.moves, job.num_moves, row);
         else
-            move_columns<typename Type::Stored>(job.sources, job.targets, job.moves, job.move_count, row);
+            move_columns<typename Type::Stored>(job.sources, job.targets, job.moves, job.num_moves, row);
 }
 
 template <class Rule>

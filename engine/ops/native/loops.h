@@ -69,9 +69,9 @@ struct CodecJob {
 // Copies columns from sources to targets in rows [begin, end). If `adds`, adds the columns instead (for gradients).
 struct ColumnsJob {
     const Matrix *sources, *targets;
-    std::size_t target_count;
+    std::size_t num_targets;
     const Move* moves;
-    std::size_t move_count;
+    std::size_t num_moves;
     bool adds;
 };
 
@@ -100,7 +100,7 @@ struct Loops {
     // Indexed by type; the last function is for float64.
     void (*columns[FLOAT_TYPES + 1])(const ColumnsJob&, std::size_t begin, std::size_t end);
     const RuleLoops* rules;
-    u32 rule_count;
+    u32 num_rules;
 };
 
 }  // namespace tierbed

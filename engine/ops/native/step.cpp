@@ -155,7 +155,7 @@ namespace {
 
 const RuleLoops& find_rule(const std::string& name) {
     const Loops& all = loops();
-    for (u32 i = 0; i < all.rule_count; ++i)
+    for (u32 i = 0; i < all.num_rules; ++i)
         if (name == all.rules[i].name) return all.rules[i];
     throw std::invalid_argument("rule '" + name + "' does not exist");
 }

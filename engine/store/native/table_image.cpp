@@ -30,7 +30,7 @@ void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* 
 }
 
 void TableImage::save_before_images(const Batch& batch) {
-    const u64* const refused_lines = batch.refused_lines.data();
+    const u64* const refused = batch.refused_lines.data();
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, batch.num_unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
@@ -44,8 +44,7 @@ void TableImage::save_before_images(const Batch& batch) {
             const std::size_t i = order.row(k);
             const u64 hash = batch.hashes[i];
             const u32 table = batch.tables[i];
-            const bool is_refused = refused_lines && refused_lines[i];
-            if (is_refused || is_read(bucket, hash, table) || index.find(hash, table)) continue;
+            if ((refused && refused[i]) || is_read(bucket, hash, table) || index.find(hash, table)) continue;
             const bool is_written = row_counters(batch.lines[i], shape_)->updates > 0;
             save_before_image(bucket, hash, table, is_written ? floats(batch.lines[i]) : nullptr);
         }
