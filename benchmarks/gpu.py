@@ -24,7 +24,7 @@ from tierbed.engine import _core
 from tierbed.engine.cache.cuda.cache import Cache
 from tierbed.engine.cache.cuda.cached_table import CachedTable
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch, Faults, LegalIds, Segment
+from tierbed.engine.ops.cuda.batch import Batch, Faults, LegalIds, LookupArrays
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
 from tierbed.engine.optim.kernel import load_kernels
@@ -64,7 +64,7 @@ class Tables:
         self.faults = Faults(device, "benchmark", tables, None)
         self.written = torch.zeros(tables, dtype=torch.int64, device=device.torch_device)
         self.rule = self.layout, self.optimizer.rule
-        self.numbers = cuda.allocate_hyper(device.torch_device)
+        self.params = cuda.allocate_step_params(device.torch_device)
         self.steps = 0
 
     def store(self, kind: str, capacity: int) -> CudaFullTier | CachedTable:
@@ -81,7 +81,7 @@ class Tables:
         return CudaFullTable(self.layout, capacity, load)
 
     def batch(self, ids: Tensor) -> Batch:
-        return Batch(self.device, [Segment(ids.reshape(-1))], LegalIds(self.tables), self.faults.word)
+        return Batch(self.device, [LookupArrays(ids.reshape(-1))], LegalIds(self.tables), self.faults.word)
 
     def step(self, store: CudaFullTier | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
         """Run one step on the device. ids [n, tables], grads [n * tables, dim]. Returns the looked-up rows."""
@@ -90,8 +90,8 @@ class Tables:
         store.pin(batch, None)
         out = torch.empty_like(grads)
         cuda.gather(batch, self.layout, 0, out)
-        cuda.write_hyper(*self.rule, self.optimizer.compute_hyper(self.steps), self.steps, 1.0, self.numbers)
-        cuda.update(*self.rule, batch, ([grads], [False], [None]), self.numbers, self.written, self.faults.word)
+        cuda.write_step_params(*self.rule, self.optimizer.compute_hyperparams(self.steps), self.steps, 1.0, self.params)
+        cuda.update(*self.rule, batch, ([grads], [False], [None]), self.params, self.written, self.faults.word)
         store.unpin(batch, dirty=True)
         return out
 
@@ -103,8 +103,8 @@ class Tables:
             self.host.insert_missing(batch, self.host_layout)
         out = np.empty(grads.shape, np.float32)
         _core.gather(batch, self.host_layout, 0, out)
-        rule, hyper = self.optimizer.rule, self.optimizer.compute_hyper(self.steps)
-        _core.update(batch, self.host_layout, [grads.cpu().numpy()], [False], [None], rule, hyper, self.steps)
+        rule, hyperparams = self.optimizer.rule, self.optimizer.compute_hyperparams(self.steps)
+        _core.update(batch, self.host_layout, [grads.cpu().numpy()], [False], [None], rule, hyperparams, self.steps)
         return torch.from_numpy(out)
 
     def initial(self, keys: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ constexpr u32 TABLES = 26, WARM_STEPS = 4, COUNTED_STEPS = 2;
 struct Workload {
     const char* name;
     const char* rule;
-    std::vector<double> hyper;
+    std::vector<double> hyperparams;
     std::vector<u32> state_widths;
     u32 dim, rows, batch;  // rows per table
     u32 length = 1;        // ids per bag
@@ -40,7 +40,7 @@ const std::vector<double> ADAGRAD{0.01, 0, 0, 1e-10, 0, 0};  // lr, weight decay
 const std::vector<double> ROWWISE{0.01, 0, 1, 1e-8, 0, 0};   // lr, weight decay, decay, eps, two clips
 
 const std::vector<Workload> WORKLOADS{
-    // name, rule, hyperparameters, state widths, dim, rows, batch, and fields that differ from the defaults
+    // name, rule, hyperparams, state widths, dim, rows, batch, and fields that differ from the defaults
     {"d16-uniform", "adagrad", ADAGRAD, {16}, 16, 8000, 1024},
     {"d16-skewed", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, true},
     {"d16-new", "adagrad", ADAGRAD, {16}, 16, 8000, 1024, 1, false, true},
@@ -63,7 +63,7 @@ public:
         : work_(work),
           layout_(work.dim, std::vector<float>(work.state_widths.size()), work.state_widths, 1, {work.dim},
                   std::vector<InitialValues>(TABLES, {Initial::uniform, -0.1f, 0.1f, 0, 0})),
-          rule_(layout_, work.rule, work.hyper),
+          rule_(layout_, work.rule, work.hyperparams),
           table_(layout_),
           out_(bags() * work.dim),
           grads_(bags() * work.dim, 0.5f),
@@ -113,9 +113,9 @@ private:
 
     std::shared_ptr<Batch> batch_of(const std::vector<u64>& keys, std::size_t length) const {
         const Bags bags{nullptr, length, nullptr, 0, 0};
-        const Segment segment{keys.data(), nullptr, keys.size(), keys.size() / length, bags, 0, length > 1};
+        const LookupArrays arrays{keys.data(), nullptr, keys.size(), keys.size() / length, bags, 0, length > 1};
         return std::make_shared<Batch>(
-            std::make_shared<const UniqueRows>(std::vector<Segment>{segment}, TABLES, std::nullopt, LegalIds{}));
+            std::make_shared<const UniqueRows>(std::vector<LookupArrays>{arrays}, TABLES, std::nullopt, LegalIds{}));
     }
 
     std::vector<u64> draw() {

@@ -256,7 +256,7 @@ def inspect(
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
     from ..engine.options.table_names import read_table_names, table_label
-    from ..snapshots.files.format import with_named_hyper
+    from ..snapshots.files.format import name_hyperparams
     from ..snapshots.inspection.row import to_plain_row
     from ..snapshots.inspection.summary import check_plot, draw, summarise
 
@@ -270,7 +270,7 @@ def inspect(
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
     figures = {**output.entry(name, snapshot.manifest), **summary.figures}
     first = [to_plain_row(row, snapshot.description) for row in summary.first]
-    description = with_named_hyper(snapshot.description)
+    description = name_hyperparams(snapshot.description)
     if as_json:
         output.print_json({**figures, "description": description, "first_rows": first})
         return

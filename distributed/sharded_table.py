@@ -376,10 +376,14 @@ class ShardedTable:
         return local_batch, ids, has_pooling
 
     def read(
-        self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
+        self,
+        lookup: Lookup,
+        weights: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        is_training: bool = False,
     ) -> Tensor:
         """Read rows or pooled bags, as `OpenTable.read` does. All ranks make this call, each with its own ids."""
-        local_batch = self._look_up(lookup, trains)
+        local_batch = self._look_up(lookup, is_training)
         return local_batch.processor.gather(local_batch.batch, 0, lookup, weights, dtype)
 
     def get(self, lookup: Lookup) -> Tensor:
@@ -387,16 +391,16 @@ class ShardedTable:
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """Return the weight gradient of a read-only lookup, as `OpenTable.read_weights_grad` does."""
-        local_batch = self._look_up(lookup, trains=True)
+        local_batch = self._look_up(lookup, is_training=True)
         return local_batch.processor.weights_grad(local_batch.batch, 0, lookup, grad)
 
     @_collective("lookup")
-    def _look_up(self, lookup: Lookup, trains: bool) -> LocalBatch:
+    def _look_up(self, lookup: Lookup, is_training: bool) -> LocalBatch:
         """Return the unique rows of this rank's lookup, received from the ranks that own the rows."""
         op = f"embedding {self.name!r}, lookup at step {self.open_table.step}"
         local_batch, requested, _ = self._request(op, [lookup])
         counts = [len(part.ids) for part in requested]
-        rows, error = try_call(lambda: self.open_table.get(concat_lookups(requested), trains))
+        rows, error = try_call(lambda: self.open_table.get(concat_lookups(requested), is_training))
         source, target = (
             RankBuffers(self.world, c, local_batch.spec.dim, self.world.row_dtype) for c in (counts, local_batch.counts)
         )

@@ -101,7 +101,7 @@ def _op(name: str, arguments: str) -> Any:
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
     """Read a `Lookup`'s rows or pooled bags, lookup.shape + (dim,), without inserting rows."""
     *rows, weights, op_id = rest
-    return find_embedding(op_id).read(make_lookup(*rows), weights, trains=shadow.requires_grad)
+    return find_embedding(op_id).read(make_lookup(*rows), weights, is_training=shadow.requires_grad)
 
 
 @lookup.register_fake
@@ -180,7 +180,7 @@ class EagerLookup(_SingleLevelFunction):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         _, *lookup, weights, op_id = inputs
-        output = find_embedding(op_id).read(Lookup(*lookup), weights, trains=ctx.needs_input_grad[0])
+        output = find_embedding(op_id).read(Lookup(*lookup), weights, is_training=ctx.needs_input_grad[0])
         _setup(ctx, inputs, output)
         return output
 

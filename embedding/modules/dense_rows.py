@@ -105,7 +105,7 @@ def convert_dense(
             table.step,
         )
     with table.lock:
-        hyper = table.optimizer.compute_hyper(new_step) if new_step and table.optimizer is not None else []
+        hyperparams = table.optimizer.compute_hyperparams(new_step) if new_step and table.optimizer is not None else []
         retained = [] if len(weights) == spec.num_tables else _copy_other_tables(table, weights)
         if retained and new_step != table.step:
             raise InputError(
@@ -114,7 +114,7 @@ def convert_dense(
             )
         replaced = [rows for table_id in weights for rows in _to_rows(table, table_id, weights, all_states, new_step)]
         chunks = retained + replaced
-        description = spec.describe(table.state, hyper, new_step)
+        description = spec.describe(table.state, hyperparams, new_step)
         return RowTensors.from_chunks(description, sum(map(len, chunks)), chunks).tensors
 
 

@@ -17,7 +17,7 @@ from ...distributed.sharded_table import ShardedTable
 from ...distributed.world import World
 from ...engine.checks import as_int, validate_arguments
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
-from ...engine.ops.batch import check_offsets, make_segment
+from ...engine.ops.batch import check_offsets, make_lookup_arrays
 from ...engine.ops.embedding_base import TRACED
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
@@ -332,11 +332,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         except OptimizerError as error:
             self._optimizer_error = error
 
-    def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
+    def read(self, lookup: Lookup, weights: Tensor | None = None, is_training: bool = False) -> Tensor:
         try:
-            return self.table_handle().table.read(lookup, weights, self.output_dtype, trains)
+            return self.table_handle().table.read(lookup, weights, self.output_dtype, is_training)
         except RowsReplacedError:  # a load in another thread replaced the rows
-            return self.read(lookup, weights, trains)
+            return self.read(lookup, weights, is_training)
 
     @retry_if_replaced
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self.raise_on_all_ranks():
             for lookup in lookups:
                 if lookup.ids.device.type == "cpu":
-                    make_segment(self.spec, lookup)
+                    make_lookup_arrays(self.spec, lookup)
                     check_offsets(self.spec, lookup)
         table.announce(lookups)
 

@@ -30,13 +30,13 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
     """A write-back cache. `tier` names it in metrics; `option` names its budget in errors. Budgets include metadata."""
 
     def __init__(
-        self, layout: _core.Layout, below: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
+        self, layout: _core.Layout, lower: Tier, options: CachedHostMemOptions, budget_mb: float, tier: str, option: str
     ) -> None:
-        self._layout, self._below, self._tier = layout, below, tier
+        self._layout, self._lower_tier, self._tier = layout, lower, tier
         try:
             self.native = _core.CachedTier(
                 layout,
-                below.native,
+                lower.native,
                 budget_bytes=int(budget_mb * MB),
                 overflow_bytes=int(options.compute_overflow_mb(budget_mb) * MB),
                 grows_with_batch=options.overflow_mb is None,
@@ -73,9 +73,9 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
         """Release the pinned batch. Ignores `dirty`, because each row's update counter shows if the row was written."""
         self.native.unpin(batch)
 
-    def peek(self, batch: _core.Batch, trains: bool = False) -> None:
+    def peek(self, batch: _core.Batch, is_training: bool = False) -> None:
         missing, unknown = self.native.peek(batch)
-        if trains:
+        if is_training:
             return
         hits, misses, unknowns = self._peek_counts
         self._peek_counts = (hits + batch.num_unique - missing, misses + missing - unknown, unknowns + unknown)
@@ -86,21 +86,21 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         location = self.native.locate(table, key)
         entries = [] if location is None else [{"tier": self._tier, **location}]
-        return [*entries, *self._below.locate(table, key)]
+        return [*entries, *self._lower_tier.locate(table, key)]
 
     def scan(self) -> Chunks:
         self.flush()
-        yield from self._below.scan()
+        yield from self._lower_tier.scan()
 
     def write_back(self) -> None:
         """Write dirty rows to the last tier. Unlike `flush`, this does not make the rows durable."""
         self.native.flush()
-        if isinstance(self._below, CpuCachedTier):
-            self._below.write_back()
+        if isinstance(self._lower_tier, CpuCachedTier):
+            self._lower_tier.write_back()
 
     def flush(self) -> None:
         self.native.flush()
-        self._below.flush()
+        self._lower_tier.flush()
 
     def flush_pieces(self) -> Iterator[bool]:
         """Each `next` call writes back some dirty rows. At the end, few are left. Does not make the rows durable."""
@@ -111,15 +111,15 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
             yield True
             if begin == 0:
                 break
-        if isinstance(self._below, CpuCachedTier):
-            yield from self._below.flush_pieces()
+        if isinstance(self._lower_tier, CpuCachedTier):
+            yield from self._lower_tier.flush_pieces()
 
     def close(self) -> None:
         self.native.close()
-        self._below.close()
+        self._lower_tier.close()
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        return {self._tier: self.native.metrics(), **self._below.metrics()}
+        return {self._tier: self.native.metrics(), **self._lower_tier.metrics()}
 
     def _warn_small_cache(self, rows: int) -> None:
         """Warn that a batch has more rows than the sets hold."""

@@ -71,8 +71,8 @@ class Lifecycle:
     def record_write(self, batch: Any, step: int) -> None:
         """Record that an admitted batch was written at `step`."""
         assert self._ledger is not None
-        if len(batch.own_lines):
-            refused = count_by_table(batch.tables[batch.own_lines != 0], len(self.removed_counts))
+        if len(batch.refused_lines):
+            refused = count_by_table(batch.tables[batch.refused_lines != 0], len(self.removed_counts))
             self._count(refused, "refused")
         self._ledger.commit(batch, step)
 

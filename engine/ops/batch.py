@@ -23,9 +23,9 @@ from ..options.table_spec import TableSpec
 LARGE_ALLOCATION_BYTES = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
 
 # (keys [n], table ids [bags] or None, bags). bags: one length for all bags, offsets [bags + 1], or None without pooling
-Segment = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
+LookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
 # (keys, table ids, bags) as in Segment, then features [columns] (one per result column), then the batch size
-FeatureSegment = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
+FeatureLookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
 class Gradients(NamedTuple):
@@ -61,7 +61,7 @@ def convert_gradients(gradients: Gradients) -> tuple[list[Any], list[bool], list
     return [as_array(grad) for grad in gradients.grads], means, weights
 
 
-def make_segment(spec: TableSpec, lookup: Lookup) -> Segment | FeatureSegment:
+def make_lookup_arrays(spec: TableSpec, lookup: Lookup) -> LookupArrays | FeatureLookupArrays:
     """Convert a lookup for `_core.Batch`, which checks its offsets. Raises InputError for table ids out of range."""
     keys, feature_columns = to_keys(lookup.ids), lookup.feature_columns
     if feature_columns is None:
@@ -98,9 +98,10 @@ def _make_table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np
 
 def make_batch(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
     """Deduplicate lookups on the CPU. Raises InputError for bad lookups; if `strict`, also for ids to be dropped."""
-    segments = [make_segment(spec, lookup) for lookup in lookups]
+    arrays = [make_lookup_arrays(spec, lookup) for lookup in lookups]
     try:
-        batch = _core.Batch(segments, spec.num_tables, spec.padding_key, spec.last_ids, () if strict else spec.drops)
+        flags = () if strict else spec.drops_illegal
+        batch = _core.Batch(arrays, spec.num_tables, spec.padding_key, spec.last_ids, flags)
     except ValueError:
         for lookup in lookups:
             check_offsets(spec, lookup)

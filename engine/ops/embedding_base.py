@@ -57,7 +57,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         """How many columns a lookup's result has."""
         raise NotImplementedError
 
-    def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
+    def read(self, lookup: Lookup, weights: Tensor | None = None, is_training: bool = False) -> Tensor:
         """Return a checked lookup's result, of shape lookup.shape + (dim,). Inserts no rows."""
         raise NotImplementedError
 

@@ -16,7 +16,7 @@ from .rule import ParamGroup, Rule
 
 ADAGRAD = Kernel(
     name="adagrad",
-    hypers="lr weight_decay maximize eps",
+    hyperparams="lr weight_decay maximize eps",
     element_states=("sum",),
     element="""
         g = decayed(g, w, weight_decay, maximize);
@@ -26,7 +26,7 @@ ADAGRAD = Kernel(
 )
 
 
-def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     return {"lr": float(group["lr"]) / (1.0 + (step - 1) * float(group["lr_decay"]))}
 
 
@@ -34,4 +34,4 @@ def _compute_initial(group: ParamGroup) -> dict[str, float]:
     return {"sum": float(group["initial_accumulator_value"])}
 
 
-RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _compute_hyper, _compute_initial),)
+RULES = (Rule(ADAGRAD, torch.optim.Adagrad, _compute_hyperparams, _compute_initial),)

@@ -22,7 +22,7 @@ from .rule import ParamGroup, Rule
 
 ADAM = Kernel(
     name="adam",
-    hypers="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
+    hyperparams="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element_states=("exp_avg", "exp_avg_sq"),
     element="""
         g = decayed(g, w, weight_decay, maximize);
@@ -35,12 +35,12 @@ ADAM = Kernel(
 ADAMW = replace(
     ADAM,
     name="adamw",
-    hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
+    hyperparams="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element="w = w * decay;" + ADAM.element.replace("weight_decay", "0.0f"),
 )
 
 
-def compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+def compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     """Returns the hyper-parameters of both rules as Python floats (double). The kernel rounds them to float32 once."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
@@ -63,5 +63,8 @@ def is_decoupled(group: ParamGroup) -> bool:
 RULES = tuple(
     rule
     for optimizer in (torch.optim.Adam, torch.optim.AdamW)
-    for rule in (Rule(ADAMW, optimizer, compute_hyper, applies_to=is_decoupled), Rule(ADAM, optimizer, compute_hyper))
+    for rule in (
+        Rule(ADAMW, optimizer, compute_hyperparams, applies_to=is_decoupled),
+        Rule(ADAM, optimizer, compute_hyperparams),
+    )
 )

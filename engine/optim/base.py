@@ -72,7 +72,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
                 raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
             for rule in load_rules():
                 if isinstance(self, rule.optimizer):
-                    rule.compute_hyper(group, 1)
+                    rule.compute_hyperparams(group, 1)
                     rule.initial(group)
         except BaseException:
             self.param_groups.pop()
@@ -144,11 +144,11 @@ class DenseAdam(DenseOptimizer):
             state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
         count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
         count += 1
-        hyper, m, v = compute_hyper(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
+        hyperparams, m, v = compute_hyperparams(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if group["maximize"] else g
-        m.lerp_(g, hyper["one_minus_beta1"])
-        v.mul_(hyper["beta2"]).add_(hyper["one_minus_beta2"] * self.second_moment_input(g.square()))
-        return hyper, m, v.sqrt() / hyper["sqrt_correction2"] + hyper["eps"]
+        m.lerp_(g, hyperparams["one_minus_beta1"])
+        v.mul_(hyperparams["beta2"]).add_(hyperparams["one_minus_beta2"] * self.second_moment_input(g.square()))
+        return hyperparams, m, v.sqrt() / hyperparams["sqrt_correction2"] + hyperparams["eps"]
 
 
 def compute_row_mean(squares: Tensor) -> Tensor:
@@ -156,8 +156,8 @@ def compute_row_mean(squares: Tensor) -> Tensor:
     return squares.mean(-1, keepdim=True)
 
 
-def compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
-    """Returns the hyper-parameters of `adam.compute_hyper` and the group's checked settings. Raises OptimizerError."""
+def compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
+    """Returns `adam.compute_hyperparams` and the group's checked settings. Raises OptimizerError."""
     read_betas(group)
     settings = {name: read_number(group, name) for name in ("lr", "eps", "weight_decay")}
-    return {**settings, **adam.compute_hyper(group, step)}
+    return {**settings, **adam.compute_hyperparams(group, step)}

@@ -28,7 +28,7 @@ from functools import cache
 
 import torch
 
-from .adam import compute_hyper as compute_adam_hyper
+from .adam import compute_hyperparams as compute_adam_hyperparams
 from .adam import is_decoupled
 from .base import MIN_VALUE, CheckedOptimizer, read_number
 from .kernel import CatchUp, Kernel
@@ -67,7 +67,7 @@ MISSED_STEPS = CatchUp(
 
 CATCH_UP_ADAM = Kernel(
     name="catch_up_adam",
-    hypers="step_size maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
+    hyperparams="step_size maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
     doubles="lr decay1 decay2",
     element_states=("exp_avg", "exp_avg_sq"),
     element="""
@@ -82,7 +82,7 @@ CATCH_UP_ADAM = Kernel(
 CATCH_UP_ADAM_L2 = replace(
     CATCH_UP_ADAM,
     name="catch_up_adam_l2",
-    hypers="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
+    hyperparams="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element=CATCH_UP_ADAM.element.replace("0.0f", "weight_decay"),
     catch_up=replace(
         MISSED_STEPS,
@@ -103,7 +103,7 @@ CATCH_UP_ADAM_L2 = replace(
 CATCH_UP_ADAMW = replace(
     CATCH_UP_ADAM,
     name="catch_up_adamw",
-    hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
+    hyperparams="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
     doubles="lr weight_decay decay1 decay2",
     element="w = w * decay;" + CATCH_UP_ADAM.element,
     catch_up=replace(
@@ -156,13 +156,13 @@ def count_terms(beta1: float, beta2: float) -> int:
     return bisect_left(range(MAX_MISSED), True, key=is_negligible)
 
 
-def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     beta1, beta2 = map(float, group["betas"])
     settings = {name: read_number(group, name) for name in ("lr", "weight_decay")}
     settings["eps"] = read_number(group, "eps", low=MIN_VALUE)
     return {
         **settings,
-        **compute_adam_hyper(group, step),
+        **compute_adam_hyperparams(group, step),
         "decay1": beta1,
         "decay2": beta2,
         "terms": float(count_terms(beta1, beta2)),
@@ -173,8 +173,8 @@ RULES = tuple(
     rule
     for optimizer in (CatchUpAdam, CatchUpAdamW)
     for rule in (
-        Rule(CATCH_UP_ADAMW, optimizer, _compute_hyper, applies_to=is_decoupled),
-        Rule(CATCH_UP_ADAM_L2, optimizer, _compute_hyper, applies_to=lambda group: bool(group["weight_decay"])),
-        Rule(CATCH_UP_ADAM, optimizer, _compute_hyper),
+        Rule(CATCH_UP_ADAMW, optimizer, _compute_hyperparams, applies_to=is_decoupled),
+        Rule(CATCH_UP_ADAM_L2, optimizer, _compute_hyperparams, applies_to=lambda group: bool(group["weight_decay"])),
+        Rule(CATCH_UP_ADAM, optimizer, _compute_hyperparams),
     )
 )

@@ -25,7 +25,7 @@ from .rule import ParamGroup, Rule
 
 FTRL = Kernel(
     name="ftrl",
-    hypers="lr weight_decay power_of_sum lambda1 lambda2 beta",
+    hyperparams="lr weight_decay power_of_sum lambda1 lambda2 beta",
     element_states=("sum", "z"),
     element="""
         g = decayed(g, w, weight_decay, 0.0f);
@@ -90,21 +90,21 @@ class Ftrl(DenseOptimizer):
         return False
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
-        hyper = _compute_hyper(group, 1)
+        hyperparams = _compute_hyperparams(group, 1)
         if not state:
             state["sum"] = torch.full_like(w, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(w)
-        g = g + hyper["weight_decay"] * w
-        before = state["sum"] ** hyper["power_of_sum"]
+        g = g + hyperparams["weight_decay"] * w
+        before = state["sum"] ** hyperparams["power_of_sum"]
         state["sum"] += g * g
-        after = state["sum"] ** hyper["power_of_sum"]
-        z = state["z"].add_(g - (after - before) / hyper["lr"] * w)
-        scale = (hyper["beta"] + after) / hyper["lr"] + hyper["lambda2"]
-        updated = torch.where(scale == 0, w, -(z - z.sign() * hyper["lambda1"]) / scale)
-        w.copy_(torch.where(z.abs() <= hyper["lambda1"], 0, updated))
+        after = state["sum"] ** hyperparams["power_of_sum"]
+        z = state["z"].add_(g - (after - before) / hyperparams["lr"] * w)
+        scale = (hyperparams["beta"] + after) / hyperparams["lr"] + hyperparams["lambda2"]
+        updated = torch.where(scale == 0, w, -(z - z.sign() * hyperparams["lambda1"]) / scale)
+        w.copy_(torch.where(z.abs() <= hyperparams["lambda1"], 0, updated))
 
 
-def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     power = read_number(group, "lr_power", low=-8.0, high=8.0)
     is_negated = read_choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
     settings = {name: read_number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
@@ -112,8 +112,8 @@ def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
 
 
 def _compute_initial(group: ParamGroup) -> dict[str, float]:
-    low = MIN_VALUE if _compute_hyper(group, 1)["power_of_sum"] < 0 else 0.0
+    low = MIN_VALUE if _compute_hyperparams(group, 1)["power_of_sum"] < 0 else 0.0
     return {"sum": read_number(group, "initial_accumulator_value", low=low)}
 
 
-RULES = (Rule(FTRL, Ftrl, _compute_hyper, _compute_initial),)
+RULES = (Rule(FTRL, Ftrl, _compute_hyperparams, _compute_initial),)

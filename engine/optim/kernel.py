@@ -18,7 +18,7 @@ A kernel's bodies, and the names that each may use:
     row_from_norms  after the elements, once per row: sets `row_values`
               norms           by name: sums over the row's elements, from w and g as `element` left them
     second_pass  once per element: same names as `element`, whose g it sees; row_values also from `row_from_norms`
-    any       hypers          float32, rounded once from double; `doubles` stay double
+    any       hyperparams          float32, rounded once from double; `doubles` stay double
               functions       in kernels/rule.h
 """
 
@@ -68,7 +68,7 @@ class Kernel:
     """
 
     name: str
-    hypers: str  # names separated by spaces
+    hyperparams: str  # names separated by spaces
     element: str
     doubles: str = ""  # names separated by spaces
     element_states: tuple[str, ...] = ()
@@ -82,9 +82,9 @@ class Kernel:
     catch_up: CatchUp | None = None
 
     @property
-    def all_hypers(self) -> tuple[str, ...]:
+    def all_hyperparams(self) -> tuple[str, ...]:
         """The names of all hyper-parameters except limits, in the native rule's order."""
-        return (*self.hypers.split(), *self.doubles.split())
+        return (*self.hyperparams.split(), *self.doubles.split())
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -146,9 +146,9 @@ def make_struct_name(rule: str) -> str:
 
 
 def _define_struct(kernel: Kernel) -> str:
-    hypers = dict.fromkeys(kernel.hypers.split(), "float") | dict.fromkeys(kernel.doubles.split(), "double")
-    reads = [f"{name} = static_cast<{kind}>(hyper[{i}]);" for i, (name, kind) in enumerate(hypers.items())]
-    reads += ["past = hyper + HYPERS + LIMITS;"] if kernel.catch_up else []
+    hyperparams = dict.fromkeys(kernel.hyperparams.split(), "float") | dict.fromkeys(kernel.doubles.split(), "double")
+    reads = [f"{name} = static_cast<{kind}>(hyperparams[{i}]);" for i, (name, kind) in enumerate(hyperparams.items())]
+    reads += ["past = hyperparams + HYPERPARAMS + LIMITS;"] if kernel.catch_up else []
     unwritten = kernel.catch_up.unwritten if kernel.catch_up else ""
     row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
     elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
@@ -158,15 +158,15 @@ def _define_struct(kernel: Kernel) -> str:
     return f"""
 struct {name} : Limits {{
     static constexpr const char* NAME = "{kernel.name}";
-    static constexpr u32 ELEMENT_STATES = {len(elements)}, ROW_STATES = {len(rows)}, HYPERS = {len(hypers)};
+    static constexpr u32 ELEMENT_STATES = {len(elements)}, ROW_STATES = {len(rows)}, HYPERPARAMS = {len(hyperparams)};
     static constexpr bool REDUCES = {_bool(kernel.term)}, CATCHES_UP = {_bool(kernel.catch_up)};
     static constexpr bool MISSES_UNWRITTEN = {_bool(unwritten)}, RESTS_UNWRITTEN = {_bool(unwritten == "rest")};
     static constexpr u32 NORMS = {len(kernel.norms)};
-{_declare_members(hypers)}
+{_declare_members(hyperparams)}
     struct Row {{
 {_declare_members(row, indent=8)}
     }};
-    TIERBED_FN explicit {name}(const double* hyper) : Limits(hyper + HYPERS) {{{_indent(reads)}
+    TIERBED_FN explicit {name}(const double* hyperparams) : Limits(hyperparams + HYPERPARAMS) {{{_indent(reads)}
     }}
 {_define_function("float", "term", "float w, float g", {}, f"return {kernel.term or '0.0f'};")}
 {_define_function("void", "row", "Row& row, float* state", _make_references(rows, row), kernel.row)}

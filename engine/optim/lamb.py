@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DenseAdam, compute_hyper, compute_row_mean
+from .base import DenseAdam, compute_hyperparams, compute_row_mean
 from .kernel import Kernel
 from .rule import ParamGroup, Rule
 
 LAMB_KERNEL = Kernel(
     name="lamb",
-    hypers="lr weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 correction1 sqrt_correction2 eps",
+    hyperparams="lr weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 correction1 sqrt_correction2 eps",
     element_states=("exp_avg", "exp_avg_sq"),
     element="""
         g = decayed(g, w, 0.0f, maximize);
@@ -81,11 +81,11 @@ class LAMB(DenseAdam):
     """
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
-        hyper, m, root = self.update_moments(w, g, state, group)
-        r = torch.where(root == 0, 0, m / hyper["correction1"] / root) + hyper["weight_decay"] * w
+        hyperparams, m, root = self.update_moments(w, g, state, group)
+        r = torch.where(root == 0, 0, m / hyperparams["correction1"] / root) + hyperparams["weight_decay"] * w
         weights, steps = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, r))
         ratio = torch.where((weights == 0) | (steps == 0), 1, weights / steps)
-        w.sub_(hyper["lr"] * ratio * r)
+        w.sub_(hyperparams["lr"] * ratio * r)
 
 
 class PartialRowWiseLAMB(LAMB):
@@ -94,4 +94,7 @@ class PartialRowWiseLAMB(LAMB):
     second_moment_input = staticmethod(compute_row_mean)
 
 
-RULES = (Rule(LAMB_KERNEL, LAMB, compute_hyper), Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, compute_hyper))
+RULES = (
+    Rule(LAMB_KERNEL, LAMB, compute_hyperparams),
+    Rule(PARTIAL_ROWWISE_LAMB_KERNEL, PartialRowWiseLAMB, compute_hyperparams),
+)

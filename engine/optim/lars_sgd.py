@@ -22,7 +22,7 @@ from .rule import ParamGroup, Rule
 
 LARS_SGD = Kernel(
     name="lars_sgd",
-    hypers="lr eta momentum weight_decay maximize",
+    hyperparams="lr eta momentum weight_decay maximize",
     element_states=("momentum_buffer",),
     element="g = decayed(g, w, 0.0f, maximize);",
     norms=(("weights", "square(w)"), ("gradients", "square(g)")),
@@ -70,21 +70,21 @@ class LarsSGD(DenseOptimizer):
         super().__init__(params, defaults)
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
-        hyper = _compute_hyper(group, 1)
+        hyperparams = _compute_hyperparams(group, 1)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(w)
         b = state["momentum_buffer"]
         g = -g if group["maximize"] else g
         norm, gradient_norm = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, g))
-        divisor = gradient_norm + hyper["weight_decay"] * norm
+        divisor = gradient_norm + hyperparams["weight_decay"] * norm
         has_no_ratio = (norm == 0) | (divisor == 0)
-        a = torch.where(has_no_ratio, hyper["lr"], hyper["lr"] * hyper["eta"] * norm / divisor)
-        b.mul_(hyper["momentum"]).add_(a * (g + hyper["weight_decay"] * w))
+        a = torch.where(has_no_ratio, hyperparams["lr"], hyperparams["lr"] * hyperparams["eta"] * norm / divisor)
+        b.mul_(hyperparams["momentum"]).add_(a * (g + hyperparams["weight_decay"] * w))
         w.sub_(b)
 
 
-def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     return {name: read_number(group, name) for name in ("lr", "eta", "momentum", "weight_decay")}
 
 
-RULES = (Rule(LARS_SGD, LarsSGD, _compute_hyper),)
+RULES = (Rule(LARS_SGD, LarsSGD, _compute_hyperparams),)

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import DenseAdam, compute_hyper, compute_row_mean
+from .base import DenseAdam, compute_hyperparams, compute_row_mean
 from .kernel import Kernel
 from .rule import ParamGroup, Rule
 
 PARTIAL_ROWWISE_ADAM = Kernel(
     name="partial_rowwise_adam",
-    hypers="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
+    hyperparams="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element_states=("exp_avg",),
     row_states=("exp_avg_sq",),
     term="square(g)",
@@ -59,9 +59,9 @@ class PartialRowWiseAdam(DenseAdam):
     second_moment_input = staticmethod(compute_row_mean)
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
-        hyper, m, root = self.update_moments(w, g, state, group)
-        size = torch.where(root == 0, 0, hyper["step_size"] / root)
-        w.mul_(hyper["decay"]).sub_(size * m)
+        hyperparams, m, root = self.update_moments(w, g, state, group)
+        size = torch.where(root == 0, 0, hyperparams["step_size"] / root)
+        w.mul_(hyperparams["decay"]).sub_(size * m)
 
 
-RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, compute_hyper),)
+RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, compute_hyperparams),)

@@ -5,7 +5,7 @@ before the first knot have the first knot's rate, and steps after the last knot 
 rate needs no knot. If the past needs at most `MAX_KNOTS` knots, they describe it exactly. If the past needs more knots,
 the older half loses some knots. The knots that affect the interpolated rates least are dropped first.
 
-The list from `RowOptimizer.compute_hyper` ends with the number of knots, then each knot's step and rate.
+The list from `RowOptimizer.compute_hyperparams` ends with their number, then each knot's step and rate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Knot = tuple[float, float]
 def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
     """Returns the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyper` returned."""
     past = numbers[_limits_end(kernel) + 1 :]
-    return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hypers.index("lr")]
+    return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hyperparams.index("lr")]
 
 
 def append_past_rates(
@@ -31,14 +31,14 @@ def append_past_rates(
 ) -> list[float]:
     """Returns the `numbers` of a step, followed by the learning rates of earlier steps.
 
-    `previous` is as in `RowOptimizer.compute_hyper`. When knots are dropped, `warn` gets the largest change of a past
+    `previous`: see `RowOptimizer.compute_hyperparams`. When knots are dropped, `warn` gets the largest change of a past
     rate, relative to the largest rate.
     """
     knots, rate = read_knots(kernel, previous) if previous else ([], 0.0)  # before its first step, a rule's rate is 0
     while knots and knots[-1][0] >= step:  # drops knots of steps that were undone because of a GPU's deferred error
         rate = knots.pop()[1]
     first = knots[-1][0] + 1 if knots else 1.0
-    if first < step and rate != numbers[kernel.all_hypers.index("lr")]:
+    if first < step and rate != numbers[kernel.all_hyperparams.index("lr")]:
         knots += dict.fromkeys([(first, rate), (step - 1.0, rate)])
     if not knots:
         return numbers
@@ -56,7 +56,7 @@ def is_past_rates(past: Sequence[float], step: int) -> bool:
 
 
 def _limits_end(kernel: Kernel) -> int:
-    return len(kernel.all_hypers) + len(LIMITS)
+    return len(kernel.all_hyperparams) + len(LIMITS)
 
 
 def interpolate(a: Knot, b: Knot, step: float) -> float:

@@ -19,7 +19,7 @@ from .rule import ParamGroup, Rule
 
 RMSPROP = Kernel(
     name="rmsprop",
-    hypers="lr weight_decay maximize alpha one_minus_alpha eps",
+    hyperparams="lr weight_decay maximize alpha one_minus_alpha eps",
     element_states=("square_avg",),
     element="""
         g = decayed(g, w, weight_decay, maximize);
@@ -29,7 +29,7 @@ RMSPROP = Kernel(
 )
 
 
-def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     if float(group["momentum"]):
         raise OptimizerError(
             f"param group: momentum={group['momentum']!r}; RMSprop trains rows without momentum: use momentum=0"
@@ -37,4 +37,4 @@ def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
     return {"one_minus_alpha": 1.0 - read_number(group, "alpha", high=1.0)}
 
 
-RULES = (Rule(RMSPROP, torch.optim.RMSprop, _compute_hyper),)
+RULES = (Rule(RMSPROP, torch.optim.RMSprop, _compute_hyperparams),)

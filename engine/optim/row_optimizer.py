@@ -42,16 +42,16 @@ class RowOptimizer:
         self._rule = _find_rule(optimizer, group)
         self.rule = self._rule.kernel.name  # for `_core.update`
         self.states = self._rule.kernel.states
-        self._hyper_names = self._rule.kernel.all_hypers
+        self._hyperparam_names = self._rule.kernel.all_hyperparams
         values = self._rule.initial(group)
         self.initial = [float(values.get(state, 0.0)) for state in self.states]
         self._checked_settings: dict[str, Any] | None = None  # the last settings that passed the checks
         self._should_warn_of_changes = self._rule.kernel.catch_up is not None
         self._warning_threshold = _RATE_TOLERANCE
         self._limits = [0.0] * len(LIMITS)  # from the last checked settings
-        self.compute_hyper(1)  # raises now if a setting is wrong
+        self.compute_hyperparams(1)  # raises now if a setting is wrong
 
-    def compute_hyper(
+    def compute_hyperparams(
         self, step: int, clip_value: float | None = None, previous: Sequence[float] | None = None
     ) -> list[float]:
         """Returns the rule's numbers for one step (counted from 1): hyper-parameters, limits, past learning rates.
@@ -66,11 +66,11 @@ class RowOptimizer:
             self._check_settings(group, settings)
         if self.shift:
             step = max(step + self.shift, 1)
-        values = {**group, "maximize": bool(group.get("maximize")), **self._rule.compute_hyper(group, step)}
+        values = {**group, "maximize": bool(group.get("maximize")), **self._rule.compute_hyperparams(group, step)}
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        numbers = [float(values[name]) for name in self._hyper_names]
+        numbers = [float(values[name]) for name in self._hyperparam_names]
         numbers += (value, norm, row_norm) if row_norm else (value, norm)
         if previous is None or self._rule.kernel.catch_up is None:
             return numbers
@@ -91,12 +91,12 @@ class RowOptimizer:
             )  # fmt: skip
 
     def compute_numbers(self, step: int) -> dict[str, float]:
-        """Returns the numbers of `compute_hyper(step)` by name, such as `lr`."""
-        return dict(zip((*self._hyper_names, *LIMITS), self.compute_hyper(step), strict=False))
+        """Returns the numbers of `compute_hyperparams(step)` by name, such as `lr`."""
+        return dict(zip((*self._hyperparam_names, *LIMITS), self.compute_hyperparams(step), strict=False))
 
     def depends_on_step(self) -> bool:
         """True if an update depends on the step number, as Adam's bias correction does."""
-        return self.compute_hyper(1) != self.compute_hyper(2)
+        return self.compute_hyperparams(1) != self.compute_hyperparams(2)
 
     @property
     def is_lazy(self) -> bool:

@@ -22,7 +22,7 @@ from .rule import ParamGroup, Rule
 
 ROWWISE_ADAGRAD = Kernel(
     name="rowwise_adagrad",
-    hypers="lr weight_decay decay eps",
+    hyperparams="lr weight_decay decay eps",
     row_states=("sum",),
     term="square(decayed(g, w, weight_decay, 0.0f))",
     row="""
@@ -74,17 +74,17 @@ class RowWiseAdagrad(DenseOptimizer):
         super().__init__(params, defaults)
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
-        hyper = _compute_hyper(group, 1)
+        hyperparams = _compute_hyperparams(group, 1)
         if not state:
             state["sum"] = torch.full_like(w.sum(-1, keepdim=True), group["initial_accumulator_value"])
-        g = g + hyper["weight_decay"] * w
+        g = g + hyperparams["weight_decay"] * w
         state["sum"] += g.square().mean(-1, keepdim=True)
-        root = state["sum"].sqrt() + hyper["eps"]
-        multiplier = torch.where(root == 0, 0, hyper["lr"] / root)
-        w.mul_(hyper["decay"]).sub_(multiplier * g)
+        root = state["sum"].sqrt() + hyperparams["eps"]
+        multiplier = torch.where(root == 0, 0, hyperparams["lr"] / root)
+        w.mul_(hyperparams["decay"]).sub_(multiplier * g)
 
 
-def _compute_hyper(group: ParamGroup, step: int) -> dict[str, float]:
+def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     lr, weight_decay = read_number(group, "lr"), read_number(group, "weight_decay")
     if "weight_decay_mode" in group:
         decoupled = read_choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
@@ -105,4 +105,4 @@ def _compute_initial(group: ParamGroup) -> dict[str, float]:
 
 
 TORCHREC_NAME = "torchrec.optim.rowwise_adagrad.RowWiseAdagrad"
-RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _compute_hyper, _compute_initial, torchrec_name=TORCHREC_NAME),)
+RULES = (Rule(ROWWISE_ADAGRAD, RowWiseAdagrad, _compute_hyperparams, _compute_initial, torchrec_name=TORCHREC_NAME),)

@@ -23,7 +23,7 @@ class Rule:
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]  # the exact type
     # (group, embedding's step from 1) -> hyper-parameters by name. The group's settings supply the missing ones.
-    compute_hyper: Callable[[ParamGroup, int], Mapping[str, float]] = lambda group, step: {}
+    compute_hyperparams: Callable[[ParamGroup, int], Mapping[str, float]] = lambda group, step: {}
     initial: Callable[[ParamGroup], Mapping[str, float]] = lambda group: {}  # initial values of states; 0 if missing
     applies_to: Callable[[ParamGroup], bool] = lambda group: True  # true if the rule applies to a param group
     torchrec_name: str = ""  # "module.name" of the TorchRec class that this rule also supports
@@ -46,4 +46,4 @@ def needs_catch_up(name: str | None) -> bool:
 @cache
 def depends_on_step(name: str | None) -> bool:
     """True if this rule's updates depend on the step number, whatever the settings."""
-    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.all_hypers for rule in load_rules())
+    return any(rule.kernel.name == name and "sqrt_correction2" in rule.kernel.all_hyperparams for rule in load_rules())

@@ -16,13 +16,13 @@ from .rule import Rule
 
 SGD = Kernel(
     name="sgd",
-    hypers="lr weight_decay maximize",
+    hyperparams="lr weight_decay maximize",
     element="w = w - lr * decayed(g, w, weight_decay, maximize);",
 )
 
 SGD_MOMENTUM = Kernel(
     name="sgd_momentum",
-    hypers="lr weight_decay maximize momentum one_minus_dampening nesterov",
+    hyperparams="lr weight_decay maximize momentum one_minus_dampening nesterov",
     element_states=("momentum_buffer",),
     element="""
         g = decayed(g, w, weight_decay, maximize);

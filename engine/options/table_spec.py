@@ -47,7 +47,7 @@ class TableSpec:
     # [num_tables] uint64, the last legal id of each table; None if every id of every table is legal
     last_ids: NDArray[np.uint64] | None = field(init=False, compare=False)
     # for each table, True if lookups drop illegal ids; empty if no table does
-    drops: tuple[bool, ...] = field(init=False)
+    drops_illegal: tuple[bool, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         # These are fields rather than properties, because each step reads them several times.
@@ -57,13 +57,13 @@ class TableSpec:
         last_ids = [(table.ids or 2**64) - 1 for table in self.tables]
         has_limit = any(table.ids is not None for table in self.tables)
         object.__setattr__(self, "last_ids", np.array(last_ids, np.uint64) if has_limit else None)
-        drops = tuple(table.bad_ids == "drop" for table in self.tables)
-        object.__setattr__(self, "drops", drops if any(drops) else ())
+        drops_illegal = tuple(table.bad_ids == "drop" for table in self.tables)
+        object.__setattr__(self, "drops_illegal", drops_illegal if any(drops_illegal) else ())
 
     @property
     def legal_ids(self) -> Hashable:
         """A value that is equal for two embeddings if the legal ids of their tables are the same."""
-        return self.last_ids is not None and (self.last_ids.tobytes(), self.drops)
+        return self.last_ids is not None and (self.last_ids.tobytes(), self.drops_illegal)
 
     @property
     def table_names(self) -> tuple[str | None, ...]:
@@ -110,8 +110,8 @@ class TableSpec:
         """Returns the spec with the stored rows' seed, unless the user gave a seed."""
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
-    def describe(self, state: RowState, hyper: Sequence[float], step: int) -> dict[str, Any]:
-        """Returns the description stored in MARK and in snapshots. `hyper` is from `compute_hyper(step)`."""
+    def describe(self, state: RowState, hyperparams: Sequence[float], step: int) -> dict[str, Any]:
+        """Returns the description stored in MARK and in snapshots. `hyper` is from `compute_hyperparams(step)`."""
         names, row_format = list(self.table_names), self.make_row_format(state)
         return {
             "name": self.name,
@@ -121,7 +121,7 @@ class TableSpec:
             "width": row_format.width,
             **state.describe(),
             **({STATE_DTYPES: [field.type for field in row_format.fields[1:]]} if row_format.has_16bit_floats else {}),
-            "hyper": list(hyper),
+            "hyper": list(hyperparams),
             "seed": self.seed,
             "tables": self.describe_tables(),
             **({TABLE_NAMES: names} if any(names) else {}),

@@ -34,7 +34,7 @@ class CpuProcessor(Processor[Batch]):
         self._written = np.zeros(spec.num_tables, np.uint64)
         self._dropped = np.zeros(spec.num_tables, np.int64)
         self._spec = spec
-        self._hyper: Sequence[float] = ()
+        self._hyperparams: Sequence[float] = ()
         self._step, self._scale = 0, 1.0
 
     @property
@@ -48,29 +48,30 @@ class CpuProcessor(Processor[Batch]):
     def make_full_table(self, tier: str) -> CpuFullTier:
         return CpuFullTier(self.layout, tier)
 
-    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CpuCachedTier:
+    def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CpuCachedTier:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
-        return CpuCachedTier(self.layout, below, options, to_mb(options.cache_budget_mb), "device", option)
+        return CpuCachedTier(self.layout, lower_tier, options, to_mb(options.cache_budget_mb), "device", option)
 
     def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedTier, CpuFullTier]:
         host = CpuFullTier(self.layout, "host")
         return self.make_cache(host, options), host
 
-    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_future: bool = False) -> Batch:
         _core.set_threads(torch.get_num_threads())
         return make_batch(self._spec, lookups) if dedup_from is None else dedup_from.make_sibling()
 
     def count_written(self, batch: Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
 
-    def gather_few(self, top: TopTier[Batch], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
+    def gather_few(self, top: TopTier[Batch], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
         spec, ids = self._spec, lookup.ids
         if type(top) is not CpuFullTier or ids.numel() > MAX_FEW_IDS or lookup.table_ids is not None or lookup.pooling:
             return None
         if spec.num_tables > 1 or spec.padding_key is not None or spec.dtype != "float32" or dtype != torch.float32:
             return None
         out = empty((*ids.shape, spec.dim), dtype)
-        return out if top.gather_few(to_keys(ids), spec.last_ids, out.numpy().reshape(-1, spec.dim), trains) else None
+        rows = out.numpy().reshape(-1, spec.dim)
+        return out if top.gather_few(to_keys(ids), spec.last_ids, rows, is_training) else None
 
     def gather(
         self,
@@ -81,7 +82,7 @@ class CpuProcessor(Processor[Batch]):
         dtype: torch.dtype,
         out: Tensor | None = None,
     ) -> Tensor:
-        if self._spec.drops and index == 0:  # once per batch
+        if self._spec.drops_illegal and index == 0:  # once per batch
             self._dropped += batch.dropped_counts
         if out is None:
             shape = lookup.ids.shape if lookup.pooling is None else lookup.shape  # `ids.shape` is faster
@@ -98,13 +99,13 @@ class CpuProcessor(Processor[Batch]):
         _core.weights_grad(batch, self.layout, index, as_array(grad), flatten_weights(out), mean, dtype)
         return out
 
-    def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        self._hyper, self._step, self._scale = hyper, step, scale
+    def set_hyperparams(self, rule: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+        self._hyperparams, self._step, self._scale = hyperparams, step, scale
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
         arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
-        hyper, step, scale = self._hyper, self._step, self._scale
-        _core.update(batch, self.layout, *arrays, rule, hyper, step, dtype, scale, self._written)
+        hyperparams, step, scale = self._hyperparams, self._step, self._scale
+        _core.update(batch, self.layout, *arrays, rule, hyperparams, step, dtype, scale, self._written)
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
         arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
@@ -123,15 +124,15 @@ class CpuProcessor(Processor[Batch]):
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
 
     def set_lines(
-        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
+        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], other_rows: tuple[Batch, int] | None = None
     ) -> None:
-        _core.set_lines(batch, self.layout, as_array(rows), positions, *(rest or ()))
+        _core.set_lines(batch, self.layout, as_array(rows), positions, *(other_rows or ()))
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         _core.assign(batch, self.layout, values, step, self._written)
 
     def preview_catch_up(self, batch: Batch, rule: str) -> None:
-        _core.preview_catch_up(batch, self.layout, rule, self._hyper, self._step)
+        _core.preview_catch_up(batch, self.layout, rule, self._hyperparams, self._step)
 
     def catch_up(self, batch: Batch, rule: str) -> None:
-        _core.catch_up(self.layout, batch.lines, rule, self._hyper, self._step)
+        _core.catch_up(self.layout, batch.lines, rule, self._hyperparams, self._step)

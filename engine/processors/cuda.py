@@ -18,7 +18,7 @@ from ..errors import OptionError
 from ..host_memory import FreeMemory
 from ..ops.batch import Gradients
 from ..ops.cuda import step as kernels
-from ..ops.cuda.batch import CHANGED, Batch, Faults, LegalIds, Segment
+from ..ops.cuda.batch import CHANGED, Batch, Faults, LegalIds, LookupArrays
 from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
@@ -61,7 +61,7 @@ class CudaProcessor:
         self._dropped = torch.zeros_like(self._written)
         self._ids = _make_ids(spec, self.device)
         self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of updates applied
-        self._hyper = kernels.allocate_hyper(self.device)
+        self._step_params = kernels.allocate_step_params(self.device)
 
     @property
     def written_counts(self) -> Counts:
@@ -88,22 +88,22 @@ class CudaProcessor:
                 "None for a table that grows"
             ) from None
 
-    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> CudaCachedTier:
-        return CudaCachedTier(self._device_layout, below, self._allocate_cache(options), self._faults)
+    def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CudaCachedTier:
+        return CudaCachedTier(self._device_layout, lower_tier, self._allocate_cache(options), self._faults)
 
     def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullTier]:
         host = self.make_full_table("host")
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
-    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, ahead: bool = False) -> Batch:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_future: bool = False) -> Batch:
         """See `Processor.make_batch`. A batch for a later step already groups the positions of ids by row."""
         _core.set_threads(torch.get_num_threads())  # used by host tiers below a cache
         if dedup_from is not None:
             return dedup_from.make_sibling(self._faults.word)
-        segments = [_make_segment(lookup) for lookup in lookups]
-        faults = torch.zeros_like(self._faults.word) if ahead else self._faults.word
-        batch = Batch(self._device, segments, self._ids, faults)
-        if ahead:
+        arrays = [_make_lookup_arrays(lookup) for lookup in lookups]
+        faults = torch.zeros_like(self._faults.word) if is_future else self._faults.word
+        batch = Batch(self._device, arrays, self._ids, faults)
+        if is_future:
             for part in (part for lookup in lookups for part in lookup.tensors):
                 if part is not None:
                     self._device.record_stream(part)
@@ -123,7 +123,7 @@ class CudaProcessor:
     def count_written(self, batch: Batch) -> Counts:
         return np.asarray(kernels.count_written(self._device_layout, batch, batch.lines).cpu())
 
-    def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
+    def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
         return None
 
     def gather(
@@ -149,12 +149,12 @@ class CudaProcessor:
         kernels.weights_grad(batch, self._device_layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
-    def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        kernels.write_hyper(self._device_layout, rule, hyper, step, scale, self._hyper)
+    def set_hyperparams(self, rule: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+        kernels.write_step_params(self._device_layout, rule, hyperparams, step, scale, self._step_params)
 
     def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
         tensors, layout = self._tensors(gradients), self._device_layout
-        kernels.update(layout, rule, batch, tensors, self._hyper, self._written, self._faults.word)
+        kernels.update(layout, rule, batch, tensors, self._step_params, self._written, self._faults.word)
         self._updates += self._faults.word == 0
 
     def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
@@ -175,15 +175,15 @@ class CudaProcessor:
         return Lookup(keys, tables)
 
     def set_lines(
-        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], rest: tuple[Batch, int] | None = None
+        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], other_rows: tuple[Batch, int] | None = None
     ) -> None:
         device_positions = torch.from_numpy(positions).to(self.device)
         lines = batch.keep_alive(rows.contiguous()) + 4 * self._device_layout.dim * device_positions
-        if rest is not None:
-            rest_batch, rest_start = rest
-            is_in_rest = device_positions >= len(rows)
-            rest_positions = rest_start + device_positions[is_in_rest] - len(rows)
-            lines[is_in_rest] = kernels.decode_lines(rest_batch, self._device_layout, rest_positions, batch)
+        if other_rows is not None:
+            other, start = other_rows
+            is_in_other = device_positions >= len(rows)
+            other_positions = start + device_positions[is_in_other] - len(rows)
+            lines[is_in_other] = kernels.decode_lines(other, self._device_layout, other_positions, batch)
         batch.has_float32_lines = self._device_layout.has_16bit_floats
         batch.lines[: len(positions)] = lines
 
@@ -198,10 +198,10 @@ class CudaProcessor:
         kernels.assign(batch, self._device_layout, device_values, step, self._written, self._faults.word)
 
     def preview_catch_up(self, batch: Batch, rule: str) -> None:
-        kernels.preview_catch_up(self._device_layout, rule, batch, self._hyper)
+        kernels.preview_catch_up(self._device_layout, rule, batch, self._step_params)
 
     def catch_up(self, batch: Batch, rule: str) -> None:
-        kernels.catch_up(self._device_layout, rule, batch, self._hyper)
+        kernels.catch_up(self._device_layout, rule, batch, self._step_params)
 
     def _allocate_cache(self, options: CachedHostMemOptions) -> Cache:
         budget_mb = to_mb(options.cache_budget_mb)
@@ -211,8 +211,8 @@ class CudaProcessor:
             raise make_budget_error("cache_budget_mb", budget_mb, self._device_layout.line_bytes, error) from None
 
 
-def _make_segment(lookup: Lookup) -> Segment:
-    """Convert a lookup to a segment of a batch. All values stay on the device."""
+def _make_lookup_arrays(lookup: Lookup) -> LookupArrays:
+    """Convert a lookup for a batch. All values stay on the device."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     tables, offsets = (
@@ -222,15 +222,15 @@ def _make_segment(lookup: Lookup) -> Segment:
     bags: int | Tensor | None = offsets
     if offsets is None and lookup.pooling is not None:  # without ids in the bags, only offsets tell the number of bags
         bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
-    return Segment(keys, tables, bags, lookup.feature_columns)
+    return LookupArrays(keys, tables, bags, lookup.feature_columns)
 
 
 def _make_ids(spec: TableSpec, device: torch.device) -> LegalIds:
     if spec.last_ids is None:
         return LegalIds(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)
-    drops = torch.tensor(spec.drops, dtype=torch.bool).to(device) if spec.drops else None
-    return LegalIds(spec.num_tables, spec.padding_key, last, drops)
+    drops_illegal = torch.tensor(spec.drops_illegal, dtype=torch.bool).to(device) if spec.drops_illegal else None
+    return LegalIds(spec.num_tables, spec.padding_key, last, drops_illegal)
 
 
 def _contiguous(weights: Tensor | None) -> Tensor | None:

@@ -86,17 +86,17 @@ class Processor(Protocol[B]):
     def make_full_table(self, tier: str) -> FullTier[B]:
         """Make a table for all rows in "device" or "host" memory. Raises OptionError if that memory is too small."""
 
-    def make_cache(self, below: Tier, options: CachedHostMemOptions) -> TopTier[B]:
+    def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> TopTier[B]:
         """Make a cache above a tier. Raises OptionError for a wrong budget."""
 
     def make_cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
         """Make a table for all rows in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
 
-    def make_batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, ahead: bool = False) -> B:
+    def make_batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, is_future: bool = False) -> B:
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
         `dedup_from` is a batch of the same lookups for another embedding with the same number of tables and the same
-        padding. Its deduplication is reused. With `ahead`, the batch is for a later step, which then raises the errors.
+        padding. Its deduplication is reused. `is_future`: the batch is for a later step, which raises the errors.
         """
 
     def enter_side_stream(self) -> AbstractContextManager[object]:
@@ -122,8 +122,8 @@ class Processor(Protocol[B]):
     def count_written(self, batch: B) -> Counts:
         """Returns, for each table, how many of the batch's rows were ever written. Needs row addresses. May wait."""
 
-    def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, trains: bool) -> Tensor | None:
-        """Returns a small lookup's result without making a batch, or None. `trains`: see `TopTier.peek`."""
+    def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
+        """Returns a small lookup's result without making a batch, or None. `is_training`: see `TopTier.peek`."""
 
     def gather(
         self,
@@ -139,8 +139,8 @@ class Processor(Protocol[B]):
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
-    def set_hyper(self, rule: str, hyper: Sequence[float], step: int, scale: float = 1.0) -> None:
-        """Set the rule's numbers (`RowOptimizer.compute_hyper`), the step, and the factor that scales gradients."""
+    def set_hyperparams(self, rule: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+        """Set the rule's numbers (`RowOptimizer.compute_hyperparams`), the step, and the factor for gradients."""
 
     def update(self, batch: B, gradients: Gradients, rule: str) -> None:
         """Sum the gradients of each row and apply the rule. Raises TypeError or ValueError before any write."""
@@ -160,11 +160,11 @@ class Processor(Protocol[B]):
         """Returns a lookup that contains each row of the batch once, in the batch's order. May wait for the device."""
 
     def set_lines(
-        self, batch: B, rows: Tensor, positions: NDArray[np.int64], rest: tuple[B, int] | None = None
+        self, batch: B, rows: Tensor, positions: NDArray[np.int64], other_rows: tuple[B, int] | None = None
     ) -> None:
         """Make `gather` and `weights_grad` read row u of the batch from rows[positions[u]].
 
-        `rows` is float32 [*, dim]. If `rest=(other, start)` is given, position len(rows) + i means row start + i of the
+        `rows` is float32 [*, dim]. If `other_rows=(other, start)` is given, position len(rows) + i means row start + i of the
         batch `other`. `other` must be a batch of this processor, and must stay pinned while `batch` is read.
         """
 

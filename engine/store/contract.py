@@ -99,8 +99,8 @@ class Tier(WritableTier, Protocol):
     def native(self) -> _core.Tier:
         """The tier's C++ object, for a CPU cache above this tier."""
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
-        """Copy rows to their lines, except rows that the tier lacks. If `touch`, caches count the read as a use."""
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
+        """Copy rows to their lines, except rows that the tier lacks. counts_as_use: caches record the use."""
 
 
 class NativeTier:
@@ -108,8 +108,8 @@ class NativeTier:
 
     native: Any
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
-        return self.native.read(tables, keys, lines, touch)
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
+        return self.native.read(tables, keys, lines, counts_as_use)
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         self.native.write(tables, keys, lines)
@@ -163,19 +163,19 @@ class TopTier(TierBase, Protocol[B]):
         """Start to collect changed rows. Returns None if `_core.ChangedRows` can collect batches' rows."""
         return None
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
         """Copy rows to lines, as in `Tier.read`."""
 
     def hit_counts(self) -> HitCounts:
         """Return the hits and misses of each table, as in `metrics`. May wait for the device."""
 
     def peek_counts(self) -> tuple[int, int, int]:
-        """Return how many rows `peek(trains=False)` found in this tier, in lower tiers and in no tier. May wait."""
+        """Return how many rows `peek(is_training=False)` found here, in lower tiers and in no tier. May wait."""
 
-    def peek(self, batch: B, trains: bool = False) -> None:
+    def peek(self, batch: B, is_training: bool = False) -> None:
         """Write row addresses to the batch, for reading only. Unknown rows get initial values in the batch's memory.
 
-        trains: True in a training step; `peek_counts` does not count these rows.
+        is_training: True in a training step; `peek_counts` does not count these rows.
         """
 
 

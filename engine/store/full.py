@@ -63,18 +63,18 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
     def unpin(self, batch: _core.Batch, dirty: bool) -> None:
         """Do nothing: a full table never moves its lines."""
 
-    def peek(self, batch: _core.Batch, trains: bool = False) -> None:
+    def peek(self, batch: _core.Batch, is_training: bool = False) -> None:
         missing = self.native.find(batch)
-        if not trains:
+        if not is_training:
             self._num_peeked += batch.num_unique
             self._num_unknown += missing
         if missing:
             _core.initialise_missing(batch, self._layout)
 
-    def gather_few(self, keys: Keys, last_ids: Keys | None, out: NDArray[np.float32], trains: bool) -> bool:
-        """Copy the rows of `keys` in table 0 to `out`. Returns False if a row is missing. trains: as in `peek`."""
+    def gather_few(self, keys: Keys, last_ids: Keys | None, out: NDArray[np.float32], is_training: bool) -> bool:
+        """Copy the rows of `keys` in table 0 to `out`. Returns False if a row is missing. is_training: as in `peek`."""
         unique = self.native.gather_few(keys, last_ids, out)
-        self._num_peeked += 0 if trains else unique
+        self._num_peeked += 0 if is_training else unique
         return unique > 0
 
     def peek_counts(self) -> tuple[int, int, int]:

@@ -286,7 +286,7 @@ class Prefetcher:
         if announced.batch is None:
             for part in step:
                 self._processor.wait_event(part.copy_event)
-            batch = self._processor.make_batch(_join_lookups(step), ahead=True)
+            batch = self._processor.make_batch(_join_lookups(step), is_future=True)
             announced.ready_event = self._processor.record_event()
             announced.batch = batch
         self._top_tier.announce(announced.batch)

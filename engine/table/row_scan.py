@@ -54,8 +54,8 @@ def locate_lines(rows: NDArray[np.void]) -> NDArray[np.uint64]:
 
 def catch_up_rows(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
     """Yield stored rows after applying the steps that they missed. `stored` describes the rows."""
-    rule, hyper = stored["optimizer"], stored["hyper"]
-    if not (hyper and needs_catch_up(rule)):
+    rule, hyperparams = stored["optimizer"], stored["hyper"]
+    if not (hyperparams and needs_catch_up(rule)):
         yield from chunks
         return
     constant = make_table_options(make_constant_initializer(0.0))  # unused, because no row is new
@@ -63,7 +63,7 @@ def catch_up_rows(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
     layout = spec.make_layout(RowState.from_description(stored))
     for bucket, rows in chunks:
         rows = rows.copy()
-        _core.catch_up(layout, locate_lines(rows), rule, hyper, stored["step"] + 1)
+        _core.catch_up(layout, locate_lines(rows), rule, hyperparams, stored["step"] + 1)
         yield bucket, rows
 
 

@@ -63,10 +63,10 @@ class SmallCacheDetector:
         """
         top = next(iter(tiers.values()))
         num_requested = top["hits"] + top["misses"]
-        for (tier, cache), (_, below) in pairwise(tiers.items()):
+        for (tier, cache), (_, lower_tier) in pairwise(tiers.items()):
             overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions are of this kind; 0 on a GPU
             num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
-            has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * below["hits"]
+            has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * lower_tier["hits"]
             is_small = has_many_misses and cache["misses"] <= 2 * num_evicted and num_evicted >= cache["capacity"]
             cache["too_small"] = int(is_small)
             if is_small and not self._has_warned:
@@ -115,11 +115,11 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             options=format_options(options.rocksdb_options),
         )
         try:
-            below: Tier = rocksdb
+            lower_tier: Tier = rocksdb
             if options.host_cache_budget_mb:
                 budget_mb = to_mb(options.host_cache_budget_mb)
-                below = CpuCachedTier(layout, below, options, budget_mb, "host", "host_cache_budget_mb")
-            return Stack(processor.make_cache(below, options), rocksdb)
+                lower_tier = CpuCachedTier(layout, lower_tier, options, budget_mb, "host", "host_cache_budget_mb")
+            return Stack(processor.make_cache(lower_tier, options), rocksdb)
         except BaseException:
             rocksdb.close()
             raise

@@ -81,7 +81,7 @@ class PinnedBatch:
 
     def compute_square_sum(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
         """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
-        gradients = self.gradients(grads, weights)
+        gradients = self.check_gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
             return compute_partial_sum(self.table.processor.square_gradients(self.batch, gradients).cpu().numpy())
@@ -99,7 +99,7 @@ class PinnedBatch:
         summed gradient is multiplied by `scale`. Then each element is clipped to [-clip_value, clip_value].
         """
         try:
-            self.table.update(self, self.gradients(grads, weights), scale, clip_value)
+            self.table.update(self, self.check_gradients(grads, weights), scale, clip_value)
         except BaseException:
             self.table.mark_update_failed()
             raise
@@ -108,7 +108,7 @@ class PinnedBatch:
         """Unpin the rows without changing them."""
         self.table.release()
 
-    def gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
+    def check_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
         """Check the arguments `grads` and `weights` of `update`. Raises InputError."""
         weights = weights or [None] * len(self.lookups)
         return check_gradients(self.table.spec, self.lookups, grads, weights, self.dtype)
@@ -130,7 +130,7 @@ class OpenTable:
         self.spec, self.state, self.row_format = spec, state, spec.make_row_format(state)
         self.processor, self.layout = processor, processor.layout
         self.stack: Stack | None = stack
-        self.hyper: list[float] = []  # the rule's numbers at the table's last update; empty before the first update
+        self.hyperparams: list[float] = []  # the rule's numbers at the table's last update; empty before it
         self.optimizer: RowOptimizer | None = None  # None if the table allows reads and `put`, but no training
         self.step = 0  # counts the table's updates
         self.run_id = ""  # a random id; a table that starts without rows gets a new one
@@ -176,7 +176,7 @@ class OpenTable:
         if stored is not None:
             self.id_limits, self.step = self.spec.read_id_limits(stored), stored["step"]
             self.counts.set_initial_rows(stored["rows"])
-            self.hyper = stored["hyper"] if stored["optimizer"] == self.state.rule else []
+            self.hyperparams = stored["hyper"] if stored["optimizer"] == self.state.rule else []
 
     def use_optimizer(self, optimizer: RowOptimizer, state: RowState) -> None:
         """Switch to another optimizer. The rows must have room for that optimizer's state."""
@@ -199,7 +199,7 @@ class OpenTable:
 
     def describe(self) -> dict[str, Any]:
         limits = {} if self.spec.last_ids is None else {ID_LIMITS_FIELD: self.id_limits}
-        return {**self.spec.describe(self.state, self.hyper, self.step), RUN_ID_FIELD: self.run_id, **limits}
+        return {**self.spec.describe(self.state, self.hyperparams, self.step), RUN_ID_FIELD: self.run_id, **limits}
 
     def scan(self) -> Chunks:
         """Yield all written rows, in the order of `Tier.scan`. Raises ClosedError if the table is closed meanwhile.
@@ -207,8 +207,8 @@ class OpenTable:
         If a load replaces the rows, a scan in memory continues with the old rows, but a scan of RocksDB raises.
         """
         top_tier = self.prepare_top_tier()
-        keeps_rows = self.stack is not None and isinstance(self.stack.bottom, CpuFullTier)
-        check = (lambda: self.is_replaced or self.prepare_top_tier()) if keeps_rows else self.finish_erasures
+        can_keep_scanning = self.stack is not None and isinstance(self.stack.bottom, CpuFullTier)
+        check = (lambda: self.is_replaced or self.prepare_top_tier()) if can_keep_scanning else self.finish_erasures
         yield from self.row_format.from_words(iterate_locked(top_tier.scan(), self.lock, check))
 
     def flush(self) -> None:
@@ -261,7 +261,8 @@ class OpenTable:
         undone, self.num_updates = self.num_updates - deferred.updates, deferred.updates  # these steps changed nothing
         self.step -= undone
         if undone and self.optimizer is not None:
-            self.hyper = self.optimizer.compute_hyper(self.step, None, self.hyper) if self.step else []
+            previous = self.hyperparams
+            self.hyperparams = self.optimizer.compute_hyperparams(self.step, None, previous) if self.step else []
         return deferred.error
 
     def defer_error(self, error: TierbedError) -> None:
@@ -320,34 +321,39 @@ class OpenTable:
     @property
     def catch_up_rule(self) -> str | None:
         """The optimizer's rule, or None if this rule does not apply missed steps at a row's next use."""
-        return self.state.rule if self.hyper and needs_catch_up(self.state.rule) else None
+        return self.state.rule if self.hyperparams and needs_catch_up(self.state.rule) else None
 
     def compute_current_hyper(self) -> list[float]:
-        return self.hyper if self.optimizer is None else self.optimizer.compute_hyper(self.step + 1, None, self.hyper)
+        hyperparams, optimizer = self.hyperparams, self.optimizer
+        return hyperparams if optimizer is None else optimizer.compute_hyperparams(self.step + 1, None, hyperparams)
 
     def read(
-        self, lookup: Lookup, weights: Tensor | None = None, dtype: torch.dtype = torch.float32, trains: bool = False
+        self,
+        lookup: Lookup,
+        weights: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        is_training: bool = False,
     ) -> Tensor:
         """Returns rows or pooled bags [*lookup.shape, dim]. Unwritten rows have initial values and are not inserted."""
         with self.lock:
             self.raise_deferred_error(wait=False)
             if weights is None and not self.catch_up_rule:
-                rows = self.processor.gather_few(self.prepare_top_tier(), lookup, dtype, trains)
+                rows = self.processor.gather_few(self.prepare_top_tier(), lookup, dtype, is_training)
                 if rows is not None:
                     return rows
-            return self.processor.gather(self._peek(lookup, trains), 0, lookup, weights, dtype)
+            return self.processor.gather(self._peek(lookup, is_training), 0, lookup, weights, dtype)
 
-    def get(self, lookup: Lookup, trains: bool = False) -> Tensor:
+    def get(self, lookup: Lookup, is_training: bool = False) -> Tensor:
         """Like `read`, but also waits for deferred errors and raises them."""
         with self.lock:
-            rows = self.read(lookup, trains=trains)
+            rows = self.read(lookup, is_training=is_training)
             self.raise_deferred_error()
             return rows
 
     def read_weights_grad(self, lookup: Lookup, grad: Tensor) -> Tensor:
         """Returns the weights' gradient for a lookup that only reads. `grad` has the shape lookup.shape + (dim,)."""
         with self.lock:
-            return self.processor.weights_grad(self._peek(lookup, trains=True), 0, lookup, grad)
+            return self.processor.weights_grad(self._peek(lookup, is_training=True), 0, lookup, grad)
 
     def pin(
         self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: PinnedBatch | None = None
@@ -361,7 +367,7 @@ class OpenTable:
         with self.lock:
             pinned = self._pin(lookups, dtype, dedup_from)
             if self.catch_up_rule:
-                self.set_hyper()
+                self.set_hyperparams()
                 self.preview_catch_up(pinned.batch)
             return pinned
 
@@ -383,12 +389,12 @@ class OpenTable:
 
     def update(self, pinned: PinnedBatch, gradients: Gradients, scale: float, clip_value: float | None) -> None:
         optimizer, step = self.require_optimizer(), self.check_next_step()
-        rule, hyper = optimizer.rule, optimizer.compute_hyper(step, clip_value, self.hyper)
+        rule, hyperparams = optimizer.rule, optimizer.compute_hyperparams(step, clip_value, self.hyperparams)
 
         def write() -> None:
-            self.processor.set_hyper(rule, hyper, step, scale)
+            self.processor.set_hyperparams(rule, hyperparams, step, scale)
             self.processor.update(pinned.batch, gradients, rule)
-            self.record_update(step, hyper)
+            self.record_update(step, hyperparams)
 
         if self.observers.is_active:
             self.observers.wait_for_memory()
@@ -398,9 +404,9 @@ class OpenTable:
                 with suppress(StoreError):  # the step itself succeeded; the next call erases the rows, or raises
                     self._erase(*expired, "expired")
 
-    def record_update(self, step: int, hyper: list[float]) -> None:
-        """Record that the update of `step` was launched with `hyper`, the rule's numbers."""
-        self.step, self.hyper = step, hyper
+    def record_update(self, step: int, hyperparams: list[float]) -> None:
+        """Record that the update of `step` was launched with `hyperparams`, the rule's numbers."""
+        self.step, self.hyperparams = step, hyperparams
         self.num_updates += 1
 
     def put(self, lookup: Lookup, values: NDArray[np.float32]) -> None:
@@ -413,7 +419,7 @@ class OpenTable:
 
         def write() -> None:
             if rule := self.catch_up_rule:
-                self.set_hyper()
+                self.set_hyperparams()
                 self.processor.catch_up(pinned.batch, rule)
             self.processor.assign(pinned.batch, values, self.step)
 
@@ -438,7 +444,7 @@ class OpenTable:
         """Returns the unique rows of a micro-batch's lookups. On a CPU, raises InputError for illegal ids."""
         with self.lock:
             self.require_top_tier()
-            return self.processor.list_unique_rows(self.processor.make_batch(lookups, ahead=True))
+            return self.processor.list_unique_rows(self.processor.make_batch(lookups, is_future=True))
 
     def sum_gradients(
         self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None], dtype: torch.dtype
@@ -515,12 +521,12 @@ class OpenTable:
             return None
         return CapacityLimit(self.spec.name, capacity, lambda: max(capacity - self.counts.num_rows, 0))
 
-    def _peek(self, lookup: Lookup, trains: bool = False) -> Any:
+    def _peek(self, lookup: Lookup, is_training: bool = False) -> Any:
         self.raise_deferred_error(wait=False)
         batch = self.processor.make_batch([lookup])
-        self.prepare_top_tier().peek(batch, trains)
+        self.prepare_top_tier().peek(batch, is_training)
         if self.catch_up_rule:
-            self.set_hyper()
+            self.set_hyperparams()
             self.preview_catch_up(batch)
         return batch
 
@@ -529,10 +535,10 @@ class OpenTable:
         if rule := self.catch_up_rule:
             self.processor.preview_catch_up(batch, rule)
 
-    def set_hyper(self) -> None:
+    def set_hyperparams(self) -> None:
         """If rows may have missed steps, give the processor the rule's hyper-parameters for the next step."""
         if rule := self.catch_up_rule:
-            self.processor.set_hyper(rule, self.compute_current_hyper(), self.step + 1)
+            self.processor.set_hyperparams(rule, self.compute_current_hyper(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""

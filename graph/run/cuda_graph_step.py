@@ -2,7 +2,7 @@
 
 A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
 launch the kernels of `pin`, `update` and `read` without the host work. Each replay needs the host work again: checks,
-step numbers, hyperparameters of the optimizer, and the store's bookkeeping. `_host_work` does it. Optimizers of dense
+step numbers, hyperparams of the optimizer, and the store's bookkeeping. `_host_work` does it. Optimizers of dense
 parameters and learning rate schedulers are not captured; they run after each replay.
 
 A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
@@ -51,7 +51,7 @@ def capture_pin(
 
 def capture_update(pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Launch the kernels of `pinned.update`, and unpin the batch."""
-    table, gradients = pinned.table, pinned.gradients(grads, weights)
+    table, gradients = pinned.table, pinned.check_gradients(grads, weights)
     table.check_pinned(pinned)
     table.observers.before_update(pinned.batch)
     table.processor.update(pinned.batch, gradients, table.rule)
@@ -65,13 +65,13 @@ def capture_read(embedding: SnapshotEmbedding, lookup: Lookup, weights: Tensor |
 
 def capture_read_weights_grad(embedding: SnapshotEmbedding, lookup: Lookup, grad: Tensor) -> Tensor:
     table = embedding.table_handle().open_table
-    return table.processor.weights_grad(_peek(table, lookup, trains=True), 0, lookup, grad)
+    return table.processor.weights_grad(_peek(table, lookup, is_training=True), 0, lookup, grad)
 
 
-def _peek(table: OpenTable, lookup: Lookup, trains: bool = False) -> Any:
+def _peek(table: OpenTable, lookup: Lookup, is_training: bool = False) -> Any:
     """Launch the kernels that find a read-only lookup's rows. Returns a batch that contains this lookup."""
     batch = table.processor.make_batch([lookup])
-    table.require_top_tier().peek(batch, trains)
+    table.require_top_tier().peek(batch, is_training)
     table.preview_catch_up(batch)
     return batch
 
@@ -270,8 +270,8 @@ def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value:
         for table in trained:
             table.record_failure(error)  # some rows may be written already
         raise
-    for table, (step, hyper) in updates:
-        table.record_update(step, hyper)
+    for table, (step, hyperparams) in updates:
+        table.record_update(step, hyperparams)
 
 
 def _make_replay_key(table: OpenTable) -> Hashable | None:
@@ -293,10 +293,10 @@ def _begin_replay(table: OpenTable, has_updates: bool, clip_value: float | None)
     table.finish_erasures()
     table.raise_deferred_error(wait=False)
     if not has_updates:
-        table.set_hyper()
-        return table.step, table.hyper
+        table.set_hyperparams()
+        return table.step, table.hyperparams
     optimizer, step = table.require_optimizer(), table.check_next_step()
-    hyper = optimizer.compute_hyper(step, clip_value, table.hyper)
+    hyperparams = optimizer.compute_hyperparams(step, clip_value, table.hyperparams)
     table.before_write(step)
-    table.processor.set_hyper(optimizer.rule, hyper, step)
-    return step, hyper
+    table.processor.set_hyperparams(optimizer.rule, hyperparams, step)
+    return step, hyperparams

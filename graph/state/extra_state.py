@@ -65,7 +65,7 @@ class TrainingState(NamedTuple):
             optimizer.load_state_dict(loaded)
             check_can_step(optimizer, f"optimizer {index} of the state")
         for row_optimizer in self.row_optimizers:
-            row_optimizer.compute_hyper(1)  # raises an error if the param group is invalid
+            row_optimizer.compute_hyperparams(1)  # raises an error if the param group is invalid
         for scheduler, loaded in zip(self.schedulers, state["schedules"], strict=True):
             scheduler.load_state_dict(loaded)
         if self.scaler is not None and state["scaler"]:

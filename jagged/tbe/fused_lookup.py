@@ -164,7 +164,7 @@ class _FusedLookupFunction(torch.autograd.Function):
         ctx.updater, ctx.pooling, ctx.feature_columns = updater, lookup.pooling, lookup.feature_columns
         shadow = updater.embedding.shadow if ctx.needs_input_grad[1] else None
         ctx.save_for_backward(shadow, anchor, weights, *lookup.tensors)
-        return updater.embedding.read(lookup, weights, trains=ctx.needs_input_grad[0])
+        return updater.embedding.read(lookup, weights, is_training=ctx.needs_input_grad[0])
 
     @staticmethod
     @once_differentiable

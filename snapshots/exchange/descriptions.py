@@ -55,8 +55,8 @@ def description_for(
         raise OptimizerError(f"optimizer={optimizer!r}: give the result of tierbed.row_optimizer, or None")
     spec = make_table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
     state = RowState() if optimizer is None else spec.make_row_state(optimizer)
-    hyper = [] if optimizer is None or step == 0 else optimizer.compute_hyper(step)
-    return spec.describe(state, hyper, step)
+    hyperparams = [] if optimizer is None or step == 0 else optimizer.compute_hyperparams(step)
+    return spec.describe(state, hyperparams, step)
 
 
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:

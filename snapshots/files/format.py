@@ -412,7 +412,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     _require(
         {*row_types} <= {"float32"}, f"description has {STATE_DTYPES!r} {row_types} for states with one number per row"
     )
-    count, limit = len(value["hyper"]), len(kernel.all_hypers) + len(LIMITS)  # the last number may be missing
+    count, limit = len(value["hyper"]), len(kernel.all_hyperparams) + len(LIMITS)  # the last number may be missing
     has_past_rates = (
         kernel.catch_up is not None and count > limit and is_past_rates(value["hyper"][limit:], value["step"])
     )
@@ -420,10 +420,10 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {limit - 1}")
 
 
-def with_named_hyper(description: dict[str, Any]) -> dict[str, Any]:
+def name_hyperparams(description: dict[str, Any]) -> dict[str, Any]:
     """Returns the description with `hyper` as a dict by name. For an unknown optimizer, `hyper` does not change."""
     try:
-        names = (*load_kernels()[description["optimizer"]].all_hypers, *LIMITS)
+        names = (*load_kernels()[description["optimizer"]].all_hyperparams, *LIMITS)
     except KeyError:
         return description
     hyper = dict(zip(names, description["hyper"], strict=False))  # `hyper` is empty before the first update

@@ -13,7 +13,7 @@ from ...engine.errors import SnapshotError
 from ...engine.options.table_names import Names, merge_names, read_table_names, table_labels
 from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
-from ..files.format import with_named_hyper
+from ..files.format import name_hyperparams
 from ..files.merging import NEW, join_tables
 from ..files.reader import Snapshot
 
@@ -94,12 +94,12 @@ def compare(
             f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {reasons[0]}; compare snapshots "
             "of the same embedding"
         )
-    fields = _compare_fields(with_named_hyper(old), with_named_hyper(new))
-    old_hyper, new_hyper = fields.get("hyper", (None, None))
-    if isinstance(old_hyper, dict) and isinstance(new_hyper, dict):
-        changed = _compare_fields(old_hyper, new_hyper)
-        old_hyper, new_hyper = ({n: h[n] for n in h if n in changed} for h in (old_hyper, new_hyper))
-        fields["hyper"] = old_hyper, new_hyper
+    fields = _compare_fields(name_hyperparams(old), name_hyperparams(new))
+    old_values, new_values = fields.get("hyper", (None, None))
+    if isinstance(old_values, dict) and isinstance(new_values, dict):
+        changed = _compare_fields(old_values, new_values)
+        old_values, new_values = ({n: h[n] for n in h if n in changed} for h in (old_values, new_values))
+        fields["hyper"] = old_values, new_values
     result = Comparison(fields, names, Columns(old), Columns(new), first)
     for _, old_rows, new_rows, deleted, state in join_tables(before.chunks(), after.chunks()):
         result.add(old_rows, new_rows, deleted > 0, state == NEW)

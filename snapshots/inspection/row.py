@@ -114,4 +114,4 @@ def read_row(tier: Tier | TopTier[Any], row_format: RowFormat, table: int, key: 
     row = np.zeros(1, row_format.dtype)
     row["table"], row["key"] = table, key
     line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # the address of the row's values
-    return row if tier.read(row["table"].copy(), row["key"].copy(), line, touch=False)[0] else None
+    return row if tier.read(row["table"].copy(), row["key"].copy(), line, counts_as_use=False)[0] else None

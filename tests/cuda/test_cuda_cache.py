@@ -14,7 +14,7 @@ from support.caches import TABLE, Row
 from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import DeviceTable, array, on_devices
 from tierbed.engine._core import GROUP_WAYS, WAY_BYTES, WAYS
-from tierbed.engine.cache.cuda.cache import COUNT_NAMES, POLICIES, Admission, Cache
+from tierbed.engine.cache.cuda.cache import COUNT_NAMES, POLICIES, Cache, Placement
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device
@@ -37,7 +37,7 @@ class Plain:
     def find(self, row: Row) -> Way | None:
         return next((way for way in self.ways(row) if way and way.row == row), None)
 
-    def admit(self, rows: list[Row]) -> tuple[Ways, Ways]:
+    def place_batch(self, rows: list[Row]) -> tuple[Ways, Ways]:
         """The rows that were resident or fetched, None for those without a slot; and the victim of each fetched row."""
         self.now += 1
         up: Ways = {row: way for row in rows if (way := self.find(row))}
@@ -88,22 +88,22 @@ class Both:
         return batch, self.side.identities(batch)
 
     def step(self, keys: list[int], written: bool, end: str = "release") -> None:
-        """A batch that is admitted, fetched, written to, and ends; or that is cancelled before it was fetched."""
+        """A batch that is placed, fetched, written to, and ends; or that is cancelled before it was fetched."""
         batch, rows = self.batch(keys)
         before = [[way and replace(way) for way in ways] for ways in self.plain.sets]
-        admission = self.cache.admit(batch, self.plain.done)
-        up, gone = self.plain.admit(rows)
-        self.check_admission(admission, rows, up, gone)
+        placement = self.cache.place_batch(batch, self.plain.done)
+        up, gone = self.plain.place_batch(rows)
+        self.check_placement(placement, rows, up, gone)
         if end == "release":
-            self.fetch(admission, batch)
+            self.fetch(placement, batch)
             if written:
-                values = torch.ones(batch.size, self.side.layout.dim, device=batch.lines.device)
+                values = torch.ones(batch.num_positions, self.side.layout.dim, device=batch.lines.device)
                 step.assign(batch, self.side.layout, values, 1, self.side.written, self.side.faults)
             for way in up.values():
                 if way and written:
                     way.updates += 1
         else:
-            self.cache.cancel(admission, end == "restore")
+            self.cache.cancel(placement, end == "restore")
             for row in gone:
                 where = set_of(row, len(before))
                 at = self.plain.sets[where].index(up[row])
@@ -111,18 +111,18 @@ class Both:
         self.plain.done = self.plain.now
         self.check()
 
-    def fetch(self, admission: Admission, batch: Batch) -> None:
-        lines = admission.lines
+    def fetch(self, placement: Placement, batch: Batch) -> None:
+        lines = placement.lines
         ranks = (lines == 0).cumsum(0, dtype=torch.int32)
-        memory = torch.empty(batch.size * self.side.layout.line_bytes, dtype=torch.uint8, device=lines.device)
+        memory = torch.empty(batch.num_positions * self.side.layout.line_bytes, dtype=torch.uint8, device=lines.device)
         own = batch.keep_alive(memory) + (ranks.long() - 1) * self.side.layout.line_bytes
         batch.lines = torch.where(lines == 0, own, lines)
-        step.initialise_lines(batch, self.side.layout, admission.is_hit == 0)
-        self.cache.mark_fetched(admission)
+        step.initialise_lines(batch, self.side.layout, placement.is_hit == 0)
+        self.cache.mark_fetched(placement)
 
-    def check_admission(self, admission: Admission, rows: list[Row], up: Ways, gone: Ways) -> None:
-        hit, kinds, lines = (values.tolist() for values in (admission.is_hit, admission.evictions, admission.lines))
-        befores = admission.victim_ways.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
+    def check_placement(self, placement: Placement, rows: list[Row], up: Ways, gone: Ways) -> None:
+        hit, kinds, lines = (values.tolist() for values in (placement.is_hit, placement.evictions, placement.lines))
+        befores = placement.victim_ways.view(torch.int64)[:, 0].cpu().numpy().view(np.uint64).tolist()
         for row, is_hit, kind, line, before in zip(rows, hit, kinds, lines, befores, strict=False):
             way = gone.get(row)
             assert is_hit == (up[row] is not None and row not in gone)
@@ -167,7 +167,7 @@ def test_random_batches(device: Device, sets: int, policy: str) -> None:
         assert way is not None
         way.stored = way.updates
     both.check()
-    kept = torch.arange(batch.size, device=batch.lines.device) % 3 == 0
+    kept = torch.arange(batch.num_positions, device=batch.lines.device) % 3 == 0
     both.cache.erase(batch, kept)
     for row, stays in zip(rows, kept.tolist(), strict=True):
         if way := both.plain.find(row):
@@ -182,8 +182,8 @@ def test_after_a_fault_no_row_comes_up(device: Device) -> None:
     both.step(list(range(120)), written=True)
     both.side.faults.fill_(1)
     batch, rows = both.batch(list(range(80, 200)))
-    admission = both.cache.admit(batch, both.plain.done)
-    assert [line != 0 for line in admission.lines.tolist()] == [both.plain.find(row) is not None for row in rows]
+    placement = both.cache.place_batch(batch, both.plain.done)
+    assert [line != 0 for line in placement.lines.tolist()] == [both.plain.find(row) is not None for row in rows]
     assert both.cache.metrics()["misses"] == both.plain.counts["misses"]
     both.check()
 

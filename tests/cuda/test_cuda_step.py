@@ -9,7 +9,7 @@ import torch
 from support.cuda_tables import NO_GPU, DeviceTable, on_devices, tensor
 from support.rows import Table
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch, LegalIds, Segment
+from tierbed.engine.ops.cuda.batch import Batch, LegalIds, LookupArrays
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 
 pytestmark = pytest.mark.op
@@ -40,9 +40,9 @@ def test_bad_offsets_set_a_fault_and_are_safe_to_follow(device: Device, offsets:
     table = DeviceTable(device, Table([2], tables=1))
     batch = table.batch([([7, 8, 9, 7], None, offsets)])
     assert int(table.faults) == BAD_OFFSETS
-    begins = batch.lookups[0].bag_begins
-    assert begins is not None
-    assert all(0 <= begin <= 4 for begin in begins.tolist())
+    bag_offsets = batch.lookups[0].bag_offsets
+    assert bag_offsets is not None
+    assert all(0 <= begin <= 4 for begin in bag_offsets.tolist())
 
 
 @on_devices
@@ -52,8 +52,8 @@ def test_nothing_is_written_after_a_fault(device: Device) -> None:
     before, ones = table.contents(batch), tensor(device, np.ones((3, 17)), np.float32)
     table.faults.fill_(2)
     rule = table.layout, "sgd"
-    cuda.write_hyper(*rule, [0.1, 0, 0, 0, 0], 1, 1.0, table.numbers)
-    cuda.update(*rule, batch, ([ones], [False], [None]), table.numbers, table.written, table.faults)
+    cuda.write_step_params(*rule, [0.1, 0, 0, 0, 0], 1, 1.0, table.step_params)
+    cuda.update(*rule, batch, ([ones], [False], [None]), table.step_params, table.written, table.faults)
     cuda.assign(batch, table.layout, ones, 1, table.written, table.faults)
     more = table.pinned([([8, 9], None, None)])
     assert not any(values.any() for values in table.read(more.lines))
@@ -67,16 +67,16 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     device, host = cuda_device(0), Table([8], tables=1)
     table = DeviceTable(device, host, capacity=500)
     rule = table.layout, "sgd"
-    cuda.write_hyper(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.numbers)
+    cuda.write_step_params(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.step_params)
     ids = torch.zeros(100, dtype=torch.int64, device=device.torch_device)
     grads = torch.ones(100, 8, device=device.torch_device)
     out = torch.empty_like(grads)
 
     def step() -> None:
-        batch = Batch(device, [Segment(ids)], LegalIds(1), table.faults)
+        batch = Batch(device, [LookupArrays(ids)], LegalIds(1), table.faults)
         table.store.insert_missing(batch, table.store.find(batch))
         cuda.gather(batch, table.layout, 0, out)
-        cuda.update(*rule, batch, ([grads], [False], [None]), table.numbers, table.written, table.faults)
+        cuda.update(*rule, batch, ([grads], [False], [None]), table.step_params, table.written, table.faults)
 
     step()  # compiles
     graph = torch.cuda.CUDAGraph()

@@ -225,14 +225,14 @@ def test_a_closed_cache_gives_its_device_memory_back_at_once(device: Device, bel
 def test_a_cache_that_its_own_thread_closes_while_rows_come_up_is_not_used_without_memory(
     device: Device, below: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, admit = DeviceCache(device, below, sets=4), Cache.admit
+    cache, place_batch = DeviceCache(device, below, sets=4), Cache.place_batch
     cache.announce(coming := cache.keys(range(40)))
 
-    def collected(admitting: Cache, *arguments: Any) -> Any:
-        admitted = admit(admitting, *arguments)
+    def collected(placing: Cache, *arguments: Any) -> Any:
+        placement = place_batch(placing, *arguments)
         cache.close()  # as where garbage is collected here, with the embedding in it
-        return admitted
+        return placement
 
-    monkeypatch.setattr(Cache, "admit", collected)
+    monkeypatch.setattr(Cache, "place_batch", collected)
     cache.prefetch(coming)
     device.wait()

@@ -74,7 +74,7 @@ def part_of(call: Call) -> tuple[naive.Unique, naive.F32]:
     bags = call.of_bags.to(torch.float32).numpy()
     of_bagged = naive.pool_grad(bags, rows.inverse[len(call.ids) :], call.offsets.numpy(), True, call.weights.numpy())
     grads = np.concatenate([call.of_ids.to(torch.float32).numpy(), of_bagged])
-    return rows, naive.reduce(grads, rows.occurrences, rows.offsets)
+    return rows, naive.reduce(grads, rows.occurrences, rows.occurrence_offsets)
 
 
 Rows = dict[tuple[int, int], tuple[NDArray[np.float32], int]]  # floats of embedding and state, and updates
@@ -88,13 +88,13 @@ def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: 
     for step in range(1, len(calls) // every + 1):
         parts = [part_of(call) for call in calls[(step - 1) * every : step * every]]
         keys, tables = (np.concatenate([getattr(rows, name) for rows, _ in parts]) for name in ("keys", "tables"))
-        together = naive.unique(keys, tables)
-        grads = naive.reduce(np.concatenate([sums for _, sums in parts]), together.occurrences, together.offsets)
-        names = list(zip(together.tables.tolist(), together.keys.tolist(), strict=True))
+        merged = naive.unique(keys, tables)
+        grads = naive.reduce(np.concatenate([sums for _, sums in parts]), merged.occurrences, merged.occurrence_offsets)
+        names = list(zip(merged.tables.tolist(), merged.keys.tolist(), strict=True))
         initial = np.empty((len(names), dim), np.float32)
-        for table in set(together.tables.tolist()):
-            there = together.tables == table
-            initial[there] = embedding.get(together.keys[there].view(np.int64), table).numpy()
+        for table in set(merged.tables.tolist()):
+            there = merged.tables == table
+            initial[there] = embedding.get(merged.keys[there].view(np.int64), table).numpy()
         started = [
             found.get(name) or (np.append(row, np.zeros(dim, np.float32)), 0)
             for name, row in zip(names, initial, strict=True)
@@ -102,7 +102,7 @@ def expected_rows(embedding: MultiTableEmbedding, calls: Sequence[Call], every: 
         values = np.array([row for row, _ in started], np.float32).reshape(len(names), 2 * dim)
         updates = np.array([count for _, count in started], np.uint32)
         scaled = grads * np.float32(1 / every) if mean else grads
-        naive.update(values, updates, scaled, rule.rule, rule.compute_hyper(step), step)
+        naive.update(values, updates, scaled, rule.rule, rule.compute_hyperparams(step), step)
         found |= {name: (row, int(count)) for name, row, count in zip(names, values, updates, strict=True)}
     return found
 

@@ -39,7 +39,7 @@ class Frozen(EmbeddingBase):
         rows: Tensor = ops.lookup(self.shadow, ids, None, None, None, None, None, self.op_id)
         return rows
 
-    def read(self, lookup: Lookup, weights: Tensor | None = None, trains: bool = False) -> Tensor:
+    def read(self, lookup: Lookup, weights: Tensor | None = None, is_training: bool = False) -> Tensor:
         return self.values[lookup.ids]
 
 

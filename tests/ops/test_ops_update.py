@@ -124,8 +124,8 @@ def check_steps(make: Make, name: str, dim: int, types: tuple[str, str], batches
         values = np.array([values for values, _, _ in before])
         updates, last = (np.array([row[column] for row in before], np.uint32) for column in (1, 2))
         new = int((updates == 0).sum())
-        sums = naive.reduce(grads, unique.occurrences, unique.offsets)
-        naive.update(values, updates, sums, optimizer.rule, optimizer.compute_hyper(step), step, last)
+        sums = naive.reduce(grads, unique.occurrences, unique.occurrence_offsets)
+        naive.update(values, updates, sums, optimizer.rule, optimizer.compute_hyperparams(step), step, last)
         values = table.by_chance(values, unique.tables, unique.keys, step)
         expected |= {row: (v, u, step) for row, v, u in zip(rows, values, updates.tolist(), strict=True)}
         steps.append((step, keys, tables, grads, new))
@@ -136,7 +136,7 @@ def check_steps(make: Make, name: str, dim: int, types: tuple[str, str], batches
             processor = make(spec, spec.make_row_state(optimizer))
             store = processor.make_full_table("device")
             for step, keys, tables, grads, new in steps:
-                processor.set_hyper(optimizer.rule, optimizer.compute_hyper(step), step)
+                processor.set_hyperparams(optimizer.rule, optimizer.compute_hyperparams(step), step)
                 assert step_of(processor, store, keys, tables, grads, optimizer.rule) == new
             check_rows(table, store, expected)
 
@@ -184,18 +184,18 @@ def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are(
     store = processor.make_full_table("device")
     for step, count in ((1, 30), (2, 20), (9, 10)):
         grads = np.random.default_rng(step).standard_normal((count, dim), np.float32)
-        processor.set_hyper(optimizer.rule, optimizer.compute_hyper(step), step)
+        processor.set_hyperparams(optimizer.rule, optimizer.compute_hyperparams(step), step)
         step_of(processor, store, keys[:count], zeros[:count], grads, optimizer.rule)
     before = np.concatenate([part for _, part in store.scan()])
     values, updates, last = table.initial(zeros, keys), zeros.copy(), zeros.copy()
     order = before["key"].astype(int)
     values[order], updates[order], last[order] = table.decoded(before["values"]), before["updates"], before["step"]
-    naive.catch_up(values, updates, last, dim, optimizer.rule, optimizer.compute_hyper(200), 200)
+    naive.catch_up(values, updates, last, dim, optimizer.rule, optimizer.compute_hyperparams(200), 200)
 
     lookup = moved(Lookup(torch.arange(40), torch.zeros(40, dtype=torch.int64)), processor.device)
     batch = processor.make_batch([lookup])
     store.pin(batch, None)
-    processor.set_hyper(optimizer.rule, optimizer.compute_hyper(200), 200)
+    processor.set_hyperparams(optimizer.rule, optimizer.compute_hyperparams(200), 200)
     processor.preview_catch_up(batch, optimizer.rule)
     seen = on_host(processor.gather(batch, 0, lookup, None, torch.float32))
     same_bits(seen, table.nearest(values)[:, :dim].copy())
@@ -217,7 +217,7 @@ def test_duplicates_are_summed_in_the_order_of_their_positions(parts: list[float
     batch = pinned(table, store, np.zeros(len(parts), np.uint64), np.zeros(len(parts), np.uint32))
     values, grads = table.initial(batch.tables, batch.keys), np.array(parts, np.float32)[:, None]
     with np.errstate(all="ignore"):
-        total = naive.reduce(grads, batch.occurrences, batch.offsets)
+        total = naive.reduce(grads, batch.occurrences, batch.occurrence_offsets)
         naive.update(values, np.zeros(1, np.uint32), total, *SGD)
     table.update(batch, grads, *SGD, 1)
     np.testing.assert_array_equal(table.values(batch.lines), values)

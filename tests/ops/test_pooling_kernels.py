@@ -164,7 +164,7 @@ def check(
         of_bags = one.by_bag(grad.to(torch.float32).numpy())
         mean, weights = one.lookup.pooling == "mean", None if one.weights is None else one.weights.numpy().reshape(-1)
         each.append(naive.pool_grad(of_bags, of_part, one.offsets, mean, weights))
-    sums = naive.reduce(np.concatenate(each), used[unique.occurrences], unique.offsets)
+    sums = naive.reduce(np.concatenate(each), used[unique.occurrences], unique.occurrence_offsets)
     after = rows.copy()
     naive.update(after, np.ones(len(names), np.uint32), sums, *SGD)
     hashes = np.array([naive.hash_row(*name) for name in names], np.uint64)
@@ -235,7 +235,7 @@ def check(
         processor.set_lines(sibling, lines, places, None if rest is None else (rest, 2))
         check_results(processor, sibling, lookups, wide)
 
-        processor.set_hyper(*SGD, 9)
+        processor.set_hyperparams(*SGD, 9)
         processor.update(batch, of_lookups, "sgd")
         assert processor.count_written(batch).sum() == len(names)
         store.unpin(batch, True)

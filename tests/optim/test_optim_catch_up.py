@@ -149,9 +149,9 @@ def test_loops_and_graphs_train_what_dense_torch_trains(kind: Any, decay: float,
 
 def past(steps: range, rate: Callable[[int], float], before: list[float]) -> list[float]:
     """The numbers of the rule after these steps."""
-    numbers = [0.0] * (len(CATCH_UP_ADAM.all_hypers) + 2)
+    numbers = [0.0] * (len(CATCH_UP_ADAM.all_hyperparams) + 2)
     for step in steps:
-        numbers[CATCH_UP_ADAM.all_hypers.index("lr")] = rate(step)
+        numbers[CATCH_UP_ADAM.all_hyperparams.index("lr")] = rate(step)
         before = append_past_rates(CATCH_UP_ADAM, list(numbers), before, step)
     return before
 
@@ -161,7 +161,7 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
         return 1e-3 * (min(step, 100) / 100 if step <= 600 else 0.5 * (1 + np.cos((step - 600) / 900 * np.pi)))
 
     numbers = past(range(1, 1501), rate, [])
-    kept, rates = numbers[len(CATCH_UP_ADAM.all_hypers) + 3 :], PastRates(CATCH_UP_ADAM, numbers)
+    kept, rates = numbers[len(CATCH_UP_ADAM.all_hyperparams) + 3 :], PastRates(CATCH_UP_ADAM, numbers)
     assert len(rates.knots) <= MAX_KNOTS
     assert is_past_rates(kept, 1500)
     assert not is_past_rates(kept[:-1], 1500)
@@ -173,7 +173,7 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
 def test_learning_rates_of_steps_that_a_gpu_has_undone_are_forgotten() -> None:
     done = past(range(1, 11), lambda step: 0.1 if step < 5 else 0.2 if step < 9 else 0.3, [])
     undone = past(range(6, 7), lambda _: 0.3, done)
-    assert is_past_rates(undone[len(CATCH_UP_ADAM.all_hypers) + 3 :], 6)
+    assert is_past_rates(undone[len(CATCH_UP_ADAM.all_hyperparams) + 3 :], 6)
     rates = PastRates(CATCH_UP_ADAM, past(range(7, 12), lambda _: 0.3, undone))
     assert [rates.at(step) for step in (4, 5, 7, 8)] == [0.1, 0.2, 0.3, 0.3]
 
@@ -194,7 +194,7 @@ def test_a_schedule_whose_rates_cannot_be_kept_is_named(schedule: Any, off: floa
     numbers: list[float] = []
     for at in range(1000):
         optimizer.param_groups[0]["lr"] = float(schedule(at))
-        numbers = rows.compute_hyper(at + 1, previous=numbers)
+        numbers = rows.compute_hyperparams(at + 1, previous=numbers)
     rates = PastRates(CATCH_UP_ADAM, numbers)
     worst = max(abs(rates.at(at + 1) - schedule(at)) for at in range(1000))
     logged = [one.args[1] for one in caplog.records]

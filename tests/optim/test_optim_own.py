@@ -81,7 +81,7 @@ def test_rows_in_every_batch_equal_the_dense_step(kind: type[torch.optim.Optimiz
     updates = np.zeros(8, np.uint32)
     for step in range(1, 9):
         parameter.grad = torch.randn(8, 5, generator=generator) * 10.0 ** -(step % 4)
-        naive.update(values, updates, parameter.grad.numpy(), rows.rule, rows.compute_hyper(step), step)
+        naive.update(values, updates, parameter.grad.numpy(), rows.rule, rows.compute_hyperparams(step), step)
         optimizer.step()
         rtol, atol = (2e-6, 1e-6) if is_torchs else (1e-5, 2e-6)
         np.testing.assert_allclose(values[:, :5], parameter.detach().numpy(), rtol=rtol, atol=atol)
@@ -128,7 +128,7 @@ def test_without_eps_a_row_without_gradient_stays_and_nan_is_not_hidden() -> Non
     rows = row_optimizer(optimizer, optimizer.param_groups[0])
     values = np.array([[1, 2, 0], [1, 2, 0], [1, 2, 0]], np.float32)
     grads = np.array([[0, 0], [1e-30, 0], [math.nan, 0]], np.float32)
-    naive.update(values, np.zeros(3, np.uint32), grads, rows.rule, rows.compute_hyper(1))
+    naive.update(values, np.zeros(3, np.uint32), grads, rows.rule, rows.compute_hyperparams(1))
     assert values[:2].tolist() == [[1, 2, 0], [1, 2, 0]]  # the square of 1e-30 is 0 in float32
     assert np.isnan(values[2]).all()
     parameter = torch.nn.Parameter(torch.ones(2, 2))
@@ -143,7 +143,7 @@ def test_ftrl_does_not_divide_by_an_accumulator_that_underflowed() -> None:
     rows = row_optimizer(optimizer, optimizer.param_groups[0])
     values = np.array([[1, -2, 3, 0, 0, 0, 0, 0, 0]], np.float32)
     grads = np.array([[1e-24, -1e-24, 0]], np.float32)  # whose squares are 0 in float32
-    naive.update(values, np.zeros(1, np.uint32), grads, rows.rule, rows.compute_hyper(1))
+    naive.update(values, np.zeros(1, np.uint32), grads, rows.rule, rows.compute_hyperparams(1))
     parameter.grad = torch.from_numpy(grads)
     optimizer.step()
     assert values[0, :3].tolist() == parameter[0].tolist() == [1, -2, 0]
@@ -229,4 +229,4 @@ def test_settings_that_do_not_go_together_are_refused() -> None:
     optimizer = CatchUpAdam(parameter)
     rows = row_optimizer(optimizer, optimizer.param_groups[0])
     optimizer.param_groups[0]["weight_decay"] = 0.1  # it stays zero or not
-    check_refusal((lambda: rows.compute_hyper(2), OptimizerError, "weight_decay"))
+    check_refusal((lambda: rows.compute_hyperparams(2), OptimizerError, "weight_decay"))

@@ -46,7 +46,7 @@ def test_what_schedulers_of_torch_write_into_a_group_is_accepted(kind: type, sch
     for step in range(1, 4):
         optimizer.step()
         scheduler.step()
-        rows.compute_hyper(step)
+        rows.compute_hyperparams(step)
 
 
 NO_EPS = [(torch.optim.Adagrad, {}), (torch.optim.Adam, {}), (torch.optim.AdamW, {"weight_decay": 0.5})]
@@ -63,7 +63,7 @@ def test_without_eps_a_gradient_of_zero_makes_no_nan(kind: type, options: dict[s
     before = table.values(batch.lines)[:, :3].copy()
     # 1e-30: its square is 0 in float32
     grads = np.array([[0.0, 0, 0], [1e-30, -1e-30, -0.0], [0, 1, -2], [math.nan, 0, 0]], np.float32)
-    table.update(batch, grads, rows.rule, rows.compute_hyper(1), 1)
+    table.update(batch, grads, rows.rule, rows.compute_hyperparams(1), 1)
     order = np.argsort(batch.keys)
     values, before = table.values(batch.lines)[order][:, :3], before[order]
     decay = np.float32(1 - 0.1 * options.get("weight_decay", 0.0))
@@ -76,14 +76,14 @@ def test_settings_of_a_group_are_read_at_each_step_even_after_load_state_dict() 
     one, two = (torch.nn.Parameter(torch.zeros(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [one]}, {"params": [two], "lr": 7.0}], lr=0.1)
     rows = rows_of(optimizer)
-    assert row_optimizer(optimizer, optimizer.param_groups[1]).compute_hyper(1)[0] == 7.0
-    assert rows.compute_hyper(1)[0] == 0.1
+    assert row_optimizer(optimizer, optimizer.param_groups[1]).compute_hyperparams(1)[0] == 7.0
+    assert rows.compute_hyperparams(1)[0] == 0.1
     optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-    assert rows.compute_hyper(2)[0] == 0.5
+    assert rows.compute_hyperparams(2)[0] == 0.5
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.25
     optimizer.load_state_dict(saved)
-    assert rows.compute_hyper(3)[0] == 0.25
+    assert rows.compute_hyperparams(3)[0] == 0.25
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, CatchUpAdam])
@@ -92,9 +92,9 @@ def test_maximize_is_true_or_false_as_torch_reads_it(kind: type[torch.optim.Opti
     rows = rows_of(optimizer)
     for value, expected in ((None, False), (2, True)):
         optimizer.param_groups[0]["maximize"] = value
-        numbers = rows.compute_hyper(1)
+        numbers = rows.compute_hyperparams(1)
         optimizer.param_groups[0]["maximize"] = expected
-        assert numbers == rows.compute_hyper(1)
+        assert numbers == rows.compute_hyperparams(1)
 
 
 def test_a_group_that_is_refused_is_not_added() -> None:
@@ -167,4 +167,4 @@ def test_a_wrong_setting_of_a_running_optimizer_is_refused(kind: Any, name: str,
     rows = rows_of(optimizer)
     optimizer.param_groups[0][name] = value
     with pytest.raises(OptimizerError, match=f"{name}="):
-        rows.compute_hyper(3)
+        rows.compute_hyperparams(3)

@@ -66,7 +66,7 @@ class OnDevice:
         return self.side.batch([(keys.tolist(), tables.tolist(), None)])
 
     def find(self, batch: Batch) -> tuple[int, NDArray[np.uint64]]:
-        missing = int(self.store.table.find(batch)[-1]) if batch.size else 0
+        missing = int(self.store.table.find(batch)[-1]) if batch.num_positions else 0
         return missing, array(batch.lines[batch.inverse.long()], np.uint64)
 
     def put(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:

@@ -90,7 +90,7 @@ class Plain:
                 way.next = number
         self.coming[number] = set(rows)
 
-    def admit(self, rows: list[Row], number: int, done: int, ahead: bool) -> bool:
+    def place_batch(self, rows: list[Row], number: int, done: int, ahead: bool) -> bool:
         up = {row: way for row in rows if (way := self.find(row))}
         if ahead and len(self.overflow) + len(rows) - len(up) > self.overflow_rows:
             self.counts["prefetch_waits"] += 1
@@ -195,7 +195,7 @@ class Both:
     def prefetch(self) -> None:
         for ahead in self.announced:
             if not ahead.is_up:
-                ahead.is_up = self.plain.admit(identities(ahead.batch), ahead.number, self.done, True)
+                ahead.is_up = self.plain.place_batch(identities(ahead.batch), ahead.number, self.done, True)
                 assert self.cache.prefetch(ahead.batch) == ahead.is_up
             if not ahead.is_up:
                 break
@@ -206,7 +206,7 @@ class Both:
         self.cache.pin(now.batch)
         self.seen.update(identities(now.batch))
         if not now.is_up:
-            self.plain.admit(identities(now.batch), now.number, now.number - 1, False)
+            self.plain.place_batch(identities(now.batch), now.number, now.number - 1, False)
         if self.announced:
             self.announced.popleft()
         else:

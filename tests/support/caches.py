@@ -65,7 +65,7 @@ class HostRows:
 
     def add(self, batch: Any) -> None:
         """1 to the embedding of each row."""
-        out = np.empty((batch.size, TABLE.dim), np.float32)
+        out = np.empty((batch.num_positions, TABLE.dim), np.float32)
         _core.gather(batch, TABLE.layout, 0, out)
         _core.assign(batch, TABLE.layout, out + np.float32(1), 1)
 
@@ -103,7 +103,7 @@ class Model:
         """`tier` has what was written, and nothing else of what tests use."""
         batch = batch_of([(table, key) for table in range(2) for key in KEYS])
         _core.initialise_missing(batch, TABLE.layout)
-        found = tier.read(batch.tables, batch.keys, batch.lines, touch=False)
+        found = tier.read(batch.tables, batch.keys, batch.lines, counts_as_use=False)
         self._check_names(row for row, is_there in zip(identities(batch), found, strict=True) if is_there)
         self._check(identities(batch), *HostRows().read(batch))
 

@@ -16,7 +16,7 @@ from support.cells import rotated
 from support.cuda_emulation import EmulatedDevice
 from support.rows import Table
 from tierbed.engine.ops.cuda import step
-from tierbed.engine.ops.cuda.batch import Batch, LegalIds, Segment
+from tierbed.engine.ops.cuda.batch import Batch, LegalIds, LookupArrays
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.options.initializers import InitialValues
@@ -102,15 +102,15 @@ class DeviceTable:
         self.layout = Layout(device, initial)
         self.faults = tensor(device, [0], np.uint32)
         self.written = tensor(device, [0] * table.tables, np.int64)
-        self.numbers = step.allocate_hyper(device.torch_device)
+        self.step_params = step.allocate_step_params(device.torch_device)
         self.store = CudaFullTable(self.layout, capacity)
 
     def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
         return Batch(self.device, self.segments(segments), LegalIds(self.table.tables, padding), self.faults)
 
-    def segments(self, segments: Sequence[HostSegment]) -> list[Segment]:
+    def segments(self, segments: Sequence[HostSegment]) -> list[LookupArrays]:
         return [
-            Segment(
+            LookupArrays(
                 tensor(self.device, keys, np.uint64),
                 None if tables is None else tensor(self.device, tables, np.int64),
                 bags if bags is None or isinstance(bags, int) else tensor(self.device, bags, np.int64),

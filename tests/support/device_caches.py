@@ -58,7 +58,7 @@ class DeviceCache:
         return self.side.read(batch.lines[: batch.num_unique])
 
     def add(self, batch: Batch) -> None:
-        if not batch.size:
+        if not batch.num_positions:
             return
         values = self.read(batch)[0][:, : TABLE.dim] + np.float32(1)
         given = tensor(self.device, values, np.float32)[batch.inverse.to(torch.int64)]

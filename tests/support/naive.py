@@ -119,7 +119,7 @@ class Unique:
     tables: U32  # [unique]
     inverse: NDArray[np.int32]  # [size], -1 where a position is padding
     occurrences: U32  # positions grouped by unique row, ascending within one
-    offsets: U32  # [unique + 1], where each row's occurrences start
+    occurrence_offsets: U32  # [unique + 1], where each row's occurrences start
 
 
 def unique(keys: U64, tables: U32, padding: int | None = None, numbered: bool = False) -> Unique:
@@ -140,7 +140,7 @@ def unique(keys: U64, tables: U32, padding: int | None = None, numbered: bool = 
         tables=np.array([table for table, _ in rows], np.uint32),
         inverse=inverse,
         occurrences=np.array([position for row in rows for position in positions[row]], np.uint32),
-        offsets=np.cumsum([0] + [len(positions[row]) for row in rows], dtype=np.uint32),
+        occurrence_offsets=np.cumsum([0] + [len(positions[row]) for row in rows], dtype=np.uint32),
     )
 
 
@@ -281,38 +281,38 @@ def rule_named(kernel: str) -> Rule:
 
 
 def update(
-    rows: F32, updates: U32, grads: F32, rule: str, hyper: Sequence[float], step: int = 1, last: U32 | None = None
+    rows: F32, updates: U32, grads: F32, rule: str, hyperparams: Sequence[float], step: int = 1, last: U32 | None = None
 ) -> None:
     """One step in place: rows [n, width] with state, updates [n], which counts earlier writes, grads [n, dim] reduced.
 
-    hyper: the numbers of `RowOptimizer.compute_hyper`, with limits. last [n]: each row's latest step, for a rule that
+    hyperparams: from `RowOptimizer.compute_hyperparams`, with limits. last [n]: each row's latest step, for a rule that
     catches up. Each operation is rounded to float32.
     """
     found, dim = rule_named(rule), grads.shape[1]
     if last is not None:
-        catch_up(rows, updates, last, dim, rule, hyper, step)
+        catch_up(rows, updates, last, dim, rule, hyperparams, step)
         last[:] = step
     with np.errstate(all="ignore"):
-        given = map(np.float32, hyper[len(found.kernel.all_hypers) :])
+        given = map(np.float32, hyperparams[len(found.kernel.all_hyperparams) :])
         value, norm, row_norm = islice(chain(given, repeat(np.float32(0))), len(LIMITS))
         g = clip(grads, value, norm)
         of_step = {"g": g, "first": (updates == 0)[:, None], "step": step, "dim": np.float32(dim)}
-        REFERENCES[rule](SimpleNamespace(**_arguments(found, rows, dim, hyper), **of_step))
+        REFERENCES[rule](SimpleNamespace(**_arguments(found, rows, dim, hyperparams), **of_step))
         if row_norm > 0:
             rows[:, :dim] *= norm_scales(rows[:, :dim], row_norm)
     updates += np.uint32(1)
 
 
-def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyper: Sequence[float], step: int) -> None:
+def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyperparams: Sequence[float], step: int) -> None:
     """Apply missed steps to rows [n, width] in place, if the rule catches up; updates, last: [n]."""
     found = rule_named(rule)
     if rule not in CATCH_UPS:
         return
     assert found.kernel.catch_up is not None
-    rates = PastRates(found.kernel, hyper)
+    rates = PastRates(found.kernel, hyperparams)
     misses = (updates != 0) | bool(found.kernel.catch_up.unwritten)
     for index in np.flatnonzero(misses & (last.astype(np.int64) + 1 < step)):
-        named = _arguments(found, rows[index : index + 1], dim, hyper)
+        named = _arguments(found, rows[index : index + 1], dim, hyperparams)
         of_row = {"first": updates[index] == 0, "last": int(last[index]), "missed": step - 1 - int(last[index])}
         with np.errstate(all="ignore"):
             CATCH_UPS[rule](SimpleNamespace(**named, **of_row, rates=rates))
@@ -337,13 +337,13 @@ def norm_scales(rows: F32, limit: np.float32) -> F32:
     return scales
 
 
-def _arguments(rule: Rule, rows: F32, dim: int, hyper: Sequence[float]) -> dict[str, Any]:
+def _arguments(rule: Rule, rows: F32, dim: int, hyperparams: Sequence[float]) -> dict[str, Any]:
     """Weights, states and hyper-parameters by the names of the rule's kernel."""
     kernel = rule.kernel
     ends = np.cumsum([dim, *rule.kernel.state_widths(dim)]).tolist()
     names = dict(zip(rule.kernel.states, (rows[:, begin:end] for begin, end in pairwise(ends)), strict=True))
-    values = dict(zip(kernel.all_hypers, hyper, strict=False))
-    rounded = {name: np.float32(value) if name in kernel.hypers.split() else value for name, value in values.items()}
+    values = dict(zip(kernel.all_hyperparams, hyperparams, strict=False))
+    rounded = {name: np.float32(x) if name in kernel.hyperparams.split() else x for name, x in values.items()}
     return {"w": rows[:, :dim], **names, **rounded}
 
 

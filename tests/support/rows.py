@@ -106,9 +106,9 @@ class Table:
         segment = np.ascontiguousarray(keys, np.uint64), np.ascontiguousarray(tables, np.uint32), None
         return _core.Batch([segment], self.tables, padding)
 
-    def update(self, batch: _core.Batch, grads: F32, rule: str, hyper: Sequence[float], step: int) -> int:
+    def update(self, batch: _core.Batch, grads: F32, rule: str, hyperparams: Sequence[float], step: int) -> int:
         """`_core.update` of a batch of one lookup without bags, grads [size, dim]."""
-        return _core.update(batch, self.layout, [grads], [False], [None], rule, hyper, step)
+        return _core.update(batch, self.layout, [grads], [False], [None], rule, hyperparams, step)
 
     def lines(self, count: int) -> tuple[NDArray[np.uint8], NDArray[np.uint64]]:
         """Memory of zeros for `count` lines, to be kept alive, and their addresses."""

@@ -84,11 +84,11 @@ class Model:
     def train(self, places: Places, grads: NDArray[np.float32], refused: NDArray[np.bool_]) -> None:
         """One step of admitted rows; grads [n, DIM]."""
         unique = naive.unique(KEYS[places], NUMBERS[places])
-        rows = places[unique.occurrences[unique.offsets[:-1]]]
-        sums = naive.reduce(grads, unique.occurrences, unique.offsets)
+        rows = places[unique.occurrences[unique.occurrence_offsets[:-1]]]
+        sums = naive.reduce(grads, unique.occurrences, unique.occurrence_offsets)
         values, (updates, last) = self._values(rows), self._written(rows)
-        hyper = self.optimizer.compute_hyper(self.step + 1)
-        naive.update(values, updates, sums, self.optimizer.rule, hyper, self.step + 1, last)
+        hyperparams = self.optimizer.compute_hyperparams(self.step + 1)
+        naive.update(values, updates, sums, self.optimizer.rule, hyperparams, self.step + 1, last)
         self.values[rows] = values
         self.life.train(ROWS[place] for place in places)
 
@@ -125,6 +125,6 @@ class Model:
         """What is read of rows: steps that they missed are applied."""
         values, (updates, last) = self._values(places), self._written(places)
         if self.step:
-            hyper = self.optimizer.compute_hyper(self.step + 1)
-            naive.catch_up(values, updates, last, DIM, self.optimizer.rule, hyper, self.step + 1)
+            hyperparams = self.optimizer.compute_hyperparams(self.step + 1)
+            naive.catch_up(values, updates, last, DIM, self.optimizer.rule, hyperparams, self.step + 1)
         return values

@@ -1,8 +1,8 @@
 // A set-associative write-back cache in device memory.
 //
 // The rows of a call are distinct. The caller sorts the rows stably by set, and by bucket if a set has several buckets.
-// One tile (threads of a warp) admits a set's rows in this order, so the GPU evicts the same rows as the CPU cache.
-#include "admission.h"
+// One tile (threads of a warp) places a set's rows in this order, so the GPU evicts the same rows as the CPU cache.
+#include "placement.h"
 #include "ops/cuda/items.h"
 
 using namespace tierbed;
@@ -17,12 +17,12 @@ using Counts = ThreadCounts<3>;
 // Returns the number of sort keys per set: one, or one per bucket if a set has rows of several buckets.
 TIERBED_FN u32 count_set_parts(u32 num_sets) { return num_sets < BUCKETS ? BUCKETS : 1; }
 
-TIERBED_FN bool record_hit(const Cache& cache, const Admission& admission, u64 row, u32 slot, u32 number) {
+TIERBED_FN bool record_hit(const Cache& cache, const Placement& placement, u64 row, u32 slot, u32 number) {
     const bool is_hit = slot != NONE;
-    admission.is_hit[row] = is_hit;
-    admission.slots[row] = slot;
-    admission.lines[row] = is_hit ? cache.line(slot) : 0;
-    admission.evictions[row] = NOTHING;
+    placement.is_hit[row] = is_hit;
+    placement.slots[row] = slot;
+    placement.lines[row] = is_hit ? cache.line(slot) : 0;
+    placement.evictions[row] = NOTHING;
     if (is_hit) {
         cache.ways[slot].last_batch = number;
         ++cache.ways[slot].num_uses;
@@ -30,7 +30,7 @@ TIERBED_FN bool record_hit(const Cache& cache, const Admission& admission, u64 r
     return is_hit;
 }
 
-TIERBED_FN void admit_miss(const Cache& cache, const Admission& admission, u64 row, u32 set, CachePolicy policy,
+TIERBED_FN void place_miss(const Cache& cache, const Placement& placement, u64 row, u32 set, CachePolicy policy,
                            u32 last_completed, const Way& new_way, Counts& thread_counts) {
     const u32 way = find_victim(cache.set(set), get_home(new_way.hash), new_way.last_batch, last_completed, policy);
     if (way == NONE) {
@@ -38,12 +38,12 @@ TIERBED_FN void admit_miss(const Cache& cache, const Admission& admission, u64 r
         return;
     }
     const u32 slot = set * WAYS + way;
-    admission.slots[row] = slot;
-    admission.lines[row] = cache.line(slot);
+    placement.slots[row] = slot;
+    placement.lines[row] = cache.line(slot);
     if (cache.tags[slot]) {
         const bool dirty = cache.is_dirty(slot);
-        admission.evictions[row] = dirty ? DIRTY : CLEAN;
-        admission.victim_ways[row] = cache.ways[slot];
+        placement.evictions[row] = dirty ? DIRTY : CLEAN;
+        placement.victim_ways[row] = cache.ways[slot];
         ++thread_counts.values[dirty ? EVICTIONS_DIRTY : EVICTIONS_CLEAN];
     }
     cache.ways[slot] = new_way;
@@ -61,11 +61,11 @@ extern "C" __global__ void compute_set_keys(const u64* hashes, const u32* count,
     });
 }
 
-// Admits the rows of batch `number`. set_keys [n] is sorted, and order [n] lists the rows in that order. After a fault,
-// admits no missing row. Adds the hits and misses to lookups [tables, 2].
-extern "C" __global__ void admit_rows(Cache cache, u32 number, u32 last_completed, u32 policy_number, const u64* hashes,
+// Places the rows of batch `number`. set_keys [n] is sorted, and order [n] lists the rows in that order. After a fault,
+// places no missing row. Adds the hits and misses to lookups [tables, 2].
+extern "C" __global__ void place_rows(Cache cache, u32 number, u32 last_completed, u32 policy_number, const u64* hashes,
                                       const u32* tables, const u32* set_keys, const i64* order, u64 n,
-                                      Admission admission, u64* counts, Counters lookups, const u32* faults) {
+                                      Placement placement, u64* counts, Counters lookups, const u32* faults) {
     const u32 parts = count_set_parts(cache.num_sets);
     const CachePolicy policy = static_cast<CachePolicy>(policy_number);
     const bool is_valid = *faults == 0;
@@ -79,46 +79,46 @@ extern "C" __global__ void admit_rows(Cache cache, u32 number, u32 last_complete
         for (; end < n && set_keys[end] / parts == set; ++end) {
             const u64 row = static_cast<u64>(order[end]);
             const u32 slot = cache.find(tile, tables[row], hashes[row]);
-            if (tile.lane == 0 && record_hit(cache, admission, row, slot, number))
+            if (tile.lane == 0 && record_hit(cache, placement, row, slot, number))
                 tally.add(hit_index(tables[row], false));
         }
         for (u64 i = begin; is_valid && tile.lane == 0 && i < end; ++i) {
             const u64 row = static_cast<u64>(order[i]);
             const Way new_way{hashes[row], tables[row], number, 0, 1, 0, 0};
-            if (admission.is_hit[row]) continue;
+            if (placement.is_hit[row]) continue;
             tally.add(hit_index(tables[row], true));
-            admit_miss(cache, admission, row, set, policy, last_completed, new_way, thread_counts);
+            place_miss(cache, placement, row, set, policy, last_completed, new_way, thread_counts);
         }
     });
     tally.flush();
     thread_counts.add_to(counts);
 }
 
-// Marks rows as clean after they were fetched from the tier below.
-extern "C" __global__ void mark_fetched(Cache cache, Admission admission, const u32* count) {
+// Marks rows as clean after they were fetched from the lower tier.
+extern "C" __global__ void mark_fetched(Cache cache, Placement placement, const u32* count) {
     for_each(*count, [&](u64 i) {
-        const u32 slot = admission.slots[i];
-        if (slot != NONE && !admission.is_hit[i]) cache.ways[slot].stored_updates = cache.updates(slot);
+        const u32 slot = placement.slots[i];
+        if (slot != NONE && !placement.is_hit[i]) cache.ways[slot].stored_updates = cache.updates(slot);
     });
 }
 
-// Marks the rows in slots [n] as clean: the tier below has their current values.
+// Marks the rows in slots [n] as clean: the lower tier has their current values.
 extern "C" __global__ void mark_clean(Cache cache, const i64* slots, u64 n) {
     for_each(n, [&](u64 i) { cache.ways[slots[i]].stored_updates = cache.updates(static_cast<u64>(slots[i])); });
 }
 
-// Undoes an admission. With `restore`, evicted rows return to their slots; otherwise these slots become free.
-extern "C" __global__ void cancel_rows(Cache cache, Admission admission, const u32* count, u32 restore) {
+// Undoes a placement. With `restore`, evicted rows return to their slots; otherwise these slots become free.
+extern "C" __global__ void cancel_rows(Cache cache, Placement placement, const u32* count, u32 restore) {
     for_each(*count, [&](u64 i) {
-        const u32 slot = admission.slots[i];
-        if (slot == NONE || admission.is_hit[i]) return;
-        const bool is_restored = restore && admission.evictions[i] != NOTHING;
-        if (is_restored) cache.ways[slot] = admission.victim_ways[i];
-        cache.tags[slot] = is_restored ? get_tag(admission.victim_ways[i].hash) : u8{0};
+        const u32 slot = placement.slots[i];
+        if (slot == NONE || placement.is_hit[i]) return;
+        const bool is_restored = restore && placement.evictions[i] != NOTHING;
+        if (is_restored) cache.ways[slot] = placement.victim_ways[i];
+        cache.tags[slot] = is_restored ? get_tag(placement.victim_ways[i].hash) : u8{0};
     });
 }
 
-// Erases rows from the cache. Rows flagged in is_kept [n] stay, but count as absent from the tier below.
+// Erases rows from the cache. Rows flagged in is_kept [n] stay, but count as absent from the lower tier.
 extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count,
                                         const u8* is_kept) {
     for_each_item<GROUP_WAYS>(*count, [&](Tile tile, u64 i) {
@@ -148,12 +148,12 @@ extern "C" __global__ void find_dirty(Cache cache, u8* flags) {
 }
 
 // Sets flags to 0 or 1: victims [n] (dirty rows to evict), absent [n] (rows to fetch), overflows [n] (no slot).
-extern "C" __global__ void flag_rows(Admission admission, const u32* count, u64 n, i32* victims, i32* absent,
+extern "C" __global__ void flag_rows(Placement placement, const u32* count, u64 n, i32* victims, i32* absent,
                                      i32* overflows) {
     for_each(n, [&](u64 i) {
-        const bool is_miss = i < *count && !admission.is_hit[i];
-        victims[i] = is_miss && admission.evictions[i] == DIRTY;
+        const bool is_miss = i < *count && !placement.is_hit[i];
+        victims[i] = is_miss && placement.evictions[i] == DIRTY;
         absent[i] = is_miss;
-        overflows[i] = is_miss && admission.slots[i] == NONE;
+        overflows[i] = is_miss && placement.slots[i] == NONE;
     });
 }

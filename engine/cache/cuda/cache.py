@@ -1,7 +1,7 @@
 """The set-associative cache in device memory, a table's fastest tier. It evicts the same rows as the CPU cache.
 
 Kernels find rows and choose victims; `Cache` launches these kernels and copies no row itself. Look-ahead hides the time
-to fetch missing rows: the caller announces the batches of future steps, and a prefetch thread admits and fetches their
+to fetch missing rows: the caller announces the batches of future steps, and a prefetch thread places and fetches their
 rows on its own stream, in step order. If a batch's rows are not resident yet, its step fetches them.
 
 `CudaWindow` keeps the announced batches, and lets only one thread at a time use the cache and the staging memory. The
@@ -41,11 +41,11 @@ _CACHE = make_struct_type("uint64 tags ways lines_start", "uint32 num_sets")
 
 @dataclass(eq=False)
 class _AnnouncedBatch:
-    """An announced batch. The batch's rows are resident once `admission` is set."""
+    """An announced batch. The batch's rows are resident once `placement` is set."""
 
     batch: Batch
     event: Event = None
-    admission: Admission | None = None
+    placement: Placement | None = None
 
 
 class CudaWindow:
@@ -53,7 +53,7 @@ class CudaWindow:
 
     def __init__(self, device: Device, cache: Cache) -> None:
         self._device, self._cache = device, cache
-        self._pinned: Admission | None = None
+        self._pinned: Placement | None = None
         self._announced: deque[_AnnouncedBatch] = deque()
         self._changed = Condition()
         self._num_waiting_steps = 0  # steps that wait for a prefetch to end
@@ -65,13 +65,13 @@ class CudaWindow:
     @property
     def last_completed(self) -> int:
         """The number of the last completed batch. Batches up to this number pin no rows."""
-        first = self._pinned or (self._announced[0].admission if self._announced else None)
+        first = self._pinned or (self._announced[0].placement if self._announced else None)
         return self._cache.latest_number if first is None else (first.batch_number - 1) % (1 << 32)
 
     @property
     def resident_batches(self) -> list[Batch]:
         """The batches whose rows are all resident."""
-        resident = [announced.batch for announced in tuple(self._announced) if announced.admission is not None]
+        resident = [announced.batch for announced in tuple(self._announced) if announced.placement is not None]
         return resident if self._pinned is None else [self._pinned.batch, *resident]
 
     @contextmanager
@@ -93,15 +93,15 @@ class CudaWindow:
     def announce(self, batch: Batch) -> None:
         self._announced.append(_AnnouncedBatch(batch))
 
-    def fetch(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Call `admit(last_completed)` to fetch an announced batch's rows before its step.
+    def fetch(self, batch: Batch, fetch_rows: Callable[[int], Placement | None]) -> bool:
+        """Call `fetch_rows(last_completed)` to fetch an announced batch's rows before its step.
 
-        Returns False if `admit` returned None (it could not fetch the rows), or if another batch must be fetched first.
+        Returns False if `fetch_rows` returned None (it could not), or if another batch must be fetched first.
         Returns True if the rows were fetched or the batch was cancelled.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._num_waiting_steps)
-            waiting = [entry for entry in tuple(self._announced) if entry.admission is None]
+            waiting = [entry for entry in tuple(self._announced) if entry.placement is None]
             if not any(entry.batch is batch for entry in waiting):
                 return True
             announced = waiting[0]
@@ -111,15 +111,15 @@ class CudaWindow:
             self._device.wait_event(event)
             self.is_fetching = True
             try:
-                admission = admit(last_completed)
+                placement = fetch_rows(last_completed)
             finally:
                 self.is_fetching = False
                 announced.event = self._prefetch_end = self._device.record_event()
-            announced.admission = admission
-            return admission is not None
+            announced.placement = placement
+            return placement is not None
 
-    def pin(self, batch: Batch, admit: Callable[[int], Admission | None]) -> bool:
-        """Pin a batch. Returns True if all rows were resident. If not, calls `admit(last_completed)` to fetch rows."""
+    def pin(self, batch: Batch, fetch_rows: Callable[[int], Placement | None]) -> bool:
+        """Pin a batch. Returns True if all rows were resident. If not, calls `fetch_rows(last_completed)`."""
         if self._pin_if_resident(batch):
             return True
         with self.exclusive():
@@ -128,7 +128,7 @@ class CudaWindow:
             if self._announced:
                 self._announced.popleft()
             batch.faults |= batch.input_faults
-            self._pinned = admit(self.last_completed)
+            self._pinned = fetch_rows(self.last_completed)
             return False
 
     def unpin(self, batch: Batch) -> None:
@@ -156,45 +156,45 @@ class CudaWindow:
         first = self._announced[0]
         if first.batch is not batch:
             raise StoreError("another batch was announced; cancel it")
-        if first.admission is None:
+        if first.placement is None:
             return False
         self._announced.popleft()
         self._device.wait_event(first.event)
-        self._pinned = first.admission
+        self._pinned = first.placement
         self._step_end = self._device.record_event(), self.last_completed
         return True
 
 
-_ADMISSION = make_struct_type("uint64 slots lines is_hit evictions victim_ways")
+_PLACEMENT = make_struct_type("uint64 slots lines is_hit evictions victim_ways")
 
 
 @dataclass(frozen=True)
-class Admission:
-    """The decisions of `Cache.admit` for a batch. The caller must then copy the rows to their lines."""
+class Placement:
+    """The decisions of `Cache.place_batch` for a batch. The caller must then copy the rows to their lines."""
 
     batch: Batch
-    slots: Tensor  # [size], each row's slot; -1 if its set is full
-    lines: Tensor  # [size], each row's line address; 0 if its set is full
-    is_hit: Tensor  # [size], 1 if the row was resident
-    evictions: Tensor  # [size], what the slot held before: an `Eviction` of admission.h
-    victim_ways: Tensor  # [size, WAY_BYTES / 4] int32, the evicted row's `Way` of cache_set.h
+    slots: Tensor  # [positions], each row's slot; -1 if its set is full
+    lines: Tensor  # [positions], each row's line address; 0 if its set is full
+    is_hit: Tensor  # [positions], 1 if the row was resident
+    evictions: Tensor  # [positions], what the slot held before: an `Eviction` of placement.h
+    victim_ways: Tensor  # [positions, WAY_BYTES / 4] int32, the evicted row's `Way` of cache_set.h
     batch_number: int
 
     def has_all_slots(self) -> bool:
         """True if every row has a slot. Waits for the device."""
-        rows = torch.arange(self.batch.size, device=self.slots.device) < self.batch.count
+        rows = torch.arange(self.batch.num_positions, device=self.slots.device) < self.batch.count
         return not ((self.slots == -1) & rows).any()
 
     def as_struct(self) -> np.ndarray:
-        """The Admission struct of admission.h, passed by value."""
-        return make_struct(_ADMISSION, **{name: getattr(self, name) for name in _ADMISSION.names or ()})
+        """The Placement struct of placement.h, passed by value."""
+        return make_struct(_PLACEMENT, **{name: getattr(self, name) for name in _PLACEMENT.names or ()})
 
 
 class Cache:
     """The sets of a cache, with `budget_bytes` for lines and metadata. `Cache` makes decisions but copies no row.
 
-    Batches are numbered in the order of admission. A row is pinned until the last batch that needs it has completed. A
-    row is dirty while its `updates` differ from its `updates` in the tier below.
+    Batches are numbered in the order of placement. A row is pinned until the last batch that needs it has completed. A
+    row is dirty while its `updates` differ from its `updates` in the lower tier.
     """
 
     def __init__(self, layout: Layout, budget_bytes: int, policy: str = "lru") -> None:
@@ -212,50 +212,49 @@ class Cache:
         self._ways = torch.zeros(num_sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._lines = torch.empty(num_sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
         self._counts = torch.zeros(len(COUNT_NAMES), dtype=torch.int64, device=device)
-        self.hit_counters = HitCounters(layout)  # hits and misses of the rows in `admit`
+        self.hit_counters = HitCounters(layout)  # hits and misses of the rows in `place_batch`
         self.latest_number = 0  # number of the latest batch
 
-    def admit(self, batch: Batch, last_completed: int) -> Admission:
+    def place_batch(self, batch: Batch, last_completed: int) -> Placement:
         """Choose a slot for each row; after a fault, only for resident rows. last_completed: see `CudaWindow`."""
         self.latest_number = (self.latest_number + 1) % (1 << 32)
-        n = np.uint64(batch.size)
-        set_keys = batch.empty(torch.int32)
-        self._run("compute_set_keys", batch.size, 1, batch.hashes, batch.count, n, np.uint32(self._num_sets), set_keys)
+        n, num_sets, set_keys = np.uint64(batch.num_positions), np.uint32(self._num_sets), batch.empty(torch.int32)
+        self._run("compute_set_keys", batch.num_positions, 1, batch.hashes, batch.count, n, num_sets, set_keys)
         sorted_keys, order = torch.sort(set_keys, stable=True)
         slots, lines = batch.empty(torch.int32), batch.empty(torch.int64)
         is_hit, evictions = batch.empty(torch.uint8), batch.empty(torch.uint8)
-        victim_ways = self._ways.new_empty(batch.size, WAY_BYTES // 4)
-        admission = Admission(batch, slots, lines, is_hit, evictions, victim_ways, self.latest_number)
+        victim_ways = self._ways.new_empty(batch.num_positions, WAY_BYTES // 4)
+        placement = Placement(batch, slots, lines, is_hit, evictions, victim_ways, self.latest_number)
         self._run(
-            "admit_rows", batch.size, GROUP_WAYS, self.as_struct(), np.uint32(self.latest_number),
+            "place_rows", batch.num_positions, GROUP_WAYS, self.as_struct(), np.uint32(self.latest_number),
             np.uint32(last_completed), np.uint32(self._policy), batch.hashes, batch.tables, sorted_keys, order, n,
-            admission.as_struct(), self._counts, self.hit_counters.struct, batch.faults,
+            placement.as_struct(), self._counts, self.hit_counters.struct, batch.faults,
         )  # fmt: skip
-        return admission
+        return placement
 
-    def mark_fetched(self, admission: Admission) -> None:
-        """Mark an admission's lines as clean, after they were filled from the tier below."""
-        batch = admission.batch
-        self._run("mark_fetched", batch.size, 1, self.as_struct(), admission.as_struct(), batch.count)
+    def mark_fetched(self, placement: Placement) -> None:
+        """Mark a placement's lines as clean, after they were filled from the lower tier."""
+        batch = placement.batch
+        self._run("mark_fetched", batch.num_positions, 1, self.as_struct(), placement.as_struct(), batch.count)
 
-    def cancel(self, admission: Admission, restore: bool) -> None:
-        """Undo the latest admission. restore: True to put back victims that were not written back."""
-        batch, cache = admission.batch, self.as_struct()
-        self._run("cancel_rows", batch.size, 1, cache, admission.as_struct(), batch.count, np.uint32(restore))
+    def cancel(self, placement: Placement, restore: bool) -> None:
+        """Undo the latest placement. restore: True to put back victims that were not written back."""
+        batch, cache = placement.batch, self.as_struct()
+        self._run("cancel_rows", batch.num_positions, 1, cache, placement.as_struct(), batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
-        """Set each row's line in `batch.lines`, 0 for a miss. Returns flags, int32 [size]: 1 for a miss."""
+        """Set each row's line in `batch.lines`, 0 for a miss. Returns flags, int32 [positions]: 1 for a miss."""
         missing = batch.empty(torch.int32)
         self._run(
-            "find_cached", batch.size, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables, batch.count,
-            np.uint64(batch.size), batch.lines, missing,
+            "find_cached", batch.num_positions, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables, batch.count,
+            np.uint64(batch.num_positions), batch.lines, missing,
         )  # fmt: skip
         return missing
 
     def erase(self, batch: Batch, is_kept: Tensor) -> None:
-        """Erase rows. Rows flagged in `is_kept` [size] bool stay, but count as absent from the tier below."""
+        """Erase rows. Rows flagged in `is_kept` [positions] bool stay, but count as absent from the lower tier."""
         rows = batch.hashes, batch.tables, batch.count
-        self._run("erase_cached", batch.size, GROUP_WAYS, self.as_struct(), *rows, is_kept)
+        self._run("erase_cached", batch.num_positions, GROUP_WAYS, self.as_struct(), *rows, is_kept)
 
     def dirty_slots(self) -> Tensor:
         """Return the slots of dirty rows, ascending. Waits for the device."""
@@ -269,7 +268,7 @@ class Cache:
         return self._ways.view(torch.int64)[slots, 0], self._ways[slots, 2], lines
 
     def describe(self, line: int, updates: int, last_completed: int) -> dict[str, Any]:
-        """Return the state of the row with this line, for `TierBase.locate`. last_completed: as in `admit`."""
+        """Return the state of the row with this line, for `TierBase.locate`. last_completed: as in `place_batch`."""
         slot = (line - self._lines.data_ptr()) // self._layout.line_bytes
         last, stored = self._ways[slot, [3, 6]].tolist()
         pinned = 0 < (last - last_completed) % (1 << 32) < 1 << 31
@@ -284,7 +283,7 @@ class Cache:
         self._tags, self._ways, self._lines = (part.new_empty(0) for part in (self._tags, self._ways, self._lines))
 
     def as_struct(self) -> np.ndarray:
-        """The Cache struct of admission.h, passed by value."""
+        """The Cache struct of placement.h, passed by value."""
         return make_struct(_CACHE, tags=self._tags, ways=self._ways, lines_start=self._lines, num_sets=self._num_sets)
 
     @property
@@ -309,11 +308,11 @@ class Cache:
 
 
 class DeviceCache(TopTier[Batch]):
-    """Base class of both GPU caches: the sets, the tier below, and the window of batches that use the sets."""
+    """Base class of both GPU caches: the sets, the lower tier, and the window of batches that use the sets."""
 
-    def __init__(self, layout: Layout, below: Any, cache: Cache, faults: Faults, staging: Staging) -> None:
-        self._layout, self._below, self._cache, self._faults, self._staging = layout, below, cache, faults, staging
-        self._window = CudaWindow(layout.device, cache)
+    def __init__(self, layout: Layout, lower_tier: Any, cache: Cache, faults: Faults, staging: Staging) -> None:
+        self._layout, self._lower_tier, self._cache = layout, lower_tier, cache
+        self._faults, self._staging, self._window = faults, staging, CudaWindow(layout.device, cache)
 
     def announce(self, batch: Batch) -> None:
         self._window.announce(batch)
@@ -323,26 +322,26 @@ class DeviceCache(TopTier[Batch]):
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         with self._window.exclusive():
-            below = self._below.locate(table, key)
+            lower_records = self._lower_tier.locate(table, key)
             batch = make_single_row_batch(self._layout.device, table, key, self._faults.word)
             self._cache.find(batch)
             if not (line := int(batch.lines)):
-                return below
+                return lower_records
             row_state = self._staging.describe(batch.lines)
             state = self._cache.describe(line, row_state["updates"], self._window.last_completed)
-            return [{"tier": "device", **row_state, **state}, *below]
+            return [{"tier": "device", **row_state, **state}, *lower_records]
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
         with self._window.exclusive():
             self._write_back()
-            return self._below.read(tables, keys, lines, touch)
+            return self._lower_tier.read(tables, keys, lines, counts_as_use)
 
     def scan(self) -> Chunks:
         self.flush()
-        yield from self._below.scan()
+        yield from self._lower_tier.scan()
 
     def close(self) -> None:
-        """Wait for both streams, release the sets' memory, and close the tier below."""
+        """Wait for both streams, release the sets' memory, and close the lower tier."""
         try:
             with self._window.exclusive():
                 self._window.close()
@@ -350,16 +349,16 @@ class DeviceCache(TopTier[Batch]):
                 if not self._window.is_fetching:  # garbage collection may close the table in the middle of a fetch
                     self._cache.close()
         finally:
-            self._below.close()
+            self._lower_tier.close()
 
     def _write_back(self) -> None:
-        """Write dirty rows to the tier below, and keep them in the cache."""
+        """Write dirty rows to the lower tier, and keep them in the cache."""
         raise NotImplementedError
 
     def _erase(self, tables: TableIds, keys: Keys) -> tuple[Batch, Tensor]:
         """Erase rows from the sets, in an `exclusive` block. A pinned row keeps its slot and gets its initial value.
 
-        Returns the rows as a batch, and a bool flag for each row [size]: True if the row stays.
+        Returns the rows as a batch, and a bool flag for each row [positions]: True if the row stays.
         """
         batch = make_row_batch(self._layout.device, tables, keys, self._faults.word)
         batch.lines = find_lines(self._window.resident_batches, batch, self._faults.word)

@@ -18,14 +18,14 @@ from ...store.contract import CapacityLimit, HitCounts, HitMask, Tier
 from ...store.cuda.changed_lines import WriteBackLog
 from ...store.cuda.full import SCAN_ROWS
 from ...store.full import check_capacity
-from .cache import Admission, Cache, DeviceCache
+from .cache import Cache, DeviceCache, Placement
 
 
 class CudaCachedTier(DeviceCache):
     """A write-back cache in device memory above a host tier. Prefetches the rows of announced batches."""
 
-    def __init__(self, layout: Layout, below: Tier, cache: Cache, faults: Faults) -> None:
-        super().__init__(layout, below, cache, faults, Staging(layout))  # staging for write-back
+    def __init__(self, layout: Layout, lower_tier: Tier, cache: Cache, faults: Faults) -> None:
+        super().__init__(layout, lower_tier, cache, faults, Staging(layout))  # staging for write-back
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._fetch_staging = Staging(layout)
         self._overflow_rows: tuple[Tensor, int] | None = None  # the pinned batch's rows that got no slot: flags, count
@@ -35,11 +35,11 @@ class CudaCachedTier(DeviceCache):
         self._write_back_log: WriteBackLog | None = None
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_ahead=True))
+        return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_prefetch=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch (see `TopTier.pin`). If rows are missing, waits for the device and raises any fault's error."""
-        if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, is_ahead=False)):
+        if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, is_prefetch=False)):
             return
         self._faults.post(batch)
         try:
@@ -58,19 +58,19 @@ class CudaCachedTier(DeviceCache):
             self._window.unpin(batch)
             (flags, count), self._overflow_rows = self._overflow_rows, None
             if dirty:
-                ranks = flags.cumsum(0, dtype=torch.int32)
+                prefix_sums = flags.cumsum(0, dtype=torch.int32)
                 self._staging.reserve(count)  # the staging memory is free, because `pin` waited for the device
-                self._staging.copy_keys(batch.hashes, batch.tables, flags, ranks)
-                self._staging.copy_lines(batch.lines, flags, ranks)
-                ranks.cpu()  # waits
-                self._write_below(count)
+                self._staging.copy_keys(batch.hashes, batch.tables, flags, prefix_sums)
+                self._staging.copy_lines(batch.lines, flags, prefix_sums)
+                prefix_sums.cpu()  # waits
+                self._write_lower_tier(count)
 
-    def peek(self, batch: Batch, trains: bool = False) -> None:
+    def peek(self, batch: Batch, is_training: bool = False) -> None:
         with self._window.exclusive():
             absent = self._cache.find(batch)
-            ranks = absent.cumsum(0, dtype=torch.int32)
+            prefix_sums = absent.cumsum(0, dtype=torch.int32)
             while True:
-                self._fetch_staging.copy_keys(batch.hashes, batch.tables, absent, ranks)
+                self._fetch_staging.copy_keys(batch.hashes, batch.tables, absent, prefix_sums)
                 counts = [absent.sum(), batch.count[0], self._faults.word[0]]
                 missing, unique, fault = torch.stack([count.to(torch.int64) for count in counts]).tolist()  # waits
                 if not self._fetch_staging.reserve(missing):
@@ -80,12 +80,12 @@ class CudaCachedTier(DeviceCache):
             columns = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
             self._read_counts += torch.bincount(columns, minlength=self._read_counts.size).view(-1, 2).cpu().numpy()
             copy_rows(batch, self._layout)
-            is_hit = self._read_below(missing, touch=False)
-            if not trains:
+            is_hit = self._read_lower_tier(missing, counts_as_use=False)
+            if not is_training:
                 hits, misses, unknown = self._peek_counts
-                below = int(is_hit.sum())
-                self._peek_counts = (hits + unique - missing, misses + below, unknown + missing - below)
-            self._fetch_staging.fill(batch, absent, ranks, is_hit)
+                lower_hits = int(is_hit.sum())
+                self._peek_counts = (hits + unique - missing, misses + lower_hits, unknown + missing - lower_hits)
+            self._fetch_staging.fill(batch, absent, prefix_sums, is_hit)
 
     def peek_counts(self) -> tuple[int, int, int]:
         return self._peek_counts
@@ -93,12 +93,12 @@ class CudaCachedTier(DeviceCache):
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
             self._erase(tables, keys)
-            self._below.erase(tables, keys)
+            self._lower_tier.erase(tables, keys)
 
     def flush(self) -> None:
-        self._below.native.forget_errors()  # drop earlier errors; a write that fails from now on raises again
+        self._lower_tier.native.forget_errors()  # drop earlier errors; a write that fails from now on raises again
         self._write_back()
-        self._below.flush()
+        self._lower_tier.flush()
 
     def start_change_source(self) -> WriteBackLog:
         self._write_back()  # the log is for later changes only
@@ -107,58 +107,58 @@ class CudaCachedTier(DeviceCache):
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
-            return {"device": {**self._metrics(), **self._byte_counts}, **self._below.metrics()}
+            return {"device": {**self._metrics(), **self._byte_counts}, **self._lower_tier.metrics()}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
             return self._cache.hit_counters.total() + self._read_counts
 
     def _fetch(
-        self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, is_ahead: bool
-    ) -> Admission | None:
-        """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.admit`.
+        self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, is_prefetch: bool
+    ) -> Placement | None:
+        """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.place_batch`.
 
-        is_ahead: True for a prefetch. If a row cannot be fetched, a prefetch changes nothing and returns None.
+        is_prefetch: True for a prefetch. If a row cannot be fetched, a prefetch changes nothing and returns None.
         """
-        if is_ahead and self._overflow_rows is not None:  # the pinned batch has rows that the tier below lacks
+        if is_prefetch and self._overflow_rows is not None:  # the pinned batch has rows that the lower tier lacks
             return None
-        admission = self._cache.admit(batch, last_completed)
+        placement = self._cache.place_batch(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
-        struct, n = admission.as_struct(), np.uint64(batch.size)
-        self._run("flag_rows", batch.size, 1, struct, batch.count, n, victims, absent, overflows)
-        victim_ranks, ranks = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
-        batch.lines.copy_(admission.lines)
-        written = count_written(self._layout, batch, torch.where(admission.is_hit != 0, batch.lines, 0))
+        struct, n = placement.as_struct(), np.uint64(batch.num_positions)
+        self._run("flag_rows", batch.num_positions, 1, struct, batch.count, n, victims, absent, overflows)
+        victim_sums, prefix_sums = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
+        batch.lines.copy_(placement.lines)
+        written = count_written(self._layout, batch, torch.where(placement.is_hit != 0, batch.lines, 0))
         while True:
-            previous = admission.victim_ways
-            self._staging.copy_keys(previous.view(torch.int64)[:, 0], previous[:, 2], victims, victim_ranks)
-            self._staging.copy_lines(batch.lines, victims, victim_ranks)
-            self._fetch_staging.copy_keys(batch.hashes, batch.tables, absent, ranks)
+            previous = placement.victim_ways
+            self._staging.copy_keys(previous.view(torch.int64)[:, 0], previous[:, 2], victims, victim_sums)
+            self._staging.copy_lines(batch.lines, victims, victim_sums)
+            self._fetch_staging.copy_keys(batch.hashes, batch.tables, absent, prefix_sums)
             sums = [victims.sum(), absent.sum(), overflows.sum(), batch.count[0], written.sum(), batch.faults[0]]
             counts = torch.stack([total.to(torch.int64) for total in sums]).tolist()
             num_victims, num_absent, num_overflows, rows, num_written, fault = counts
             if not self._staging.reserve(num_victims) | self._fetch_staging.reserve(num_absent):
                 break
-        if is_ahead and (num_overflows or fault):
-            self._cache.cancel(admission, restore=True)
+        if is_prefetch and (num_overflows or fault):
+            self._cache.cancel(placement, restore=True)
             return None
-        is_written = False  # True once the victims are in the tier below
+        is_written = False  # True once the victims are in the lower tier
         try:
             if error := self._faults.take_error(fault):
                 raise error
-            self._write_below(num_victims)
+            self._write_lower_tier(num_victims)
             is_written = True
             if num_overflows:
                 batch.lines.masked_scatter_(overflows != 0, allocate_lines(batch, self._layout, num_overflows))
-            is_hit = self._read_below(num_absent, touch=True)
+            is_hit = self._read_lower_tier(num_absent, counts_as_use=True)
             check_capacity(rows - num_written - int(is_hit.sum()), capacity_limit)
-            self._fetch_staging.fill(batch, absent, ranks, is_hit)
-            self._cache.mark_fetched(admission)
+            self._fetch_staging.fill(batch, absent, prefix_sums, is_hit)
+            self._cache.mark_fetched(placement)
         except BaseException:
-            self._cache.cancel(admission, restore=not is_written)
+            self._cache.cancel(placement, restore=not is_written)
             raise
         self._overflow_rows = (overflows, num_overflows) if num_overflows else None
-        return admission
+        return placement
 
     def _write_back(self) -> None:
         with self._window.exclusive():
@@ -167,17 +167,17 @@ class CudaCachedTier(DeviceCache):
                 self._staging.read(lines)
                 self._staging.tables[: len(lines)] = tables
                 self._staging.keys[: len(lines)] = recover_keys(self._layout.device, hashes, tables)
-                self._write_below(len(lines))
+                self._write_lower_tier(len(lines))
                 self._cache.mark_clean(slots)
 
-    def _read_below(self, count: int, touch: bool) -> HitMask:
-        is_hit = self._below.read(*self._fetch_staging.rows(count), touch)
+    def _read_lower_tier(self, count: int, counts_as_use: bool) -> HitMask:
+        is_hit = self._lower_tier.read(*self._fetch_staging.rows(count), counts_as_use)
         self._byte_counts["bytes_in"] += int(is_hit.sum()) * self._layout.stored_bytes
         return is_hit
 
-    def _write_below(self, count: int) -> None:
+    def _write_lower_tier(self, count: int) -> None:
         tables, keys, lines = self._staging.rows(count)
-        self._below.write(tables, keys, lines)
+        self._lower_tier.write(tables, keys, lines)
         if self._write_back_log is not None:
             self._write_back_log.add_keys(tables, keys)
         self._byte_counts["bytes_out"] += count * self._layout.stored_bytes

@@ -1,6 +1,6 @@
 // A cache in device memory above a full table whose lines are in page-locked host memory. Only kernels copy rows. Each
 // resident row also owns a line in the full table, so the row can always be written back.
-#include "admission.h"
+#include "placement.h"
 #include "store/cuda/segments.h"
 #include "ops/cuda/items.h"
 
@@ -8,52 +8,52 @@ using namespace tierbed;
 
 namespace {
 
-// counts [4]: hits and misses in the table below, rows written back, lookups that the cache served
-enum CountIndex : u32 { HIT_BELOW, MISS_BELOW, WRITTEN, SERVED };
+// counts [4]: hits and misses in the lower table, rows written back, lookups that the cache served
+enum CountIndex : u32 { LOWER_HIT, LOWER_MISS, WRITTEN, SERVED };
 
 using Counts = ThreadCounts<4>;
 
-TIERBED_FN void write_row(Tile tile, const LineIndex& below, const Way& way, u64 line) {
-    copy_line(tile, below.find(tile, way.hash, way.table), line, SHAPE);
+TIERBED_FN void write_row(Tile tile, const LineIndex& lower_table, const Way& way, u64 line) {
+    copy_line(tile, lower_table.find(tile, way.hash, way.table), line, SHAPE);
 }
 
 }  // namespace
 
 // Writes back the victims of the first `count` rows. Runs before rows are fetched, since the batch may need a victim.
-extern "C" __global__ void write_back(LineIndex below, Admission admission, const u32* count, u64* counts) {
+extern "C" __global__ void write_back(LineIndex lower_table, Placement placement, const u32* count, u64* counts) {
     Counts thread_counts;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
-        if (admission.evictions[i] != DIRTY) return;
-        write_row(tile, below, admission.victim_ways[i], admission.lines[i]);
+        if (placement.evictions[i] != DIRTY) return;
+        write_row(tile, lower_table, placement.victim_ways[i], placement.lines[i]);
         thread_counts.values[WRITTEN] += tile.lane == 0;
     });
     thread_counts.add_to(counts);
 }
 
-// Fetches the first `count` rows. On entry, lines [n] has each row's line in the table below. On return, a row with a
+// Fetches the first `count` rows. On entry, lines [n] has each row's line in the lower table. On return, a row with a
 // slot has the slot's line; other rows keep the table's line. Skips rows at `zero_line`. Adds the misses to `lookups`.
-extern "C" __global__ void fetch(Cache cache, Admission admission, const u64* hashes, const u32* tables,
+extern "C" __global__ void fetch(Cache cache, Placement placement, const u64* hashes, const u32* tables,
                                  const u32* count, u64* lines, u64 zero_line, InitialRow initial,
                                  const __grid_constant__ SlotHash slot_hash, u64* counts, Counters lookups) {
     Counts thread_counts;
     Tally tally(lookups);
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
-        const u64 line_below = lines[i];
-        const u64 used_line = admission.lines[i] ? admission.lines[i] : line_below;
+        const u64 lower_line = lines[i];
+        const u64 used_line = placement.lines[i] ? placement.lines[i] : lower_line;
         synchronise(tile);  // all lanes have read `lines`
         if (tile.lane == 0) lines[i] = used_line;
-        if (admission.is_hit[i] || line_below == zero_line) return;
-        const u32 stored = row_counters(line_below, SHAPE)->updates;
+        if (placement.is_hit[i] || lower_line == zero_line) return;
+        const u32 stored = row_counters(lower_line, SHAPE)->updates;
         synchronise(tile);  // all lanes must read the counters before `used_line` changes
         if (tile.lane == 0) {
-            ++thread_counts.values[stored ? HIT_BELOW : MISS_BELOW];
+            ++thread_counts.values[stored ? LOWER_HIT : LOWER_MISS];
             tally.add(hit_index(tables[i], true));
-            if (admission.slots[i] != NONE) cache.ways[admission.slots[i]].stored_updates = stored;
+            if (placement.slots[i] != NONE) cache.ways[placement.slots[i]].stored_updates = stored;
         }
         if (stored == 0)
             initialise_line(tile, used_line, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
-        else if (used_line != line_below)
-            copy_line(tile, used_line, line_below, SHAPE);
+        else if (used_line != lower_line)
+            copy_line(tile, used_line, lower_line, SHAPE);
     });
     tally.flush();
     thread_counts.add_to(counts);
@@ -71,11 +71,11 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
         if (i < *count) {
             const u32 slot = cache.find(tile, tables[i], hashes[i]);
             if (slot != NONE) line = cache.line(slot);
-            const u64 below = line ? 0 : table.find(tile, hashes[i], tables[i]);
-            const bool stored = below && row_counters(below, SHAPE)->updates != 0;
-            if (tile.lane == 0) ++thread_counts.values[line ? SERVED : stored ? HIT_BELOW : MISS_BELOW];
+            const u64 lower_line = line ? 0 : table.find(tile, hashes[i], tables[i]);
+            const bool stored = lower_line && row_counters(lower_line, SHAPE)->updates != 0;
+            if (tile.lane == 0) ++thread_counts.values[line ? SERVED : stored ? LOWER_HIT : LOWER_MISS];
             if (tile.lane == 0) tally.add(hit_index(tables[i], line == 0));
-            if (stored) line = below;
+            if (stored) line = lower_line;
         }
         if (tile.lane != 0) return;
         lines[i] = line;
@@ -85,12 +85,12 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
     thread_counts.add_to(counts);
 }
 
-// Writes dirty rows back to the table below, and keeps the rows in the cache.
-extern "C" __global__ void flush_rows(Cache cache, LineIndex below, u64* counts) {
+// Writes dirty rows back to the lower table, and keeps the rows in the cache.
+extern "C" __global__ void flush_rows(Cache cache, LineIndex lower_table, u64* counts) {
     Counts thread_counts;
     for_each_item<COPY_LANES>(static_cast<u64>(cache.num_sets) * WAYS, [&](Tile tile, u64 slot) {
         if (!cache.is_dirty(slot)) return;
-        write_row(tile, below, cache.ways[slot], cache.line(slot));
+        write_row(tile, lower_table, cache.ways[slot], cache.line(slot));
         synchronise(tile);
         if (tile.lane == 0) cache.ways[slot].stored_updates = cache.updates(slot);
         thread_counts.values[WRITTEN] += tile.lane == 0;

@@ -17,52 +17,52 @@ from ...row_format import Keys, TableIds
 from ...store.contract import CapacityLimit, HitCounts
 from ...store.cuda.changed_lines import ChangedLines
 from ...store.cuda.full import CudaFullTier
-from .cache import Admission, Cache, DeviceCache
+from .cache import Cache, DeviceCache, Placement
 
 
 class CachedTable(DeviceCache):
     """A write-back cache above a full table. The host copies no rows.
 
-    Pinning gives each row a line in the table below, so every row can be written back. If a row's set is full, the step
-    uses the row's line in the table below. A step waits for the device only if the table grows.
+    Pinning gives each row a line in the lower table, so every row can be written back. If a row's set is full, the step
+    uses the row's line in the lower table. A step waits for the device only if the table grows.
     """
 
-    def __init__(self, layout: Layout, below: CudaFullTier, cache: Cache, faults: Faults) -> None:
-        super().__init__(layout, below, cache, faults, below.staging)
-        below.table.exclusive = self._window.exclusive
+    def __init__(self, layout: Layout, lower_tier: CudaFullTier, cache: Cache, faults: Faults) -> None:
+        super().__init__(layout, lower_tier, cache, faults, lower_tier.staging)
+        lower_tier.table.exclusive = self._window.exclusive
         self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
-        # Counters of cached_table.cu: hits and misses in the table below, rows written back, hits in the cache.
+        # Counters of cached_table.cu: hits and misses in the lower table, rows written back, hits in the cache.
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
         self._peek_counts = torch.zeros_like(self._counts)  # the same counters for `peek`
         self._hit_counters = HitCounters(layout)  # hits of read-only lookups, and all misses
-        self._inserted_flags: dict[Batch, Tensor] = {}  # [size], True for rows that the batch added to the table
+        self._inserted_flags: dict[Batch, Tensor] = {}  # [positions], True for rows that the batch added to the table
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.fetch(batch, partial(self._fetch, batch, is_ahead=True))
+        return self._window.fetch(batch, partial(self._fetch, batch, is_prefetch=True))
 
     def cancel(self) -> None:
         super().cancel()
         while self._inserted_flags:
             batch, new = self._inserted_flags.popitem()
             with self._window.exclusive():
-                self._below.table.erase(batch, torch.where(new, batch.lines, 0))
+                self._lower_tier.table.erase(batch, torch.where(new, batch.lines, 0))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
-        """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the table below set a fault."""
-        self._window.pin(batch, partial(self._fetch, batch, is_ahead=False))
+        """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the lower table set a fault."""
+        self._window.pin(batch, partial(self._fetch, batch, is_prefetch=False))
         self._inserted_flags.pop(batch, None)
         self._faults.post(batch)
 
     def unpin(self, batch: Batch, dirty: bool) -> None:
         self._window.unpin(batch)
 
-    def peek(self, batch: Batch, trains: bool = False) -> None:
+    def peek(self, batch: Batch, is_training: bool = False) -> None:
         with self._window.exclusive():
-            absent = batch.empty(torch.int32)
+            n, absent = batch.num_positions, batch.empty(torch.int32)
             self._run(
-                "locate_rows", batch.size, GROUP_WAYS, self._cache.as_struct(), self._below.table.make_index_struct(),
-                batch.hashes, batch.tables, batch.count, np.uint64(batch.size), batch.lines, absent,
-                self._counts if trains else self._peek_counts, self._hit_counters.struct,
+                "locate_rows", n, GROUP_WAYS, self._cache.as_struct(), self._lower_tier.table.make_index_struct(), batch.hashes,
+                batch.tables, batch.count, np.uint64(n), batch.lines, absent,
+                self._counts if is_training else self._peek_counts, self._hit_counters.struct,
             )  # fmt: skip
             copy_rows(batch, self._layout)
             initialise_lines(batch, self._layout, absent != 0)
@@ -70,26 +70,26 @@ class CachedTable(DeviceCache):
 
     def peek_counts(self) -> tuple[int, int, int]:
         with self._window.exclusive():
-            hits_below, misses_below, _, served = self._peek_counts.tolist()
-            return served, hits_below, misses_below
+            lower_hits, lower_misses, _, served = self._peek_counts.tolist()
+            return served, lower_hits, lower_misses
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
             batch, is_kept = self._erase(tables, keys)
-            self._below.table.find(batch)
-            initialise_lines(batch, self._layout, is_kept)  # resets `updates` in the table below too
-            self._below.table.erase(batch, torch.where(is_kept, 0, batch.lines))
+            self._lower_tier.table.find(batch)
+            initialise_lines(batch, self._layout, is_kept)  # resets `updates` in the lower table too
+            self._lower_tier.table.erase(batch, torch.where(is_kept, 0, batch.lines))
 
     def flush(self) -> None:
         self._write_back()
 
     def _write_back(self) -> None:
         with self._window.exclusive():
-            cache, index = self._cache.as_struct(), self._below.table.make_index_struct()
+            cache, index = self._cache.as_struct(), self._lower_tier.table.make_index_struct()
             self._run("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
 
     def start_change_source(self) -> ChangedLines:
-        return self._below.start_change_source()
+        return self._lower_tier.start_change_source()
 
     def close(self) -> None:
         self._inserted_flags.clear()
@@ -101,7 +101,7 @@ class CachedTable(DeviceCache):
             line = self._layout.stored_bytes
             device = {**self._metrics(), "bytes_in": hits * line, "bytes_out": written * line}
             traffic = {"hits": hits, "misses": misses, "bytes_in": written * line, "bytes_out": hits * line}
-            return {"device": device, "host": {**self._below.metrics()["host"], **traffic}}
+            return {"device": device, "host": {**self._lower_tier.metrics()["host"], **traffic}}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
@@ -109,26 +109,26 @@ class CachedTable(DeviceCache):
             counts[:, 0] += self._cache.hit_counters.total()[:, 0]
             return counts
 
-    def _fetch(self, batch: Batch, last_completed: int, is_ahead: bool) -> Admission | None:
-        """Fetch a batch's rows. last_completed: as in `Cache.admit`.
+    def _fetch(self, batch: Batch, last_completed: int, is_prefetch: bool) -> Placement | None:
+        """Fetch a batch's rows. last_completed: as in `Cache.place_batch`.
 
-        is_ahead: True for a prefetch. A prefetch waits for the device, and returns None if a row does not fit.
+        is_prefetch: True for a prefetch. A prefetch waits for the device, and returns None if a row does not fit.
         """
-        table = self._below.table
-        ranks = table.find(batch)
-        if is_ahead:
+        table = self._lower_tier.table
+        prefix_sums = table.find(batch)
+        if is_prefetch:
             new = batch.lines == 0
             self._inserted_flags[batch] = self._inserted_flags[batch] | new if batch in self._inserted_flags else new
-        table.insert_missing(batch, ranks, record_only=True)
-        admission = self._cache.admit(batch, last_completed)
-        if is_ahead and not admission.has_all_slots():
-            self._cache.cancel(admission, restore=True)
-            batch.faults &= ~NO_ROOM  # at the batch's step, the table below may have room for the rows
+        table.insert_missing(batch, prefix_sums, record_only=True)
+        placement = self._cache.place_batch(batch, last_completed)
+        if is_prefetch and not placement.has_all_slots():
+            self._cache.cancel(placement, restore=True)
+            batch.faults &= ~NO_ROOM  # at the batch's step, the lower table may have room for the rows
             return None
-        cache, index, struct = self._cache.as_struct(), table.make_index_struct(), admission.as_struct()
-        self._run("write_back", batch.size, self._layout.copy_lanes, index, struct, batch.count, self._counts)
+        n, cache, index, struct = batch.num_positions, self._cache.as_struct(), table.make_index_struct(), placement.as_struct()
+        self._run("write_back", n, self._layout.copy_lanes, index, struct, batch.count, self._counts)
         self._run(
-            "fetch", batch.size, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count,
-            batch.lines, table.zero_line, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
+            "fetch", n, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
+            table.zero_line, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
         )  # fmt: skip
-        return admission
+        return placement

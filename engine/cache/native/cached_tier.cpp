@@ -9,27 +9,27 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the tier below
-constexpr std::size_t GRAIN = 512, AHEAD = 4;
+constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the lower tier
+constexpr std::size_t GRAIN = 512, PREFETCH_DISTANCE = 4;
 
 // Presents a batch's rows in bucket order. If the batch stores rows by id number, this class copies the rows.
 class BatchRows {
 public:
-    BatchRows(Batch& batch, bool with_own_lines) : batch_(batch) {
+    BatchRows(Batch& batch, bool with_refused_lines) : batch_(batch) {
         const auto& [order, begin] = batch.buckets();
-        const u64* const own_lines = with_own_lines ? batch.own_lines.data() : nullptr;
-        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), own_lines, begin};
+        const u64* const refused_lines = with_refused_lines ? batch.refused_lines.data() : nullptr;
+        rows = {batch.tables.data(), batch.hashes.data(), batch.lines.data(), refused_lines, begin};
         if (order.size() == 0) return;
         tables_ = Buffer<u32>(batch.num_unique);
         hashes_ = Buffer<u64>(batch.num_unique);
         lines_ = Buffer<u64>(batch.num_unique);
-        if (own_lines) own_lines_ = Buffer<u64>(batch.num_unique);
+        if (refused_lines) refused_lines_ = Buffer<u64>(batch.num_unique);
         for (std::size_t k = 0; k < order.size(); ++k) {
             tables_[k] = batch.tables[order[k]];
             hashes_[k] = batch.hashes[order[k]];
-            if (own_lines) own_lines_[k] = own_lines[order[k]];
+            if (refused_lines) refused_lines_[k] = refused_lines[order[k]];
         }
-        rows = {tables_.data(), hashes_.data(), lines_.data(), own_lines_.data(), begin};
+        rows = {tables_.data(), hashes_.data(), lines_.data(), refused_lines_.data(), begin};
     }
 
     RequestedRows rows;
@@ -42,7 +42,7 @@ public:
 private:
     Batch& batch_;
     Buffer<u32> tables_;
-    Buffer<u64> hashes_, lines_, own_lines_;
+    Buffer<u64> hashes_, lines_, refused_lines_;
 };
 
 std::size_t compute_overflow_rows(const CacheOptions& options, const LineShape& shape) {
@@ -52,29 +52,29 @@ std::size_t compute_overflow_rows(const CacheOptions& options, const LineShape& 
 
 }  // namespace
 
-CachedTier::CachedTier(const Layout& layout, Tier& below, const CacheOptions& options)
+CachedTier::CachedTier(const Layout& layout, Tier& lower_tier, const CacheOptions& options)
     : layout_(layout),
-      below_(below),
+      lower_tier_(lower_tier),
       overflow_rows_(compute_overflow_rows(options, layout.shape)),
       grows_with_batch_(options.grows_with_batch),
       directory_(layout.shape, options.budget_bytes, options.policy, overflow_rows_),
       hit_counts_(layout.num_tables),
       process_(getpid()),
-      threads_(std::make_unique<Threads>()) {
-    if (below.is_on_disk())
-        threads_->writer.emplace(directory_.overflow, threads_->directory, below, last_completed_, write_latency_,
-                                 options.io_threads);
+      state_(std::make_unique<SharedState>()) {
+    if (lower_tier.is_on_disk())
+        state_->writer.emplace(directory_.overflow, state_->directory_mutex, lower_tier, last_completed_,
+                               write_latency_, options.io_threads);
 }
 
 CachedTier::~CachedTier() {
     if (process_ == getpid())
         close();
     else
-        static_cast<void>(threads_.release());
+        static_cast<void>(state_.release());
 }
 
 void CachedTier::close() {
-    if (threads_->writer) threads_->writer->stop();
+    if (state_->writer) state_->writer->stop();
     cancel();
 }
 
@@ -90,11 +90,11 @@ void CachedTier::update_last_completed() {
 }
 
 void CachedTier::announce(std::shared_ptr<Batch> batch) {
-    const std::lock_guard directory(threads_->directory);
+    const std::lock_guard directory_lock(state_->directory_mutex);
     const BatchRows requested(*batch, false);
     u32 number;
     {
-        const std::lock_guard queue(threads_->queue);
+        const std::lock_guard queue_lock(state_->queue_mutex);
         if (directory_.window.is_full()) throw std::runtime_error("too many batches are announced");
         number = ++latest_number_;
         announced_.push_back({std::move(batch), number, AnnouncedBatch::waiting});
@@ -106,111 +106,111 @@ bool CachedTier::prefetch(const Batch& batch) {
     std::shared_ptr<Batch> owned;
     u32 number;
     {
-        std::unique_lock queue(threads_->queue);
-        threads_->admitted.wait(queue, [&] {
+        std::unique_lock queue_lock(state_->queue_mutex);
+        state_->batch_fetched.wait(queue_lock, [&] {
             return std::none_of(announced_.begin(), announced_.end(),
-                                [](const AnnouncedBatch& entry) { return entry.state == AnnouncedBatch::admitting; });
+                                [](const AnnouncedBatch& entry) { return entry.state == AnnouncedBatch::fetching; });
         });
-        const auto is_waiting = [](const AnnouncedBatch& entry) { return entry.state != AnnouncedBatch::admitted; };
+        const auto is_waiting = [](const AnnouncedBatch& entry) { return entry.state != AnnouncedBatch::fetched; };
         const auto first = std::find_if(announced_.begin(), announced_.end(), is_waiting);
         const auto position = std::find_if(announced_.begin(), announced_.end(),
                                            [&](const AnnouncedBatch& entry) { return entry.batch.get() == &batch; });
         if (position == announced_.end() || !is_waiting(*position)) return true;
         if (position != first) return false;
-        position->state = AnnouncedBatch::admitting;
+        position->state = AnnouncedBatch::fetching;
         owned = position->batch;
         number = position->number;
     }
     const auto is_cancelled = [&] {
-        const std::lock_guard queue(threads_->queue);
+        const std::lock_guard queue_lock(state_->queue_mutex);
         return find_announced(number) == nullptr;
     };
-    const auto end = [&](bool admitted) {
-        const std::lock_guard queue(threads_->queue);
+    const auto finish = [&](bool is_fetched) {
+        const std::lock_guard queue_lock(state_->queue_mutex);
         if (AnnouncedBatch* const entry = find_announced(number))
-            entry->state = admitted ? AnnouncedBatch::admitted : AnnouncedBatch::waiting;
-        threads_->admitted.notify_all();
-        return admitted;
+            entry->state = is_fetched ? AnnouncedBatch::fetched : AnnouncedBatch::waiting;
+        state_->batch_fetched.notify_all();
+        return is_fetched;
     };
     try {
-        const std::lock_guard admission(threads_->admission);
-        if (is_cancelled()) return end(true);
+        const std::lock_guard placement_lock(state_->placement_mutex);
+        if (is_cancelled()) return finish(true);
         BatchRows requested(*owned, false);
-        if (!admit(requested.rows, number, Purpose::prefetch)) return end(false);
+        if (!place_batch(requested.rows, number, Purpose::prefetch)) return finish(false);
         requested.set_lines();
-        return end(true);
+        return finish(true);
     } catch (...) {
-        end(false);
+        finish(false);
         throw;
     }
 }
 
 void CachedTier::pin(std::shared_ptr<Batch> batch) {
     u32 number;
-    bool is_admitted = false;
+    bool is_fetched = false;
     {
-        std::unique_lock queue(threads_->queue);
+        std::unique_lock queue_lock(state_->queue_mutex);
         if (pinned_) throw std::runtime_error("a batch is still pinned; one step at a time");
         if (announced_.empty()) {
             number = ++latest_number_;
         } else {
             AnnouncedBatch& first = announced_.front();
             if (first.batch != batch) throw std::runtime_error("another batch was announced; cancel it");
-            threads_->admitted.wait(queue, [&] { return first.state != AnnouncedBatch::admitting; });
+            state_->batch_fetched.wait(queue_lock, [&] { return first.state != AnnouncedBatch::fetching; });
             number = first.number;
-            is_admitted = first.state == AnnouncedBatch::admitted;
-            first.state = AnnouncedBatch::admitting;
+            is_fetched = first.state == AnnouncedBatch::fetched;
+            first.state = AnnouncedBatch::fetching;
         }
     }
-    const auto end = [&](bool pinned) {
+    const auto finish = [&](bool is_pinned) {
         std::shared_ptr<Batch> ended;  // destroyed after the lock is released
-        const std::lock_guard queue(threads_->queue);
+        const std::lock_guard queue_lock(state_->queue_mutex);
         if (!announced_.empty() && announced_.front().number == number) {
             ended = std::move(announced_.front().batch);
             announced_.pop_front();
         }
-        if (pinned) {
+        if (is_pinned) {
             pinned_ = batch;
             pinned_number_ = number;
         }
         update_last_completed();
-        threads_->admitted.notify_all();
+        state_->batch_fetched.notify_all();
     };
     try {
-        if (is_admitted) {
-            batch->use_own_lines();
+        if (is_fetched) {
+            batch->use_refused_lines();
         } else {
-            const std::lock_guard admission(threads_->admission);
+            const std::lock_guard placement_lock(state_->placement_mutex);
             BatchRows requested(*batch, true);
-            admit(requested.rows, number, Purpose::step);
+            place_batch(requested.rows, number, Purpose::step);
             requested.set_lines();
         }
     } catch (...) {
-        end(false);
+        finish(false);
         throw;
     }
-    end(true);
+    finish(true);
 }
 
 void CachedTier::unpin(const Batch& batch) {
     std::shared_ptr<Batch> ended;
     {
-        const std::lock_guard queue(threads_->queue);
+        const std::lock_guard queue_lock(state_->queue_mutex);
         if (pinned_.get() != &batch) throw std::runtime_error("unpin of a batch that is not pinned");
         ended.swap(pinned_);
         update_last_completed();
     }
-    if (!threads_->writer) return;
-    // Wake the writer now, since the next step may come late. An admission in progress wakes the writer anyway.
-    const std::unique_lock directory(threads_->directory, std::try_to_lock);
-    if (directory && directory_.overflow.num_rows() > overflow_rows_) threads_->writer->wake(overflow_limits());
+    if (!state_->writer) return;
+    // Wake the writer now, since the next step may come late. A placement in progress wakes the writer anyway.
+    const std::unique_lock directory_lock(state_->directory_mutex, std::try_to_lock);
+    if (directory_lock && directory_.overflow.num_rows() > overflow_rows_) state_->writer->wake(overflow_limits());
 }
 
 void CachedTier::cancel() {
     std::deque<AnnouncedBatch> ended;
-    const std::lock_guard admission(threads_->admission);  // no batch may end while its rows are being fetched
-    const std::lock_guard directory(threads_->directory);
-    const std::lock_guard queue(threads_->queue);
+    const std::lock_guard placement_lock(state_->placement_mutex);  // no batch may end while its rows are being fetched
+    const std::lock_guard directory_lock(state_->directory_mutex);
+    const std::lock_guard queue_lock(state_->queue_mutex);
     ended.swap(announced_);
     directory_.window.clear();
     update_last_completed();
@@ -222,19 +222,19 @@ std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     const std::vector<u64> lines = batch.allocate(batch.num_unique, layout_.shape);
     RowList missing;
     {
-        const std::lock_guard admission(threads_->admission);
+        const std::lock_guard placement_lock(state_->placement_mutex);
         for (const std::size_t row : copy_resident(rows, lines.data(), false))
             missing.add(rows.tables[row], rows.hashes[row], lines[row]);
     }
     std::copy(lines.begin(), lines.end(), rows.lines);
     requested.set_lines();
-    const std::vector<u32> updates = read_below(missing.rows(), false);
+    const std::vector<u32> updates = read_lower_tier(missing.rows(), false);
     return {updates.size(), static_cast<std::size_t>(std::count(updates.begin(), updates.end(), 0u))};
 }
 
-bool CachedTier::admit(const RequestedRows& requested, u32 number, Purpose purpose) {
-    std::unique_lock lock(threads_->directory);
-    auto& writer = threads_->writer;
+bool CachedTier::place_batch(const RequestedRows& requested, u32 number, Purpose purpose) {
+    std::unique_lock lock(state_->directory_mutex);
+    auto& writer = state_->writer;
     Overflow& overflow = directory_.overflow;
     if (writer) writer->rethrow_error();
     overflow.trim();
@@ -280,23 +280,23 @@ void CachedTier::fetch(const RequestedRows& requested) {
     });
     if (missing.size() == 0) return;
     try {
-        const std::vector<u32> updates = read_below(missing.rows(), true);
-        const std::lock_guard directory(threads_->directory);
+        const std::vector<u32> updates = read_lower_tier(missing.rows(), true);
+        const std::lock_guard directory_lock(state_->directory_mutex);
         directory_.set_fetched(updates.data());
     } catch (...) {
-        const std::lock_guard directory(threads_->directory);
+        const std::lock_guard directory_lock(state_->directory_mutex);
         directory_.drop_unfetched();
         throw;
     }
 }
 
-std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
+std::vector<u32> CachedTier::read_lower_tier(const RowSpan& rows, bool counts_as_use) {
     std::vector<u32> updates(rows.n);
     if (rows.n == 0) return updates;
     const auto is_hit = std::make_unique<bool[]>(rows.n);
     {
         const Timer timer(fetch_latency_);
-        below_.read(rows, is_hit.get(), touch);
+        lower_tier_.read(rows, is_hit.get(), counts_as_use);
     }
     std::atomic<std::size_t> rows_found{0};
     parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
@@ -319,14 +319,15 @@ std::vector<u32> CachedTier::read_below(const RowSpan& rows, bool touch) {
 void CachedTier::write_back(const RowSpan& rows) {
     if (rows.n == 0) return;
     const Timer timer(write_latency_);
-    below_.write(rows);
+    lower_tier_.write(rows);
     bytes_out_ += rows.n * compute_stored_bytes(layout_.shape.width);
 }
 
 void CachedTier::write_back_victims() {
     RowList victims;
     directory_.for_each_miss([&](const Miss& miss) {
-        if (miss.is_victim_dirty) victims.add(miss.way.table, miss.way.hash, directory_.sets.line(miss.slot));
+        const Way& victim = miss.displaced_way;
+        if (miss.is_victim_dirty) victims.add(victim.table, victim.hash, directory_.sets.line(miss.slot));
     });
     write_back(victims.rows());
 }
@@ -337,12 +338,12 @@ void CachedTier::write_back_overflow() {
     overflow.write_back(last_completed_, NONE, {0, overflow_rows_ / 2}, [&](const RowSpan& dirty) { write_back(dirty); });
 }
 
-std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* to, bool touch) {
-    const u32 number = touch ? begin_internal_batch() : 0;
-    const std::lock_guard directory(threads_->directory);
+std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* to, bool counts_as_use) {
+    const u32 number = counts_as_use ? begin_internal_batch() : 0;
+    const std::lock_guard directory_lock(state_->directory_mutex);
     std::vector<std::size_t> missing;
     directory_.probe(requested, number, false);
-    if (touch) directory_.pin(requested, number);
+    if (counts_as_use) directory_.pin(requested, number);
     directory_.for_each_miss([&](const Miss& miss) {
         if (miss.old_entry == NONE)
             missing.push_back(miss.row);
@@ -351,7 +352,8 @@ std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requeste
     });
     parallel_ranges(requested.size(), GRAIN, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) prefetch_bytes(requested.lines[i + AHEAD], layout_.shape.line_bytes);
+            if (const std::size_t k = i + PREFETCH_DISTANCE; k < end)
+                prefetch_bytes(requested.lines[k], layout_.shape.line_bytes);
             if (requested.lines[i]) copy_line(THREAD, to[i], requested.lines[i], layout_.shape);
         }
     });
@@ -360,45 +362,45 @@ std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requeste
 }
 
 u32 CachedTier::begin_internal_batch() {
-    const std::lock_guard queue(threads_->queue);
+    const std::lock_guard queue_lock(state_->queue_mutex);
     if (pinned_ || !announced_.empty())
         throw std::runtime_error("a cache with announced or pinned batches cannot be used as a tier");
     return ++latest_number_;
 }
 
 void CachedTier::end_internal_batch() {
-    const std::lock_guard queue(threads_->queue);
+    const std::lock_guard queue_lock(state_->queue_mutex);
     update_last_completed();
 }
 
-void CachedTier::read(const RowSpan& rows, bool* is_hit, bool touch) {
+void CachedTier::read(const RowSpan& rows, bool* is_hit, bool counts_as_use) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_begins()};
-    RowList rows_below;
+    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_offsets()};
+    RowList lower_rows;
     std::vector<std::size_t> missing;
     {
-        const std::lock_guard admission(threads_->admission);
-        missing = copy_resident(requested, rows.lines, touch);
-        if (touch) end_internal_batch();
+        const std::lock_guard placement_lock(state_->placement_mutex);
+        missing = copy_resident(requested, rows.lines, counts_as_use);
+        if (counts_as_use) end_internal_batch();
     }
-    for (const std::size_t row : missing) rows_below.add(rows.tables[row], rows.hashes[row], rows.lines[row]);
-    const auto is_hit_below = std::make_unique<bool[]>(missing.size());
+    for (const std::size_t row : missing) lower_rows.add(rows.tables[row], rows.hashes[row], rows.lines[row]);
+    const auto is_in_lower_tier = std::make_unique<bool[]>(missing.size());
     if (!missing.empty()) {
         const Timer timer(fetch_latency_);
-        below_.read(rows_below.rows(), is_hit_below.get(), touch);
+        lower_tier_.read(lower_rows.rows(), is_in_lower_tier.get(), counts_as_use);
     }
     for (std::size_t i = 0; i < rows.n; ++i)
         is_hit[i] = lines[i] != 0 && row_counters(rows.lines[i], layout_.shape)->updates > 0;
-    for (std::size_t i = 0; i < missing.size(); ++i) is_hit[missing[i]] = is_hit_below[i];
+    for (std::size_t i = 0; i < missing.size(); ++i) is_hit[missing[i]] = is_in_lower_tier[i];
 }
 
 void CachedTier::write(const RowSpan& rows) {
     Buffer<u64> lines(rows.n);
-    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_begins()};
-    const std::lock_guard admission(threads_->admission);
+    const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_offsets()};
+    const std::lock_guard placement_lock(state_->placement_mutex);
     const u32 number = begin_internal_batch();
     try {
-        admit(requested, number, Purpose::write);
+        place_batch(requested, number, Purpose::write);
     } catch (...) {
         end_internal_batch();
         throw;
@@ -410,11 +412,11 @@ void CachedTier::write(const RowSpan& rows) {
 }
 
 void CachedTier::erase(const RowSpan& rows) {
-    const std::lock_guard admission(threads_->admission);
+    const std::lock_guard placement_lock(state_->placement_mutex);
     {
-        std::unique_lock directory(threads_->directory);
-        auto& writer = threads_->writer;
-        if (writer) writer->wait_for_write(directory);
+        std::unique_lock directory_lock(state_->directory_mutex);
+        auto& writer = state_->writer;
+        if (writer) writer->wait_for_write(directory_lock);
         for (std::size_t i = 0; i < rows.n; ++i) {
             const Directory::Location location = directory_.find(rows.hashes[i], rows.tables[i]);
             if (!location.way) continue;
@@ -427,16 +429,16 @@ void CachedTier::erase(const RowSpan& rows) {
         }
         if (writer) writer->drop_error();
     }
-    below_.erase(rows);
+    lower_tier_.erase(rows);
 }
 
 void CachedTier::forget_errors() {
-    below_.forget_errors();
-    const std::lock_guard admission(threads_->admission);  // so that no thread waits for the writer meanwhile
-    std::unique_lock directory(threads_->directory);
-    auto& writer = threads_->writer;
+    lower_tier_.forget_errors();
+    const std::lock_guard placement_lock(state_->placement_mutex);  // so that no thread waits for the writer meanwhile
+    std::unique_lock directory_lock(state_->directory_mutex);
+    auto& writer = state_->writer;
     if (!writer) return;
-    writer->wait_for_write(directory);
+    writer->wait_for_write(directory_lock);
     writer->drop_error();
 }
 
@@ -457,15 +459,15 @@ u32 CachedTier::flush_some(u32 begin, u32 max_rows) {
 
 template <class ForEach>
 bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
-    const std::lock_guard admission(threads_->admission);
-    below_.forget_errors();  // drop earlier errors; a write that fails from now on throws again
-    std::unique_lock directory(threads_->directory);
-    auto& writer = threads_->writer;
+    const std::lock_guard placement_lock(state_->placement_mutex);
+    lower_tier_.forget_errors();  // drop earlier errors; a write that fails from now on throws again
+    std::unique_lock directory_lock(state_->directory_mutex);
+    auto& writer = state_->writer;
     if (writer) {
-        writer->wait_for_write(directory);
+        writer->wait_for_write(directory_lock);
         writer->drop_error();
     }
-    bool more = false;
+    bool has_more = false;
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written_ways;  // for each written row: its way, and the `updates` written
     const auto write = [&] {
@@ -477,8 +479,8 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     for_each([&](Way& way, u64 line, i64) {
         const u32 updates = row_counters(line, layout_.shape)->updates;
         if (!is_dirty(updates, way.stored_updates)) return;
-        more = max_rows == 0;
-        if (more) return;
+        has_more = max_rows == 0;
+        if (has_more) return;
         --max_rows;
         dirty.add(way.table, way.hash, line);
         written_ways.push_back({&way, updates});
@@ -486,14 +488,14 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     });
     write();
     if (writer) writer->wake(overflow_limits());
-    return more;
+    return has_more;
 }
 
 Metrics CachedTier::metrics() const {
-    const std::lock_guard directory(threads_->directory);
+    const std::lock_guard directory_lock(state_->directory_mutex);
     const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
-    const u64 behind = threads_->writer ? threads_->writer->num_written * compute_stored_bytes(layout_.shape.width) : 0;
+    const u64 rows_written_behind = state_->writer ? state_->writer->num_written * compute_stored_bytes(layout_.shape.width) : 0;
     const std::size_t used = sets.count_used();
     const auto [hits, misses] = hit_counts_.totals();
     Metrics all{{{"hits", hits},
@@ -503,7 +505,7 @@ Metrics CachedTier::metrics() const {
                  {"evictions_dirty", counts_.evictions_dirty},
                  {"overflows", counts_.overflows},
                  {"bytes_in", bytes_in_},
-                 {"bytes_out", bytes_out_ + behind},
+                 {"bytes_out", bytes_out_ + rows_written_behind * stored_bytes_of(layout_.shape.width)},
                  {"capacity", sets.num_slots()},
                  {"resident_rows", used},
                  {"bytes", sets.bytes()},
@@ -521,13 +523,13 @@ Metrics CachedTier::metrics() const {
 }
 
 std::vector<u64> CachedTier::hit_counts() const {
-    const std::lock_guard directory(threads_->directory);
+    const std::lock_guard directory_lock(state_->directory_mutex);
     return hit_counts_.sums();
 }
 
 std::optional<CachedTier::ResidentRow> CachedTier::find(u32 table, u64 key) {
-    const std::lock_guard admission(threads_->admission);
-    const std::lock_guard directory(threads_->directory);
+    const std::lock_guard placement_lock(state_->placement_mutex);
+    const std::lock_guard directory_lock(state_->directory_mutex);
     const Directory::Location location = directory_.find(slot_hash(table, key), table);
     if (!location.way) return std::nullopt;
     const RowCounters now = *row_counters(location.line, layout_.shape);

@@ -1,17 +1,16 @@
 // A write-back cache above a slower tier. A cache serves steps, or is the slower tier of another cache.
 //
-// Batches get numbers when they are announced or pinned, and end in the order of their numbers. `admit` looks up a
-// batch's rows, chooses victims for missing rows and pins all its rows; then `fetch` reads the missing rows from the
-// tier below. `prefetch` admits and fetches an announced batch before its step, in another thread. `pin` admits and
-// fetches a batch that was not prefetched. Rows that announced batches need are not chosen as victims. Each row records
-// the last batch that touched it. The row is pinned until this batch ends. Unpinning changes no memory.
+// Batches get numbers when they are announced or pinned, and end in the order of their numbers. `place_batch` looks up
+// a batch's rows, pins them, chooses victims for missing rows and reads the missing rows from the lower tier.
+// `prefetch` places an announced batch before its step, in another thread; `pin` places any other batch. Rows that
+// announced batches need are not chosen as victims. A row is pinned until the last batch that touched it ends. Unpinning changes no memory.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
-// Above a tier in memory, `admit` writes evicted rows back itself. The overflow area also holds rows without a slot.
+// Above a tier in memory, `place_batch` writes evicted rows back. The overflow area also holds rows without a slot.
 //
-// Threads take three locks in this order: `admission`, `directory`, `queue`. `admission` is held to fetch or write back
-// rows. `directory` guards the sets, the overflow area and the window. `queue` guards the queue of batches. Lines need
-// no lock: a pinned row's line belongs to its step, and a missing row's line to the thread that admits the row.
+// Threads take three mutexes in this order: placement, directory, queue. The first is held to fetch or write back
+// rows. The second guards the sets, the overflow area and the window. The third guards the queue of batches. Lines
+// need no lock: a pinned row's line belongs to its step, and a missing row's line to the thread that places the row.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -40,8 +39,8 @@ struct CacheOptions {
 
 class CachedTier : public Tier {
 public:
-    // The layout and the tier below must outlive the cache.
-    CachedTier(const Layout& layout, Tier& below, const CacheOptions& options);
+    // The layout and the lower tier must outlive the cache.
+    CachedTier(const Layout& layout, Tier& lower_tier, const CacheOptions& options);
     ~CachedTier() override;
     CachedTier(const CachedTier&) = delete;
 
@@ -55,8 +54,8 @@ public:
     // Returns how many rows are not in the cache, and how many rows are in no tier.
     std::pair<std::size_t, std::size_t> peek(Batch& batch);
 
-    // `write` makes rows resident, `read` does not. With announced or pinned batches, `write` and `read(touch)` throw.
-    void read(const RowSpan& rows, bool* is_hit, bool touch) override;
+    // `write` makes rows resident, `read` does not. With announced or pinned batches, `write` and counted reads throw.
+    void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     void forget_errors() override;
@@ -85,36 +84,36 @@ private:
     struct AnnouncedBatch {
         std::shared_ptr<Batch> batch;
         u32 number;
-        enum { waiting, admitting, admitted } state;
+        enum { waiting, fetching, fetched } state;
     };
     // Allocated on the heap, because a forked child must not destroy these objects and leaks them instead.
-    struct Threads {
-        std::mutex admission, directory, queue;
-        std::condition_variable admitted;
+    struct SharedState {
+        std::mutex placement_mutex, directory_mutex, queue_mutex;
+        std::condition_variable batch_fetched;
         std::optional<WriteBehind> writer;
     };
     enum class Purpose { prefetch, step, write };
 
-    // The next two functions need the lock `queue`.
+    // The next two functions need the lock `queue_mutex`.
     AnnouncedBatch* find_announced(u32 number);  // returns null if the batch was cancelled
     void update_last_completed();
-    // These calls need the lock `admission`. `begin_internal_batch` and `end_internal_batch` surround reads and writes.
+    // These calls need the lock `placement_mutex`. `begin_internal_batch`, `end_internal_batch` surround reads and writes.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetch might need too much of the overflow area now.
-    bool admit(const RequestedRows& requested, u32 number, Purpose purpose);
+    bool place_batch(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
     // Takes the locks. Writes back up to `max_rows` of the dirty rows that `for_each` visits. True if others remain.
     template <class ForEach>
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
-    // Copies resident rows to the lines `to`, and returns the missing rows. touch: the copy counts as a use.
-    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* to, bool touch);
-    // The next three functions also need the lock `directory`.
+    // Copies resident rows to the lines `to`, and returns the missing rows.
+    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* to, bool counts_as_use);
+    // The next three functions also need the lock `directory_mutex`.
     void write_back_overflow();
     void write_back_victims();
     void write_back(const RowSpan& rows);
-    // Needs no lock. Fills lines from the tier below or with initial values. Returns each row's `updates`.
-    std::vector<u32> read_below(const RowSpan& rows, bool touch);
+    // Needs no lock. Fills lines from the lower tier or with initial values. Returns each row's `updates`.
+    std::vector<u32> read_lower_tier(const RowSpan& rows, bool counts_as_use);
     // Returns the overflow area's limits before `added` rows arrive. Write-back keeps half of it free for a batch.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
@@ -124,7 +123,7 @@ private:
     u32 last_completed() const { return last_completed_.load(std::memory_order_acquire); }
 
     const Layout& layout_;
-    Tier& below_;
+    Tier& lower_tier_;
     std::size_t overflow_rows_;
     const bool grows_with_batch_;
     Directory directory_;
@@ -134,9 +133,9 @@ private:
     u64 bytes_out_ = 0, prefetch_waits_ = 0;
     Histogram fetch_latency_, write_latency_;
     pid_t process_;
-    std::unique_ptr<Threads> threads_;
+    std::unique_ptr<SharedState> state_;
 
-    // Guarded by `queue`.
+    // Guarded by `queue_mutex`.
     std::deque<AnnouncedBatch> announced_;
     std::shared_ptr<Batch> pinned_;
     u32 pinned_number_ = 0;

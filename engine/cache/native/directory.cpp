@@ -13,7 +13,7 @@ CacheSets::CacheSets(const LineShape& shape, std::size_t budget_bytes, CachePoli
     const std::size_t set_bytes = WAYS * (shape_.line_bytes + sizeof(Way) + sizeof(u8));
     const std::size_t sets = std::min<std::size_t>(budget_bytes / set_bytes, NONE / WAYS);
     if (sets == 0) throw std::invalid_argument("one set takes " + std::to_string(set_bytes) + " bytes");
-    sets_ = static_cast<u32>(sets);
+    num_sets_ = static_cast<u32>(sets);
     tags_ = Pages(sets * WAYS);
     ways_ = Pages(sets * WAYS * sizeof(Way));
     lines_ = Pages(sets * WAYS * shape_.line_bytes);
@@ -25,16 +25,16 @@ std::size_t CacheSets::count_used() const {
 
 namespace {
 
-constexpr u32 MAX_AGE = 1u << 30;   // limit for a row's age, in batches
-constexpr std::size_t AHEAD = 16;  // ways are prefetched this many rows ahead, tags twice as far
+constexpr u32 MAX_AGE = 1u << 30;               // limit for a row's age, in batches
+constexpr std::size_t PREFETCH_DISTANCE = 16;  // in rows, for ways; tags are prefetched from twice as far
 
 }  // namespace
 
-CacheCounts& CacheCounts::operator+=(const CacheCounts& more) {
-    insertions += more.insertions;
-    evictions_clean += more.evictions_clean;
-    evictions_dirty += more.evictions_dirty;
-    overflows += more.overflows;
+CacheCounts& CacheCounts::operator+=(const CacheCounts& other) {
+    insertions += other.insertions;
+    evictions_clean += other.evictions_clean;
+    evictions_dirty += other.evictions_dirty;
+    overflows += other.overflows;
     return *this;
 }
 
@@ -42,12 +42,12 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
     window.add(number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
-        const std::size_t end = batch.bucket_begins[b + 1];
-        for (std::size_t i = batch.bucket_begins[b]; i < end; ++i) {
-            if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
-            if (i + AHEAD < end) {
-                if (!sets.prefetch_way(batch.hashes[i + AHEAD])) overflow.prefetch_slot(batch.hashes[i + AHEAD]);
-                window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
+        const std::size_t end = batch.bucket_offsets[b + 1];
+        for (std::size_t i = batch.bucket_offsets[b]; i < end; ++i) {
+            if (i + 2 * PREFETCH_DISTANCE < end) sets.prefetch_tags(batch.hashes[i + 2 * PREFETCH_DISTANCE]);
+            if (const std::size_t k = i + PREFETCH_DISTANCE; k < end) {
+                if (!sets.prefetch_way(batch.hashes[k])) overflow.prefetch_slot(batch.hashes[k]);
+                window.prefetch_slot(bucket, batch.hashes[k]);
             }
             if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs the row
             const Location location = find(batch.hashes[i], batch.tables[i]);
@@ -61,37 +61,37 @@ void Directory::begin_batch(u32 number) {
         for_each_row([&](Way& way, u64, i64) {
             if (is_after(number - MAX_AGE, way.last_batch)) way.last_batch = number - MAX_AGE;
         });
-    looks_ahead_ = window.has_batch_after(number);
+    has_later_batch_ = window.has_batch_after(number);
     window.remove(number);
 }
 
-void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
-    if (pins) begin_batch(number);
+void Directory::probe(const RequestedRows& batch, u32 number, bool should_pin) {
+    if (should_pin) begin_batch(number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         std::vector<Miss>& misses = misses_[b];
         misses.clear();
-        const std::size_t end = batch.bucket_begins[b + 1];
-        for (std::size_t i = batch.bucket_begins[b]; i < end; ++i) {
-            if (i + 2 * AHEAD < end) sets.prefetch_tags(batch.hashes[i + 2 * AHEAD]);
-            if (i + AHEAD < end) {
-                if (!sets.prefetch_way(batch.hashes[i + AHEAD])) overflow.prefetch_slot(batch.hashes[i + AHEAD]);
-                if (looks_ahead_) window.prefetch_slot(bucket, batch.hashes[i + AHEAD]);
+        const std::size_t end = batch.bucket_offsets[b + 1];
+        for (std::size_t i = batch.bucket_offsets[b]; i < end; ++i) {
+            if (i + 2 * PREFETCH_DISTANCE < end) sets.prefetch_tags(batch.hashes[i + 2 * PREFETCH_DISTANCE]);
+            if (const std::size_t k = i + PREFETCH_DISTANCE; k < end) {
+                if (!sets.prefetch_way(batch.hashes[k])) overflow.prefetch_slot(batch.hashes[k]);
+                if (has_later_batch_) window.prefetch_slot(bucket, batch.hashes[k]);
             }
-            if (batch.own_lines && batch.own_lines[i]) {
-                batch.lines[i] = batch.own_lines[i];
-                if (pins) take_next_batch(batch, bucket, i, number);
+            if (batch.refused_lines && batch.refused_lines[i]) {
+                batch.lines[i] = batch.refused_lines[i];
+                if (should_pin) take_next_batch(batch, bucket, i, number);
                 continue;
             }
             const u32 slot = sets.find(batch.hashes[i], batch.tables[i]);
             if (slot != NONE) {
                 batch.lines[i] = sets.line(slot);
-                if (pins) touch(sets.way(slot), number, take_next_batch(batch, bucket, i, number));
+                if (should_pin) touch(sets.way(slot), number, take_next_batch(batch, bucket, i, number));
                 continue;
             }
             const u32 entry = overflow.empty() ? NONE : overflow.find(batch.hashes[i], batch.tables[i]);
             misses.push_back({static_cast<u32>(i), entry, entry == NONE ? 0 : overflow.at(entry).way.last_batch});
-            if (pins && entry != NONE) overflow.at(entry).way.last_batch = number;
+            if (should_pin && entry != NONE) overflow.at(entry).way.last_batch = number;
             batch.lines[i] = 0;
         }
     });
@@ -100,8 +100,8 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool pins) {
 void Directory::count_hits(const RequestedRows& batch, HitCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
         HitCounts::Part hits = counts.part(b);
-        for (std::size_t i = batch.bucket_begins[b]; i < batch.bucket_begins[b + 1]; ++i)
-            if (!batch.own_lines || !batch.own_lines[i]) hits.add(batch.tables[i], true);
+        for (std::size_t i = batch.bucket_offsets[b]; i < batch.bucket_offsets[b + 1]; ++i)
+            if (!batch.refused_lines || !batch.refused_lines[i]) hits.add(batch.tables[i], true);
         for (const Miss& miss : misses_[b])
             if (miss.old_entry == NONE) hits.turn_into_miss(batch.tables[miss.row]);
     });
@@ -110,7 +110,7 @@ void Directory::count_hits(const RequestedRows& batch, HitCounts& counts) const 
 void Directory::pin(const RequestedRows& batch, u32 number) {
     begin_batch(number);
     parallel_for(BUCKETS, [&](std::size_t b) {
-        for (std::size_t i = batch.bucket_begins[b]; i < batch.bucket_begins[b + 1]; ++i)
+        for (std::size_t i = batch.bucket_offsets[b]; i < batch.bucket_offsets[b + 1]; ++i)
             if (batch.lines[i])
                 touch(sets.way(sets.slot(batch.lines[i])), number,
                       take_next_batch(batch, static_cast<u32>(b), i, number));
@@ -131,12 +131,13 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
     const auto choose_in = [&](std::size_t b) {
         std::vector<Miss>& misses = misses_[b];
         for (Miss& miss : misses) miss.next_batch = take_next_batch(batch, static_cast<u32>(b), miss.row, number);
-        if (looks_ahead_)
+        if (has_later_batch_)
             std::stable_sort(misses.begin(), misses.end(), [&](const Miss& one, const Miss& other) {
                 return count_batches_until(one.next_batch, number) < count_batches_until(other.next_batch, number);
             });
         for (std::size_t k = 0; k < misses.size(); ++k) {
-            if (k + AHEAD < misses.size()) sets.prefetch_ways(batch.hashes[misses[k + AHEAD].row]);
+            if (const std::size_t later = k + PREFETCH_DISTANCE; later < misses.size())
+                sets.prefetch_ways(batch.hashes[misses[later].row]);
             Miss& miss = misses[k];
             const u64 hash = batch.hashes[miss.row];
             const u32 table = batch.tables[miss.row], next = miss.next_batch;
@@ -145,7 +146,7 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
                 touch(overflow.at(miss.old_entry).way, number, next);
                 way = overflow.at(miss.old_entry).way;
             }
-            miss.way = way;
+            miss.displaced_way = way;
             const bool stays_in_overflow = miss.old_entry != NONE && is_after(miss.last_batch, last_completed);
             miss.slot = stays_in_overflow ? NONE : sets.find_victim_slot(hash, number, last_completed);
             if (miss.slot == NONE) {
@@ -154,13 +155,13 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
             }
             ++parts[b].insertions;
             miss.is_slot_free = sets.is_free(miss.slot);
-            if (!miss.is_slot_free) miss.way = sets.way(miss.slot);
+            if (!miss.is_slot_free) miss.displaced_way = sets.way(miss.slot);
             sets.prefetch_counters(miss.slot);
             sets.fill(miss.slot, way);
         }
         for (Miss& miss : misses) {
             if (miss.slot == NONE || miss.is_slot_free) continue;
-            miss.is_victim_dirty = is_dirty(sets.updates(miss.slot), miss.way.stored_updates);
+            miss.is_victim_dirty = is_dirty(sets.updates(miss.slot), miss.displaced_way.stored_updates);
             ++(miss.is_victim_dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
         }
     };
@@ -178,7 +179,7 @@ void Directory::undo_victims() {
         if (miss.is_slot_free)
             sets.free(miss.slot);
         else
-            sets.fill(miss.slot, miss.way);
+            sets.fill(miss.slot, miss.displaced_way);
     });
 }
 
@@ -190,23 +191,23 @@ void Directory::prefetch_lines(const Miss& miss) const {
 void Directory::place_misses(const RequestedRows& batch, bool keep_victims) {
     for (std::vector<Miss>& bucket : misses_) {
         for (std::size_t k = 0; k < bucket.size(); ++k) {
-            if (k + AHEAD < bucket.size()) prefetch_lines(bucket[k + AHEAD]);
+            if (k + PREFETCH_DISTANCE < bucket.size()) prefetch_lines(bucket[k + PREFETCH_DISTANCE]);
             Miss& miss = bucket[k];
             u64& line = batch.lines[miss.row];
             if (miss.slot != NONE) {
                 line = sets.line(miss.slot);
                 if (miss.is_victim_dirty && keep_victims)
-                    copy_line(THREAD, overflow.line(overflow.add(miss.way, true, true)), line, shape_);
+                    copy_line(THREAD, overflow.line(overflow.add(miss.displaced_way, true, true)), line, shape_);
                 if (miss.old_entry == NONE) continue;
                 copy_line(THREAD, line, overflow.line(miss.old_entry), shape_);
                 overflow.remove(miss.old_entry);
             } else if (miss.old_entry == NONE) {
-                miss.new_entry = overflow.add(miss.way, false);
+                miss.new_entry = overflow.add(miss.displaced_way, false);
                 line = overflow.line(miss.new_entry);
             } else if (overflow.at(miss.old_entry).is_being_written) {  // copy: the writer must not see changes
                 const u64 old_line = overflow.line(miss.old_entry);
                 overflow.remove(miss.old_entry);
-                line = overflow.line(overflow.add(miss.way, false));
+                line = overflow.line(overflow.add(miss.displaced_way, false));
                 copy_line(THREAD, line, old_line, shape_);
             } else {
                 line = overflow.line(miss.old_entry);

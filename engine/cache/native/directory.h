@@ -29,13 +29,13 @@ public:
 
     // Returns the row's slot, or NONE.
     u32 find(u64 hash, u32 table) const {
-        const u32 number = get_set(hash, sets_);
+        const u32 number = get_set(hash, num_sets_);
         const u32 way = probe_set(THREAD, set(number), hash, table);
         return way == NONE ? NONE : number * WAYS + way;
     }
     // Returns the slot that `find_victim` chooses for a row without a slot, or NONE.
     u32 find_victim_slot(u64 hash, u32 batch, u32 last_completed) const {
-        const u32 number = get_set(hash, sets_);
+        const u32 number = get_set(hash, num_sets_);
         const u32 way = find_victim(set(number), get_home(hash), batch, last_completed, policy_);
         return way == NONE ? NONE : number * WAYS + way;
     }
@@ -54,25 +54,25 @@ public:
 
     // The next functions, called in this order, prefetch memory for later calls with the same row. These functions are
     // inlined, because GCC drops calls to functions that only prefetch.
-    TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(get_set(hash, sets_)).tags); }
+    TIERBED_INLINE void prefetch_tags(u64 hash) const { prefetch(set(get_set(hash, num_sets_)).tags); }
     // Returns true if the row seems to be in the set.
     TIERBED_INLINE bool prefetch_way(u64 hash) const {
-        const SetView view = set(get_set(hash, sets_));
+        const SetView view = set(get_set(hash, num_sets_));
         const u32 home = get_home(hash);
         const u32 matches = match_tags(view.tags + home, get_tag(hash));
         if (matches) prefetch(&view.ways[home + lowest_bit(matches)]);
         return matches != 0;
     }
     TIERBED_INLINE void prefetch_ways(u64 hash) const {
-        prefetch_bytes(reinterpret_cast<u64>(set(get_set(hash, sets_)).ways + get_home(hash)),
+        prefetch_bytes(reinterpret_cast<u64>(set(get_set(hash, num_sets_)).ways + get_home(hash)),
                        GROUP_WAYS * sizeof(Way));
     }
 
     TIERBED_INLINE void prefetch_counters(u32 slot) const { prefetch(row_counters(line(slot), shape_)); }
 
-    u32 num_slots() const { return sets_ * WAYS; }
+    u32 num_slots() const { return num_sets_ * WAYS; }
     // True if each set belongs to one bucket.
-    bool has_one_bucket_per_set() const { return sets_ >= BUCKETS; }
+    bool has_one_bucket_per_set() const { return num_sets_ >= BUCKETS; }
     std::size_t count_used() const;
     std::size_t bytes() const { return tags_.size() + ways_.size() + lines_.size(); }
 
@@ -82,12 +82,12 @@ private:
 
     LineShape shape_;
     CachePolicy policy_;
-    u32 sets_;
+    u32 num_sets_;
     Pages tags_, ways_, lines_;
 };
 
 // The look-ahead window records which announced batches need which rows, one bit per row and batch. A window has at
-// most MAX_BATCHES batches with consecutive numbers. Admitted batches leave it. Threads may change different buckets.
+// most MAX_BATCHES batches with consecutive numbers. Placed batches leave it. Threads may change different buckets.
 class Window {
 public:
     static constexpr u32 MAX_BATCHES = 32;
@@ -111,7 +111,7 @@ public:
         return !bits;
     }
 
-    // Removes batch `number`, the window's earliest batch, because it is being admitted.
+    // Removes batch `number`, the window's earliest batch, because it is being placed.
     void remove(u32 number) {
         if (empty()) return;
         first_ = number + 1;
@@ -120,13 +120,13 @@ public:
     // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
     u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
         u32* const bits = maps_[bucket].find_mutable(hash, table);
-        const u32 rest = bits ? *bits & ~batch_bit(number) : 0;
-        if (!rest) {
+        const u32 later_bits = bits ? *bits & ~batch_bit(number) : 0;
+        if (!later_bits) {
             if (bits) maps_[bucket].erase(hash, table);
             return 0;
         }
-        *bits = rest;
-        return find_next(rest, number);
+        *bits = later_bits;
+        return find_next(later_bits, number);
     }
 
     TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
@@ -152,10 +152,10 @@ struct RequestedRows {
     const u32* tables;
     const u64* hashes;
     u64* lines;            // [n], output
-    const u64* own_lines;  // [n] lines outside the cache, 0 for a row without such a line; or null
-    std::array<std::size_t, BUCKETS + 1> bucket_begins;
+    const u64* refused_lines;  // [n] lines of rows that admission refused, 0 for other rows; or null
+    std::array<std::size_t, BUCKETS + 1> bucket_offsets;
 
-    std::size_t size() const { return bucket_begins[BUCKETS]; }
+    std::size_t size() const { return bucket_offsets[BUCKETS]; }
 };
 
 // A row that a batch needs but that is in no set.
@@ -168,15 +168,15 @@ struct Miss {
     u32 new_entry = NONE;       // the overflow entry that the row gets if it gets no slot
     bool is_slot_free = false;  // the slot was free: there is no victim
     bool is_victim_dirty = false;
-    Way way{};  // the evicted row's way; the missing row's way if it gets no slot
+    Way displaced_way{};        // the evicted row's way; the missing row's way if it gets no slot
 };
 
 struct CacheCounts {
     u64 insertions = 0, evictions_clean = 0, evictions_dirty = 0, overflows = 0;
-    CacheCounts& operator+=(const CacheCounts& more);
+    CacheCounts& operator+=(const CacheCounts& other);
 };
 
-// To admit a batch, call `probe`, `choose_victims` and `place_misses`. If `probe` does not pin, call `pin` next. If a
+// To place a batch, call `probe`, `choose_victims` and `place_misses`. If `probe` does not pin, call `pin` next. If a
 // later call fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that were not fetched.
 class Directory {
 public:
@@ -186,8 +186,8 @@ public:
     // Adds a batch to the look-ahead window.
     void announce(const RequestedRows& batch, u32 number);
 
-    // Sets the lines of resident rows, and lists the misses. pins: also pin the resident rows.
-    void probe(const RequestedRows& batch, u32 number, bool pins);
+    // Sets the lines of resident rows, and lists the misses. should_pin: also pin the resident rows.
+    void probe(const RequestedRows& batch, u32 number, bool should_pin);
     // Pins the resident rows of the batch that was just probed.
     void pin(const RequestedRows& batch, u32 number);
     // Returns how many overflow entries the batch may still need.
@@ -198,7 +198,7 @@ public:
     void undo_victims();
     // Gives each miss its line. Rows in the overflow area keep their values. keep_victims: move dirty victims there.
     void place_misses(const RequestedRows& batch, bool keep_victims);
-    // Records how many updates each fetched row has in the tier below.
+    // Records how many updates each fetched row has in the lower tier.
     void set_fetched(const u32* updates);
     void drop_unfetched();
     // The counts of the last `choose_victims` call.
@@ -244,7 +244,7 @@ public:
 
 private:
     u32 take_next_batch(const RequestedRows& batch, u32 bucket, std::size_t row, u32 number) {
-        return looks_ahead_ ? window.remove_row(bucket, batch.hashes[row], batch.tables[row], number) : 0;
+        return has_later_batch_ ? window.remove_row(bucket, batch.hashes[row], batch.tables[row], number) : 0;
     }
     static void touch(Way& way, u32 number, u32 next) {
         way.last_batch = number;
@@ -256,7 +256,7 @@ private:
     void prefetch_lines(const Miss& miss) const;
 
     LineShape shape_;
-    bool looks_ahead_ = false;  // true if a batch after the current one is announced
+    bool has_later_batch_ = false;  // true if a batch after the current one is announced
     std::array<std::vector<Miss>, BUCKETS> misses_;
     CacheCounts counts_;
 };

@@ -6,19 +6,19 @@ void Overflow::reserve(std::size_t rows) {
     index_.reserve(index_.size() + rows);
     const std::size_t base = capacity_ + 1;  // + 1: a swap with the sets adds a row before it removes one
     while (num_entries_ - num_rows_ < rows) {
-        const bool is_beyond = num_entries_ >= base;
-        const u32 size = is_beyond ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, base - num_entries_));
+        const bool is_spare = num_entries_ >= base;
+        const u32 size = is_spare ? CHUNK : static_cast<u32>(std::min<std::size_t>(CHUNK, base - num_entries_));
         const u32 first = static_cast<u32>(chunks_.size()) * CHUNK;
         Chunk chunk{Pages(std::size_t{size} * shape_.line_bytes), std::vector<OverflowEntry>(size)};
-        for (u32 i = 0; i < size; ++i) chunk.entries[i].next = i + 1 < size ? first + i + 1 : first_free_[is_beyond];
+        for (u32 i = 0; i < size; ++i) chunk.entries[i].next = i + 1 < size ? first + i + 1 : first_free_[is_spare];
         chunks_.push_back(std::move(chunk));
-        first_free_[is_beyond] = first;
+        first_free_[is_spare] = first;
         num_entries_ += size;
     }
 }
 
 void Overflow::trim() {
-    if (num_rows_beyond_ > 0 || num_entries_ <= capacity_ + 1) return;
+    if (num_spare_rows_ > 0 || num_entries_ <= capacity_ + 1) return;
     RowMap index;
     index.reserve(num_rows_);
     for_each([&](u32 entry) { index.insert(at(entry).way.hash, at(entry).way.table, entry + 1); });
@@ -35,13 +35,13 @@ bool Overflow::grow(std::size_t rows) {
 }
 
 u32 Overflow::add(const Way& row, bool is_evictable, bool is_eviction_counted) {
-    const bool is_beyond = first_free_[0] == NONE;
-    const u32 entry = first_free_[is_beyond];
-    first_free_[is_beyond] = at(entry).next;
+    const bool is_spare = first_free_[0] == NONE;
+    const u32 entry = first_free_[is_spare];
+    first_free_[is_spare] = at(entry).next;
     index_.insert(row.hash, row.table, entry + 1);
     at(entry) = {row, false, false, is_evictable, is_eviction_counted, NONE, NONE};
     link(entry);
-    num_rows_beyond_ += is_beyond;
+    num_spare_rows_ += is_spare;
     peak_rows_ = std::max(peak_rows_, ++num_rows_);
     return entry;
 }
@@ -85,11 +85,11 @@ void Overflow::evict(u32 entry) {
 
 void Overflow::release(u32 entry) {
     unlink(entry);
-    const bool is_beyond = entry > capacity_;
+    const bool is_spare = entry > capacity_;
     at(entry) = {};
-    at(entry).next = first_free_[is_beyond];
-    first_free_[is_beyond] = entry;
-    num_rows_beyond_ -= is_beyond;
+    at(entry).next = first_free_[is_spare];
+    first_free_[is_spare] = entry;
+    num_spare_rows_ -= is_spare;
     --num_rows_;
 }
 
@@ -125,7 +125,7 @@ std::vector<u32> Overflow::claim_dirty(u32 last_completed, std::size_t max_rows,
         at(entry).is_being_written = true;
         claimed.push_back(entry);
     };
-    if (num_rows_beyond_)  // first evict rows beyond the capacity, so that `trim` can free memory
+    if (num_spare_rows_)  // first evict rows beyond the capacity, so that `trim` can free memory
         for_each([&](u32 entry) {
             if (entry > capacity_ && claimed.size() < max_rows && is_idle(entry, last_completed)) evict_or_claim(entry);
         });

@@ -14,7 +14,7 @@ namespace tierbed {
 // A row of the overflow area.
 struct OverflowEntry {
     Way way;
-    bool is_being_written;     // a thread is writing the line to the tier below
+    bool is_being_written;     // a thread is writing the line to the lower tier
     bool is_erased;            // the row was removed during the write; the entry is freed when the write ends
     bool is_evictable;         // the row only waits for write-back: no batch needed it when it left its set
     bool is_eviction_counted;  // the row came from a set, where its eviction was counted
@@ -50,7 +50,7 @@ public:
         std::size_t max_rows, max_needed_rows;
     };
     // Evicts rows until the limits hold. Clean rows are evicted immediately. Up to `max_rows` dirty rows are sorted by
-    // hash, written to the tier below by `write`, and then evicted. Evictable rows go first, in order of arrival. A row
+    // hash, written to the lower tier by `write`, and then evicted. Evictable rows go first, in order of arrival. A row
     // is not evicted while a batch after `last_completed` uses it. Returns the number of rows written.
     std::size_t write_back(const std::atomic<u32>& last_completed, std::size_t max_rows, const Limits& limits,
                            const std::function<void(const RowSpan&)>& write);
@@ -115,7 +115,7 @@ private:
     LineShape shape_;
     std::size_t capacity_;
     std::size_t num_entries_ = 0;
-    std::size_t num_rows_ = 0, num_rows_beyond_ = 0, peak_rows_ = 0;  // entries in use, including erased ones
+    std::size_t num_rows_ = 0, num_spare_rows_ = 0, peak_rows_ = 0;  // entries in use, including erased ones
     u64 evictions_ = 0;
     RowMap index_;                         // maps a row to its entry + 1
     std::vector<Chunk> chunks_;            // entries up to number `capacity_`, then entries beyond this number

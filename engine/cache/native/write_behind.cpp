@@ -11,9 +11,9 @@ constexpr std::size_t ROWS_AT_ONCE = 1 << 14;
 
 }  // namespace
 
-WriteBehind::WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,
-                         Histogram& latency, std::size_t threads)
-    : overflow_(overflow), directory_(directory), below_(below), last_completed_(last_completed), latency_(latency) {
+WriteBehind::WriteBehind(Overflow& overflow, std::mutex& mutex, Tier& lower_tier,
+                         const std::atomic<u32>& last_completed, Histogram& latency, std::size_t threads)
+    : overflow_(overflow), mutex_(mutex), lower_tier_(lower_tier), last_completed_(last_completed), latency_(latency) {
     thread_ = std::thread([this, threads] { run(threads); });
 }
 
@@ -24,7 +24,7 @@ void WriteBehind::run(std::size_t threads) {
     } catch (...) {
         error = std::current_exception();
     }
-    std::unique_lock lock(directory_);
+    std::unique_lock lock(mutex_);
     error_ = error;
     for (;;) {
         work_.wait(lock, [&] { return is_stopping_ || (is_awake_ && !error_); });
@@ -38,7 +38,7 @@ void WriteBehind::run(std::size_t threads) {
                     is_writing_ = false;
                 });
                 const Timer timer(latency_);
-                below_.write(dirty);
+                lower_tier_.write(dirty);
             };
             const std::size_t written = overflow_.write_back(last_completed_, ROWS_AT_ONCE, limits_, write);
             is_awake_ = is_awake_ && written > 0;
@@ -56,15 +56,15 @@ void WriteBehind::wake(const Overflow::Limits& limits) {
     work_.notify_one();
 }
 
-void WriteBehind::wait_until(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
+void WriteBehind::wait_until(std::unique_lock<std::mutex>& lock, const Overflow::Limits& limits,
                              const std::function<bool()>& is_enough) {
     wake(limits);
-    progress_.wait(directory, [&] { return is_enough() || error_ || !is_awake_ || is_stopping_; });
+    progress_.wait(lock, [&] { return is_enough() || error_ || !is_awake_ || is_stopping_; });
 }
 
-void WriteBehind::wait_for_write(std::unique_lock<std::mutex>& directory) {
+void WriteBehind::wait_for_write(std::unique_lock<std::mutex>& lock) {
     is_awake_ = false;
-    progress_.wait(directory, [&] { return !is_writing_; });
+    progress_.wait(lock, [&] { return !is_writing_; });
 }
 
 void WriteBehind::rethrow_error() {
@@ -82,7 +82,7 @@ void WriteBehind::drop_error() {
 
 void WriteBehind::stop() {
     {
-        const std::lock_guard lock(directory_);
+        const std::lock_guard lock(mutex_);
         is_stopping_ = true;
     }
     work_.notify_one();

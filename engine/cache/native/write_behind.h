@@ -14,19 +14,19 @@
 namespace tierbed {
 
 // A thread writes rows of completed batches (numbers up to `last_completed`), some at a time. After an error, it writes
-// nothing until `rethrow_error` or `drop_error` is called. Hold the mutex `directory`, except to call `stop`.
+// nothing until `rethrow_error` or `drop_error` is called. Hold `mutex`, except to call `stop`.
 class WriteBehind {
 public:
-    WriteBehind(Overflow& overflow, std::mutex& directory, Tier& below, const std::atomic<u32>& last_completed,
+    WriteBehind(Overflow& overflow, std::mutex& mutex, Tier& lower_tier, const std::atomic<u32>& last_completed,
                 Histogram& latency, std::size_t threads);
 
     // Makes the thread write rows back until the limits hold.
     void wake(const Overflow::Limits& limits);
     // Calls `wake`, then waits until `is_enough()` is true or no more rows can be written back now.
-    void wait_until(std::unique_lock<std::mutex>& directory, const Overflow::Limits& limits,
+    void wait_until(std::unique_lock<std::mutex>& lock, const Overflow::Limits& limits,
                     const std::function<bool()>& is_enough);
     // Waits for the current write. No other write starts until `wake`.
-    void wait_for_write(std::unique_lock<std::mutex>& directory);
+    void wait_for_write(std::unique_lock<std::mutex>& lock);
     // Throws the thread's error, if there is one, and lets the thread try again.
     void rethrow_error();
     // Drops the thread's error and lets the thread try again.
@@ -41,8 +41,8 @@ private:
     void run(std::size_t threads);
 
     Overflow& overflow_;
-    std::mutex& directory_;
-    Tier& below_;
+    std::mutex& mutex_;
+    Tier& lower_tier_;
     const std::atomic<u32>& last_completed_;
     Histogram& latency_;
     std::condition_variable work_, progress_;

@@ -46,7 +46,7 @@ void bind_ledger(nb::module_& m) {
                 return ledger.erase(tables.data(), keys.data(), keys.size());
             },
             "tables"_a, "keys"_a, Unlocked())
-        .def_prop_ro("rows", &Ledger::rows)
+        .def_prop_ro("rows", &Ledger::num_rows)
         .def_prop_ro("bytes", &Ledger::bytes);
 }
 

@@ -9,7 +9,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;               // entries are prefetched this many rows ahead
+constexpr std::size_t PREFETCH_DISTANCE = 8;   // in rows
 constexpr std::size_t EVICTION_FRACTION = 64;  // evict at least capacity / 64 rows, because each search reads all rows
 constexpr std::size_t SPARE_CANDIDATES = 32;   // extra candidates per bucket, beyond its expected number of victims
 constexpr std::size_t MIN_ENTRIES = 16;        // initial number of entries in a bucket
@@ -19,22 +19,23 @@ u64 age(u32 written, u32 step) { return step > written ? step - written : 0; }
 }  // namespace
 
 std::size_t Ledger::Bucket::find_slot(u64 hash, u32 table) const {
-    std::size_t at = home_slot(hash);
-    while (entries[at].updates != 0 && (entries[at].hash != hash || entries[at].table != table)) at = next_slot(at);
-    return at;
+    std::size_t slot = home_slot(hash);
+    while (entries[slot].updates != 0 && (entries[slot].hash != hash || entries[slot].table != table))
+        slot = next_slot(slot);
+    return slot;
 }
 
 Ledger::Entry& Ledger::Bucket::find_or_insert(u64 hash, u32 table) {
-    std::size_t at = find_slot(hash, table);
-    if (entries[at].updates == 0) {
-        if ((rows + 1) * 5 > entries.size() * 4) {
+    std::size_t slot = find_slot(hash, table);
+    if (entries[slot].updates == 0) {
+        if ((num_rows + 1) * 5 > entries.size() * 4) {
             grow();
-            at = find_slot(hash, table);
+            slot = find_slot(hash, table);
         }
-        entries[at] = {hash, table, 0, 0, 0};
-        ++rows;
+        entries[slot] = {hash, table, 0, 0, 0};
+        ++num_rows;
     }
-    return entries[at];
+    return entries[slot];
 }
 
 bool Ledger::Bucket::erase(u64 hash, u32 table) {
@@ -43,13 +44,13 @@ bool Ledger::Bucket::erase(u64 hash, u32 table) {
     const auto distance = [&](std::size_t from, std::size_t to) {
         return to >= from ? to - from : to + entries.size() - from;
     };
-    for (std::size_t at = next_slot(hole); entries[at].updates != 0; at = next_slot(at)) {
-        if (distance(home_slot(entries[at].hash), at) < distance(hole, at)) continue;  // its home is after the hole
-        entries[hole] = entries[at];
-        hole = at;
+    for (std::size_t slot = next_slot(hole); entries[slot].updates != 0; slot = next_slot(slot)) {
+        if (distance(home_slot(entries[slot].hash), slot) < distance(hole, slot)) continue;  // home is after the hole
+        entries[hole] = entries[slot];
+        hole = slot;
     }
     entries[hole].updates = 0;
-    --rows;
+    --num_rows;
     return true;
 }
 
@@ -73,26 +74,27 @@ bool Ledger::is_admitted(u64 hash, u32 table, u32 step) const {
 }
 
 Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_training) {
-    const bool refuses = is_training && (policy_.min_lookups > 1 || policy_.chance < 1);
-    const std::size_t rows_before = rows();
+    const bool has_admission_rule = is_training && (policy_.min_lookups > 1 || policy_.chance < 1);
+    const std::size_t num_rows_before = num_rows();
     Admission admission;
-    if (!refuses && batch.num_unique <= policy_.capacity - std::min(rows_before, policy_.capacity)) return admission;
+    const std::size_t num_free = policy_.capacity - std::min(num_rows_before, policy_.capacity);
+    if (!has_admission_rule && batch.num_unique <= num_free) return admission;
     ++last_batch_;
     const BucketOrder& order = batch.buckets();
     std::array<std::size_t, BUCKETS> num_new{}, num_refused{};
-    Buffer<u64> own_lines(batch.num_unique);
+    Buffer<u64> refused_lines(batch.num_unique);
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
-        const std::size_t end = order.bucket_begins[b + 1];
-        for (std::size_t k = order.bucket_begins[b]; k < end; ++k) {
-            if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
+        const std::size_t end = order.bucket_offsets[b + 1];
+        for (std::size_t k = order.bucket_offsets[b]; k < end; ++k) {
+            if (k + PREFETCH_DISTANCE < end) bucket.prefetch_slot(batch.hashes[order.row(k + PREFETCH_DISTANCE)]);
             const std::size_t i = order.row(k);
-            own_lines[i] = 0;
+            refused_lines[i] = 0;
             Entry& entry = bucket.entries[bucket.find_slot(batch.hashes[i], batch.tables[i])];
             if (entry.updates != 0) {
                 entry.last_batch = last_batch_;
-            } else if (refuses && !is_admitted(batch.hashes[i], batch.tables[i], step)) {
-                own_lines[i] = 1;
+            } else if (has_admission_rule && !is_admitted(batch.hashes[i], batch.tables[i], step)) {
+                refused_lines[i] = 1;
                 ++num_refused[b];
             } else {
                 ++num_new[b];
@@ -101,8 +103,8 @@ Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_tr
     });
     admission.num_new = std::accumulate(num_new.begin(), num_new.end(), std::size_t{0});
     admission.num_refused = std::accumulate(num_refused.begin(), num_refused.end(), std::size_t{0});
-    if (admission.num_new != 0 && rows_before + admission.num_new > policy_.capacity) {
-        const std::size_t excess = rows_before + admission.num_new - policy_.capacity;
+    if (admission.num_new != 0 && num_rows_before + admission.num_new > policy_.capacity) {
+        const std::size_t excess = num_rows_before + admission.num_new - policy_.capacity;
         admission.victims = choose_victims(excess, step);
         const std::size_t evictable = admission.victims.tables.size();
         if (evictable < excess) {
@@ -114,13 +116,13 @@ Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_tr
     const std::vector<u64> lines = batch.allocate(admission.num_refused, layout.shape);
     std::size_t next_line = 0;
     for (std::size_t i = 0; i < batch.num_unique; ++i)
-        if (own_lines[i]) own_lines[i] = lines[next_line++];
+        if (refused_lines[i]) refused_lines[i] = lines[next_line++];
     parallel_for(BUCKETS, [&](std::size_t b) {
-        for (std::size_t k = order.bucket_begins[b]; k < order.bucket_begins[b + 1]; ++k)
-            if (const std::size_t i = order.row(k); own_lines[i])
-                layout.initialise(own_lines[i], batch.tables[i], batch.key(i));
+        for (std::size_t k = order.bucket_offsets[b]; k < order.bucket_offsets[b + 1]; ++k)
+            if (const std::size_t i = order.row(k); refused_lines[i])
+                layout.initialise(refused_lines[i], batch.tables[i], batch.key(i));
     });
-    batch.own_lines = std::move(own_lines);
+    batch.refused_lines = std::move(refused_lines);
     return admission;
 }
 
@@ -128,11 +130,11 @@ void Ledger::commit(const Batch& batch, u32 step) {
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
-        const std::size_t end = order.bucket_begins[b + 1];
-        for (std::size_t k = order.bucket_begins[b]; k < end; ++k) {
-            if (k + AHEAD < end) bucket.prefetch_slot(batch.hashes[order.row(k + AHEAD)]);
+        const std::size_t end = order.bucket_offsets[b + 1];
+        for (std::size_t k = order.bucket_offsets[b]; k < end; ++k) {
+            if (k + PREFETCH_DISTANCE < end) bucket.prefetch_slot(batch.hashes[order.row(k + PREFETCH_DISTANCE)]);
             const std::size_t i = order.row(k);
-            if (batch.own_lines.size() && batch.own_lines[i]) {
+            if (batch.refused_lines.size() && batch.refused_lines[i]) {
                 if (policy_.min_lookups > 1) sketch_.add(batch.row_hash(i), batch.tables[i]);
                 continue;
             }
@@ -233,8 +235,8 @@ void Ledger::load(const u32* tables, const u64* keys, const u32* updates, const 
 std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
     std::size_t count = 0;
     for (std::size_t i = 0; i < n; ++i) {
-        if (i + AHEAD < n) {
-            const u64 later = slot_hash(tables[i + AHEAD], keys[i + AHEAD]);
+        if (const std::size_t k = i + PREFETCH_DISTANCE; k < n) {
+            const u64 later = slot_hash(tables[k], keys[k]);
             buckets_[get_bucket(later)].prefetch_slot(later);
         }
         const u64 hash = slot_hash(tables[i], keys[i]);
@@ -243,9 +245,9 @@ std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
     return count;
 }
 
-std::size_t Ledger::rows() const {
+std::size_t Ledger::num_rows() const {
     return std::accumulate(buckets_.begin(), buckets_.end(), std::size_t{0},
-                           [](std::size_t total, const Bucket& bucket) { return total + bucket.rows; });
+                           [](std::size_t total, const Bucket& bucket) { return total + bucket.num_rows; });
 }
 
 std::size_t Ledger::bytes() const {

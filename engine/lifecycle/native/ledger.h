@@ -24,14 +24,14 @@ public:
     // Returns an estimate of the row's lookups since the last halving. Estimates may be too high. Counts stop at 255.
     u32 estimate(u64 hash, u32 table) const {
         u32 lowest = MAX_COUNT;
-        for (const std::size_t at : cells(hash, table)) lowest = std::min<u32>(lowest, counts_[at]);
+        for (const std::size_t cell : find_cells(hash, table)) lowest = std::min<u32>(lowest, counts_[cell]);
         return lowest;
     }
     // Counts a lookup of the row. Threads may call `add` in parallel for different buckets.
     void add(u64 hash, u32 table) {
         const u32 lowest = estimate(hash, table);
-        for (const std::size_t at : cells(hash, table))
-            if (counts_[at] == lowest && lowest < MAX_COUNT) ++counts_[at];
+        for (const std::size_t cell : find_cells(hash, table))
+            if (counts_[cell] == lowest && lowest < MAX_COUNT) ++counts_[cell];
         const u32 bucket = get_bucket(hash);
         if (++lookups_[bucket] < COLUMNS / 2) return;
         lookups_[bucket] = 0;
@@ -44,12 +44,12 @@ private:
     static constexpr std::size_t DEPTH = 4, COLUMNS = 1u << 16;
     static constexpr u32 MAX_COUNT = 255;
 
-    std::array<std::size_t, DEPTH> cells(u64 hash, u32 table) const {
+    std::array<std::size_t, DEPTH> find_cells(u64 hash, u32 table) const {
         const u64 mixed = hash_row(table, hash);
-        std::array<std::size_t, DEPTH> at;
+        std::array<std::size_t, DEPTH> cells;
         for (std::size_t k = 0; k < DEPTH; ++k)
-            at[k] = (get_bucket(hash) * DEPTH + k) * COLUMNS + (mixed >> 16 * k & (COLUMNS - 1));
-        return at;
+            cells[k] = (get_bucket(hash) * DEPTH + k) * COLUMNS + (mixed >> 16 * k & (COLUMNS - 1));
+        return cells;
     }
 
     std::vector<u8> counts_;
@@ -92,7 +92,7 @@ public:
     // Erases distinct rows. Returns how many of these rows the ledger contained.
     std::size_t erase(const u32* tables, const u64* keys, std::size_t n);
 
-    std::size_t rows() const;
+    std::size_t num_rows() const;
     std::size_t bytes() const;
 
 private:
@@ -108,10 +108,10 @@ private:
     // hash, so the number of entries need not be a power of two and can grow by a quarter.
     struct Bucket {
         std::vector<Entry> entries;
-        std::size_t rows = 0;
+        std::size_t num_rows = 0;
 
         std::size_t home_slot(u64 hash) const { return (hash & 0xFFFFFFFFu) * entries.size() >> 32; }
-        std::size_t next_slot(std::size_t at) const { return at + 1 == entries.size() ? 0 : at + 1; }
+        std::size_t next_slot(std::size_t slot) const { return slot + 1 == entries.size() ? 0 : slot + 1; }
         TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(entries.data() + home_slot(hash)); }
         // Returns the row's slot, or the free slot where its search ends.
         std::size_t find_slot(u64 hash, u32 table) const;

@@ -8,13 +8,13 @@
 
 using namespace tierbed;
 
-// Checks offsets [bags + 1]. Writes begins [bags + 1]: the offsets, clamped to [0, n] so that bad offsets are safe.
-extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i64* begins, u32* faults) {
+// Checks offsets [bags + 1]. Writes clamped [bags + 1]: the offsets, clamped to [0, n] so that bad offsets are safe.
+extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i64* clamped, u32* faults) {
     for_each(bags + 1, [&](u64 bag) {
         const i64 begin = offsets[bag], expected = bag == bags ? static_cast<i64>(n) : 0;
         const bool is_end = bag == 0 || bag == bags;
         if ((is_end && begin != expected) || (bag > 0 && begin < offsets[bag - 1])) atomicOr(faults, BAD_OFFSETS);
-        begins[bag] = is_end ? expected : begin < 0 ? 0 : begin > static_cast<i64>(n) ? static_cast<i64>(n) : begin;
+        clamped[bag] = is_end ? expected : begin < 0 ? 0 : begin > static_cast<i64>(n) ? static_cast<i64>(n) : begin;
     });
 }
 
@@ -22,7 +22,7 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
 struct LegalIds {
     u64 padding;
     const u64* last_ids;  // [num_tables], each table's last legal id, or null
-    const u8* drops;      // [num_tables], 1 if ids beyond `last_ids` become padding instead of faults; or null
+    const u8* drops_illegal;  // [num_tables], 1 if ids beyond `last_ids` become padding instead of faults; or null
     u64* dropped_counts;  // [num_tables], counts dropped ids
     u32 has_padding, num_tables;
 
@@ -34,7 +34,7 @@ struct LegalIds {
             return NONE;
         }
         if (!last_ids || key <= last_ids[table]) return static_cast<u32>(table);
-        if (drops && drops[table])
+        if (drops_illegal && drops_illegal[table])
             atomicAdd(&dropped_counts[table], u64{1});
         else
             atomicOr(faults, BAD_ID);
@@ -43,20 +43,19 @@ struct LegalIds {
 };
 
 // Writes a lookup's hashes, tables and (unless null) output rows to the batch's arrays, from `first` on. Bags begin at
-// begins [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table b % num_tables. With
-// feature_columns [features] (each feature's column or -1), there are features * batch_size bags and num_columns table
-// ids.
-extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* begins, u64 bags, u64 length,
+// bag_offsets [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table b % num_tables.
+// With feature_columns [features] (each feature's column or -1), there are features * batch_size bags.
+extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* bag_offsets, u64 bags, u64 length,
                                     u64 n, const __grid_constant__ LegalIds ids, const i32* feature_columns,
                                     u64 num_columns, u64 batch_size, u64 first, u64 first_output_row,
                                     const __grid_constant__ SlotHash slot_hash, u64* hashes, u32* tables,
                                     u32* output_rows, u32* faults) {
     for_each(n, [&](u64 i) {
-        u64 bag = begins ? 0 : i / length;
-        if (begins)  // find the last bag that begins at or before i
+        u64 bag = bag_offsets ? 0 : i / length;
+        if (bag_offsets)  // find the last bag that begins at or before i
             for (u64 end = bags; bag + 1 < end;) {
                 const u64 middle = (bag + end) / 2;
-                if (begins[middle] <= static_cast<i64>(i))
+                if (bag_offsets[middle] <= static_cast<i64>(i))
                     bag = middle;
                 else
                     end = middle;
@@ -65,8 +64,8 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
         const i32 column = bags == 0 ? -1 : feature_columns ? feature_columns[bag / batch_size] : 0;
         u32 table = NONE;
         if (column >= 0) {
-            const u64 owner = feature_columns ? static_cast<u64>(column) : bag;
-            table = ids.table(keys[i], table_ids ? static_cast<u64>(table_ids[owner]) : owner % ids.num_tables, faults);
+            const u64 index = feature_columns ? static_cast<u64>(column) : bag;
+            table = ids.table(keys[i], table_ids ? static_cast<u64>(table_ids[index]) : index % ids.num_tables, faults);
             if (feature_columns) bag = bag % batch_size * num_columns + static_cast<u64>(column);
         }
         hashes[first + i] = slot_hash(table, keys[i]);
@@ -99,16 +98,16 @@ extern "C" __global__ void flag_first_positions(const u32* tables, const u32* ha
     for_each(n, [&](u64 i) { first_flags[i] = tables[i] != NONE && hash_set[slots[i]] == i; });
 }
 
-// Writes inverse [n] and each row's hash and table. ranks [n]: the running sum of `first_flags`.
+// Writes inverse [n] and each row's hash and table. prefix_sums [n]: the running sum of `first_flags`.
 extern "C" __global__ void number_rows(const u64* hashes, const u32* tables, const u32* hash_set, const u32* slots,
-                                       const i32* ranks, u64 n, i32* inverse, u64* row_hashes, u32* row_tables) {
+                                       const i32* prefix_sums, u64 n, i32* inverse, u64* row_hashes, u32* row_tables) {
     for_each(n, [&](u64 i) {
         if (tables[i] == NONE) {
             inverse[i] = -1;
             return;
         }
         const u32 first = hash_set[slots[i]];
-        const i32 row = ranks[first] - 1;
+        const i32 row = prefix_sums[first] - 1;
         inverse[i] = row;
         if (first != i) return;
         row_hashes[row] = hashes[i];

@@ -28,7 +28,7 @@ NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
 SLOT_HASH = _core.slot_hash()  # the SlotHash in kernels/hash.h, passed by value
 _PROGRAM = Program("ops/cuda/batch.cu")
-_LEGAL_IDS = make_struct_type("uint64 padding last_ids drops dropped_counts", "uint32 has_padding num_tables")
+_LEGAL_IDS = make_struct_type("uint64 padding last_ids drops_illegal dropped_counts", "uint32 has_padding num_tables")
 
 
 class Faults:
@@ -80,7 +80,7 @@ class Faults:
             raise error
 
 
-class Segment(NamedTuple):
+class LookupArrays(NamedTuple):
     """One lookup's ids."""
 
     keys: Tensor  # [n] int64
@@ -91,18 +91,18 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class LegalIds:
-    """An embedding's legal ids. `last_ids` and `drops`: [num_tables], as in `TableSpec`, or None."""
+    """An embedding's legal ids. `last_ids` and `drops_illegal`: [num_tables], as in `TableSpec`, or None."""
 
     num_tables: int
     padding: int | None = None
     last_ids: Tensor | None = None  # uint64 as int64
-    drops: Tensor | None = None  # bool
+    drops_illegal: Tensor | None = None  # bool
 
     def make_struct(self, dropped_counts: Tensor | None) -> np.ndarray:
         """Return the kernels' argument `ids`. Kernels count dropped ids in `dropped_counts` [num_tables], int64."""
         return make_struct(
             _LEGAL_IDS, padding=self.padding, has_padding=self.padding is not None, num_tables=self.num_tables,
-            last_ids=self.last_ids, drops=self.drops, dropped_counts=dropped_counts,
+            last_ids=self.last_ids, drops_illegal=self.drops_illegal, dropped_counts=dropped_counts,
         )  # fmt: skip
 
 
@@ -114,8 +114,8 @@ class LookupSpan:
     first_output_row: int  # the lookup's first output row
     num_ids: int
     num_bags: int  # also the number of output rows
-    bag_length: int  # positions per bag, if `bag_begins` is None
-    bag_begins: Tensor | None  # [bags + 1] int64, each bag's first position
+    bag_length: int  # positions per bag, if `bag_offsets` is None
+    bag_offsets: Tensor | None  # [bags + 1] int64, each bag's first position
     is_pooled: bool
     column_features: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
     feature_columns: Tensor | None  # [features] int32, each feature's column or -1
@@ -125,18 +125,18 @@ class LookupSpan:
 class PositionsByRow:
     """All positions, sorted by row and ascending within a row. Padding comes first."""
 
-    rows: Tensor  # [size] int32, each position's row, -1 for padding
-    order: Tensor  # [size] int64, positions
-    positions: Tensor  # [size] uint32 as int32, equal to `order`
-    output_rows: Tensor  # [size], each position's output row; the same as `positions` without pooling
-    offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with size + 1 elements
+    rows: Tensor  # [positions] int32, each position's row, -1 for padding
+    order: Tensor  # [positions] int64, positions
+    positions: Tensor  # [positions] uint32 as int32, equal to `order`
+    output_rows: Tensor  # [positions], each position's output row; the same as `positions` without pooling
+    offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with positions + 1 elements
 
 
 def make_row_batch(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.uint64], faults: Tensor) -> Batch:
     """Make a batch of distinct rows [n] from host arrays, in the arrays' order."""
-    owners = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
+    table_ids = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
-    return Batch(device, [Segment(ids, owners)], LegalIds(int(tables.max(initial=0)) + 1), faults)
+    return Batch(device, [LookupArrays(ids, table_ids)], LegalIds(int(tables.max(initial=0)) + 1), faults)
 
 
 def make_single_row_batch(device: Device, table: int, key: int, faults: Tensor) -> Batch:
@@ -145,7 +145,7 @@ def make_single_row_batch(device: Device, table: int, key: int, faults: Tensor) 
 
 
 def find_lines(resident: Sequence[Batch], rows: Batch, faults: Tensor) -> Tensor:
-    """Find each row's line in other batches, [rows.size] int64; 0 for a row in no batch. Waits for the device."""
+    """Find each row's line in other batches, [positions] int64; 0 for a row in no batch. Waits for the device."""
     lines = torch.zeros_like(rows.lines)
     for batch in resident:
         lines = torch.where(lines == 0, _find_lines_in(batch, rows, faults), lines)
@@ -157,10 +157,10 @@ def _find_lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
     count = pinned.num_unique
     if count == 0:
         return torch.zeros_like(rows.lines)
-    owners = [batch.tables[: batch.num_unique].to(torch.int64) for batch in (pinned, rows)]
-    segments = [Segment(batch.keys, tables) for batch, tables in zip((pinned, rows), owners, strict=True)]
-    num_tables = 1 + max(int(tables.max()) for tables in owners if len(tables))
-    index = Batch(rows.device, segments, LegalIds(num_tables), faults).inverse[count:]
+    table_ids = [batch.tables[: batch.num_unique].to(torch.int64) for batch in (pinned, rows)]
+    inputs = [LookupArrays(batch.keys, tables) for batch, tables in zip((pinned, rows), table_ids, strict=True)]
+    num_tables = 1 + max(int(tables.max()) for tables in table_ids if len(tables))
+    index = Batch(rows.device, inputs, LegalIds(num_tables), faults).inverse[count:]
     lines = pinned.lines[index.clamp(max=count - 1).to(torch.int64)]
     return torch.where(index < count, lines, 0)
 
@@ -183,29 +183,30 @@ def _copy_feature_columns(feature_columns: tuple[int, ...], device: torch.device
 class Batch:
     """Unique rows in a step's lookups, by first occurrence.
 
-    Row arrays have `size` elements, one per position, but only the first `count` [1] elements (unique rows) are used.
+    Row arrays have `num_positions` elements, but only the first `count` [1] elements (unique rows) are used.
     Bad table ids and bad offsets set bits in `input_faults` [1]; the ids concerned count as padding. `faults` [1] is
     the table's fault word. A batch made ahead of its step has its own `faults` word.
     """
 
-    def __init__(self, device: Device, segments: Sequence[Segment], ids: LegalIds, faults: Tensor) -> None:
+    def __init__(self, device: Device, inputs: Sequence[LookupArrays], ids: LegalIds, faults: Tensor) -> None:
         self.device = device
         self.input_faults = torch.zeros_like(faults)  # fault bits for errors in the ids themselves
         # how many ids were dropped, [num_tables]; None if no table drops ids
-        self.dropped_counts = None if ids.drops is None else torch.zeros_like(ids.drops, dtype=torch.int64)
+        flags = ids.drops_illegal
+        self.dropped_counts = None if flags is None else torch.zeros_like(flags, dtype=torch.int64)
         self.lookups: list[LookupSpan] = []
-        self.size = self.num_output_rows = 0
-        for segment in segments:
-            self._add_segment(segment)
+        self.num_positions = self.num_output_rows = 0
+        for arrays in inputs:
+            self._add_lookup(arrays)
         self.is_pooled = any(lookup.is_pooled for lookup in self.lookups)
         hashes, tables = self.empty(torch.int64), self.empty(torch.int32)
         self._output_rows = self.empty(torch.int32) if self.is_pooled else None
         legal = ids.make_struct(self.dropped_counts)
-        for lookup, segment in zip(self.lookups, segments, strict=True):
-            parts = lookup.num_bags if lookup.bag_begins is None else len(lookup.bag_begins) - 1
+        for lookup, arrays in zip(self.lookups, inputs, strict=True):
+            parts = lookup.num_bags if lookup.bag_offsets is None else len(lookup.bag_offsets) - 1
             columns = 1 if lookup.column_features is None else len(lookup.column_features)
             self._run(
-                "hash_ids", lookup.num_ids, segment.keys, segment.tables, lookup.bag_begins, np.uint64(parts),
+                "hash_ids", lookup.num_ids, arrays.keys, arrays.tables, lookup.bag_offsets, np.uint64(parts),
                 np.uint64(lookup.bag_length), np.uint64(lookup.num_ids), legal, lookup.feature_columns,
                 np.uint64(columns), np.uint64(lookup.num_bags // columns), np.uint64(lookup.first_position),
                 np.uint64(lookup.first_output_row), SLOT_HASH, hashes, tables, self._output_rows, self.input_faults,
@@ -250,9 +251,9 @@ class Batch:
         rows, order = torch.sort(self.inverse, stable=True)
         positions = self.empty(torch.int32)
         output_rows = self.empty(torch.int32) if self.is_pooled else None
-        offsets = torch.zeros(self.size + 1, dtype=torch.int32, device=rows.device)
-        n = np.uint64(self.size)
-        self._run("group_rows", self.size, rows, order, self._output_rows, n, offsets, positions, output_rows)
+        offsets = torch.zeros(self.num_positions + 1, dtype=torch.int32, device=rows.device)
+        n = np.uint64(self.num_positions)
+        self._run("group_rows", self.num_positions, rows, order, self._output_rows, n, offsets, positions, output_rows)
         return PositionsByRow(rows, order, positions, positions if output_rows is None else output_rows, offsets)
 
     def keep_alive(self, memory: Tensor) -> int:
@@ -262,45 +263,45 @@ class Batch:
 
     def record_stream(self) -> None:
         """Allow this thread to use another thread's batch. Torch keeps the batch until this thread's launches end."""
-        parts = [*vars(self).values(), *self._owned_memory, *(lookup.bag_begins for lookup in self.lookups)]
+        parts = [*vars(self).values(), *self._owned_memory, *(lookup.bag_offsets for lookup in self.lookups)]
         for part in [*parts, *vars(self.positions_by_row).values()]:
             if isinstance(part, Tensor):
                 self.device.record_stream(part)
 
     def empty(self, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor [size]. Allocates at least one element, so that it has an address."""
-        memory = torch.empty(max(self.size, 1), dtype=dtype, device=self.device.torch_device)
-        return memory if self.size else memory[:0]
+        """Return an uninitialised tensor [positions]. Allocates at least one element, so that it has an address."""
+        memory = torch.empty(max(self.num_positions, 1), dtype=dtype, device=self.device.torch_device)
+        return memory if self.num_positions else memory[:0]
 
-    def _add_segment(self, segment: Segment) -> None:
-        keys, _, bags, feature_columns = segment
-        size, count, length, begins, features, columns = len(keys), len(keys), 1, None, None, None
+    def _add_lookup(self, arrays: LookupArrays) -> None:
+        keys, _, bags, feature_columns = arrays
+        size, count, length, offsets, features, columns = len(keys), len(keys), 1, None, None, None
         if isinstance(bags, Tensor):
-            count, length, begins = len(bags) - 1, 0, torch.empty_like(bags)
-            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), begins, self.input_faults)
+            count, length, offsets = len(bags) - 1, 0, torch.empty_like(bags)
+            self._run("check_offsets", count + 1, bags, np.uint64(count), np.uint64(size), offsets, self.input_faults)
         elif bags is not None:
             count, length = size // bags, bags
         if feature_columns is not None:
             features, columns = _copy_feature_columns(feature_columns, keys.device)
             count = count // len(columns) * len(features)
-        begin, output_row, is_pooled = self.size, self.num_output_rows, bags is not None
-        self.lookups.append(LookupSpan(begin, output_row, size, count, length, begins, is_pooled, features, columns))
-        self.size += size
+        begin, output_row, is_pooled = self.num_positions, self.num_output_rows, bags is not None
+        self.lookups.append(LookupSpan(begin, output_row, size, count, length, offsets, is_pooled, features, columns))
+        self.num_positions += size
         self.num_output_rows += count
 
     def _find_unique(self, hashes: Tensor, tables: Tensor) -> None:
-        n = np.uint64(self.size)
-        num_slots = 1 << max(2 * self.size - 1, 1).bit_length()
+        n = np.uint64(self.num_positions)
+        num_slots = 1 << max(2 * self.num_positions - 1, 1).bit_length()
         hash_set = torch.full((num_slots,), -1, dtype=torch.int32, device=hashes.device)
         slots, first_flags = self.empty(torch.int32), self.empty(torch.int32)
-        self._run("insert_rows", self.size, hashes, tables, n, hash_set, np.uint32(num_slots - 1), slots)
-        self._run("flag_first_positions", self.size, tables, hash_set, slots, n, first_flags)
-        ranks = first_flags.cumsum(0, dtype=torch.int32)
-        self.count = ranks[-1:] if self.size else torch.zeros(1, dtype=torch.int32, device=hashes.device)
+        self._run("insert_rows", self.num_positions, hashes, tables, n, hash_set, np.uint32(num_slots - 1), slots)
+        self._run("flag_first_positions", self.num_positions, tables, hash_set, slots, n, first_flags)
+        prefix_sums = first_flags.cumsum(0, dtype=torch.int32)
+        self.count = prefix_sums[-1:] if self.num_positions else torch.zeros(1, dtype=torch.int32, device=hashes.device)
         self.hashes, self.tables = self.empty(torch.int64), self.empty(torch.int32)
-        self.inverse = self.empty(torch.int32)  # [size], each position's row, -1 for padding
+        self.inverse = self.empty(torch.int32)  # [positions], each position's row, -1 for padding
         unique = self.inverse, self.hashes, self.tables
-        self._run("number_rows", self.size, hashes, tables, hash_set, slots, ranks, n, *unique)
+        self._run("number_rows", self.num_positions, hashes, tables, hash_set, slots, prefix_sums, n, *unique)
 
     def _run(self, kernel: str, items: int, *arguments: Argument) -> None:
         launch(self.device, _PROGRAM, kernel, items, 1, *arguments)

@@ -69,8 +69,8 @@ class _Call:
         self._format = Struct("".join(f"{size}s" for size in sizes))
         values = np.empty(self._format.size, np.uint8)
         self._values = values.data
-        begins = np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
-        self._addresses = begins + np.uint64(values.ctypes.data)
+        offsets = np.cumsum([0, *sizes[:-1]], dtype=np.uint64)
+        self._addresses = offsets + np.uint64(values.ctypes.data)
         self.address = self._addresses.ctypes.data  # points to the array of argument addresses
 
     def write(self, arguments: Sequence[np.generic | np.ndarray]) -> None:

@@ -31,7 +31,7 @@ extern "C" __global__ void count_written(const u64* lines, const u32* tables, co
     tally.flush();
 }
 
-// Writes values [size, dim], one per position, to embeddings. A row's last value wins. Counts first writes by table.
+// Writes values [positions, dim] to embeddings. A row's last value wins. Counts first writes by table.
 extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
                                        const u32* count, const float* values, u32 step, u64* first_writes,
                                        const u32* faults) {

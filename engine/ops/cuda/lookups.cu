@@ -23,7 +23,7 @@ struct PooledIds {
     Bags bags;
 
     TIERBED_FN u64 begin(u64 bag) const { return bags.begin(bag); }
-    TIERBED_FN Bag at(u64 bag) const {
+    TIERBED_FN Bag get_bag(u64 bag) const {
         const u64 first = bags.begin(bag), last = bags.end(bag);
         return Bag{inverse + first, weights ? weights + first : nullptr,
                    last < first ? 0 : static_cast<u32>(last - first), is_mean != 0};
@@ -33,14 +33,14 @@ struct PooledIds {
 // Pools bags to out [bags, dim].
 extern "C" __global__ void pool(const u64* lines, PooledIds ids, Type::Stored* out) {
     for_each_item<COLUMN_LANES>(ids.count, [&](Tile tile, u64 bag) {
-        pool_row<Row, Type>(tile, out + ids.bags.output_row(bag) * SHAPE.dim, lines, ids.at(bag), SHAPE.dim);
+        pool_row<Row, Type>(tile, out + ids.bags.output_row(bag) * SHAPE.dim, lines, ids.get_bag(bag), SHAPE.dim);
     });
 }
 
 // Writes each weight's gradient to out [n], from the output's gradient grads [bags, dim].
 extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const Type::Stored* grads, float* out) {
     for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
-        pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.at(bag),
+        pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.get_bag(bag),
                                      grads + ids.bags.output_row(bag) * SHAPE.dim, SHAPE.dim);
     });
 }
@@ -48,7 +48,7 @@ extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const T
 // Sets scales [n], each position's gradient factor: the weight for a sum, or weight / (rows in the bag) for a mean.
 extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
     for_each(ids.count, [&](u64 number) {
-        const Bag bag = ids.at(number);
+        const Bag bag = ids.get_bag(number);
         const float factor = bag.is_mean ? 1.0f / static_cast<float>(count_rows(bag)) : 1.0f;
         float* out = scales + ids.begin(number);
         for (u32 i = 0; i < bag.count; ++i) out[i] = bag.weights ? bag.weights[i] * factor : factor;

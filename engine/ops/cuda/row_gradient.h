@@ -30,16 +30,16 @@ struct BatchGradients {
     }
 };
 
-// How many gradients a lane loads before it adds the first one: AHEAD for rows, BLOCK_AHEAD in `sum_blocks`.
-constexpr u32 AHEAD = 4, BLOCK_AHEAD = 16;
+// How many gradients a lane loads before it adds the first one: for rows, and in `sum_blocks`.
+constexpr u32 ROW_LOADS = 4, BLOCK_LOADS = 16;
 
 // The next N occurrences' output rows.
 template <u32 N>
 struct NextOutputRows {
     u32 output_rows[N];
 
-    TIERBED_FN void read(const u32* from, u32 count) {
-        for (u32 k = 0; k < N; ++k) output_rows[k] = k < count ? from[k] : 0;
+    TIERBED_FN void read(const u32* source, u32 count) {
+        for (u32 k = 0; k < N; ++k) output_rows[k] = k < count ? source[k] : 0;
     }
 };
 
@@ -67,42 +67,42 @@ TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, co
 // A row's line and occurrences, read by one lane. Then the whole warp works on the lanes' rows, one after another.
 struct RowInput {
     u32 begin, count;  // occurrences
-    NextOutputRows<AHEAD> next;
+    NextOutputRows<ROW_LOADS> next;
     u64 line;
 
-    TIERBED_FN static RowInput read(const BatchGradients& from, const u64* lines, u64 row) {
-        const u32 begin = from.offsets[row];
-        RowInput input{begin, from.offsets[row + 1] - begin, {}, lines ? lines[row] : 0};
-        input.next.read(from.output_rows + begin, input.count);
+    TIERBED_FN static RowInput read(const BatchGradients& batch, const u64* lines, u64 row) {
+        const u32 begin = batch.offsets[row];
+        RowInput input{begin, batch.offsets[row + 1] - begin, {}, lines ? lines[row] : 0};
+        input.next.read(batch.output_rows + begin, input.count);
         return input;
     }
     TIERBED_FN RowInput shuffle_from(Tile warp, u32 lane) const {
         RowInput input{shuffle(warp, begin, lane), shuffle(warp, count, lane), {}, shuffle(warp, line, lane)};
-        for (u32 k = 0; k < AHEAD; ++k) input.next.output_rows[k] = shuffle(warp, next.output_rows[k], lane);
+        for (u32 k = 0; k < ROW_LOADS; ++k) input.next.output_rows[k] = shuffle(warp, next.output_rows[k], lane);
         return input;
     }
 };
 
 // Calls body(warp, row, input) for rows [0, count). lines: the rows' lines, or null.
 template <class Body>
-TIERBED_FN void for_each_row(const BatchGradients& from, u64 count, const u64* lines, const Body& body) {
-    for_each_ahead<RowInput>(count, [&](u64 row) { return RowInput::read(from, lines, row); }, body);
+TIERBED_FN void for_each_row(const BatchGradients& batch, u64 count, const u64* lines, const Body& body) {
+    for_each_ahead<RowInput>(count, [&](u64 row) { return RowInput::read(batch, lines, row); }, body);
 }
 
 // Sums a row's gradients. sums: the results of `sum_blocks`, by slot.
 class RowGradient {
 public:
-    TIERBED_FN RowGradient(const BatchGradients& from, const RowInput& input, const float* sums)
-        : from_(from), input_(input), sums_(sums) {}
+    TIERBED_FN RowGradient(const BatchGradients& batch, const RowInput& input, const float* sums)
+        : batch_(batch), input_(input), sums_(sums) {}
 
-    TIERBED_FN u32 occurrences() const { return input_.count; }
+    TIERBED_FN u32 num_occurrences() const { return input_.count; }
 
     // Writes the sum of columns [begin, begin + VEC), times `scale`, to sum [VEC].
     TIERBED_FN void operator()(float* sum, u32 begin, float scale) const {
-        const Occurrences row = from_.find_occurrences(input_.begin, input_.count);
+        const Occurrences row = batch_.find_occurrences(input_.begin, input_.count);
         const u32 first = input_.count < SUM_BLOCK ? input_.count : SUM_BLOCK;
         float total[VEC];
-        sum_occurrences(total, from_.gradients(), row, 0, first, begin, input_.next);
+        sum_occurrences(total, batch_.gradients(), row, 0, first, begin, input_.next);
         const float* slot = sums_ + static_cast<u64>(input_.begin / SUM_BLOCK + 1) * SHAPE.dim + begin;
         for (u32 end = SUM_BLOCK; end < input_.count; end += SUM_BLOCK, slot += SHAPE.dim) {
             const Vector<float> part = load_vector(slot);
@@ -112,7 +112,7 @@ public:
     }
 
 private:
-    const BatchGradients& from_;
+    const BatchGradients& batch_;
     RowInput input_;
     const float* sums_;
 };
@@ -124,22 +124,22 @@ TIERBED_FN float* warp_memory(float* memory) {
 }
 
 // Sums all blocks of each row except the first block. Writes each sum to row `slot` of sums [n / SUM_BLOCK + 1, dim].
-extern "C" __global__ void sum_blocks(const __grid_constant__ BatchGradients from, float* sums) {
-    for_each_item<WARP>(from.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
+extern "C" __global__ void sum_blocks(const __grid_constant__ BatchGradients batch, float* sums) {
+    for_each_item<WARP>(batch.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
         // there is a block for this slot only if occurrences middle - 1 and middle have the same row
         const u64 middle = slot * SUM_BLOCK;
-        if (middle == 0 || middle >= from.n || from.rows[middle] < 0 || from.rows[middle - 1] != from.rows[middle])
+        if (middle == 0 || middle >= batch.n || batch.rows[middle] < 0 || batch.rows[middle - 1] != batch.rows[middle])
             return;
-        const u32* const offset = from.offsets + from.rows[middle];
-        const Occurrences all = from.find_occurrences(offset[0], offset[1] - offset[0]);
+        const u32* const offset = batch.offsets + batch.rows[middle];
+        const Occurrences all = batch.find_occurrences(offset[0], offset[1] - offset[0]);
         const u64 first = middle + offset[0] % SUM_BLOCK - offset[0];
         if (first >= all.count) return;
         const u32 last = all.count - first < SUM_BLOCK ? all.count : static_cast<u32>(first) + SUM_BLOCK;
         for_blocks(tile, SHAPE.dim, [&](u32 begin, u32 n) {
             float sum[VEC];
-            NextOutputRows<BLOCK_AHEAD> next;
+            NextOutputRows<BLOCK_LOADS> next;
             next.read(all.output_rows + first, last - static_cast<u32>(first));
-            sum_occurrences(sum, from.gradients(), all, static_cast<u32>(first), last, begin, next);
+            sum_occurrences(sum, batch.gradients(), all, static_cast<u32>(first), last, begin, next);
             store_floats(sums + slot * SHAPE.dim + begin, sum, n);
         });
     });

@@ -44,18 +44,18 @@ class Staging:
         tables, keys = self.tables[:count].numpy(), self.keys[:count].numpy()
         return tables.view(np.uint32), keys.view(np.uint64), addresses.astype(np.uint64)
 
-    def copy_keys(self, hashes: Tensor, tables: Tensor, flags: Tensor, ranks: Tensor) -> None:
-        """Copy the flagged rows' tables and keys to the staging memory. ranks [n]: the running sum of flags [n]."""
+    def copy_keys(self, hashes: Tensor, tables: Tensor, flags: Tensor, prefix_sums: Tensor) -> None:
+        """Copy the flagged rows' tables and keys to the staging memory. prefix_sums: the running sum of flags [n]."""
         n, strides = len(flags), [np.uint64(tensor.stride(0)) for tensor in (hashes, tables)]
         self._run(
-            "copy_keys_to_host", n, 1, hashes, strides[0], tables, strides[1], flags, ranks, np.uint64(n),
+            "copy_keys_to_host", n, 1, hashes, strides[0], tables, strides[1], flags, prefix_sums, np.uint64(n),
             np.uint64(self.capacity), self.tables, self.keys, SLOT_HASH,
         )  # fmt: skip
 
-    def copy_lines(self, lines: Tensor, flags: Tensor, ranks: Tensor) -> None:
+    def copy_lines(self, lines: Tensor, flags: Tensor, prefix_sums: Tensor) -> None:
         """Copy flagged lines [n] to the staging memory."""
         n, capacity = np.uint64(len(lines)), np.uint64(self.capacity)
-        self._run("copy_lines_to_host", len(lines), WARP, lines, flags, ranks, n, capacity, self.lines)
+        self._run("copy_lines_to_host", len(lines), WARP, lines, flags, prefix_sums, n, capacity, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
         """Wait for lines [n] and return their bytes [n, line_bytes], valid until the next `read` or `copy_lines`."""
@@ -84,10 +84,10 @@ class Staging:
         updates, step = self.read_counters(line)[0].tolist()
         return {"updates": updates, "last_step": step}
 
-    def fill(self, batch: Batch, flags: Tensor, ranks: Tensor, is_hit: NDArray[np.bool_]) -> None:
+    def fill(self, batch: Batch, flags: Tensor, prefix_sums: Tensor, is_hit: NDArray[np.bool_]) -> None:
         """Fill a batch's flagged lines from the staging memory, or with initial values if `is_hit` is False."""
         self.hit_flags[: len(is_hit)].numpy()[:] = is_hit
         self._run(
-            "lines_from_host", batch.size, WARP, batch.lines, flags, ranks, np.uint64(batch.size), self.hit_flags,
+            "lines_from_host", len(flags), WARP, batch.lines, flags, prefix_sums, np.uint64(len(flags)), self.hit_flags,
             self.lines, batch.hashes, batch.tables, self._layout.initial, SLOT_HASH,
         )  # fmt: skip

@@ -16,16 +16,16 @@ from .layout import Layout
 from .program import Program
 
 LINES, LOOKUPS = "ops/cuda/lines.cu", "ops/cuda/lookups.cu"
-WARP, SUM_BLOCK, MAX_OUTPUTS, MAX_HYPERS = 32, 256, 8, 504  # as in update.cu and row_gradient.h
+WARP, SUM_BLOCK, MAX_OUTPUTS, MAX_HYPERPARAMS = 32, 256, 8, 504  # as in update.cu and row_gradient.h
 # (gradients, "is mean" flags, pooling weights), one item per lookup. Gradients [output rows, dim] have one dtype.
-Grads = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
+LookupGradients = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None]]
 _TYPE_STRUCTS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
 _BAGS = make_struct_type("uint64 offsets length features", "uint32 num_columns batch_size")
 _POOLED_IDS = make_struct_type("uint64 inverse weights count", "uint32 is_mean", ("bags", _BAGS))
-_OUTPUTS = ("outputs", make_struct_type("uint64 rows", "uint32 begin"), (MAX_OUTPUTS,))
+_OUTPUTS = ("outputs", make_struct_type("uint64 rows", "uint32 first_output_row"), (MAX_OUTPUTS,))
 _BATCH_GRADIENTS = make_struct_type(_OUTPUTS, "uint32 count", "uint64 rows offsets output_rows scales n")
-_STEP_NUMBERS = make_struct_type(("hyper", "<f8", (MAX_HYPERS,)), "float32 scale", "uint32 step")
+_STEP_PARAMS = make_struct_type(("hyperparams", "<f8", (MAX_HYPERPARAMS,)), "float32 scale", "uint32 step")
 
 
 def gather(
@@ -48,85 +48,87 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
     launch(layout.device, program, "weights_grad", lookup.num_bags, WARP, batch.lookup_lines, ids, grads, out)
 
 
-def write_hyper(layout: Layout, rule: str, hyper: Sequence[float], step: int, scale: float, numbers: Tensor) -> None:
-    """Write the arguments of `Processor.set_hyper` to `numbers`, which kernels read (see `allocate_hyper`)."""
-    values = np.zeros((), _STEP_NUMBERS)
-    values["hyper"][: len(hyper)], values["scale"], values["step"] = hyper, scale, step
-    launch(layout.device, _update_program(layout, rule), "write_hyper", 1, WARP, values, numbers)
+def write_step_params(
+    layout: Layout, rule: str, hyperparams: Sequence[float], step: int, scale: float, params: Tensor
+) -> None:
+    """Write the arguments of `Processor.set_hyperparams` to `params`, a `StepParams` that kernels read."""
+    values = np.zeros((), _STEP_PARAMS)
+    values["hyperparams"][: len(hyperparams)], values["scale"], values["step"] = hyperparams, scale, step
+    launch(layout.device, _update_program(layout, rule), "write_step_params", 1, WARP, values, params)
 
 
 def update(
-    layout: Layout, rule: str, batch: Batch, gradients: Grads, numbers: Tensor, first_writes: Tensor, faults: Tensor
+    layout: Layout, rule: str, batch: Batch, gradients: LookupGradients, params: Tensor, counts: Tensor, faults: Tensor
 ) -> None:
-    """Update a batch's rows, unless a fault bit is set. `first_writes` [tables], int64, counts first writes of rows."""
+    """Update a batch's rows, unless a fault bit is set. Counts first writes of rows in counts [tables], int64."""
     program = _update_program(layout, rule, _gradient_dtype(gradients[0]))
-    batch_gradients, sums, _owners = _sum_blocks(program, layout, batch, gradients)
+    batch_gradients, sums, _keep_alive = _sum_blocks(program, layout, batch, gradients)
     launch(
-        layout.device, program, "update_rows", batch.size, WARP, batch_gradients, batch.lines, batch.tables,
-        batch.count, numbers, sums, _allocate_row_memory(layout, batch), first_writes, faults,
+        layout.device, program, "update_rows", batch.num_positions, WARP, batch_gradients, batch.lines, batch.tables,
+        batch.count, params, sums, _allocate_row_memory(layout, batch), counts, faults,
         _allocate_line_memory(layout, batch), batch.hashes, layout.seed, SLOT_HASH,
     )  # fmt: skip
 
 
-def preview_catch_up(layout: Layout, rule: str, batch: Batch, numbers: Tensor) -> None:
+def preview_catch_up(layout: Layout, rule: str, batch: Batch, params: Tensor) -> None:
     """Apply missed steps to row copies. Lookups then read the copies. `rule` must be able to apply missed steps."""
-    memory = torch.empty(batch.size * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
+    memory = torch.empty(batch.num_positions * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     batch.keep_alive(memory)
     copies = batch.empty(torch.int64)
-    catch_up(layout, rule, batch, numbers, memory, copies)
+    catch_up(layout, rule, batch, params, memory, copies)
     batch.lookup_lines = copies
 
 
 def catch_up(
-    layout: Layout, rule: str, batch: Batch, numbers: Tensor, memory: Tensor | None = None, copies: Tensor | None = None
+    layout: Layout, rule: str, batch: Batch, params: Tensor, memory: Tensor | None = None, copies: Tensor | None = None
 ) -> None:
     """Apply the steps that rows missed to their embeddings and states. `rule` must be able to apply missed steps.
 
-    With `copies` [size], the lines do not change. Rows that missed steps are copied to `memory` [size lines] and caught
-    up there. `copies` gets the address of each row's current line.
+    With `copies` [positions], the lines do not change. Rows that missed steps are copied to `memory` and caught up
+    there. `copies` gets the address of each row's current line.
     """
-    arguments = (batch.lines, batch.count, numbers, memory, copies, _allocate_line_memory(layout, batch))
-    launch(layout.device, _update_program(layout, rule), "catch_up_lines", batch.size, WARP, *arguments)
+    arguments = (batch.lines, batch.count, params, memory, copies, _allocate_line_memory(layout, batch))
+    launch(layout.device, _update_program(layout, rule), "catch_up_lines", batch.num_positions, WARP, *arguments)
 
 
-def sum_rows(layout: Layout, batch: Batch, gradients: Grads, positions: Tensor | None, out: Tensor) -> None:
+def sum_rows(layout: Layout, batch: Batch, gradients: LookupGradients, positions: Tensor | None, out: Tensor) -> None:
     """Write row u's gradient to out[positions[u]], or to out[u] without positions. out: [*, dim]."""
     _reduce("sum_rows", layout, batch, gradients, positions, out)
 
 
-def square_rows(layout: Layout, batch: Batch, gradients: Grads) -> Tensor:
-    """Return each row's squared gradient norm, [size] float32. Elements after the unique rows are 0."""
-    squares = torch.zeros(batch.size, dtype=torch.float32, device=batch.lines.device)
+def square_rows(layout: Layout, batch: Batch, gradients: LookupGradients) -> Tensor:
+    """Return each row's squared gradient norm, [positions] float32. Elements after the unique rows are 0."""
+    squares = torch.zeros(batch.num_positions, dtype=torch.float32, device=batch.lines.device)
     _reduce("square_rows", layout, batch, gradients, _allocate_row_memory(layout, batch), squares)
     return squares
 
 
-def allocate_hyper(device: torch.device) -> Tensor:
-    """Allocate memory for an update's hyper-parameters. Captured CUDA graphs read each step's values there."""
-    return torch.zeros(_STEP_NUMBERS.itemsize, dtype=torch.uint8, device=device)
+def allocate_step_params(device: torch.device) -> Tensor:
+    """Allocate memory for a `StepParams`. Captured CUDA graphs read each step's values there."""
+    return torch.zeros(_STEP_PARAMS.itemsize, dtype=torch.uint8, device=device)
 
 
 def assign(batch: Batch, layout: Layout, values: Tensor, step: int, first_writes: Tensor, faults: Tensor) -> None:
-    """Write values [size, dim], one per position, to rows. A row's last value wins. Other arguments: see `update`."""
+    """Write values [positions, dim] to rows. A row's last value wins. Other arguments: see `update`."""
     groups = batch.positions_by_row
     launch(
-        layout.device, layout.program(LINES), "assign_rows", batch.size, WARP, batch.lines, batch.tables,
+        layout.device, layout.program(LINES), "assign_rows", batch.num_positions, WARP, batch.lines, batch.tables,
         groups.offsets, groups.positions, batch.count, values, np.uint32(step), first_writes, faults,
     )  # fmt: skip
 
 
 def count_written(layout: Layout, batch: Batch, lines: Tensor) -> Tensor:
-    """Return each table's number of written rows in a batch. lines [size]: the rows' lines; 0 for unwritten rows."""
+    """Return each table's number of written rows in a batch. lines: the rows' lines; 0 for unwritten rows."""
     written = torch.zeros(layout.num_tables, dtype=torch.int64, device=lines.device)
     program = layout.program(LINES)
-    launch(layout.device, program, "count_written", batch.size, 1, lines, batch.tables, batch.count, written)
+    launch(layout.device, program, "count_written", batch.num_positions, 1, lines, batch.tables, batch.count, written)
     return written
 
 
 def initialise_missing(batch: Batch, layout: Layout) -> None:
     """Give each row without a line a new line with initial values, in memory owned by the batch."""
     absent = batch.lines == 0
-    batch.lines.copy_(torch.where(absent, allocate_lines(batch, layout, batch.size), batch.lines))
+    batch.lines.copy_(torch.where(absent, allocate_lines(batch, layout, batch.num_positions), batch.lines))
     initialise_lines(batch, layout, absent)
 
 
@@ -137,9 +139,9 @@ def allocate_lines(batch: Batch, layout: Layout, count: int) -> Tensor:
 
 
 def initialise_lines(batch: Batch, layout: Layout, flags: Tensor) -> None:
-    """Write initial values to lines flagged in `flags` [size], bool. Skips rows without a line."""
+    """Write initial values to lines flagged in `flags` [positions], bool. Skips rows without a line."""
     launch(
-        layout.device, layout.program(LINES), "initialise_lines", batch.size, WARP, batch.hashes, batch.tables,
+        layout.device, layout.program(LINES), "initialise_lines", batch.num_positions, WARP, batch.hashes, batch.tables,
         batch.count, batch.lines, flags, layout.initial, SLOT_HASH,
     )  # fmt: skip
 
@@ -150,19 +152,19 @@ def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
     launch(layout.device, layout.program(LINES), "copy_lines", n, layout.copy_lanes, source, to, np.uint64(n))
 
 
-def decode_lines(batch: Batch, layout: Layout, positions: Tensor, owner: Batch) -> Tensor:
-    """Return the lines at positions [n]. Lines of 16-bit floats are decoded to float32, in memory owned by `owner`."""
+def decode_lines(batch: Batch, layout: Layout, positions: Tensor, memory_owner: Batch) -> Tensor:
+    """Return the lines at positions [n]. 16-bit floats are decoded to float32, in memory owned by `memory_owner`."""
     inverse = batch.inverse[positions]
     if not layout.has_16bit_floats:
         return batch.lookup_lines[inverse.to(torch.int64)]
     rows = torch.empty((len(inverse), layout.dim), dtype=torch.float32, device=batch.lines.device)
     _gather(layout, _lookup_program(layout, torch.float32), batch, inverse, len(inverse), rows)
-    return owner.keep_alive(rows) + 4 * layout.dim * torch.arange(len(inverse), device=rows.device)
+    return memory_owner.keep_alive(rows) + 4 * layout.dim * torch.arange(len(inverse), device=rows.device)
 
 
 def copy_rows(batch: Batch, layout: Layout) -> None:
     """Give each row a new line in memory owned by the batch. Copies the row's present line, if there is one."""
-    copies = allocate_lines(batch, layout, batch.size)
+    copies = allocate_lines(batch, layout, batch.num_positions)
     copy_lines(layout, batch.lines, copies)
     batch.lines.copy_(copies)
 
@@ -170,7 +172,7 @@ def copy_rows(batch: Batch, layout: Layout) -> None:
 def _make_pooled_ids(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None) -> np.ndarray:
     columns = 0 if lookup.column_features is None else len(lookup.column_features)
     bags = make_struct(
-        _BAGS, offsets=lookup.bag_begins, length=lookup.bag_length, features=lookup.column_features,
+        _BAGS, offsets=lookup.bag_offsets, length=lookup.bag_length, features=lookup.column_features,
         num_columns=columns, batch_size=lookup.num_bags // columns if columns else 0,
     )  # fmt: skip
     inverse = batch.inverse.data_ptr() + 4 * lookup.first_position
@@ -186,30 +188,30 @@ def _gradient_dtype(grads: Sequence[Tensor]) -> torch.dtype:
     return grads[0].dtype if grads else torch.float32
 
 
-def _reduce(kernel: str, layout: Layout, batch: Batch, gradients: Grads, *arguments: Argument) -> None:
+def _reduce(kernel: str, layout: Layout, batch: Batch, gradients: LookupGradients, *arguments: Argument) -> None:
     program = layout.program("ops/cuda/sums.cu", TIERBED_GRADIENTS=_TYPE_STRUCTS[_gradient_dtype(gradients[0])])
-    batch_gradients, sums, _owners = _sum_blocks(program, layout, batch, gradients)
-    launch(layout.device, program, kernel, batch.size, WARP, batch_gradients, batch.count, sums, *arguments)
+    batch_gradients, sums, _keep_alive = _sum_blocks(program, layout, batch, gradients)
+    launch(layout.device, program, kernel, batch.num_positions, WARP, batch_gradients, batch.count, sums, *arguments)
 
 
 def _sum_blocks(
-    program: Program, layout: Layout, batch: Batch, gradients: Grads
+    program: Program, layout: Layout, batch: Batch, gradients: LookupGradients
 ) -> tuple[np.ndarray, Tensor, list[Any]]:
     """Launch `sum_blocks`. Returns (the `BatchGradients` argument, the blocks' sums, objects to keep alive)."""
     groups, grads = batch.positions_by_row, gradients[0]
-    scales = _compute_scales(_lookup_program(layout, _gradient_dtype(grads)), batch, gradients)
+    n, scales = batch.num_positions, _compute_scales(_lookup_program(layout, _gradient_dtype(grads)), batch, gradients)
     if len(grads) > MAX_OUTPUTS:
         grads = [torch.cat(list(grads))]
     grads = [grad if grad.data_ptr() % 16 == 0 else grad.clone() for grad in grads]  # lanes read up to 16 bytes
     batch_gradients = make_struct(
-        _BATCH_GRADIENTS, count=len(grads), n=batch.size, rows=groups.rows, offsets=groups.offsets,
+        _BATCH_GRADIENTS, count=len(grads), n=n, rows=groups.rows, offsets=groups.offsets,
         output_rows=groups.output_rows, scales=scales,
     )  # fmt: skip
     for index, (grad, lookup) in enumerate(zip(grads, batch.lookups, strict=False)):
         batch_gradients["outputs"][index] = (grad.data_ptr(), lookup.first_output_row)
-    slots = batch.size // SUM_BLOCK + 1
+    slots = n // SUM_BLOCK + 1
     sums = torch.empty(slots * layout.dim, dtype=torch.float32, device=batch.lines.device)
-    launch(layout.device, program, "sum_blocks", slots if batch.size > SUM_BLOCK else 0, WARP, batch_gradients, sums)
+    launch(layout.device, program, "sum_blocks", slots if n > SUM_BLOCK else 0, WARP, batch_gradients, sums)
     return batch_gradients, sums, [grads, groups, scales]
 
 
@@ -235,10 +237,10 @@ def _allocate_line_memory(layout: Layout, batch: Batch) -> Tensor:
 
 
 def _count_warps(layout: Layout, batch: Batch) -> int:
-    return min(-(-batch.size * WARP // THREADS), layout.device.blocks) * THREADS // WARP
+    return min(-(-batch.num_positions * WARP // THREADS), layout.device.blocks) * THREADS // WARP
 
 
-def _compute_scales(program: Program, batch: Batch, gradients: Grads) -> Tensor | None:
+def _compute_scales(program: Program, batch: Batch, gradients: LookupGradients) -> Tensor | None:
     """Return the factors by which occurrences' gradients are multiplied, or None if all are 1."""
     _, means, weights = gradients
     if not any(means) and all(tensor is None for tensor in weights):

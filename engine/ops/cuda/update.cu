@@ -14,20 +14,20 @@ using Rule = TIERBED_RULE;
 
 constexpr LineShape FLOAT32_SHAPE = make_float32_shape(SHAPE);
 
-constexpr u32 MAX_HYPERS = 504;
+constexpr u32 MAX_HYPERPARAMS = 504;
 
-// The numbers that change from step to step.
-struct StepNumbers {
-    double hyper[MAX_HYPERS];  // hyper-parameters, clipping limits, numbers for Rates (rule.h); unused elements are 0
+// The values that change from step to step.
+struct StepParams {
+    double hyperparams[MAX_HYPERPARAMS];  // hyper-parameters, clipping limits, numbers for Rates (rule.h); unused elements are 0
     float scale;               // multiplies gradients
     u32 step;                  // the embedding's step
 };
 
 }  // namespace
 
-// Kernels read the numbers from memory, since a captured launch's arguments cannot change.
-extern "C" __global__ void write_hyper(const __grid_constant__ StepNumbers values, StepNumbers* numbers) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *numbers = values;
+// Kernels read the values from memory, since a captured launch's arguments cannot change.
+extern "C" __global__ void write_step_params(const __grid_constant__ StepParams values, StepParams* step_params) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *step_params = values;
 }
 
 // Returns this warp's line in `float32_lines` [warps of the grid], which is used if stored lines hold 16-bit floats.
@@ -52,23 +52,24 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 float32_lines, const Body& 
 }
 
 // Updates all rows. Counts first writes by table. memory [warps of the grid, dim]: scratch. hashes, seed: for rounding.
-extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients from, const u64* lines, const u32* tables,
-                                       const u32* count, const StepNumbers* numbers, const float* sums, float* memory,
-                                       u64* first_writes, const u32* faults, u64 float32_lines, const u64* hashes,
+extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients batch, const u64* lines,
+                                       const u32* tables, const u32* count, const StepParams* step_params,
+                                       const float* sums, float* memory, u64* first_writes, const u32* faults, u64 float32_lines,
+                                       const u64* hashes,
                                        u64 seed, const __grid_constant__ SlotHash slot_hash) {
     if (*faults) return;
-    const Rule rule(numbers->hyper);
-    const float scale = numbers->scale;
-    const u32 step = numbers->step;
+    const Rule rule(step_params->hyperparams);
+    const float scale = step_params->scale;
+    const u32 step = step_params->step;
     Tally tally(first_writes);
-    for_each_row(from, *count, lines, [&](Tile tile, u64 row, const RowInput& input) {
-        const RowGradient gradient(from, input, sums);
-        if (gradient.occurrences() == 0) return;
+    for_each_row(batch, *count, lines, [&](Tile tile, u64 row, const RowInput& input) {
+        const RowGradient gradient(batch, input, sums);
+        if (gradient.num_occurrences() == 0) return;
         const auto update = [&](u64 line) {
             const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, scale); };
-            const bool first = apply_rule(tile, line, FLOAT32_SHAPE, sum, rule, step, warp_memory(memory));
+            const bool is_first_write = apply_rule(tile, line, FLOAT32_SHAPE, sum, rule, step, warp_memory(memory));
             if (rule.row_norm > 0.0f) limit_row(tile, line, SHAPE.dim, rule.row_norm);
-            if (first && tile.lane == 0) tally.add(tables[row]);
+            if (is_first_write && tile.lane == 0) tally.add(tables[row]);
         };
         change_line(tile, input.line, float32_lines, update, [&](u64 line, u64 decoded) {
             encode_line(tile, line, decoded, SHAPE, Noise(seed, slot_hash.row_hash(tables[row], hashes[row]), step));
@@ -81,8 +82,8 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients fr
 template <class Rule>
 TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters before, u32 step, u64 float32_lines) {
     change_line(
-        tile, line, float32_lines, [&](u64 at) { catch_up(tile, floats(at), SHAPE.dim, rule, before, step); },
-        [&](u64 at, u64 decoded) { encode_line(tile, at, decoded, SHAPE, NoNoise{}); });
+        tile, line, float32_lines, [&](u64 float_line) { catch_up(tile, floats(float_line), SHAPE.dim, rule, before, step); },
+        [&](u64 out, u64 decoded) { encode_line(tile, out, decoded, SHAPE, NoNoise{}); });
 }
 
 template <class Rule>
@@ -91,10 +92,10 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step
     if constexpr (Rule::CATCHES_UP)
         for_each_item<WARP>(n, [&](Tile tile, u64 row) {
             const RowCounters counters = *row_counters(lines[row], SHAPE);
-            const bool behind = is_behind(counters, step, Rule::MISSES_UNWRITTEN);
-            const u64 line = behind && copies ? memory + row * SHAPE.line_bytes : lines[row];
+            const bool has_missed_steps = is_behind(counters, step, Rule::MISSES_UNWRITTEN);
+            const u64 line = has_missed_steps && copies ? memory + row * SHAPE.line_bytes : lines[row];
             if (copies && tile.lane == 0) copies[row] = line;
-            if (!behind) return;
+            if (!has_missed_steps) return;
             if (copies) copy_line(tile, line, lines[row], SHAPE);
             synchronise(tile);
             catch_up_line(tile, line, rule, counters, step, float32_lines);
@@ -104,7 +105,7 @@ TIERBED_FN void catch_up_all(const u64* lines, u64 n, const Rule& rule, u32 step
 // Catches up the first `count` lines to the beginning of the step. With copies [count], the lines do not change. Rows
 // that missed steps are copied to `memory`, and the copies are caught up. `memory` has room for `count` lines.
 // copies[i] becomes the address of row i's copy, or of row i's line if the row missed no step.
-extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const StepNumbers* numbers, u64 memory,
+extern "C" __global__ void catch_up_lines(const u64* lines, const u32* count, const StepParams* step_params, u64 memory,
                                           u64* copies, u64 float32_lines) {
-    catch_up_all(lines, *count, Rule(numbers->hyper), numbers->step, memory, copies, float32_lines);
+    catch_up_all(lines, *count, Rule(step_params->hyperparams), step_params->step, memory, copies, float32_lines);
 }

@@ -56,8 +56,7 @@ TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise&
     if (sizeof(*numbers) == 2 && n % 2 == 1 && tile.lane == 0) numbers[n] = 0;
 }
 
-// Calls body(type, address, column in the float32 line) for the embedding and 16-bit states. Returns their size in
-// words.
+// Calls body(type, address, column in the float32 line) for the embedding and 16-bit states. Returns the words.
 template <class Body>
 TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& body) {
     const u32 state_words = count_words(shape.states, shape.dim);

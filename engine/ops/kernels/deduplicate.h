@@ -31,7 +31,7 @@ struct HashSlot {
 TIERBED_FN u32 deduplicate_bucket(const Entry* entries, u32 n, HashSlot* hash_slots, u32 num_slots, u32* local_rows,
                                   UniqueRow* rows) {
     for (u32 i = 0; i < num_slots; ++i) hash_slots[i] = HashSlot{NONE, NONE};
-    u32 unique = 0;
+    u32 num_unique = 0;
     for (u32 i = 0; i < n; ++i) {
         const Entry entry = entries[i];
         const u32 tag = static_cast<u32>(entry.hash >> 26);
@@ -39,9 +39,9 @@ TIERBED_FN u32 deduplicate_bucket(const Entry* entries, u32 n, HashSlot* hash_sl
         for (;; slot = (slot + 1) & (num_slots - 1)) {
             const HashSlot occupant = hash_slots[slot];
             if (occupant.row == NONE) {
-                hash_slots[slot] = HashSlot{tag, unique};
-                rows[unique] = UniqueRow{entry.hash, entry.table, 1};
-                local_rows[i] = unique++;
+                hash_slots[slot] = HashSlot{tag, num_unique};
+                rows[num_unique] = UniqueRow{entry.hash, entry.table, 1};
+                local_rows[i] = num_unique++;
                 break;
             }
             UniqueRow& row = rows[occupant.row];
@@ -52,7 +52,7 @@ TIERBED_FN u32 deduplicate_bucket(const Entry* entries, u32 n, HashSlot* hash_sl
             }
         }
     }
-    return unique;
+    return num_unique;
 }
 
 }  // namespace tierbed

@@ -1,8 +1,7 @@
 // Sums a row's gradient over its occurrences in a batch.
 //
 // An occurrence is an output's gradient row, scaled if its bag was weighted or averaged. Occurrences are added in
-// float32 by position, in blocks of 256; then the blocks' sums are added in order, so several GPU warps can share a
-// row.
+// float32 by position, in blocks of 256; then the blocks' sums are added in order, so GPU warps can share a row.
 #pragma once
 #include "float_types.h"
 #include "portable.h"
@@ -50,20 +49,20 @@ constexpr u32 SUM_BLOCK = 256;
 // One lookup's output gradient.
 struct OutputGradient {
     const void* rows;  // [output rows, dim]
-    u32 begin;         // index of the first row, among the output rows of all lookups
+    u32 first_output_row;  // index of the first row, among the output rows of all lookups
 };
 
 struct OutputGradients {
-    const OutputGradient* outputs;  // [count], ordered by `begin`
+    const OutputGradient* outputs;  // [count], ordered by `first_output_row`
     u32 count;
     u32 dim;
 
     template <class Type>
     TIERBED_FN const typename Type::Stored* row(u32 output_row) const {
         u32 index = 0;
-        while (index + 1 < count && output_row >= outputs[index + 1].begin) ++index;
+        while (index + 1 < count && output_row >= outputs[index + 1].first_output_row) ++index;
         return static_cast<const typename Type::Stored*>(outputs[index].rows) +
-               static_cast<u64>(output_row - outputs[index].begin) * dim;
+               static_cast<u64>(output_row - outputs[index].first_output_row) * dim;
     }
 };
 
@@ -74,13 +73,13 @@ struct Occurrences {
     const u32* end;  // end of all rows' occurrences; memory after this row's occurrences may be prefetched too
 };
 
-constexpr u32 OUTPUT_ROWS_AHEAD = 16;
+constexpr u32 OUTPUT_ROW_PREFETCH_DISTANCE = 16;
 
-// Prefetches the gradient of the occurrence that is OUTPUT_ROWS_AHEAD after i.
+// Prefetches the gradient of the occurrence that is OUTPUT_ROW_PREFETCH_DISTANCE after i.
 template <class Type>
 TIERBED_FN void prefetch_output_row(const OutputGradients& gradients, const Occurrences& row, u32 i) {
-    if (row.end - row.output_rows > i + OUTPUT_ROWS_AHEAD)
-        prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.output_rows[i + OUTPUT_ROWS_AHEAD])),
+    if (row.end - row.output_rows > i + OUTPUT_ROW_PREFETCH_DISTANCE)
+        prefetch_bytes(reinterpret_cast<u64>(gradients.row<Type>(row.output_rows[i + OUTPUT_ROW_PREFETCH_DISTANCE])),
                        gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
 }
 

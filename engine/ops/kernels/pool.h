@@ -25,14 +25,14 @@ struct Bags {
     TIERBED_FN u64 offset_index(u64 bag) const {
         return features ? static_cast<u64>(features[column(bag)]) * batch_size + sample(bag) : bag;
     }
-    TIERBED_FN u64 begin(u64 bag) const { return at(offset_index(bag)); }
-    TIERBED_FN u64 end(u64 bag) const { return at(offset_index(bag) + 1); }
+    TIERBED_FN u64 begin(u64 bag) const { return get_offset(offset_index(bag)); }
+    TIERBED_FN u64 end(u64 bag) const { return get_offset(offset_index(bag) + 1); }
     TIERBED_FN u64 output_row(u64 bag) const {
         return features ? static_cast<u64>(sample(bag)) * num_columns + column(bag) : bag;
     }
 
 private:
-    TIERBED_FN u64 at(u64 index) const { return offsets ? static_cast<u64>(offsets[index]) : index * length; }
+    TIERBED_FN u64 get_offset(u64 index) const { return offsets ? static_cast<u64>(offsets[index]) : index * length; }
     TIERBED_FN u32 column(u64 bag) const { return static_cast<u32>(bag) / batch_size; }
     TIERBED_FN u32 sample(u64 bag) const { return static_cast<u32>(bag) % batch_size; }
 };
@@ -45,13 +45,13 @@ struct Bag {
     const i32* end;  // where prefetch stops, at the end of this bag or a later bag; null for no prefetch
 };
 
-constexpr u32 ROWS_AHEAD = 16;
+constexpr u32 ROW_PREFETCH_DISTANCE = 16;
 
-// Prefetches the row of the position that is ROWS_AHEAD later.
+// Prefetches the row of the position that is ROW_PREFETCH_DISTANCE later.
 template <class Row>
 TIERBED_FN void prefetch_row(const u64* lines, const i32* position, const i32* end, u32 dim) {
-    if (end - position > ROWS_AHEAD && position[ROWS_AHEAD] >= 0)
-        prefetch_bytes(lines[position[ROWS_AHEAD]], dim * static_cast<u32>(sizeof(typename Row::Stored)));
+    if (end - position > ROW_PREFETCH_DISTANCE && position[ROW_PREFETCH_DISTANCE] >= 0)
+        prefetch_bytes(lines[position[ROW_PREFETCH_DISTANCE]], dim * static_cast<u32>(sizeof(typename Row::Stored)));
 }
 
 template <class Row>

@@ -14,11 +14,11 @@ namespace {
 
 constexpr std::size_t CHUNK = 4096;  // positions per task; fixed, so that the order does not depend on threads
 
-// Positions [begin, end) in a segment. With features, all positions of a chunk belong to the same feature.
+// Positions [begin, end) in a lookup. With features, all positions of a chunk belong to the same feature.
 struct Chunk {
-    const Segment* segment;
-    std::size_t first_position;    // the segment's first position in the batch
-    std::size_t first_output_row;  // the segment's first output row in the batch
+    const LookupArrays* arrays;
+    std::size_t first_position;    // the lookup's first position in the batch
+    std::size_t first_output_row;  // the lookup's first output row in the batch
     std::size_t begin, end;
     u32 column;
 };
@@ -26,20 +26,20 @@ struct Chunk {
 // Calls body(begin, end, table, row) for each bag in a chunk. The bag has positions [begin, end) and output row `row`.
 template <class Body>
 void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
-    const Segment& segment = *chunk.segment;
-    if (!segment.is_pooled) {
+    const LookupArrays& arrays = *chunk.arrays;
+    if (!arrays.is_pooled) {
         u32 cyclic = static_cast<u32>(chunk.begin % num_tables);
         for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
-            body(i, i + 1, segment.tables ? segment.tables[i] : cyclic, i);
+            body(i, i + 1, arrays.tables ? arrays.tables[i] : cyclic, i);
             if (++cyclic == num_tables) cyclic = 0;
         }
         return;
     }
-    const Bags& bags = segment.bags;
+    const Bags& bags = arrays.bags;
     const u32 columns = bags.features ? bags.num_columns : 1;
     const i64* const offsets =
         bags.features ? bags.offsets + static_cast<u64>(bags.features[chunk.column]) * bags.batch_size : bags.offsets;
-    const std::size_t parts = bags.features ? bags.batch_size : segment.num_bags;
+    const std::size_t parts = bags.features ? bags.batch_size : arrays.num_bags;
     std::size_t bag = offsets ? static_cast<std::size_t>(std::upper_bound(offsets, offsets + parts + 1,
                                                                           static_cast<i64>(chunk.begin)) -
                                                          offsets) -
@@ -47,7 +47,7 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
                               : chunk.begin / bags.length;
     u32 cyclic = static_cast<u32>(bag % num_tables);
     for (std::size_t i = chunk.begin; i < chunk.end; ++bag) {
-        const u32 table = bags.features ? segment.tables[chunk.column] : segment.tables ? segment.tables[bag] : cyclic;
+        const u32 table = bags.features ? arrays.tables[chunk.column] : arrays.tables ? arrays.tables[bag] : cyclic;
         const std::size_t last = offsets ? static_cast<std::size_t>(offsets[bag + 1]) : (bag + 1) * bags.length;
         const std::size_t end = std::min(chunk.end, last);
         body(i, end, table, bag * columns + chunk.column);
@@ -96,7 +96,7 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
         Entry* const first_entry = hashed_.data() + start;
         Entry* entry = first_entry;
         u32* const chunk_output_rows = position_output_rows.data() + (is_pooled ? start : 0);
-        const u64* keys = chunk.segment->keys;
+        const u64* keys = chunk.arrays->keys;
         const auto add_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) TIERBED_INLINE {
             const u32 position = static_cast<u32>(chunk.first_position + i);
             if (padding && keys[i] == *padding) {
@@ -127,22 +127,22 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
     });
     std::size_t total = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        grouped.bucket_begins[bucket] = total;
+        grouped.bucket_offsets[bucket] = total;
         for (std::size_t c = 0; c < chunks.size(); ++c) {
             const std::size_t count = ends_[c * BUCKETS + bucket];
             ends_[c * BUCKETS + bucket] = total;
             total += count;
         }
     }
-    grouped.bucket_begins[BUCKETS] = total;
+    grouped.bucket_offsets[BUCKETS] = total;
     grouped.entries = Buffer<Entry>(total);
     if (is_pooled) output_rows = Buffer<u32>(total);
     parallel_for(chunks.size(), [&](std::size_t c) {
-        std::size_t* at = &ends_[c * BUCKETS];
+        std::size_t* next = &ends_[c * BUCKETS];
         const Entry* entry = entries(c);
         const u32* output_row = is_pooled ? &position_output_rows[chunks[c].first_position + chunks[c].begin] : nullptr;
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
-            const std::size_t index = at[get_bucket(entry->hash)]++;
+            const std::size_t index = next[get_bucket(entry->hash)]++;
             grouped.entries[index] = *entry;
             if (output_row) output_rows[index] = output_row[i];
         }
@@ -151,27 +151,27 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
 
 void BucketGrouping::invert(const std::size_t* first, const u32* local_rows, i32* inverse) const {
     parallel_for(chunks_.size(), [&](std::size_t c) {
-        std::size_t at[BUCKETS];
-        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.bucket_begins, BUCKETS, at);  // the previous ends
+        std::size_t next[BUCKETS];
+        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.bucket_offsets, BUCKETS, next);  // the previous ends
         const Entry* entry = entries(c);
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const u32 bucket = get_bucket(entry->hash);
-            inverse[entry->position] = static_cast<i32>(first[bucket] + local_rows[at[bucket]++]);
+            inverse[entry->position] = static_cast<i32>(first[bucket] + local_rows[next[bucket]++]);
         }
     });
 }
 
-// Appends positions [begin, end) of a segment to `chunks`.
-void append_chunks(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t output_row,
+// Appends positions [begin, end) of a lookup to `chunks`.
+void append_chunks(std::vector<Chunk>& chunks, const LookupArrays& arrays, std::size_t first, std::size_t output_row,
                    std::size_t begin, std::size_t end, u32 column = 0) {
     for (; begin < end; begin += CHUNK)
-        chunks.push_back({&segment, first, output_row, begin, std::min(end, begin + CHUNK), column});
+        chunks.push_back({&arrays, first, output_row, begin, std::min(end, begin + CHUNK), column});
 }
 
 // Appends the looked-up features' positions, in memory order. Sets `inverse` to -1 for other positions.
-void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::size_t first, std::size_t output_row,
+void append_features(std::vector<Chunk>& chunks, const LookupArrays& arrays, std::size_t first, std::size_t output_row,
                      i32* inverse) {
-    const Bags& bags = segment.bags;
+    const Bags& bags = arrays.bags;
     std::vector<u32> columns(bags.num_columns);
     std::iota(columns.begin(), columns.end(), u32{0});
     std::sort(columns.begin(), columns.end(), [&](u32 a, u32 b) { return bags.features[a] < bags.features[b]; });
@@ -180,19 +180,19 @@ void append_features(std::vector<Chunk>& chunks, const Segment& segment, std::si
         const i64* const offsets = bags.offsets + static_cast<u64>(bags.features[column]) * bags.batch_size;
         const auto begin = static_cast<u64>(offsets[0]), end = static_cast<u64>(offsets[bags.batch_size]);
         std::fill(inverse + done, inverse + begin, -1);
-        append_chunks(chunks, segment, first, output_row, begin, end, column);
+        append_chunks(chunks, arrays, first, output_row, begin, end, column);
         done = end;
     }
-    std::fill(inverse + done, inverse + segment.num_ids, -1);
+    std::fill(inverse + done, inverse + arrays.num_ids, -1);
 }
 
 // Returns each table's chunks, ordered by position; empty if neighbouring bags may have different tables.
 std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks, u32 tables) {
     std::vector<std::vector<Chunk>> table_chunks(tables);
     for (const Chunk& chunk : chunks) {
-        const Segment& segment = *chunk.segment;
-        if (!segment.bags.features && (segment.tables || tables > 1)) return {};
-        const u32 table = segment.bags.features ? segment.tables[chunk.column] : 0;
+        const LookupArrays& arrays = *chunk.arrays;
+        if (!arrays.bags.features && (arrays.tables || tables > 1)) return {};
+        const u32 table = arrays.bags.features ? arrays.tables[chunk.column] : 0;
         if (table >= tables)
             throw std::out_of_range("table id " + std::to_string(table) + " of column " +
                                     std::to_string(chunk.column));
@@ -216,10 +216,10 @@ u64* sort_entries(u64* numbers, u32 n, u32 bits) {
             ++counts[pass << digit | (static_cast<u32>(numbers[i] >> 32) >> pass * digit & mask)];
     u64 *from = numbers, *to = numbers + n;
     for (u32 pass = 0; pass < passes; ++pass) {
-        u32* const at = counts + (pass << digit);
-        for (u32 value = 0, total = 0; value <= mask; ++value) total += std::exchange(at[value], total);
+        u32* const next = counts + (pass << digit);
+        for (u32 value = 0, total = 0; value <= mask; ++value) total += std::exchange(next[value], total);
         const u32 shift = 32 + pass * digit;
-        for (u32 i = 0; i < n; ++i) to[at[from[i] >> shift & mask]++] = from[i];
+        for (u32 i = 0; i < n; ++i) to[next[from[i] >> shift & mask]++] = from[i];
         std::swap(from, to);
     }
     return from;
@@ -253,15 +253,15 @@ std::vector<TablePart> make_parts(const std::vector<std::vector<Chunk>>& chunks,
     return parts;
 }
 
-UniqueRows::LookupSpan make_lookup_span(const Segment& segment, std::size_t begin, std::size_t output_row) {
-    UniqueRows::LookupSpan span{begin, output_row, segment, {}, {}};
-    span.segment.keys = nullptr;
-    span.segment.tables = nullptr;
-    Bags& bags = span.segment.bags;
+UniqueRows::LookupSpan make_lookup_span(const LookupArrays& arrays, std::size_t begin, std::size_t output_row) {
+    UniqueRows::LookupSpan span{begin, output_row, arrays, {}, {}};
+    span.arrays.keys = nullptr;
+    span.arrays.tables = nullptr;
+    Bags& bags = span.arrays.bags;
     if (bags.offsets) {
-        span.offsets = Buffer<i64>(segment.num_offset_bags + 1);
+        span.offsets = Buffer<i64>(arrays.num_offset_bags + 1);
         bags.offsets =
-            std::copy_n(bags.offsets, segment.num_offset_bags + 1, span.offsets.data()) - (segment.num_offset_bags + 1);
+            std::copy_n(bags.offsets, arrays.num_offset_bags + 1, span.offsets.data()) - (arrays.num_offset_bags + 1);
     }
     if (bags.features) {
         span.features = Buffer<u32>(bags.num_columns);
@@ -276,45 +276,45 @@ void check_size(std::size_t n, const char* unit) {
                                     " is too large; split it below 2^30");
 }
 
-void allocate(UniqueRows& out, std::size_t unique, std::size_t entries) {
-    out.num_unique = unique;
-    out.hashes = Buffer<u64>(unique);
-    out.tables = Buffer<u32>(unique);
-    out.offsets = Buffer<u32>(unique + 1);
-    out.offsets[unique] = static_cast<u32>(entries);
-    out.occurrences = Buffer<u32>(entries);
-    if (out.is_pooled) out.occurrence_output_rows = Buffer<u32>(entries);
+void allocate(UniqueRows& out, std::size_t num_unique, std::size_t num_entries) {
+    out.num_unique = num_unique;
+    out.hashes = Buffer<u64>(num_unique);
+    out.tables = Buffer<u32>(num_unique);
+    out.occurrence_offsets = Buffer<u32>(num_unique + 1);
+    out.occurrence_offsets[num_unique] = static_cast<u32>(num_entries);
+    out.occurrences = Buffer<u32>(num_entries);
+    if (out.is_pooled) out.occurrence_output_rows = Buffer<u32>(num_entries);
 }
 
 // Finds each bucket's unique rows, ordered by first occurrence.
 void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
-                         std::array<std::size_t, BUCKETS + 1>& bucket_begin) {
+                         std::array<std::size_t, BUCKETS + 1>& bucket_offsets) {
     const BucketedRows& grouped = grouping.grouped;
     const std::size_t n = grouped.entries.size();
     Buffer<u32> local_rows(n);
     Buffer<UniqueRow> rows(n);
     std::size_t unique_counts[BUCKETS];
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
-        const std::size_t begin = grouped.bucket_begins[bucket], count = grouped.bucket_begins[bucket + 1] - begin;
+        const std::size_t begin = grouped.bucket_offsets[bucket], count = grouped.bucket_offsets[bucket + 1] - begin;
         const u32 num_slots = 2u << (31 - __builtin_clz(static_cast<u32>(2 * count) | 1));  // a power of two
         Buffer<HashSlot> hash_slots(num_slots);
         unique_counts[bucket] = deduplicate_bucket(&grouped.entries[begin], static_cast<u32>(count), hash_slots.data(),
                                                    num_slots, &local_rows[begin], &rows[begin]);
     });
-    bucket_begin[0] = 0;
-    for (u32 b = 0; b < BUCKETS; ++b) bucket_begin[b + 1] = bucket_begin[b] + unique_counts[b];
-    allocate(out, bucket_begin[BUCKETS], n);
+    bucket_offsets[0] = 0;
+    for (u32 b = 0; b < BUCKETS; ++b) bucket_offsets[b + 1] = bucket_offsets[b] + unique_counts[b];
+    allocate(out, bucket_offsets[BUCKETS], n);
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
-        const std::size_t begin = grouped.bucket_begins[bucket], count = grouped.bucket_begins[bucket + 1] - begin,
-                          base = bucket_begin[bucket];
+        const std::size_t begin = grouped.bucket_offsets[bucket], count = grouped.bucket_offsets[bucket + 1] - begin,
+                          base = bucket_offsets[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket's occurrences begin at the same index as its entries
         for (std::size_t i = 0; i < unique_counts[bucket]; ++i) {
             UniqueRow& row = rows[begin + i];
             out.hashes[base + i] = row.hash;
             out.tables[base + i] = row.table;
-            out.offsets[base + i] = start;
+            out.occurrence_offsets[base + i] = start;
             start += row.num_entries;
-            row.num_entries = out.offsets[base + i];  // from here on, the index of the row's next occurrence
+            row.num_entries = out.occurrence_offsets[base + i];  // from here on, the index of the row's next occurrence
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 index = rows[begin + local_rows[i]].num_entries++;
@@ -322,23 +322,23 @@ void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
             if (out.is_pooled) out.occurrence_output_rows[index] = grouping.output_rows[i];
         }
     });
-    grouping.invert(bucket_begin.data(), local_rows.data(), out.inverse.data());
+    grouping.invert(bucket_offsets.data(), local_rows.data(), out.inverse.data());
 }
 
 // Finds each part's unique rows by sorting its ids. One thread works on a part, so that its core caches the entries.
 template <class OnIllegal>
 void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                            const LegalIds& legal, const OnIllegal& on_illegal) {
-    std::vector<TablePart> parts = make_parts(chunks, out.size, out.numbering);
-    Buffer<u32> output_rows(out.is_pooled ? out.size : 0);  // each position's output row
-    parallel_for(parts.size(), out.size, [&](std::size_t p) {
+    std::vector<TablePart> parts = make_parts(chunks, out.num_positions, out.numbering);
+    Buffer<u32> output_rows(out.is_pooled ? out.num_positions : 0);  // each position's output row
+    parallel_for(parts.size(), out.num_positions, [&](std::size_t p) {
         TablePart& part = parts[p];
         part.memory = Buffer<u64>(2 * part.num_positions);
         u64* end = part.memory.data();
         const u64 last = legal.last_ids[part.table];
         const bool first_part = part.first == 0;
         for (const Chunk& chunk : chunks[part.table]) {
-            const u64* const keys = chunk.segment->keys;
+            const u64* const keys = chunk.arrays->keys;
             for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
                 const u64 key = keys[i];
                 const u32 position = static_cast<u32>(chunk.first_position + i);
@@ -365,14 +365,14 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
         for (u32 k = 1; k < part.num_entries; ++k) rows += part.sorted[k] >> 32 != part.sorted[k - 1] >> 32;
         part.num_rows = rows;
     });
-    u32 unique = 0, entries = 0;
+    u32 num_unique = 0, num_entries = 0;
     for (TablePart& part : parts) {
-        part.first_row = std::exchange(unique, unique + part.num_rows);
-        part.first_occurrence = std::exchange(entries, entries + part.num_entries);
+        part.first_row = std::exchange(num_unique, num_unique + part.num_rows);
+        part.first_occurrence = std::exchange(num_entries, num_entries + part.num_entries);
     }
-    allocate(out, unique, entries);
-    out.id_numbers = Buffer<u32>(unique);
-    parallel_for(parts.size(), out.size, [&](std::size_t p) {
+    allocate(out, num_unique, num_entries);
+    out.id_numbers = Buffer<u32>(num_unique);
+    parallel_for(parts.size(), out.num_positions, [&](std::size_t p) {
         const TablePart& part = parts[p];
         u32 row = part.first_row - 1, index = part.first_occurrence;
         u64 previous = ~u64{0};
@@ -384,7 +384,7 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
             row += is_first;
             out.inverse[position] = static_cast<i32>(row);
             out.id_numbers[row] = out.numbering.number(part.table, key);
-            out.offsets[row] = is_first ? index : out.offsets[row];
+            out.occurrence_offsets[row] = is_first ? index : out.occurrence_offsets[row];
             out.occurrences[index] = position;
             if (out.is_pooled) out.occurrence_output_rows[index] = output_rows[position];
         }
@@ -399,30 +399,30 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
 
 BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
     check_size(n, "ids");
-    const Segment all{keys, tables, n, n, {}, 0, false};
+    const LookupArrays all{keys, tables, n, n, {}, 0, false};
     std::vector<Chunk> chunks;
     append_chunks(chunks, all, 0, 0, 0, n);
     const auto on_illegal = [](u32, u64, u32) {};
     return std::move(BucketGrouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, on_illegal).grouped);
 }
 
-UniqueRows::UniqueRows(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding,
+UniqueRows::UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, std::optional<u64> padding,
                        const LegalIds& legal)
     : dropped_counts(legal.last_ids.size()), numbering(legal.last_ids) {
-    for (const Segment& segment : segments) {
-        lookups.push_back(make_lookup_span(segment, size, num_output_rows));
-        size += segment.num_ids;
-        num_output_rows += segment.num_bags;
+    for (const LookupArrays& arrays : inputs) {
+        lookups.push_back(make_lookup_span(arrays, num_positions, num_output_rows));
+        num_positions += arrays.num_ids;
+        num_output_rows += arrays.num_bags;
         check_size(num_output_rows, "bags");
-        is_pooled = is_pooled || segment.is_pooled;
+        is_pooled = is_pooled || arrays.is_pooled;
     }
-    check_size(size, "ids");
-    inverse = Buffer<i32>(size);
+    check_size(num_positions, "ids");
+    inverse = Buffer<i32>(num_positions);
     std::mutex mutex;
     u32 earliest = NONE;  // first position with an illegal id
     const auto on_illegal = [&](u32 table, u64 key, u32 position) {
         const std::lock_guard lock(mutex);
-        if (legal.drops[table]) {
+        if (legal.drops_illegal[table]) {
             ++dropped_counts[table];
         } else if (position < earliest) {
             earliest = position;
@@ -430,21 +430,22 @@ UniqueRows::UniqueRows(const std::vector<Segment>& segments, u32 num_tables, std
         }
     };
     std::vector<Chunk> chunks;
-    for (std::size_t k = 0; k < segments.size(); ++k) {
-        const Segment& segment = segments[k];
+    for (std::size_t k = 0; k < inputs.size(); ++k) {
+        const LookupArrays& arrays = inputs[k];
         const LookupSpan& span = lookups[k];
-        if (segment.bags.features)
-            append_features(chunks, segment, span.first_position, span.first_output_row,
+        if (arrays.bags.features)
+            append_features(chunks, arrays, span.first_position, span.first_output_row,
                             inverse.data() + span.first_position);
         else
-            append_chunks(chunks, segment, span.first_position, span.first_output_row, 0, segment.num_ids);
+            append_chunks(chunks, arrays, span.first_position, span.first_output_row, 0, arrays.num_ids);
     }
     std::vector<std::vector<Chunk>> table_chunks;
     if (numbering.size()) table_chunks = group_by_table(chunks, num_tables);
     if (table_chunks.empty())
         deduplicate_by_hash(
-            *this, BucketGrouping(chunks, size, num_tables, padding, inverse.data(), is_pooled, legal, on_illegal),
-            buckets_.bucket_begins);
+            *this,
+            BucketGrouping(chunks, num_positions, num_tables, padding, inverse.data(), is_pooled, legal, on_illegal),
+            buckets_.bucket_offsets);
     else
         deduplicate_by_number(*this, table_chunks, padding, legal, on_illegal);
 }
@@ -452,15 +453,15 @@ UniqueRows::UniqueRows(const std::vector<Segment>& segments, u32 num_tables, std
 const BucketOrder& UniqueRows::buckets() const {
     std::call_once(ordered_, [this] {
         if (id_numbers.size() == 0) return;
-        std::size_t at[BUCKETS] = {};
-        for (std::size_t row = 0; row < num_unique; ++row) ++at[get_bucket(hashes[row])];
+        std::size_t next[BUCKETS] = {};
+        for (std::size_t row = 0; row < num_unique; ++row) ++next[get_bucket(hashes[row])];
         for (u32 b = 0; b < BUCKETS; ++b) {
-            buckets_.bucket_begins[b + 1] = buckets_.bucket_begins[b] + at[b];
-            at[b] = buckets_.bucket_begins[b];
+            buckets_.bucket_offsets[b + 1] = buckets_.bucket_offsets[b] + next[b];
+            next[b] = buckets_.bucket_offsets[b];
         }
         buckets_.rows = Buffer<u32>(num_unique);
         for (std::size_t row = 0; row < num_unique; ++row)
-            buckets_.rows[at[get_bucket(hashes[row])]++] = static_cast<u32>(row);
+            buckets_.rows[next[get_bucket(hashes[row])]++] = static_cast<u32>(row);
     });
     return buckets_;
 }

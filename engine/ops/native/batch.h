@@ -19,7 +19,7 @@
 namespace tierbed {
 
 // One lookup's ids in bags. Each bag is pooled to one output row. Without pooling, every id is a bag.
-struct Segment {
+struct LookupArrays {
     const u64* keys;          // [n]
     const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
     std::size_t num_ids;      // includes ids of features that are not looked up
@@ -31,14 +31,14 @@ struct Segment {
 
 // The ids that a table accepts.
 struct LegalIds {
-    std::vector<u64> last_ids;  // [tables]; empty if all ids are legal
-    std::vector<bool> drops;    // [tables], true if ids beyond `last_ids` become padding instead of errors
+    std::vector<u64> last_ids;        // [tables]; empty if all ids are legal
+    std::vector<bool> drops_illegal;  // [tables], true if ids beyond `last_ids` become padding instead of errors
 };
 
 // Rows grouped by bucket, and ordered by position within each bucket.
 struct BucketedRows {
     Buffer<Entry> entries;
-    std::size_t bucket_begins[BUCKETS + 1];
+    std::size_t bucket_offsets[BUCKETS + 1];
 };
 
 // Groups row keys by bucket. Each row's position is its index in the arrays.
@@ -47,7 +47,7 @@ BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 // A batch's unique rows by bucket.
 struct BucketOrder {
     Buffer<u32> rows;  // [unique], rows by bucket; empty if the batch's rows are in this order
-    std::array<std::size_t, BUCKETS + 1> bucket_begins{};
+    std::array<std::size_t, BUCKETS + 1> bucket_offsets{};
 
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
 };
@@ -56,29 +56,30 @@ struct BucketOrder {
 // are ordered by id number; rows deduplicated by hash are ordered by bucket, then by first occurrence.
 struct UniqueRows {
     // Keys equal to `padding` are padding. Throws std::out_of_range for a table id >= num_tables.
-    UniqueRows(const std::vector<Segment>& segments, u32 num_tables, std::optional<u64> padding, const LegalIds& legal);
+    UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, std::optional<u64> padding,
+               const LegalIds& legal);
 
-    // A segment without its ids and table ids.
+    // A lookup's arrays without its ids and table ids.
     struct LookupSpan {
         std::size_t first_position;    // the lookup's first position
         std::size_t first_output_row;  // the lookup's first row among all output rows
-        Segment segment;               // the lookup's segment with null `keys` and `tables`
+        LookupArrays arrays;           // with null `keys` and `tables`
         Buffer<i64> offsets;
         Buffer<u32> features;
     };
 
     std::vector<LookupSpan> lookups;
-    std::size_t size = 0;     // positions
+    std::size_t num_positions = 0;
     std::size_t num_output_rows = 0;
     std::size_t num_unique = 0;             // rows
-    bool is_pooled = false;                 // true if any segment is pooled
+    bool is_pooled = false;                 // true if any lookup is pooled
     Buffer<u64> hashes;                     // [unique]
     Buffer<u32> tables;                     // [unique]
     Buffer<u32> id_numbers;                 // [unique], as in Numbering; empty if rows are ordered by bucket
-    Buffer<i32> inverse;                    // [size], each position's row, -1 for padding
-    Buffer<u32> occurrences;                // [size - padding], all positions, grouped by row
-    Buffer<u32> occurrence_output_rows;     // [size - padding], the positions' output rows; empty without pooling
-    Buffer<u32> offsets;                    // [unique + 1], where each row's occurrences begin
+    Buffer<i32> inverse;                    // [positions], each position's row, -1 for padding
+    Buffer<u32> occurrences;                // [positions - padding], all positions, grouped by row
+    Buffer<u32> occurrence_output_rows;     // [positions - padding], the positions' output rows; empty without pooling
+    Buffer<u32> occurrence_offsets;         // [unique + 1], where each row's occurrences begin
     std::vector<u64> dropped_counts;        // [tables], how many ids were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); illegal ids count as padding
     const Numbering numbering;
@@ -108,14 +109,14 @@ public:
     Buffer<u64>& keys();
     // Allocates `n` lines that live as long as the batch. Returns their addresses.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);
-    // Replaces each row's line by the row's element in `own_lines`, if this element is not 0.
-    void use_own_lines() {
-        for (std::size_t row = 0; row < own_lines.size(); ++row)
-            if (own_lines[row]) lines[row] = own_lines[row];
+    // Replaces each row's line by the row's element in `refused_lines`, if this element is not 0.
+    void use_refused_lines() {
+        for (std::size_t row = 0; row < refused_lines.size(); ++row)
+            if (refused_lines[row]) lines[row] = refused_lines[row];
     }
 
     const std::vector<LookupSpan>& lookups = shared_->lookups;
-    const std::size_t size = shared_->size, num_unique = shared_->num_unique;
+    const std::size_t num_positions = shared_->num_positions, num_unique = shared_->num_unique;
     const std::size_t num_output_rows = shared_->num_output_rows;
     const bool is_pooled = shared_->is_pooled;
     const Buffer<u64>& hashes = shared_->hashes;
@@ -124,12 +125,12 @@ public:
     const Buffer<i32>& inverse = shared_->inverse;
     const Buffer<u32>& occurrences = shared_->occurrences;
     const Buffer<u32>& occurrence_output_rows = shared_->occurrence_output_rows;
-    const Buffer<u32>& offsets = shared_->offsets;
+    const Buffer<u32>& occurrence_offsets = shared_->occurrence_offsets;
 
     Buffer<u64> lines;      // [unique], addresses
     Buffer<u64> lookup_lines;     // [unique], the lines that lookups read; empty if lookups read `lines`
     bool has_float32_lines = false;  // true if `lines` are float32 though the table stores 16-bit floats
-    Buffer<u64> own_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
+    Buffer<u64> refused_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 
 private:
     Buffer<u64> keys_;

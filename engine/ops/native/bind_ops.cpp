@@ -11,67 +11,63 @@
 namespace tierbed {
 namespace {
 
-// Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `owners`, to keep them alive.
+// Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `keep_alive`.
 //
 // table ids: one per bag; if there are features, one per column. None: bag i belongs to table i % num_tables.
 // bags: one length for all bags, or ascending offsets [bags + 1] from 0 to n. None: no pooling.
 // features [columns]: distinct features to look up. Offsets are then [features * batch + 1], feature by feature. Bag
 // b * columns + c is sample b of features[c].
-Segment parse_segment(nb::tuple lookup, std::vector<nb::object>& owners) {
+LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive) {
     const auto array = [&](auto values) {
-        owners.push_back(nb::cast(values));
+        keep_alive.push_back(nb::cast(values));
         return values;
     };
     const auto keys = array(require_type<InVector<u64>>(lookup[0], "keys must be contiguous uint64"));
-    Segment segment{keys.data(), nullptr, keys.size(), keys.size(), {}, 0, false};
+    LookupArrays arrays{keys.data(), nullptr, keys.size(), keys.size(), {}, 0, false};
     if (nb::isinstance<nb::int_>(lookup[2])) {
         const auto length = nb::cast<std::size_t>(lookup[2]);
-        segment.is_pooled = true;
-        segment.bags.length = length;
+        arrays.is_pooled = true;
+        arrays.bags.length = length;
         require(length > 0 ? keys.size() % length == 0 : keys.size() == 0, "bags differ in length");
-        segment.num_bags = length > 0 ? keys.size() / length : 0;
+        arrays.num_bags = length > 0 ? keys.size() / length : 0;
     } else if (!lookup[2].is_none()) {
         const auto offsets = array(require_type<InVector<i64>>(lookup[2], "offsets must be contiguous int64"));
         require(offsets.size() > 0 && offsets.data()[0] == 0 &&
                     offsets.data()[offsets.size() - 1] == static_cast<i64>(keys.size()) &&
                     std::is_sorted(offsets.data(), offsets.data() + offsets.size()),
                 "offsets must ascend from 0 to the number of keys");
-        segment.is_pooled = true;
-        segment.bags.offsets = offsets.data();
-        segment.num_bags = segment.num_offset_bags = offsets.size() - 1;
+        arrays.is_pooled = true;
+        arrays.bags.offsets = offsets.data();
+        arrays.num_bags = arrays.num_offset_bags = offsets.size() - 1;
     }
     if (lookup.size() > 3) {
         const auto features = array(require_type<InVector<u32>>(lookup[3], "features must be contiguous uint32"));
         const auto batch = nb::cast<std::size_t>(lookup[4]);
-        require(segment.bags.offsets && !lookup[1].is_none(), "features need offsets and table ids");
-        std::vector<bool> seen(batch > 0 ? segment.num_offset_bags / batch : 0);
+        require(arrays.bags.offsets && !lookup[1].is_none(), "features need offsets and table ids");
+        std::vector<bool> seen(batch > 0 ? arrays.num_offset_bags / batch : 0);
         for (std::size_t i = 0; i < features.size(); ++i) {
             const u32 feature = features.data()[i];
             require(batch == 0 || (feature < seen.size() && !seen[feature]), "give each feature once, with offsets");
             if (batch > 0) seen[feature] = true;
         }
-        segment.bags.features = features.data();
-        segment.bags.num_columns = static_cast<u32>(features.size());
-        segment.bags.batch_size = static_cast<u32>(batch);
-        segment.num_bags = features.size() * batch;
+        arrays.bags.features = features.data();
+        arrays.bags.num_columns = static_cast<u32>(features.size());
+        arrays.bags.batch_size = static_cast<u32>(batch);
+        arrays.num_bags = features.size() * batch;
     }
     if (!lookup[1].is_none()) {
         const auto tables = array(require_type<InVector<u32>>(lookup[1], "table ids must be contiguous uint32"));
-        const std::size_t owners = segment.bags.features ? segment.bags.num_columns : segment.num_bags;
-        require(tables.size() == owners, "give one table id for each bag, or for each feature");
-        segment.tables = tables.data();
+        const std::size_t num_tables = arrays.bags.features ? arrays.bags.num_columns : arrays.num_bags;
+        require(tables.size() == num_tables, "give one table id for each bag, or for each feature");
+        arrays.tables = tables.data();
     }
-    return segment;
+    return arrays;
 }
 
 // Returns a NumPy view of a batch's Buffer, read-only if the Buffer is const.
-template <class T>
-Array<T> view(Buffer<T>& values) {
-    return Array<T>(values.data(), {values.size()});
-}
-template <class T>
-Array<const T> view(const Buffer<T>& values) {
-    return Array<const T>(values.data(), {values.size()});
+template <class Values>
+auto view(Values& values) {
+    return Array<std::remove_pointer_t<decltype(values.data())>>(values.data(), {values.size()});
 }
 
 u64* require_counts(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
@@ -83,27 +79,27 @@ void bind_batch(nb::module_& m) {
     nb::class_<Batch>(m, "Batch")
         .def(
             "__init__",
-            [](Batch* self, nb::sequence segments, u32 num_tables, std::optional<u64> padding,
-               std::optional<InVector<u64>> last_ids, std::vector<bool> drops) {
-                std::vector<nb::object> owners;
-                std::vector<Segment> views;
-                for (nb::handle item : segments) views.push_back(parse_segment(nb::cast<nb::tuple>(item), owners));
+            [](Batch* self, nb::sequence lookups, u32 num_tables, std::optional<u64> padding,
+               std::optional<InVector<u64>> last_ids, std::vector<bool> drops_illegal) {
+                std::vector<nb::object> keep_alive;
+                std::vector<LookupArrays> views;
+                for (nb::handle item : lookups) views.push_back(parse_lookup(nb::cast<nb::tuple>(item), keep_alive));
                 require(num_tables > 0, "num_tables must be positive");
                 LegalIds legal;
                 if (last_ids) {
-                    if (drops.empty()) drops.resize(num_tables);
-                    legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops)};
-                    require(legal.last_ids.size() == num_tables && legal.drops.size() == num_tables,
-                            "last_ids and drops must be [num_tables]");
+                    if (drops_illegal.empty()) drops_illegal.resize(num_tables);
+                    legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops_illegal)};
+                    require(legal.last_ids.size() == num_tables && legal.drops_illegal.size() == num_tables,
+                            "last_ids and drops_illegal must be [num_tables]");
                 }
                 nb::gil_scoped_release unlocked;
                 new (self) Batch(std::make_shared<const UniqueRows>(views, num_tables, padding, legal));
             },
-            "segments"_a, "num_tables"_a, "padding"_a.none(), "last_ids"_a.none() = nb::none(),
-            "drops"_a = std::vector<bool>{})
+            "lookups"_a, "num_tables"_a, "padding"_a.none(), "last_ids"_a.none() = nb::none(),
+            "drops_illegal"_a = std::vector<bool>{})
         .def(
             "make_sibling", [](const Batch& batch) { return new Batch(batch.shared()); }, Unlocked())
-        .def_ro("size", &Batch::size)
+        .def_ro("num_positions", &Batch::num_positions)
         .def_ro("num_output_rows", &Batch::num_output_rows)
         .def_ro("num_unique", &Batch::num_unique)
         .def_prop_ro("dropped_counts", [](const Batch& batch) { return batch.shared()->dropped_counts; })
@@ -115,8 +111,8 @@ void bind_batch(nb::module_& m) {
                      [](Batch& batch) { return view(batch.lookup_lines.size() ? batch.lookup_lines : batch.lines); })
         .def_prop_ro("inverse", [](const Batch& batch) { return view(batch.inverse); })
         .def_prop_ro("occurrences", [](const Batch& batch) { return view(batch.occurrences); })
-        .def_prop_ro("offsets", [](const Batch& batch) { return view(batch.offsets); })
-        .def_prop_ro("own_lines", [](Batch& batch) { return view(batch.own_lines); });
+        .def_prop_ro("occurrence_offsets", [](const Batch& batch) { return view(batch.occurrence_offsets); })
+        .def_prop_ro("refused_lines", [](Batch& batch) { return view(batch.refused_lines); });
 }
 
 using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -125,9 +121,9 @@ using OutRows = Exact<nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 Pooling make_pooling(const Batch& batch, std::size_t lookup, bool mean, const std::optional<InVector<float>>& weights,
                      const std::string& dtype) {
     require(lookup < batch.lookups.size(), "the batch has no such lookup");
-    const Segment& segment = batch.lookups[lookup].segment;
-    require(segment.is_pooled || (!mean && !weights), "mean and weights are for bags");
-    require(!weights || weights->size() == segment.num_ids, "weights must be [positions]");
+    const LookupArrays& arrays = batch.lookups[lookup].arrays;
+    require(arrays.is_pooled || (!mean && !weights), "mean and weights are for bags");
+    require(!weights || weights->size() == arrays.num_ids, "weights must be [positions]");
     return {mean, weights ? weights->data() : nullptr, parse_float_type(dtype)};
 }
 
@@ -137,13 +133,13 @@ void require_outputs(const Batch& batch, const Layout& layout, std::size_t looku
                      const Pooling& pooling) {
     require(rows.dtype() == (pooling.output_type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()),
             "rows must be float32, or uint16 if dtype has 16 bits");
-    require(rows.shape(0) == batch.lookups[lookup].segment.num_bags && rows.shape(1) == layout.shape.dim,
+    require(rows.shape(0) == batch.lookups[lookup].arrays.num_bags && rows.shape(1) == layout.shape.dim,
             "rows must be [output rows, dim]");
 }
 
 // Parses each lookup's gradient, and keeps the gradients' arrays alive.
 struct LookupGradients {
-    std::vector<nb::object> owners;
+    std::vector<nb::object> keep_alive;
     std::vector<LookupGradient> gradients;
 
     LookupGradients(const Batch& batch, const Layout& layout, const nb::list& grads, const std::vector<bool>& means,
@@ -157,8 +153,8 @@ struct LookupGradients {
                 scale = require_type<InVector<float>>(weights[k], "weights must be contiguous float32");
             const Pooling pooling = make_pooling(batch, k, means[k], scale, dtype);
             require_outputs(batch, layout, k, rows, pooling);
-            owners.push_back(nb::cast(rows));
-            if (scale) owners.push_back(nb::cast(*scale));
+            keep_alive.push_back(nb::cast(rows));
+            if (scale) keep_alive.push_back(nb::cast(*scale));
             gradients.push_back({rows.data(), pooling});
         }
     }
@@ -198,23 +194,23 @@ void bind_step(nb::module_& m) {
            const std::string& dtype) {
             const Pooling pooling = make_pooling(batch, lookup, mean, std::nullopt, dtype);
             require_outputs(batch, layout, lookup, grads, pooling);
-            require(out.size() == batch.lookups[lookup].segment.num_ids, "out must be [positions]");
+            require(out.size() == batch.lookups[lookup].arrays.num_ids, "out must be [positions]");
             weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
         },
         "batch"_a, "layout"_a, "lookup"_a, "grads"_a, "out"_a, "mean"_a = false, "dtype"_a = "float32", Unlocked());
     m.def(
         "update",
         [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
-           const std::string& rule, std::vector<double> hyper, u32 step, const std::string& dtype, float scale,
+           const std::string& rule, std::vector<double> hyperparams, u32 step, const std::string& dtype, float scale,
            std::optional<OutVector<u64>> by_table) {
             u64* const counts = require_counts(layout, by_table);
             const LookupGradients gradients(batch, layout, grads, means, weights, dtype);
-            const BoundRule bound(layout, rule, std::move(hyper));
+            const BoundRule bound(layout, rule, std::move(hyperparams));
             nb::gil_scoped_release unlocked;
             return update(batch, layout, gradients.gradients, bound, step, scale, counts);
         },
-        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "rule"_a, "hyper"_a, "step"_a, "dtype"_a = "float32",
-        "scale"_a = 1.0f, "by_table"_a.none() = nb::none());
+        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "rule"_a, "hyperparams"_a, "step"_a,
+        "dtype"_a = "float32", "scale"_a = 1.0f, "by_table"_a.none() = nb::none());
     m.def(
         "square_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
@@ -239,52 +235,52 @@ void bind_step(nb::module_& m) {
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "positions"_a.none() = nb::none(),
         "dtype"_a = "float32");
     // Sets the line of row u to rows[positions[u]]. If positions[u] is len(rows) + i, the line comes from another
-    // batch, `rest`. Row u gets the line that a lookup reads at position `rest_begin` + i of `rest`.
+    // batch, `other`. Row u gets the line that a lookup reads at position `begin` + i of `rest`.
     m.def(
         "set_lines",
-        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> positions, const Batch* rest,
-           std::size_t rest_begin) {
+        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> positions, const Batch* other,
+           std::size_t begin) {
             require(rows.shape(1) == layout.shape.dim, "rows must be [*, dim]");
-            require(!rest || rest_begin <= rest->size, "rest_begin must be a position of the batch or its end");
+            require(!other || begin <= other->num_positions, "begin must be a position of the batch or its end");
             const std::size_t count = rows.shape(0);
-            require_positions(batch, positions, count + (rest ? rest->size - rest_begin : 0));
-            const Batch& source = rest ? *rest : batch;
-            const Buffer<u64>& rest_lines = source.lookup_lines.size() ? source.lookup_lines : source.lines;
+            require_positions(batch, positions, count + (other ? other->num_positions - begin : 0));
+            const Batch& source = other ? *other : batch;
+            const Buffer<u64>& source_lines = source.lookup_lines.size() ? source.lookup_lines : source.lines;
             const bool has_16bit_embedding = layout.shape.embedding != FloatType::float32;
-            std::vector<std::size_t> from_rest;
+            std::vector<std::size_t> from_other;
             for (std::size_t row = 0; row < batch.num_unique; ++row) {
                 const std::size_t position = static_cast<std::size_t>(positions.data()[row]);
                 if (position >= count) {
-                    const i32 rest_row = rest->inverse[rest_begin + position - count];
-                    require(rest_row >= 0, "a position is padding");
-                    batch.lines[row] = rest_lines[rest_row];
-                    if (has_16bit_embedding) from_rest.push_back(row);
+                    const i32 source_row = source.inverse[begin + position - count];
+                    require(source_row >= 0, "a position is padding");
+                    batch.lines[row] = source_lines[source_row];
+                    if (has_16bit_embedding) from_other.push_back(row);
                 } else {
                     batch.lines[row] = reinterpret_cast<u64>(rows.data() + position * rows.shape(1));
                 }
             }
-            if (has_16bit_embedding) use_float32_lines(batch, layout, from_rest);
+            if (has_16bit_embedding) use_float32_lines(batch, layout, from_other);
         },
-        "batch"_a, "layout"_a, "rows"_a, "positions"_a, "rest"_a.none() = nb::none(), "rest_begin"_a = 0,
+        "batch"_a, "layout"_a, "rows"_a, "positions"_a, "other"_a.none() = nb::none(), "begin"_a = 0,
         nb::keep_alive<1, 3>());
     m.def(
         "preview_catch_up",
-        [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyper, u32 step) {
-            preview_catch_up(batch, layout, BoundRule(layout, rule, std::move(hyper)), step);
+        [](Batch& batch, const Layout& layout, const std::string& rule, std::vector<double> hyperparams, u32 step) {
+            preview_catch_up(batch, layout, BoundRule(layout, rule, std::move(hyperparams)), step);
         },
-        "batch"_a, "layout"_a, "rule"_a, "hyper"_a, "step"_a, Unlocked());
+        "batch"_a, "layout"_a, "rule"_a, "hyperparams"_a, "step"_a, Unlocked());
     m.def(
         "catch_up",
-        [](const Layout& layout, InVector<u64> lines, const std::string& rule, std::vector<double> hyper, u32 step) {
-            catch_up(layout, lines.data(), lines.size(), BoundRule(layout, rule, std::move(hyper)), step);
+        [](const Layout& layout, InVector<u64> lines, const std::string& rule, std::vector<double> values, u32 step) {
+            catch_up(layout, lines.data(), lines.size(), BoundRule(layout, rule, std::move(values)), step);
         },
-        "layout"_a, "lines"_a, "rule"_a, "hyper"_a, "step"_a, Unlocked());
+        "layout"_a, "lines"_a, "rule"_a, "hyperparams"_a, "step"_a, Unlocked());
     m.def(
         "assign",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> values, u32 step,
            std::optional<OutVector<u64>> by_table) {
-            require(values.shape(0) == batch.size && values.shape(1) == layout.shape.dim,
-                    "values must be [batch.size, dim]");
+            require(values.shape(0) == batch.num_positions && values.shape(1) == layout.shape.dim,
+                    "values must be [batch.num_positions, dim]");
             return assign(batch, layout, values.data(), step, require_counts(layout, by_table));
         },
         "batch"_a, "layout"_a, "values"_a, "step"_a, "by_table"_a.none() = nb::none(), Unlocked());

@@ -33,11 +33,11 @@ public:
         const std::uint64_t all = count();
         if (all == 0) return 0;
         const double target = q * static_cast<double>(all);
-        std::uint64_t below = 0;
+        std::uint64_t count = 0;
         std::size_t b = 0;
         for (; b + 1 < kBuckets; ++b) {
-            below += buckets_[b].load(std::memory_order_relaxed);
-            if (below > 0 && static_cast<double>(below) >= target) break;
+            count += buckets_[b].load(std::memory_order_relaxed);
+            if (count > 0 && static_cast<double>(count) >= target) break;
         }
         const double middle = std::max(lower_bound(b), (lower_bound(b) + lower_bound(b + 1) - 1) / 2) * 1e-9;
         return b + 1 < kBuckets && middle < max() ? middle : max();

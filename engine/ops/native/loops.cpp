@@ -12,7 +12,7 @@ namespace tierbed {
 namespace {
 
 constexpr Tile ONE_THREAD{0, 1};
-constexpr std::size_t ROW_BYTES_AHEAD = 8192;  // how many bytes to prefetch ahead
+constexpr std::size_t PREFETCH_BYTES = 8192;  // how far ahead rows are prefetched
 
 u64 find_line(const GatherJob& job, std::size_t position) {
     const i32 row = job.inverse[position];
@@ -21,7 +21,7 @@ u64 find_line(const GatherJob& job, std::size_t position) {
 
 // Returns how many rows to prefetch ahead.
 std::size_t choose_prefetch_distance(u32 row_bytes) {
-    const std::size_t rows = ROW_BYTES_AHEAD / row_bytes;
+    const std::size_t rows = PREFETCH_BYTES / row_bytes;
     return rows < 4 ? 4 : rows > 32 ? 32 : rows;
 }
 
@@ -108,14 +108,14 @@ template <class Rule>
 std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, float* memory) {
     const UpdateJob job = shared;  // a local copy, because writes to lines could alias `shared`
     const OutputGradients gradients = shared.gradients;
-    const Rule rule(job.hyper);
+    const Rule rule(job.hyperparams);
     const SumRow sum_row = SUM_ROW[static_cast<u32>(job.type)];
-    const std::size_t ahead = choose_prefetch_distance(job.shape.line_bytes);
+    const std::size_t distance = choose_prefetch_distance(job.shape.line_bytes);
     float *sum = memory, *block = sum + job.shape.dim, *scratch = block + job.shape.dim;
     const bool in_place = job.type == FloatType::float32 && !job.scales;  // a single gradient needs no copy
     std::size_t written = 0;
     for (std::size_t row = begin; row < end; ++row) {
-        if (row + ahead < end) prefetch_to_write(job.lines[row + ahead], job.shape.line_bytes);
+        if (row + distance < end) prefetch_to_write(job.lines[row + distance], job.shape.line_bytes);
         const Occurrences occurrences = find_occurrences(job, row);
         const float* gradient = sum;
         if (occurrences.count == 1 && in_place) {  // the common case, without a copy
@@ -163,14 +163,14 @@ void columns(const ColumnsJob& shared, std::size_t begin, std::size_t end) {
     const ColumnsJob job = shared;
     for (std::size_t row = begin; row < end; ++row)
         if (job.adds)
-            add_columns<Type>(job.sources, job.targets, job.target_count, job.moves, job.move_count, row);
+            add_columns<Type>(job.sources, job.targets, job.num_targets, job.moves, job.num_moves, row);
         else
-            move_columns<typename Type::Stored>(job.sources, job.targets, job.moves, job.move_count, row);
+            move_columns<typename Type::Stored>(job.sources, job.targets, job.moves, job.num_moves, row);
 }
 
 template <class Rule>
 void catch_up_lines(const CatchUpJob& job, std::size_t begin, std::size_t end) {
-    const Rule rule(job.hyper);
+    const Rule rule(job.hyperparams);
     for (std::size_t i = begin; i < end; ++i) {
         RowCounters* counters = row_counters(job.lines[i], job.shape);
         if (!is_behind(*counters, job.step, Rule::MISSES_UNWRITTEN)) continue;
@@ -184,7 +184,7 @@ constexpr RuleLoops make_rule_loops() {
     RuleLoops loops{Rule::NAME,
                     Rule::ELEMENT_STATES,
                     Rule::ROW_STATES,
-                    Rule::HYPERS + Rule::LIMITS,
+                    Rule::HYPERPARAMS + Rule::LIMITS,
                     Rule::MISSES_UNWRITTEN,
                     update<Rule>,
                     nullptr};

@@ -43,14 +43,14 @@ struct UpdateJob {
     FloatType type;  // gradient type
     float scale;  // multiplies each row's sum
     LineShape shape;
-    const double* hyper;
+    const double* hyperparams;
     u32 step;
 };
 
 struct CatchUpJob {
     const u64* lines;
     LineShape shape;
-    const double* hyper;
+    const double* hyperparams;
     u32 step;
 };
 
@@ -69,16 +69,16 @@ struct CodecJob {
 // Copies columns from sources to targets in rows [begin, end). If `adds`, adds the columns instead (for gradients).
 struct ColumnsJob {
     const Matrix *sources, *targets;
-    std::size_t target_count;
+    std::size_t num_targets;
     const Move* moves;
-    std::size_t move_count;
+    std::size_t num_moves;
     bool adds;
 };
 
 struct RuleLoops {
     const char* name;
     u32 num_element_states, num_row_states;
-    u32 num_hypers;         // hyper-parameters, including limits
+    u32 num_hyperparams;    // hyper-parameters, including limits
     bool misses_unwritten;  // true if a row can miss steps before its first write
     // Returns how many rows were written for the first time. memory [3 * dim]: scratch.
     std::size_t (*update)(const UpdateJob&, std::size_t begin, std::size_t end, float* memory);
@@ -100,7 +100,7 @@ struct Loops {
     // Indexed by type; the last function is for float64.
     void (*columns[FLOAT_TYPES + 1])(const ColumnsJob&, std::size_t begin, std::size_t end);
     const RuleLoops* rules;
-    u32 rule_count;
+    u32 num_rules;
 };
 
 }  // namespace tierbed

@@ -13,7 +13,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 4;  // rows to prefetch
+constexpr std::size_t PREFETCH_DISTANCE = 4;  // in rows
 
 // Calls body(row) for every unique row. For each range of rows, calls add(begin, end, how many results were true).
 template <class Body, class Add>
@@ -21,7 +21,7 @@ void count_rows_if(const Batch& batch, const Body& body, const Add& add) {
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
-            if (row + AHEAD < end) prefetch(floats(batch.lines[row + AHEAD]));
+            if (row + PREFETCH_DISTANCE < end) prefetch(floats(batch.lines[row + PREFETCH_DISTANCE]));
             count += body(row);
         }
         add(begin, end, count);
@@ -47,18 +47,18 @@ GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t 
     GatherJob job{};
     job.lines = batch.lookup_lines.size() ? batch.lookup_lines.data() : batch.lines.data();
     job.inverse = batch.inverse.data() + span.first_position;
-    job.n = span.segment.num_ids;
-    job.bags = span.segment.bags;
+    job.n = span.arrays.num_ids;
+    job.bags = span.arrays.bags;
     job.dim = layout.shape.dim;
     job.row_type = batch.has_float32_lines ? FloatType::float32 : layout.shape.embedding;
-    job.is_pooled = span.segment.is_pooled;
+    job.is_pooled = span.arrays.is_pooled;
     return job;
 }
 
 // Returns how many bags have about ROWS ids in total.
-std::size_t count_bags_per_task(const Segment& segment) {
+std::size_t count_bags_per_task(const LookupArrays& arrays) {
     return std::max<std::size_t>(
-        ROWS * segment.num_bags / std::max<std::size_t>({segment.num_ids, segment.num_bags, 1}), 1);
+        ROWS * arrays.num_bags / std::max<std::size_t>({arrays.num_ids, arrays.num_bags, 1}), 1);
 }
 
 // Counts a batch's first writes. Adds each table's count to by_table [layout.num_tables], unless `by_table` is null.
@@ -88,8 +88,8 @@ void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const 
     job.weights = pooling.weights;
     job.out = out;
     const auto run = loops().gather[static_cast<u32>(pooling.output_type)];
-    const Segment& segment = batch.lookups[lookup].segment;
-    parallel_ranges(segment.num_bags, count_bags_per_task(segment),
+    const LookupArrays& arrays = batch.lookups[lookup].arrays;
+    parallel_ranges(arrays.num_bags, count_bags_per_task(arrays),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
@@ -98,22 +98,22 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
     WeightsGradJob job{make_gather_job(batch, layout, lookup), grads, out};
     job.lookup.is_mean = pooling.is_mean;
     const auto run = loops().weights_grad[static_cast<u32>(pooling.output_type)];
-    const Segment& segment = batch.lookups[lookup].segment;
-    parallel_ranges(segment.num_bags, count_bags_per_task(segment),
+    const LookupArrays& arrays = batch.lookups[lookup].arrays;
+    parallel_ranges(arrays.num_bags, count_bags_per_task(arrays),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table) {
     FirstWrites first_writes{batch, layout, by_table};
     const auto write = [&](std::size_t row) {
-        const u32 last = batch.occurrences[batch.offsets[row + 1] - 1];
+        const u32 last = batch.occurrences[batch.occurrence_offsets[row + 1] - 1];
         set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
                       layout.shape);
         RowCounters* counters = row_counters(batch.lines[row], layout.shape);
-        const bool first = counters->updates == 0;
+        const bool is_first_write = counters->updates == 0;
         if (counters->updates != 0xFFFFFFFFu) counters->updates += 1;
         counters->step = step;
-        return first;
+        return is_first_write;
     };
     count_rows_if(batch, write,
                   [&](std::size_t begin, std::size_t end, std::size_t count) { first_writes.add(begin, end, count); });
@@ -155,7 +155,7 @@ namespace {
 
 const RuleLoops& find_rule(const std::string& name) {
     const Loops& all = loops();
-    for (u32 i = 0; i < all.rule_count; ++i)
+    for (u32 i = 0; i < all.num_rules; ++i)
         if (name == all.rules[i].name) return all.rules[i];
     throw std::invalid_argument("rule '" + name + "' does not exist");
 }
@@ -165,12 +165,12 @@ Buffer<float> compute_occurrence_scales(const Batch& batch, const std::vector<Lo
     bool any = false;
     for (const LookupGradient& grad : grads) any = any || grad.pooling.is_mean || grad.pooling.weights;
     if (!any) return {};
-    Buffer<float> position_scales(batch.size);
+    Buffer<float> position_scales(batch.num_positions);
     for (std::size_t k = 0; k < grads.size(); ++k) {
         const Batch::LookupSpan& lookup = batch.lookups[k];
         const Pooling& pooling = grads[k].pooling;
-        const Bags& bags = lookup.segment.bags;
-        parallel_ranges(lookup.segment.num_bags, ROWS, [&](std::size_t from, std::size_t to) {
+        const Bags& bags = lookup.arrays.bags;
+        parallel_ranges(lookup.arrays.num_bags, ROWS, [&](std::size_t from, std::size_t to) {
             for (std::size_t bag = from; bag < to; ++bag) {
                 const std::size_t begin = bags.begin(bag), end = bags.end(bag);
                 const Bag rows{&batch.inverse[lookup.first_position + begin], nullptr, static_cast<u32>(end - begin),
@@ -199,7 +199,7 @@ struct GradientJob {
         for (std::size_t k = 0; k < grads.size(); ++k)
             outputs.push_back({grads[k].rows, static_cast<u32>(batch.lookups[k].first_output_row)});
         job.lines = batch.lines.data();
-        job.offsets = batch.offsets.data();
+        job.offsets = batch.occurrence_offsets.data();
         const Buffer<u32>& output_rows = batch.is_pooled ? batch.occurrence_output_rows : batch.occurrences;
         job.output_rows = output_rows.data();
         job.output_rows_end = output_rows.data() + output_rows.size();
@@ -267,17 +267,17 @@ std::size_t update_16bit_lines(const Batch& batch, const Layout& layout, const B
 }  // namespace
 
 BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> numbers)
-    : loops(find_rule(name)), hyper(std::move(numbers)) {
-    if (hyper.size() + 1 == loops.num_hypers) hyper.push_back(0.0);  // a last limit of 0 may be left out
-    bool fits = hyper.size() == loops.num_hypers;
+    : loops(find_rule(name)), hyperparams(std::move(numbers)) {
+    const std::size_t count = loops.num_hyperparams;
+    if (hyperparams.size() + 1 == count) hyperparams.push_back(0.0);  // a last limit of 0 may be left out
+    bool fits = hyperparams.size() == count;
     if (loops.catch_up) {
-        if (fits) hyper.push_back(0.0);  // no past rates
-        fits = hyper.size() > loops.num_hypers &&
-               hyper[loops.num_hypers] * 2 + 1 == static_cast<double>(hyper.size() - loops.num_hypers);
+        if (fits) hyperparams.push_back(0.0);  // no past rates
+        const double num_rates = static_cast<double>(hyperparams.size() - count);
+        fits = hyperparams.size() > count && hyperparams[count] * 2 + 1 == num_rates;
     }
     if (!fits)
-        throw std::invalid_argument("rule " + name + " needs " + std::to_string(loops.num_hypers) +
-                                    " hyper-parameters");
+        throw std::invalid_argument("rule " + name + " needs " + std::to_string(count) + " hyper-parameters");
     const LineShape& shape = layout.shape;
     if (make_float32_shape(shape).width != shape.dim * (1 + loops.num_element_states) + loops.num_row_states ||
         (shape.num_16bit_states > 0 && shape.num_16bit_states != loops.num_element_states))
@@ -290,7 +290,7 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
     UpdateJob job = gradients.job;
     job.scale = scale;
     job.shape = layout.shape;
-    job.hyper = rule.hyper.data();
+    job.hyperparams = rule.hyperparams.data();
     job.step = step;
     FirstWrites first_writes{batch, layout, by_table};
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
@@ -324,27 +324,27 @@ void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient
 
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
-    const CatchUpJob job{lines, layout.shape, rule.hyper.data(), step};
+    const CatchUpJob job{lines, layout.shape, rule.hyperparams.data(), step};
     parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
         if (!layout.shape.has_16bit_floats()) return rule.loops.catch_up(job, begin, end);
         DecodedLines decoded(layout, lines);
-        const CatchUpJob part{decoded.addresses, decoded.shape(), job.hyper, step};
+        const CatchUpJob part{decoded.addresses, decoded.shape(), job.hyperparams, step};
         decoded.change(begin, end, nullptr, step, [&](std::size_t, std::size_t n) { rule.loops.catch_up(part, 0, n); });
     });
 }
 
 void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
-    std::vector<std::size_t> behind;
+    std::vector<std::size_t> stale_rows;
     for (std::size_t row = 0; row < batch.num_unique; ++row) {
         const RowCounters& counters = *row_counters(batch.lines[row], layout.shape);
-        if (is_behind(counters, step, rule.loops.misses_unwritten)) behind.push_back(row);
+        if (is_behind(counters, step, rule.loops.misses_unwritten)) stale_rows.push_back(row);
     }
     if (batch.lookup_lines.size() != batch.num_unique)
         batch.lookup_lines = Buffer<u64>(batch.num_unique);  // reused, since Python may hold a view
     std::copy_n(batch.lines.data(), batch.num_unique, batch.lookup_lines.data());
     const std::vector<u64> copies =
-        add_lines(batch, behind, layout.shape, batch.lookup_lines,
+        add_lines(batch, stale_rows, layout.shape, batch.lookup_lines,
                   [&](u64 line, std::size_t row) { copy_line(THREAD, line, batch.lines[row], layout.shape); });
     catch_up(layout, copies.data(), copies.size(), rule, step);
 }

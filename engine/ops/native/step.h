@@ -21,7 +21,7 @@ void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const 
 void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
                   const void* grads, float* out);
 
-// Writes values [size, dim], one per position, to the embeddings; a row's last occurrence wins. Returns how many rows
+// Writes values [positions, dim] to the embeddings; a row's last occurrence wins. Returns how many rows
 // were written for the first time, and adds the counts to by_table [layout.num_tables] unless it is null.
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
 // Returns how many rows were never written. A row without a line counts as new.
@@ -43,10 +43,10 @@ struct LookupGradient {
 // optional numbers for Rates (ops/kernels/rule.h). Only rules that catch up have numbers for Rates.
 struct BoundRule {
     // Throws std::invalid_argument if the rule is unknown, or does not fit the hyper-parameters or the lines.
-    BoundRule(const Layout& layout, const std::string& name, std::vector<double> hyper);
+    BoundRule(const Layout& layout, const std::string& name, std::vector<double> hyperparams);
 
     const RuleLoops& loops;
-    std::vector<double> hyper;
+    std::vector<double> hyperparams;
 };
 
 // Applies the rule to rows. grads: one per lookup, of one type. scale: multiplies gradients. Counts like `assign`.

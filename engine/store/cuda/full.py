@@ -134,9 +134,9 @@ class CudaFullTier(TopTier[Batch]):
 
         The table's memory is the limit, not `capacity_limit`. Rows that a failed step inserted use memory too.
         """
-        ranks = self.table.find(batch)
-        self.table.insert_missing(batch, ranks)
-        self.table.count_lookups(batch, ranks)
+        prefix_sums = self.table.find(batch)
+        self.table.insert_missing(batch, prefix_sums)
+        self.table.count_lookups(batch, prefix_sums)
         self._faults.post(batch)
         self._pinned = batch
 
@@ -144,11 +144,11 @@ class CudaFullTier(TopTier[Batch]):
         """Forget the pinned batch. A full table never moves its lines."""
         self._pinned = None
 
-    def peek(self, batch: Batch, trains: bool = False) -> None:
-        ranks = self.table.find(batch)
-        self.table.count_lookups(batch, ranks)
-        if batch.size and not trains:
-            self._peek_counts += torch.stack([batch.count[0], ranks[-1]])
+    def peek(self, batch: Batch, is_training: bool = False) -> None:
+        prefix_sums = self.table.find(batch)
+        self.table.count_lookups(batch, prefix_sums)
+        if batch.num_positions and not is_training:
+            self._peek_counts += torch.stack([batch.count[0], prefix_sums[-1]])
         initialise_missing(batch, self.layout)
         self._faults.post(batch)
 
@@ -163,10 +163,10 @@ class CudaFullTier(TopTier[Batch]):
         batch = make_row_batch(self.layout.device, tables, keys, self._faults.word)
         self.table.insert_missing(batch, self.table.find(batch))
         self._faults.check()
-        all_rows = torch.ones(batch.size, dtype=torch.int32, device=batch.lines.device)
-        ranks = all_rows.cumsum(0, dtype=torch.int32)
-        self.staging.fill(batch, all_rows, ranks, np.ones(batch.size, np.bool_))
-        ranks.cpu()  # waits, because the staging memory will be reused
+        all_rows = torch.ones(batch.num_positions, dtype=torch.int32, device=batch.lines.device)
+        prefix_sums = all_rows.cumsum(0, dtype=torch.int32)
+        self.staging.fill(batch, all_rows, prefix_sums, np.ones(batch.num_positions, np.bool_))
+        prefix_sums.cpu()  # waits, because the staging memory will be reused
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         batch = make_row_batch(self.layout.device, tables, keys, self._faults.word)
@@ -207,7 +207,7 @@ class CudaFullTier(TopTier[Batch]):
     def start_change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, touch: bool = True) -> HitMask:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
         """Copy rows to their lines in host memory, except rows that the table lacks."""
         batch = make_row_batch(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)

@@ -36,15 +36,16 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
     });
 }
 
-// Gives each missing row a line: the most recently erased lines first, then unused lines. ranks [n] is the running sum
-// of `missing`. Initialises each new line. If `record_only` is set, only marks new lines as never written. `*erased`:
+// Gives each missing row a line: the most recently erased lines first, then unused lines. prefix_sums [n]: the running
+// sum of `missing`. Initialises each new line. If `record_only` is set, only marks new lines as never written. `*erased`:
 // the free lines' numbers + 1. If a fault is set or not all rows fit, inserts no row; missing rows get `zero_line`.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
-                                       const u64* hashes, const u32* tables, const u32* count, const i32* ranks, u64 n,
-                                       u64* lines, InitialRow initial, const __grid_constant__ SlotHash slot_hash,
-                                       u32 record_only, u64 zero_line, u32* faults) {
+                                       const u64* hashes, const u32* tables, const u32* count, const i32* prefix_sums,
+                                       u64 n, u64* lines, InitialRow initial,
+                                       const __grid_constant__ SlotHash slot_hash, u32 record_only, u64 zero_line,
+                                       u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
-    const bool fits = used + static_cast<u32>(ranks[n - 1]) <= index.memory.num_lines + free;
+    const bool fits = used + static_cast<u32>(prefix_sums[n - 1]) <= index.memory.num_lines + free;
     if (*faults || !fits) {
         if (!fits && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, NO_ROOM);
         for_each(*count, [&](u64 i) {
@@ -55,8 +56,8 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
         if (lines[i]) return;
         synchronise(tile);  // until every lane has read `lines`
-        const u64 rank = static_cast<u32>(ranks[i]);
-        const u64 row = rank <= free ? (*erased)[free - rank] - 1 : used + rank - free - 1;
+        const u64 number = static_cast<u32>(prefix_sums[i]);
+        const u64 row = number <= free ? (*erased)[free - number] - 1 : used + number - free - 1;
         const u64 line = index.memory.address(row);
         if (tile.lane == 0) {
             claim_slot(index.view, Slot{hashes[i], tables[i], static_cast<u32>(row + 1)});
@@ -70,19 +71,19 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
 }
 
 // Updates `counts` after `insert_rows`.
-extern "C" __global__ void count_inserted(const i32* ranks, u64 n, u64* counts, const u32* faults) {
+extern "C" __global__ void count_inserted(const i32* prefix_sums, u64 n, u64* counts, const u32* faults) {
     if (blockIdx.x != 0 || threadIdx.x != 0 || *faults) return;
-    const u64 inserted = static_cast<u32>(ranks[n - 1]);
+    const u64 inserted = static_cast<u32>(prefix_sums[n - 1]);
     const u64 reused = inserted < counts[ERASED] ? inserted : counts[ERASED];
     counts[ERASED] -= reused;
     counts[USED] += inserted - reused;
     counts[INSERTIONS] += inserted;
 }
 
-// Adds the first `count` rows' hits and misses to lookups [tables, 2]. Row i is a miss if ranks[i] > ranks[i - 1].
-extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* ranks, Counters lookups) {
-    Tally tally(lookups);
-    for_each(*count, [&](u64 i) { tally.add(hit_index(tables[i], ranks[i] != (i ? ranks[i - 1] : 0))); });
+// Adds the first `count` rows' hits and misses to counts [tables, 2]. Row i is a miss if ranks[i] > ranks[i - 1].
+extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* prefix_sums, Counters counts) {
+    Tally tally(counts);
+    for_each(*count, [&](u64 i) { tally.add(hit_index(tables[i], prefix_sums[i] != (i ? prefix_sums[i - 1] : 0))); });
     tally.flush();
 }
 

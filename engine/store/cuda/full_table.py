@@ -54,50 +54,51 @@ class CudaFullTable:
             self._add_segment(capacity)
 
     def find(self, batch: Batch) -> Tensor:
-        """Set `batch.lines`, 0 for absent rows. Returns the running count of absent rows, int32 [size]."""
+        """Set `batch.lines`, 0 for absent rows. Returns the running count of absent rows, int32 [positions]."""
         return self._find(batch, batch.lines, None).cumsum(0, dtype=torch.int32)
 
     def find_line_numbers(self, batch: Batch) -> Tensor:
-        """Return each row's line number, int64 [size]; -1 for absent rows. Does not change `batch.lines`."""
+        """Return each row's line number, int64 [positions]; -1 for absent rows. Does not change `batch.lines`."""
         numbers = torch.empty_like(batch.lines)
         self._find(batch, torch.empty_like(batch.lines), numbers)
         return numbers
 
-    def insert_missing(self, batch: Batch, ranks: Tensor, record_only: bool = False) -> None:
-        """Insert and initialise each row whose line is 0. `ranks` is the result of `find`.
+    def insert_missing(self, batch: Batch, prefix_sums: Tensor, record_only: bool = False) -> None:
+        """Insert and initialise each row whose line is 0. `prefix_sums` is the result of `find`.
 
         With `record_only`, writes only the line's counters, to mark the row as never written. If the rows do not fit,
         all these rows get a line of zeros, so that kernels can run until the fault is raised.
         """
         if not self._has_capacity:
-            self._reserve(batch.size, ranks)
-        n = np.uint64(batch.size)
+            self._reserve(batch.num_positions, prefix_sums)
+        n = np.uint64(batch.num_positions)
         self._launch(
-            "insert_rows", batch.size, WARP, self.make_index_struct(), self._counts, self._free_lines_ptr, batch.hashes,
-            batch.tables, batch.count, ranks, n, batch.lines, self._layout.initial, SLOT_HASH, np.uint32(record_only),
-            self.zero_line, batch.faults,
+            "insert_rows", batch.num_positions, WARP, self.make_index_struct(), self._counts, self._free_lines_ptr, batch.hashes,
+            batch.tables, batch.count, prefix_sums, n, batch.lines, self._layout.initial, SLOT_HASH,
+            np.uint32(record_only), self.zero_line, batch.faults,
         )  # fmt: skip
-        self._launch("count_inserted", min(batch.size, 1), 1, ranks, n, self._counts, batch.faults)
+        self._launch("count_inserted", min(batch.num_positions, 1), 1, prefix_sums, n, self._counts, batch.faults)
 
     def erase(self, batch: Batch, lines: Tensor) -> None:
-        """Erase the rows whose line in `lines` [size] is not 0; `find` sets `lines`. Waits for the device."""
-        if batch.size == 0:
+        """Erase the rows whose line in `lines` [positions] is not 0; `find` sets `lines`. Waits for the device."""
+        if (size := batch.num_positions) == 0:
             return
-        n, clusters = np.uint64(batch.size), batch.empty(torch.int64)
+        n, clusters = np.uint64(size), batch.empty(torch.int64)
         index = self.make_index_struct()
-        self._launch("find_clusters", batch.size, 1, index, batch.hashes, lines, batch.count, n, clusters)
+        self._launch("find_clusters", size, 1, index, batch.hashes, lines, batch.count, n, clusters)
         clusters, order = torch.sort(clusters, stable=True)
         erased = batch.empty(torch.int32)
-        self._launch("erase_rows", batch.size, 1, index, batch.hashes, batch.tables, clusters, order, n, erased)
+        self._launch("erase_rows", size, 1, index, batch.hashes, batch.tables, clusters, order, n, erased)
         free = int(self._counts[1])
         self.device.record_stream(self._free_lines)
         self._free_lines = torch.cat([self._free_lines[:free], erased[erased != 0], self._zeros(1, torch.int32)])
         self._free_lines_ptr.fill_(self._free_lines.data_ptr())
         self._counts[1] = len(self._free_lines) - 1
 
-    def count_lookups(self, batch: Batch, ranks: Tensor) -> None:
-        """Count the batch's hits and misses. `ranks` is the result of `find`."""
-        self._launch("count_lookups", batch.size, 1, batch.tables, batch.count, ranks, self.hit_counters.struct)
+    def count_lookups(self, batch: Batch, prefix_sums: Tensor) -> None:
+        """Count the batch's hits and misses. `prefix_sums` is the result of `find`."""
+        n, counters = batch.num_positions, self.hit_counters.struct
+        self._launch("count_lookups", n, 1, batch.tables, batch.count, prefix_sums, counters)
 
     def read_counts(self) -> dict[str, int]:
         """Return the counters of `metrics`. Waits for the device."""
@@ -128,17 +129,17 @@ class CudaFullTable:
         return make_struct(_INDEX, slots=self._slots, mask=mask, **memory, base_bits=self._base_bits)
 
     def _find(self, batch: Batch, lines: Tensor, numbers: Tensor | None) -> Tensor:
-        """Set `lines` [size]. Returns a flag for each row, int32 [size]: 1 if absent."""
+        """Set `lines` [positions]. Returns a flag for each row, int32 [positions]: 1 if absent."""
         missing = batch.empty(torch.int32)
         self._launch(
-            "find_rows", batch.size, PROBE_LANES, self.make_index_struct(), batch.hashes, batch.tables, batch.count,
-            np.uint64(batch.size), lines, missing, numbers,
+            "find_rows", batch.num_positions, PROBE_LANES, self.make_index_struct(), batch.hashes, batch.tables, batch.count,
+            np.uint64(batch.num_positions), lines, missing, numbers,
         )  # fmt: skip
         return missing
 
-    def _reserve(self, new_rows: int, ranks: Tensor) -> None:
+    def _reserve(self, new_rows: int, prefix_sums: Tensor) -> None:
         if self._max_rows + new_rows > self.num_lines and new_rows:
-            used, erased, missing = torch.stack([*self._counts[:2], ranks[-1].to(torch.int64)]).tolist()  # waits
+            used, erased, missing = torch.stack([*self._counts[:2], prefix_sums[-1].to(torch.int64)]).tolist()  # waits
             self._max_rows, new_rows = used, max(missing - erased, 0)
         self._max_rows += new_rows
         if self._max_rows > MAX_ROWS:

@@ -12,13 +12,13 @@
 namespace tierbed {
 namespace {
 
-Array<bool> read_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines, bool touch) {
+Array<bool> read_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines, bool counts_as_use) {
     require_one_length(tables, keys, lines);
     Buffer<bool> is_hit(keys.size());
     without_gil([&] {
         const HashedRows hashed(tables.data(), keys.data(), lines.data(), keys.size());
         Buffer<bool> hashed_hits(keys.size());
-        tier.read(hashed.rows(), hashed_hits.data(), touch);
+        tier.read(hashed.rows(), hashed_hits.data(), counts_as_use);
         for (std::size_t i = 0; i < keys.size(); ++i) is_hit[hashed.position(i)] = hashed_hits[i];
     });
     return to_numpy(std::move(is_hit));
@@ -45,7 +45,7 @@ std::size_t gather_few(FullTable& table, InVector<u64> keys, std::optional<InVec
 
 void bind_tiers(nb::module_& m) {
     nb::class_<Tier>(m, "Tier")
-        .def("read", &read_tier, "tables"_a, "keys"_a, "lines"_a, "touch"_a = true)
+        .def("read", &read_tier, "tables"_a, "keys"_a, "lines"_a, "counts_as_use"_a = true)
         .def("write", &write_tier, "tables"_a, "keys"_a, "lines"_a, Unlocked())
         .def("erase", &erase_tier, "tables"_a, "keys"_a, Unlocked())
         .def("forget_errors", &Tier::forget_errors, Unlocked());

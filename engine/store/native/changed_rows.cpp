@@ -7,7 +7,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 16;  // slots are prefetched this many rows ahead
+constexpr std::size_t PREFETCH_DISTANCE = 16;  // in rows
 
 }  // namespace
 
@@ -16,14 +16,15 @@ ChangedRows::ChangedRows(std::size_t rows) {
 }
 
 void ChangedRows::add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
-    parallel_for(BUCKETS, order.bucket_begins[BUCKETS], [&](std::size_t b) {
+    parallel_for(BUCKETS, order.bucket_offsets[BUCKETS], [&](std::size_t b) {
         RowMap& bucket = buckets_[b];
-        const std::size_t first = order.bucket_begins[b], end = order.bucket_begins[b + 1];
+        const std::size_t first = order.bucket_offsets[b], end = order.bucket_offsets[b + 1];
         if (first == end) return;
         reserve_rows(bucket, static_cast<u32>(b), bucket.size() + end - first);
-        for (std::size_t k = first; k < std::min(first + AHEAD, end); ++k) bucket.prefetch_slot(hashes[order.row(k)]);
+        const std::size_t prefetch_end = std::min(first + PREFETCH_DISTANCE, end);
+        for (std::size_t k = first; k < prefetch_end; ++k) bucket.prefetch_slot(hashes[order.row(k)]);
         for (std::size_t k = first; k < end; ++k) {
-            if (k + AHEAD < end) bucket.prefetch_slot(hashes[order.row(k + AHEAD)]);
+            if (k + PREFETCH_DISTANCE < end) bucket.prefetch_slot(hashes[order.row(k + PREFETCH_DISTANCE)]);
             const std::size_t i = order.row(k);
             if (!skipped || !skipped[i]) bucket.insert(hashes[i], tables[i], 1);
         }
@@ -31,12 +32,12 @@ void ChangedRows::add_rows(const u64* hashes, const u32* tables, const u64* skip
 }
 
 void ChangedRows::add_batch(const Batch& batch) {
-    add_rows(batch.hashes.data(), batch.tables.data(), batch.own_lines.data(), batch.buckets());
+    add_rows(batch.hashes.data(), batch.tables.data(), batch.refused_lines.data(), batch.buckets());
 }
 
 void ChangedRows::add_keys(const u32* tables, const u64* keys, std::size_t n) {
     const HashedRows hashed(tables, keys, nullptr, n);
-    add_rows(hashed.rows().hashes, hashed.rows().tables, nullptr, {{}, hashed.rows().bucket_begins()});
+    add_rows(hashed.rows().hashes, hashed.rows().tables, nullptr, {{}, hashed.rows().bucket_offsets()});
 }
 
 void ChangedRows::merge(const ChangedRows& other) {

@@ -25,14 +25,14 @@ std::size_t NumberIndex::bytes() const {
 
 namespace {
 
-constexpr std::size_t AHEAD = 16;          // slots are prefetched this many rows ahead
-constexpr std::size_t NUMBERS_AHEAD = 64;  // numbered rows are faster to locate, so prefetch further ahead
-constexpr std::size_t ROWS = 1024;         // rows per task
+constexpr std::size_t PREFETCH_DISTANCE = 16;           // in rows
+constexpr std::size_t NUMBERED_PREFETCH_DISTANCE = 64;  // numbered rows are faster to locate
+constexpr std::size_t ROWS = 1024;                      // rows per task
 
 // Calls body(bucket, begin, end) for each bucket's rows.
 template <class Body>
 void for_each_bucket(const RowSpan& rows, const Body& body) {
-    const auto begin = rows.bucket_begins();
+    const auto begin = rows.bucket_offsets();
     parallel_for(BUCKETS, rows.n,
                  [&](std::size_t bucket) { body(static_cast<u32>(bucket), begin[bucket], begin[bucket + 1]); });
 }
@@ -69,7 +69,7 @@ FullTable::FullTable(const Layout& layout)
 
 std::size_t FullTable::find(Batch& batch) {
     const std::lock_guard lock(mutex_);
-    const u64* const own_lines = batch.own_lines.data();
+    const u64* const refused_lines = batch.refused_lines.data();
     const u64* const hashes = batch.hashes.data();
     const u32 *const tables = batch.tables.data(), *const numbers = batch.id_numbers.data();
     u64* const lines = batch.lines.data();
@@ -83,9 +83,9 @@ std::size_t FullTable::find(Batch& batch) {
             HitCounts::Part counter = hit_counts_.part(begin / grain);
             u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
             for (std::size_t i = begin; i < end; ++i) {
-                if (i + NUMBERS_AHEAD < end) prefetch(&numbered.entry(numbers[i + NUMBERS_AHEAD]));
-                if (own_lines && own_lines[i]) {
-                    lines[i] = own_lines[i];
+                if (const auto k = i + NUMBERED_PREFETCH_DISTANCE; k < end) prefetch(&numbered.entry(numbers[k]));
+                if (refused_lines && refused_lines[i]) {
+                    lines[i] = refused_lines[i];
                 } else {
                     const u32 line = numbered.entry(numbers[i]);
                     lines[i] = line ? line_address(get_bucket(hashes[i]), line) : 0;
@@ -99,16 +99,16 @@ std::size_t FullTable::find(Batch& batch) {
             }
         });
     } else {
-        const auto& begins = batch.buckets().bucket_begins;
-        const auto find_bucket = [&, own_lines, hashes, tables, lines](std::size_t b, const auto& index) {
+        const auto& offsets = batch.buckets().bucket_offsets;
+        const auto find_bucket = [&, refused_lines, hashes, tables, lines](std::size_t b, const auto& index) {
             const LinePool& bucket_lines = lines_[b];
-            const std::size_t begin = begins[b], end = begins[b + 1];
+            const std::size_t begin = offsets[b], end = offsets[b + 1];
             HitCounts::Part counter = hit_counts_.part(b);
             std::size_t misses = 0;
             for (std::size_t i = begin; i < end; ++i) {
-                if (i + AHEAD < end) index.prefetch_row(hashes[i + AHEAD], tables[i + AHEAD]);
-                if (own_lines && own_lines[i]) {
-                    lines[i] = own_lines[i];
+                if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(hashes[k], tables[k]);
+                if (refused_lines && refused_lines[i]) {
+                    lines[i] = refused_lines[i];
                     continue;
                 }
                 const u32 line = index.find(hashes[i], tables[i]);
@@ -167,7 +167,7 @@ void FullTable::insert_missing(Batch& batch, const Layout& layout) {
     const std::size_t before = num_used();
     parallel_for(BUCKETS, batch.num_unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
-        for (std::size_t k = order.bucket_begins[b]; k < order.bucket_begins[b + 1]; ++k) {
+        for (std::size_t k = order.bucket_offsets[b]; k < order.bucket_offsets[b + 1]; ++k) {
             const std::size_t i = order.row(k);
             if (batch.lines[i]) continue;
             batch.lines[i] = insert(bucket, batch.hashes[i], batch.tables[i]);
@@ -184,7 +184,7 @@ void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
         const RowIndex::Reader index = index_.reader(bucket);
         HitCounts::Part counter = hit_counts_.part(bucket);
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
+            if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             is_hit[i] = row != 0 && row_counters(line_address(bucket, row), shape_)->updates > 0;
             counter.add(rows.tables[i], is_hit[i]);
@@ -201,7 +201,7 @@ void FullTable::write(const RowSpan& rows) {
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
             const RowIndex::Reader index = index_.reader(bucket);  // read again, because an insert may replace the map
-            if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
+            if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
             const u32 row = index.find(rows.hashes[i], rows.tables[i]);
             copy_line(THREAD, row ? line_address(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
                       rows.lines[i], shape_);
@@ -217,7 +217,7 @@ void FullTable::erase(const RowSpan& rows) {
         const RowIndex::Reader index = index_.reader(bucket);
         std::vector<u32> erased;
         for (std::size_t i = begin; i < end; ++i) {
-            if (i + AHEAD < end) index.prefetch_row(rows.hashes[i + AHEAD], rows.tables[i + AHEAD]);
+            if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
             const u32 row = index_.erase(bucket, rows.hashes[i], rows.tables[i]);
             if (row == 0) continue;
             prefetch_to_write(line_address(bucket, row), shape_.line_bytes);
@@ -255,7 +255,7 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
     std::vector<u8> packed(rows.size() * packed_row_bytes(shape_.width));
     u8* out = packed.data();
     for (std::size_t i = 0; i < rows.size(); ++i) {
-        if (i + AHEAD < rows.size()) prefetch_bytes(rows[i + AHEAD].line, shape_.line_bytes);
+        if (i + PREFETCH_DISTANCE < rows.size()) prefetch_bytes(rows[i + PREFETCH_DISTANCE].line, shape_.line_bytes);
         if (row_counters(rows[i].line, shape_)->updates > 0)
             out = pack_row(out, rows[i].table, rows[i].key, floats(rows[i].line), shape_);
     }

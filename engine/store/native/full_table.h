@@ -146,14 +146,14 @@ public:
     explicit FullTable(const Layout& layout);
     FullTable(const FullTable&) = delete;
 
-    // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips rows with own lines.
+    // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips refused rows.
     std::size_t find(Batch& batch);
     static constexpr std::size_t MAX_FEW_IDS = 256;
     // Copies the float32 embeddings of n <= MAX_FEW_IDS ids in table 0 to `out` [n, dim]. Counts hits too. Returns
     // the number of distinct ids. If a row is missing or an id is above `last`, returns 0 and leaves `out` undefined.
     std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
-    void read(const RowSpan& rows, bool* is_hit, bool touch) override;
+    void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool is_on_disk() const override { return false; }

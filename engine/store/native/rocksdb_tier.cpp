@@ -200,7 +200,7 @@ struct RocksTier::SortedRow {
 };
 
 std::vector<std::vector<RocksTier::SortedRow>> RocksTier::sort_rows(const RowSpan& rows) const {
-    const auto begin = rows.bucket_begins();
+    const auto begin = rows.bucket_offsets();
     std::vector<std::vector<SortedRow>> all(shards_.size());
     parallel_for(shards_.size(), rows.n, [&](std::size_t shard) {
         std::vector<SortedRow>& sorted = all[shard];

@@ -107,8 +107,8 @@ public:
 
     // Allocates memory for `rows` rows in all, so that `insert` cannot fail.
     void reserve(std::size_t rows) {
-        if (rows * 4 <= slots() * 3) return;
-        std::size_t size = std::max<std::size_t>(slots(), 16);
+        if (rows * 4 <= num_slots() * 3) return;
+        std::size_t size = std::max<std::size_t>(num_slots(), 16);
         while (rows * 4 > size * 3) size *= 2;
         if (size > std::size_t{1} << 31) throw std::length_error("a map of rows is full: 2^31 slots");
         RowMap larger;
@@ -120,40 +120,40 @@ public:
     }
     // Adds the row if it is absent.
     void insert(u64 hash, u32 table, u32 value) {
-        reserve(rows_ + 1);
+        reserve(num_rows_ + 1);
         Slot& slot = find_slot(hash, table);
         if (slot.value) return;
         slot = {hash, table, value};
-        ++rows_;
+        ++num_rows_;
     }
 
     // Returns the row's value, or 0 if it was absent.
     u32 erase(u64 hash, u32 table) {
         const u32 value = erase_row(view(), hash, table);
-        rows_ -= value != 0;
+        num_rows_ -= value != 0;
         return value;
     }
 
     TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(&view().slots[home_slot(view(), hash)]); }
     template <class Body>
     void for_each(const Body& body) const {
-        for (std::size_t i = 0; i < slots(); ++i)
+        for (std::size_t i = 0; i < num_slots(); ++i)
             if (const Slot& slot = view().slots[i]; slot.value) body(slot);
     }
-    std::size_t size() const { return rows_; }
+    std::size_t size() const { return num_rows_; }
     std::size_t bytes() const { return slots_.size(); }
     // Valid until the map changes.
     const IndexView& view() const { return view_; }
 
 private:
-    std::size_t slots() const { return slots_.size() / sizeof(Slot); }
+    std::size_t num_slots() const { return slots_.size() / sizeof(Slot); }
 
     // Returns the row's slot, or the free slot at the end of its probe sequence.
     Slot& find_slot(u64 hash, u32 table) {
         const IndexView index = view();
-        u32 at = home_slot(index, hash);
-        for (;; at = (at + 1) & index.mask) {
-            Slot& slot = index.slots[at];
+        u32 position = home_slot(index, hash);
+        for (;; position = (position + 1) & index.mask) {
+            Slot& slot = index.slots[position];
             if (slot.value == 0 || (slot.hash == hash && slot.table == table)) return slot;
         }
     }
@@ -161,7 +161,7 @@ private:
     static inline Slot empty_slot_{};  // the only slot of an empty map; never written
     Pages slots_;                      // zeroed memory; a page becomes resident when it is first written
     IndexView view_{&empty_slot_, 0};  // a view of `slots_`
-    std::size_t rows_ = 0;
+    std::size_t num_rows_ = 0;
 };
 
 // Reserves memory in a bucket's map. Buckets fill evenly, and would all grow in the same step. So each bucket grows at

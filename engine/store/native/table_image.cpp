@@ -8,7 +8,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t AHEAD = 8;  // memory is prefetched this many rows ahead
+constexpr std::size_t PREFETCH_DISTANCE = 8;  // in rows
 
 }  // namespace
 
@@ -30,21 +30,21 @@ void TableImage::save_before_image(u32 bucket, u64 hash, u32 table, const void* 
 }
 
 void TableImage::save_before_images(const Batch& batch) {
-    const u64* const own_lines = batch.own_lines.data();
+    const u64* const refused = batch.refused_lines.data();
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, batch.num_unique, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const RowMap& index = before_images_[bucket].index;
-        for (std::size_t k = order.bucket_begins[b]; k < order.bucket_begins[b + 1]; ++k) {
-            if (k + AHEAD < order.bucket_begins[b + 1]) {
-                const std::size_t ahead = order.row(k + AHEAD);
-                index.prefetch_slot(batch.hashes[ahead]);
-                prefetch_bytes(batch.lines[ahead], shape_.line_bytes);
+        for (std::size_t k = order.bucket_offsets[b]; k < order.bucket_offsets[b + 1]; ++k) {
+            if (k + PREFETCH_DISTANCE < order.bucket_offsets[b + 1]) {
+                const std::size_t row = order.row(k + PREFETCH_DISTANCE);
+                index.prefetch_slot(batch.hashes[row]);
+                prefetch_bytes(batch.lines[row], shape_.line_bytes);
             }
             const std::size_t i = order.row(k);
             const u64 hash = batch.hashes[i];
             const u32 table = batch.tables[i];
-            if ((own_lines && own_lines[i]) || is_read(bucket, hash, table) || index.find(hash, table)) continue;
+            if ((refused && refused[i]) || is_read(bucket, hash, table) || index.find(hash, table)) continue;
             const bool is_written = row_counters(batch.lines[i], shape_)->updates > 0;
             save_before_image(bucket, hash, table, is_written ? floats(batch.lines[i]) : nullptr);
         }
@@ -98,10 +98,10 @@ std::size_t TableImage::read_next(u8* out, std::size_t max_rows) {
     const std::size_t bytes = packed_row_bytes(shape_.width);
     std::size_t n = 0;
     for (; next_ < rows_.size() && n < max_rows; ++next_) {
-        if (next_ + AHEAD < rows_.size()) {
-            const TableRow& ahead = rows_[next_ + AHEAD];
-            saved.index.prefetch_slot(slot_hash(ahead.table, ahead.key));
-            prefetch_bytes(ahead.line, shape_.line_bytes);
+        if (next_ + PREFETCH_DISTANCE < rows_.size()) {
+            const TableRow& later = rows_[next_ + PREFETCH_DISTANCE];
+            saved.index.prefetch_slot(slot_hash(later.table, later.key));
+            prefetch_bytes(later.line, shape_.line_bytes);
         }
         const TableRow& row = rows_[next_];
         if (next_ > 0 && rows_[next_ - 1].table == row.table && rows_[next_ - 1].key == row.key) continue;  // duplicate

@@ -18,7 +18,7 @@ struct RowSpan {
     std::size_t n;
 
     // Returns the index where each bucket begins, and `n` as the end of the last bucket.
-    std::array<std::size_t, BUCKETS + 1> bucket_begins() const {
+    std::array<std::size_t, BUCKETS + 1> bucket_offsets() const {
         std::array<std::size_t, BUCKETS + 1> begin{};
         for (u32 b = 0; b < BUCKETS; ++b) {
             const auto is_in = [&](u64 hash) { return get_bucket(hash) == b; };
@@ -33,14 +33,13 @@ class Tier {
 public:
     virtual ~Tier() = default;
     // Copies rows to their lines. Writes `is_hit` [n]: true if the tier has the row. If not, the row's line does not
-    // change. touch: true to count the read as a use.
-    virtual void read(const RowSpan& rows, bool* is_hit, bool touch) = 0;
+    // change. counts_as_use: true to count the read as a use.
+    virtual void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
     // Erases rows. Ignores missing rows, and the span's `lines`.
     virtual void erase(const RowSpan& rows) = 0;
-    // For a tier that writes in threads: waits for its writes and drops their errors. The cache writes failed rows
-    // again later.
+    // For a tier that writes in threads: waits for its writes and drops their errors. The cache writes the rows again.
     virtual void forget_errors() {}
     // True if a cache above should write back in a separate thread.
     virtual bool is_on_disk() const = 0;
@@ -49,30 +48,30 @@ public:
 // Counts hits and misses per table. Each task has separate counts, so tasks share no locks and no CPU cache lines.
 class HitCounts {
 public:
-    explicit HitCounts(u32 tables) : tables_(tables) {}
+    explicit HitCounts(u32 num_tables) : num_tables_(num_tables) {}
 
     struct Part {
         u64* counts;
-        u32 tables;
+        u32 num_tables;
         void add(u32 table, bool hit, u64 rows = 1) {
-            if (table < tables) counts[2 * std::size_t{table} + hit] += rows;
+            if (table < num_tables) counts[2 * std::size_t{table} + hit] += rows;
         }
         // Subtracts a hit that `add` has counted, and adds a miss.
         void turn_into_miss(u32 table) {
-            if (table >= tables) return;
+            if (table >= num_tables) return;
             --counts[2 * std::size_t{table} + 1];
             ++counts[2 * std::size_t{table}];
         }
     };
     // Returns a task's counts. A task's number is below BUCKETS.
     Part part(std::size_t task) {
-        parts_[task].resize(2 * std::size_t{tables_} + PADDING);
-        return {parts_[task].data(), tables_};
+        parts_[task].resize(2 * std::size_t{num_tables_} + PADDING);
+        return {parts_[task].data(), num_tables_};
     }
 
     // Returns hits and misses [tables, 2]. No task may add to its counts meanwhile.
     std::vector<u64> sums() const {
-        std::vector<u64> all(2 * std::size_t{tables_});
+        std::vector<u64> all(2 * std::size_t{num_tables_});
         for (const std::vector<u64>& counts : parts_)
             for (std::size_t i = 0; i < all.size() && !counts.empty(); ++i) all[i ^ 1] += counts[i];
         return all;
@@ -88,7 +87,7 @@ public:
 private:
     static constexpr std::size_t PADDING = 16;  // unused counts, so that tasks share no CPU cache line
 
-    u32 tables_;
+    u32 num_tables_;
     std::array<std::vector<u64>, BUCKETS> parts_;  // for each task: misses and hits [tables, 2]; empty until used
 };
 

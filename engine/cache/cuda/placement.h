@@ -25,8 +25,8 @@ struct Cache {
 
 enum Eviction : u8 { NOTHING, CLEAN, DIRTY };
 
-// The result of admitting a batch. Each array has one element per row of the batch.
-struct Admission {
+// The result of placing a batch. Each array has one element per row of the batch.
+struct Placement {
     u32* slots;        // the row's slot, or NONE
     u64* lines;        // the row's line, or 0
     u8* is_hit;        // 1 for a hit, 0 for a miss
