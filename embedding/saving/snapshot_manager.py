@@ -249,8 +249,8 @@ class SnapshotManager:
         assert table.stack is not None
         rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
         record, store_id = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
-        scan, read_delta, num_rows = table.scan, table.observers.read_delta, table.counts.num_rows
-        return SaveSource(table.describe(), num_rows, scan, record, store_id, rocksdb, read_delta, id)
+        scan, num_rows = table.scan, table.counts.num_rows
+        return SaveSource(table.describe(), num_rows, scan, record, store_id, rocksdb, observers.read_changes, id)
 
     # saves in the background
 

@@ -24,7 +24,7 @@ LARGE_ALLOCATION_BYTES = 1 << 20  # bytes; for larger allocations, the system cl
 
 # (keys [n], table ids [bags] or None, bags). bags: one length for all bags, offsets [bags + 1], or None without pooling
 LookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# (keys, table ids, bags) as in Segment, then features [columns] (one per result column), then the batch size
+# (keys, table ids, bags) as in LookupArrays, then features [columns] (one per result column), then the batch size
 FeatureLookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 

@@ -323,7 +323,7 @@ class OpenTable:
         """The optimizer's rule, or None if this rule does not apply missed steps at a row's next use."""
         return self.state.rule if self.hyperparams and needs_catch_up(self.state.rule) else None
 
-    def compute_current_hyper(self) -> list[float]:
+    def compute_hyperparams(self) -> list[float]:
         hyperparams, optimizer = self.hyperparams, self.optimizer
         return hyperparams if optimizer is None else optimizer.compute_hyperparams(self.step + 1, None, hyperparams)
 
@@ -538,7 +538,7 @@ class OpenTable:
     def set_hyperparams(self) -> None:
         """If rows may have missed steps, give the processor the rule's hyper-parameters for the next step."""
         if rule := self.catch_up_rule:
-            self.processor.set_hyperparams(rule, self.compute_current_hyper(), self.step + 1)
+            self.processor.set_hyperparams(rule, self.compute_hyperparams(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""

@@ -101,5 +101,5 @@ def scan_caught_up(table: OpenTable) -> Chunks:
         if rule := table.catch_up_rule:
             rows = rows.copy()
             with table.lock:
-                _core.catch_up(table.layout, locate_lines(rows), rule, table.compute_current_hyper(), table.step + 1)
+                _core.catch_up(table.layout, locate_lines(rows), rule, table.compute_hyperparams(), table.step + 1)
         yield bucket, rows

@@ -495,7 +495,7 @@ Metrics CachedTier::metrics() const {
     const std::lock_guard directory_lock(state_->directory_mutex);
     const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
-    const u64 rows_written_behind = state_->writer ? state_->writer->num_written * compute_stored_bytes(layout_.shape.width) : 0;
+    const u64 rows_written_behind = state_->writer ? state_->writer->num_written : 0;
     const std::size_t used = sets.count_used();
     const auto [hits, misses] = hit_counts_.totals();
     Metrics all{{{"hits", hits},

@@ -20,8 +20,7 @@ extern "C" __global__ void copy_keys_to_host(const u64* hashes, u64 hash_stride,
 
 // Copies flagged lines to host memory, at most `capacity` lines.
 extern "C" __global__ void copy_lines_to_host(const u64* lines, const i32* flags, const i32* prefix_sums, u64 n,
-                                         u64 capacity,
-                                              u64 memory) {
+                                              u64 capacity, u64 memory) {
     for_each_item<COPY_LANES>(n, [&](Tile tile, u64 i) {
         const u64 position = static_cast<u64>(prefix_sums[i]) - 1;
         if (flags[i] && position < capacity) copy_line(tile, memory + position * SHAPE.line_bytes, lines[i], SHAPE);

@@ -235,7 +235,7 @@ void bind_step(nb::module_& m) {
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "positions"_a.none() = nb::none(),
         "dtype"_a = "float32");
     // Sets the line of row u to rows[positions[u]]. If positions[u] is len(rows) + i, the line comes from another
-    // batch, `other`. Row u gets the line that a lookup reads at position `begin` + i of `rest`.
+    // batch, `other`. Row u gets the line that a lookup reads at position `begin` + i of `other`.
     m.def(
         "set_lines",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> positions, const Batch* other,
