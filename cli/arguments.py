@@ -51,12 +51,12 @@ Timeout = Annotated[
 @contextmanager
 def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
     """Exit with code `IN_USE` if the `with` block raises StoreError while another process has locked a store."""
-    from ..snapshots.store.folder_state import holder
+    from ..snapshots.store.folder_state import find_holder
 
     try:
         yield
     except StoreError as error:
-        if all(holder(store) is None for store in stores):
+        if all(find_holder(store) is None for store in stores):
             raise
         fail(str(error), IN_USE, as_json)
 

@@ -28,9 +28,9 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
     store open. Raises StoreError if a process does not answer in time, for example because it is suspended.
     """
     from ..snapshots.control.client import request_status
-    from ..snapshots.store.folder_state import holder
+    from ..snapshots.store.folder_state import find_holder
 
-    serving = {store: process for store in stores if (process := holder(store)) is not None}
+    serving = {store: process for store in stores if (process := find_holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
         with locked([store], as_json):  # exits if the store is still open, and names the process
             del serving[store]

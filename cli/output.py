@@ -214,9 +214,9 @@ def entry(name: str, manifest: Manifest) -> dict[str, Any]:
 
 def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
     """Return the dtypes of a snapshot's embeddings and optimizer state (None without state) from its description."""
-    from ..snapshots.store.selection import types_of
+    from ..snapshots.store.selection import read_dtypes
 
-    dtype, state_dtype = types_of(description)
+    dtype, state_dtype = read_dtypes(description)
     return {"dtype": dtype, "state_dtype": state_dtype}
 
 

@@ -136,14 +136,14 @@ def verify(
     Example: tierbed snapshot verify store/users
     """
     from ..snapshots.files.reader import Listing, list_snapshots
-    from ..snapshots.files.verify import chains_of, verify_all
+    from ..snapshots.files.verify import find_chains, verify_all
 
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
     for folder, store_name in stores_at(store).items():
         chosen = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
         listing = Listing(chosen, {}) if names else list_snapshots(folder / "snapshots")
-        chains, broken = chains_of(listing.snapshots)
+        chains, broken = find_chains(listing.snapshots)
         rows = {snapshot.name: snapshot.manifest.own_rows for chain in chains.values() for snapshot in chain}
         with output.progress("verifying", sum(rows.values())) as advance:
             wrong = {**listing.damaged, **verify_all(chains, broken, advance)}

@@ -17,6 +17,7 @@ from .arguments import Json, Store, Timeout, complete_names, locked, open_snapsh
 if TYPE_CHECKING:
     from ..snapshots.store.status import MemberStatus, Restart, StoreStatus
 
+_MEMBER_FIELDS = "name", "path", "live", "snapshot", "step", "common", "common_step"  # in JSON, for `MemberStatus`
 _STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shards on other hosts"}
 
 
@@ -37,7 +38,7 @@ def stat(store: Store, as_json: Json = False) -> None:
     output.print_fields(
         {
             "state": {"open": in_use, **_STATES}[status.state],
-            "live rows": _live(status),
+            "live rows": _describe_live_rows(status),
             **({} if status.marker is None else {"dtype": output.format_dtypes(status.marker)}),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
@@ -135,7 +136,7 @@ def get(
     from ..snapshots.control.client import request_row
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.inspection.row import read_live_row, read_snapshot_row, to_plain_row
-    from ..snapshots.store.folder_state import holder
+    from ..snapshots.store.folder_state import find_holder
     from ..snapshots.store.status import is_snapshot, require_store
 
     fields: dict[str, Any] = {}
@@ -143,7 +144,7 @@ def get(
         if snapshot is not None or is_snapshot(store):
             opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
             row, description = read_snapshot_row(opened, parse_table(table), key), opened.description
-        elif holder(require_store(store)) is not None and (
+        elif find_holder(require_store(store)) is not None and (
             (answer := request_row(store, parse_table(table), key, timeout)) is not None
         ):
             fields, row = answer, None
@@ -171,10 +172,10 @@ def plain(status: StoreStatus) -> dict[str, Any]:
     return {
         "state": status.state,
         "holder": status.holder,
-        "live": status.live,
-        "ranks": status.ranks,
+        "live": status.live_kind,
+        "ranks": status.num_ranks,
         "together": list(status.partners),
-        "group": [member._asdict() for member in status.group],
+        "group": [dict(zip(_MEMBER_FIELDS, member, strict=True)) for member in status.group],
         **({"dtype": None, "state_dtype": None} if status.marker is None else output.dtypes(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
@@ -185,16 +186,16 @@ def plain(status: StoreStatus) -> dict[str, Any]:
     }
 
 
-def _live(status: StoreStatus) -> str | None:
-    if status.ranks is not None:
-        return f"shards of {status.ranks} ranks"
-    return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
+def _describe_live_rows(status: StoreStatus) -> str | None:
+    if status.num_ranks is not None:
+        return f"shards of {status.num_ranks} ranks"
+    return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live_kind, status.live_kind)
 
 
 def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
     step = "an unknown step" if member.step is None else f"step {member.step:,}"
     snapshot = [f"snapshot {output.text(member.snapshot)}"] if member.snapshot else []
-    saved = " and ".join(["live rows"] * member.live + snapshot)
+    saved = " and ".join(["live rows"] * member.has_live_rows + snapshot)
     now = f"{saved or 'no rows'} of {step}" if saved or member.step == 0 else "rows that are not saved"
     common = output.text(member.common or "no rows")
     common_step = "" if member.common_step is None else f" of step {member.common_step:,}"
@@ -204,11 +205,11 @@ def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
 def _describe_restart(status: StoreStatus) -> str:
     if status.restart.source == "elsewhere":
         return (
-            f"{status.ranks} ranks resume from their shards, which are on other hosts; a single process must load a "
-            "snapshot first"
+            f"{status.num_ranks} ranks resume from their shards, which are on other hosts; a single process must load "
+            "a snapshot first"
         )
-    held = "" if status.holder is None else "after a close, resumes from the live rows; after a kill, "
-    return held + _describe_source(status.restart)
+    prefix = "" if status.holder is None else "after a close, resumes from the live rows; after a kill, "
+    return prefix + _describe_source(status.restart)
 
 
 def _describe_source(restart: Restart) -> str:

@@ -96,7 +96,7 @@ def read_reference(store: Path, fresh: bool) -> RowsReference:
     entry = None if fresh else GroupFile(FolderState(store)).choose_own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
-    return RowsReference(None, version=entry.live or (entry.snapshot and version_of_snapshot(entry.snapshot)))
+    return RowsReference(None, version=entry.live_version or (entry.snapshot and version_of_snapshot(entry.snapshot)))
 
 
 def compare_references(pending: RowsReference, current: RowsReference, saved: RowsReference | None) -> bool | None:

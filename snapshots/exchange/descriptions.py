@@ -14,7 +14,7 @@ from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.table_spec import table_spec
 from ..files.format import check_description
-from ..files.reader import list_snapshots, snapshot_by_id
+from ..files.reader import find_snapshot, list_snapshots
 from ..store.closed_store import description_of_marker
 from ..store.folder import StoreFolder
 from ..store.group_file import GroupFile
@@ -70,7 +70,7 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     if marker is not None:
         stored = description_of_marker(marker)
     elif (commit := file.record.commit[file.store]) != EMPTY:
-        stored = snapshot_by_id(store.snapshots, commit).description
+        stored = find_snapshot(store.snapshots, commit).description
     elif snapshots := list_snapshots(store.snapshots).snapshots:
         stored = snapshots[-1].description
     else:

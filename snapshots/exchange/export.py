@@ -72,7 +72,7 @@ def export_snapshot(
     report = LoadReport()
     selection = Selection(tables, state=state)
     description = selection.description(snapshot.description)
-    chunks = selection.rows_of(snapshot, report, progress)
+    chunks = selection.read_rows(snapshot, report, progress)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         replaceable = path.is_file() and format != "snapshot"
         remedy = ", or overwrite it with overwrite=True (--overwrite in a shell)" if replaceable else ""

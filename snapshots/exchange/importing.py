@@ -21,7 +21,7 @@ from ...engine.row_format import RowForm
 from ..files.format import Manifest, check_name
 from ..files.writer import ProgressCallback, check_free, write_snapshot
 from ..store.folder import StoreFolder
-from ..store.selection import converted_description, types_of
+from ..store.selection import convert_description, read_dtypes
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
@@ -86,7 +86,7 @@ def import_snapshot(
         description = _fit_description(description or source.description or _find_description(folder, source), source)
         _check_order(read_table_names(description), source)
         if dtype_name is not None:
-            description = converted_description(dict(description), (dtype_name, types_of(description)[1] or "float32"))
+            description = convert_description(dict(description), (dtype_name, read_dtypes(description)[1] or "float32"))
         target = folder.snapshots / name
         check_free(target, None)
         with closing(RowSorter(folder.snapshots, RowForm.from_description(description).dtype)) as sorter:

@@ -13,7 +13,7 @@ Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
 
 
-def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
+def find_chains(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
     """Returns {snapshot name: its chain}, and {name: error} for snapshots with a broken chain. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:

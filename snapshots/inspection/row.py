@@ -39,11 +39,11 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
             folder = shard_folder(store.path.parent.parent, owner, ranks)
             raise StoreError(f"rank {owner} of {ranks} owns this row: give that rank's shard, {str(folder)!r}")
     if marker["live"] == "rows":
-        return _find(Snapshot.open(store.live), number, bits), marker
+        return _find(Snapshot.open(store.live_path), number, bits), marker
     from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
     form = RowForm.from_description(marker)
-    with closing(RocksDB(store.live, form.width, marker["shards"], read_only=True)) as tier:
+    with closing(RocksDB(store.live_path, form.width, marker["shards"], read_only=True)) as tier:
         return read_row(tier, form, number, bits), marker
 
 

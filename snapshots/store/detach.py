@@ -65,7 +65,7 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
 
 def _write_own_record(store: StoreFolder, file: GroupFile) -> None:
     """Write a store's own record into its MARK. Raises StoreError."""
-    mark_folder = store.snapshot_store if store.ranks else store
+    mark_folder = store.snapshot_store if store.num_ranks else store
     file.write_mark(mark_folder, file.store)
     for other in {store, store.snapshot_store} - {mark_folder}:
         if other.mark.link is not None:

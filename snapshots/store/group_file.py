@@ -20,13 +20,13 @@ from typing import Any, Self
 from ...engine.durable import read_record, seal, unseal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
-from ..files.reader import Snapshot, list_snapshots, name_of
+from ..files.reader import Snapshot, find_snapshot_name, list_snapshots
 from .folder import StoreFolder
-from .folder_state import SNAPSHOTS, FolderState, shard_versions
+from .folder_state import SNAPSHOTS, FolderState, read_shard_versions
+from .initial_records import GROUP_FILE_PREFIX, MISSING_SNAPSHOT_ID, OldGroup, make_group_record, make_store_record
 from .lock import FileLock, InUseError
-from .mark import Link, live_version
-from .old_stores import PREFIX, UNKNOWN, OldGroup, make_group_record, make_store_record
-from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
+from .mark import Link, read_live_version
+from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, drop_lost
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
 Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
@@ -53,7 +53,7 @@ class GroupFile:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
         self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
         self.mark_folder = folder.recovery_folder  # its MARK contains the record, or the record file's path
-        mark, group = self.mark_folder.mark, OldGroup.of(self.mark_folder.mark)
+        mark, group = self.mark_folder.mark, OldGroup.read(self.mark_folder.mark)
         self.path: Path | None = None  # the record file; None if the record is in the store's MARK
         self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
@@ -70,8 +70,8 @@ class GroupFile:
             self._check_listed()
 
     def _own_record(self) -> Record:
-        live, shards = self.files(self.folder).common_version, self.read_shards(self.folder)
-        return make_store_record(self.store, self.folder, live, shards)
+        version, shards = self.files(self.folder).common_version, self.read_shards(self.folder)
+        return make_store_record(self.store, self.folder, version, shards)
 
     def copy_with(self, **attributes: Any) -> Self:
         result = copy(self)
@@ -132,7 +132,7 @@ class GroupFile:
     def _find_by_path(self) -> bool:
         """Find the record that lists this folder. Used if MARK is lost but snapshots exist. Returns True if found."""
         if list_snapshots(self.folder.snapshots).snapshots:
-            for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
+            for path in sorted(self.folder.path.parent.glob(f"{GROUP_FILE_PREFIX}*")):
                 with suppress(OSError, *INVALID):
                     record = Record.parse(unseal(read_record(path)))
                     for store, location in record.places.items() if not record.joining else ():
@@ -152,7 +152,7 @@ class GroupFile:
     def last_snapshot(self) -> str | None:
         """The name of the store's snapshot in the record's `commit`, or None if the commit is empty."""
         id = self.record.commit[self.store]
-        return None if id == EMPTY else name_of(self.folder.snapshots, id)
+        return None if id == EMPTY else find_snapshot_name(self.folder.snapshots, id)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the folders of the group's members, by store id.
@@ -197,27 +197,27 @@ class GroupFile:
         if not mark.exists:  # MARK is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
         if mark.link is None:  # only an earlier version of tierbed trained the store so far
-            group = OldGroup.of(mark)
+            group = OldGroup.read(mark)
             return group is not None and group.id == store and self.store in group.others
         is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
         return mark.store == store and (is_direct or GroupFile(folder).key == self.key)
 
     def files(self, folder: FolderState) -> Files:
         versions = self.read_shards(folder)
-        live = [versions.get(rank) for rank in range(folder.ranks)] or [live_version(folder.clean_marker)]
-        return Files(live, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
+        live_versions = [*map(versions.get, range(folder.num_ranks))] or [read_live_version(folder.clean_marker)]
+        return Files(live_versions, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
 
     def read_shards(self, folder: FolderState) -> Mapping[int, str | None]:
         """Returns the versions of a store's shards by rank: from `self.shards`, or else from shards on this host."""
         versions = self.shards.get(str(folder.path))
-        return shard_versions(folder.path, folder.ranks) if versions is None else versions
+        return read_shard_versions(folder.path, folder.num_ranks) if versions is None else versions
 
     def check_closed(self) -> None:
         """Raises StoreError if the last run did not close all members. Called for the store option open="error"."""
         unclosed = []
         for store, folder in self.members(lenient=True).items():
-            live = self.record.now[store].live if folder.ranks else None
-            if store in self.record.trained or (live and live != self.files(folder).common_version):
+            version = self.record.now[store].live_version if folder.num_ranks else None
+            if store in self.record.trained or (version and version != self.files(folder).common_version):
                 unclosed.append(repr(str(folder.path)))
         if unclosed and self.path is None:
             raise StoreError(
@@ -232,10 +232,10 @@ class GroupFile:
 
     def _check_remote_shards(self, store: str, folder: FolderState) -> None:
         """Raises StoreError if shards on other hosts may hold live rows that no snapshot has."""
-        entry, shards, ranks = self.record.now[store], self.read_shards(folder), folder.ranks
+        entry, shards, ranks = self.record.now[store], self.read_shards(folder), folder.num_ranks
         remote = [str(rank) for rank in range(ranks) if rank not in shards]
-        is_saved = usable(entry, self.files(folder)).snapshot is not None
-        if remote and entry.live and {*shards.values()} <= {entry.live} and not is_saved:
+        is_saved = drop_lost(entry, self.files(folder)).snapshot is not None
+        if remote and entry.live_version and {*shards.values()} <= {entry.live_version} and not is_saved:
             problem = f"the shards of rank {', '.join(remote)} are not" if shards else "none of their shards is"
             raise StoreError(
                 f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {problem} here. Open the store "
@@ -253,7 +253,7 @@ class GroupFile:
         for store, folder in members.items():
             self._check_remote_shards(store, folder)
         chosen = choose(record, {store: self.files(folder) for store, folder in members.items()})
-        if chosen is None or any(entry.snapshot != commit[id] and not entry.live for id, entry in chosen.items()):
+        if chosen is None or any(e.snapshot != commit[id] and not e.live_version for id, e in chosen.items()):
             _check_damage(members.values())
         if chosen is not None:
             was_saved = any(record.parents.get(store, EMPTY) != EMPTY for store in members)
@@ -273,7 +273,7 @@ class GroupFile:
     def _missing_commit(self, store: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
         """Describe the snapshot that `commit` names for the store, if it is missing on disk; otherwise return ""."""
         id = self.record.commit[store]
-        if id in (EMPTY, UNKNOWN) or id in self.files(folder).snapshots:
+        if id in (EMPTY, MISSING_SNAPSHOT_ID) or id in self.files(folder).snapshots:
             return ""
         snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots).snapshots]
         same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == id[:16]]
@@ -287,7 +287,7 @@ class GroupFile:
 
     def choose_own_entry(self) -> Entry:
         """Choose the rows to open the store with while another process trains its group. NOTHING if unknown."""
-        return usable(self.record.now[self.store], self.files(self.folder))
+        return drop_lost(self.record.now[self.store], self.files(self.folder))
 
     def newest(self) -> dict[str, Entry]:
         """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
@@ -295,7 +295,7 @@ class GroupFile:
         for store, folder in self.members(lenient=True).items():
             files, ids = self.files(folder), [entry.manifest.id for entry in list_snapshots(folder.snapshots).snapshots]
             parent = Entry(self.record.parents.get(store, self.record.commit[store]))
-            entries = (usable(entry, files) for entry in (self.record.now[store], parent))
+            entries = (drop_lost(entry, files) for entry in (self.record.now[store], parent))
             chosen[store] = next((entry for entry in entries if entry != NOTHING), Entry(ids[-1] if ids else EMPTY))
         return chosen
 

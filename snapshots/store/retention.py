@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from ...engine.checks import int_option
 from ...engine.errors import SnapshotError
-from ..files.format import snapshot_id
-from ..files.reader import Snapshot, list_snapshots, snapshot_by_id
+from ..files.format import read_snapshot_id
+from ..files.reader import Snapshot, find_snapshot, list_snapshots
 from ..files.writer import find_children
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import find_group_file
 from .linked import REPLACED_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
-from .recovery_rule import Record, needed
+from .recovery_rule import Record, find_needed_ids
 
 log = logging.getLogger("tierbed")
 
@@ -77,16 +77,16 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def list_needed(store: FolderState) -> set[str]:
-    """Returns names of snapshots `needed` by this store or others that share them. SnapshotError, StoreError."""
-    ids = {id for file in map(find_group_file, store.sharing) for id in needed(file.record, file.store)}
+    """Returns names of snapshots needed by this store or others that share them. SnapshotError, StoreError."""
+    ids = {id for file in map(find_group_file, store.sharing_stores) for id in find_needed_ids(file.record, file.store)}
     snapshots = list_snapshots(store.snapshots).snapshots
-    return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
+    return {find_snapshot(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
 def find_undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
     """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
     low, high = record.undone.get(store, (0, 0))
-    needed_ids = needed(record, store)
+    needed_ids = find_needed_ids(record, store)
     return {
         snapshot.name
         for snapshot in (list_snapshots(snapshots).snapshots if high > low else ())
@@ -99,7 +99,7 @@ def link_state_snapshot(store: StoreFolder, id: str | None, keep: int | None) ->
 
     First removes links that earlier calls of `state_dict()` made, except the latest `keep` links.
     """
-    snapshot = None if id is None else snapshot_by_id(store.snapshots, id)
+    snapshot = None if id is None else find_snapshot(store.snapshots, id)
     link = None if snapshot is None else store.snapshots / (STATE_PREFIX + snapshot.manifest.id)
     if keep is not None and (link is None or not link.is_dir()):
         _prune_states(store, keep)
@@ -154,7 +154,7 @@ def drop_replaced(store: StoreFolder) -> None:
 
 def is_replaced(folder: Path) -> bool:
     """True if `keep_replaced` gave the snapshot its name."""
-    return folder.name == f"{REPLACED_PREFIX}{snapshot_id(folder)}"
+    return folder.name == f"{REPLACED_PREFIX}{read_snapshot_id(folder)}"
 
 
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
@@ -172,6 +172,6 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove a snapshot, unless recovery or a child needs it. Keeps a newer one with its name. Raises SnapshotError."""
-    folder = store.snapshots / saved.name
-    if snapshot_id(folder) == saved.manifest.id and saved.name not in list_needed(store) and not find_children(folder):
+    folder, is_needed = store.snapshots / saved.name, saved.name in list_needed(store)
+    if read_snapshot_id(folder) == saved.manifest.id and not is_needed and not find_children(folder):
         remove_snapshot(folder)

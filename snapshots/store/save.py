@@ -12,9 +12,9 @@ from ...engine.checks import choice_option
 from ...engine.durable import fsync_dir, temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
-from ..files.format import KINDS, HashShard, RocksDBFiles, snapshot_id
+from ..files.format import KINDS, HashShard, RocksDBFiles, read_snapshot_id
 from ..files.merging import changes_between
-from ..files.reader import MAX_CHAIN, Snapshot, list_snapshots, snapshot_by_id
+from ..files.reader import MAX_CHAIN, Snapshot, find_snapshot, list_snapshots
 from ..files.writer import (
     Files,
     NewSnapshots,
@@ -28,7 +28,7 @@ from ..files.writer import (
 )
 from .folder import StoreFolder
 from .linked import remove_snapshot
-from .recovery_rule import EMPTY, Record, needed
+from .recovery_rule import EMPTY, Record, find_needed_ids
 from .retention import drop_replaced, find_undone_names, is_state_snapshot, keep_replaced
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def begin_save(
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
-    if os.path.lexists(folder) and snapshot_id(folder) in needed(source.record, source.store):
+    if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(source.record, source.store):
         keep_replaced(folder)
     new.begin(folder, source.description, overwrite or os.path.lexists(folder))
     return folder, parent
@@ -147,7 +147,7 @@ def find_parent(store: StoreFolder, name: str, source: SaveSource) -> Snapshot |
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save a snapshot "
             "with kind='full' first"
         )
-    parent = snapshot_by_id(store.snapshots, source.parent)
+    parent = find_snapshot(store.snapshots, source.parent)
     if is_state_snapshot(parent):
         reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:

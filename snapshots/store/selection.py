@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from ...engine.errors import InputError
 from ...engine.optim.kernel import load_kernels
 from ...engine.row_format import STATE_TYPES, Chunks, RowArray, RowForm, find_overflows
-from ..files.reader import Snapshot, count_progress
+from ..files.reader import ProgressCallback, Snapshot, count_progress
 
 Types = tuple[str, str]  # the dtype of embeddings, and the dtype of optimizer states with one number per element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
-def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
+def convert_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
     """Returns a table's description after its rows are converted to the dtypes `types`."""
     dtype, state_type = types
     kernel = load_kernels().get(description["optimizer"])
@@ -35,13 +35,13 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
     return {**result, "width": RowForm.from_description(result).width}
 
 
-def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
+def read_dtypes(description: Mapping[str, Any]) -> tuple[str, str | None]:
     """Returns the dtypes of embeddings and optimizer states in a valid description. Without states: (dtype, None)."""
     states = description.get(STATE_TYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 
 
-def converted(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
+def convert_rows(rows: RowArray, old: RowForm, new: RowForm, signed: bool) -> RowArray:
     """Convert rows [n] to the form `new`, whose fields are the first fields of `old`. Raises InputError on overflow."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
@@ -98,7 +98,7 @@ class Selection:
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
         """Returns the selected rows' description. Without `state`, the table counts as never trained."""
         if self.types is not None:
-            description = converted_description(description, self.types)
+            description = convert_description(description, self.types)
         if self.state:
             return description
         result = {name: value for name, value in description.items() if name != STATE_TYPES}
@@ -107,7 +107,7 @@ class Selection:
             result[STATE_TYPES] = []
         return {**result, "width": RowForm(sum(result["columns"]), result["dtype"]).width}
 
-    def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
+    def read_rows(self, snapshot: Snapshot, report: LoadReport, progress: ProgressCallback | None = None) -> Chunks:
         """Yields and counts a snapshot's selected rows. Without `state`, values are as a lookup returns them."""
         chunks = snapshot.chunks()
         if not self.state:
@@ -125,7 +125,7 @@ class Selection:
             report.left_out += len(rows) - len(selected)
             report.rows += len(selected)
             if not self.state or loaded.dtype != stored.dtype:
-                selected = converted(selected, stored, loaded, signed)
+                selected = convert_rows(selected, stored, loaded, signed)
             if not self.state:
                 selected["step"] = 0
             if len(selected):

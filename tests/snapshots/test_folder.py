@@ -32,7 +32,7 @@ MARK = description() | {"live": "rows"}
 def test_a_new_folder_has_one_holder_who_may_release_it_twice(tmp_path: Path) -> None:
     path = tmp_path / "a" / "users"
     first = StoreFolder(path)
-    assert not first.live.exists()
+    assert not first.live_path.exists()
     first.release()
     with StoreFolder(path):
         first.release()
@@ -107,12 +107,12 @@ def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(t
             store.incoming.mkdir()
             (store.incoming / str(step)).touch()
             store.replace_live(store.incoming, MARK | {"step": step}, **fields)
-            assert [file.name for file in store.live.iterdir()] == [str(step)]
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live.name]
+            assert [file.name for file in store.live_path.iterdir()] == [str(step)]
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live_path.name]
             assert (FolderState(tmp_path).mark.store, store.clean_marker) == (expected, MARK | {"step": step})
         store.discard_live()
         store.discard_live()
-        assert not store.live.exists()
+        assert not store.live_path.exists()
         assert store.clean_marker is None
 
 
