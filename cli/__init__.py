@@ -13,7 +13,7 @@ try:
 
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
-    from .output import INTERRUPTED, checked_stdout, fail, print_interrupted
+    from .output import EXIT_INTERRUPTED, checked_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # handle Ctrl-C like `main`, but import nothing else
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
@@ -57,12 +57,12 @@ def main(arguments: list[str] | None = None) -> None:
         try:
             typer.main.get_command(app)(arguments, prog_name="tierbed")
         except SystemExit as end:
-            if end.code == INTERRUPTED:
+            if end.code == EXIT_INTERRUPTED:
                 print_interrupted(as_json)
             raise
         except KeyboardInterrupt:  # Ctrl-C came before a command started
             print_interrupted(as_json)
-            raise SystemExit(INTERRUPTED) from None
+            raise SystemExit(EXIT_INTERRUPTED) from None
         except Exception as error:
             remedy = "; `tierbed doctor` lists what this installation lacks" if isinstance(error, ImportError) else ""
             is_file_error = isinstance(error, OSError) and error.filename is not None  # stdout's OSErrors name no file

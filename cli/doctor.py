@@ -22,7 +22,7 @@ import typer
 
 from ..engine.errors import StoreError
 from .arguments import Json, nearest_existing
-from .output import PROBLEM, align, print_json, size
+from .output import EXIT_PROBLEM, align, format_size, print_json
 
 MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
 _NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # omits typer and rich, which are imported above
@@ -71,7 +71,7 @@ def doctor(
             if check.remedy:
                 print(f"          -> {check.remedy}")
     if any(check.fatal for check in checks):
-        raise typer.Exit(PROBLEM)
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "", **kind: bool) -> Check:
@@ -166,7 +166,7 @@ def _disk_checks(path: Path) -> Iterator[Check]:
         yield Check("folder", True, f"{path} does not exist yet, so {folder} was checked")
     free = shutil.disk_usage(folder).free
     remedy = None if free >= MIN_FREE_BYTES else "free space"
-    yield Check("free space", remedy is None, f"{size(free)} in {folder}", remedy)
+    yield Check("free space", remedy is None, f"{format_size(free)} in {folder}", remedy)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
     except OSError as error:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..engine.errors import SnapshotError, StoreError, TierbedError
 from .arguments import locked
-from .output import IN_USE, ProgressCallback, fail
+from .output import EXIT_IN_USE, ProgressCallback, fail
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
@@ -24,8 +24,8 @@ def stores_at(path: Path) -> dict[Path, str]:
 def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
     """Return {store folder: process id} for the stores that are open in a process that answers requests.
 
-    Some processes, such as other `tierbed` commands, answer no requests. Exits with code `IN_USE` if one of these has a
-    store open. Raises StoreError if a process does not answer in time, for example because it is suspended.
+    Some processes, such as other `tierbed` commands, answer no requests. Exits with code `EXIT_IN_USE` if one of them
+    has a store open. Raises StoreError if a process does not answer in time, for example because it is suspended.
     """
     from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import find_holder
@@ -42,7 +42,7 @@ def save_together(
 ) -> list[Manifest]:
     """Save a snapshot of each store. The process that has stores open saves them; this process saves the closed stores.
 
-    Exits with code `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
+    Exits with code `EXIT_IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
@@ -52,7 +52,7 @@ def save_together(
     if len({*serving.values()}) > 1:
         holders = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
         message = f"several processes have these stores open, so no step is common: {holders}; save each store alone"
-        fail(message, IN_USE, as_json)
+        fail(message, EXIT_IN_USE, as_json)
     done = 0
 
     def advance_to(rows: int, total: int | None) -> None:

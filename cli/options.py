@@ -13,7 +13,7 @@ import typer
 
 from ..engine.errors import OptionError, TierbedError
 from .arguments import Json, nearest_existing
-from .output import PROBLEM, print_error, print_fields, print_json, size, text
+from .output import EXIT_PROBLEM, escape, format_size, print_error, print_fields, print_json
 
 if TYPE_CHECKING:
     from ..engine.options.store_options import StoreOptions
@@ -55,8 +55,8 @@ def options(
     for disk in disks:
         if disk["rows_bytes"] > disk["free_bytes"]:
             wrong[disk["path"]] = (
-                f"the rows of {', '.join(disk['embeddings'])} need {size(disk['rows_bytes'])}, and the disk has "
-                f"{size(disk['free_bytes'])} for them; use a larger disk, or lower capacities"
+                f"the rows of {', '.join(disk['embeddings'])} need {format_size(disk['rows_bytes'])}, and the disk has "
+                f"{format_size(disk['free_bytes'])} for them; use a larger disk, or lower capacities"
             )
     free = free_host_memory()
     if as_json:
@@ -64,19 +64,19 @@ def options(
         print_json({"embeddings": results, "wrong": wrong, **memory, "disks": disks})
     else:
         for name, result in results.items():
-            print(f"[{text(name)}]")
+            print(f"[{escape(name)}]")
             parts = [f"{part.replace('_', ' ')} {_amount(n, _mib)}" for part, n in result["memory_bytes"].items()]
             print_fields({**result["options"], "memory": ", ".join(parts), "disk": _format_disk(result["disk"])})
             print()
         free_memory = "" if free is None else f"; {_mib(free.bytes)} free {free.location}"
         print(f"total memory, as far as known: {_mib(known)}{free_memory}")
         for disk in disks:
-            rows_and_space = f"{size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
-            print(f"rows on the disk of {text(disk['path'])}: {rows_and_space}")
+            rows_and_space = f"{format_size(disk['rows_bytes'])}; {format_size(disk['free_bytes'])} free"
+            print(f"rows on the disk of {escape(disk['path'])}: {rows_and_space}")
     for name, problem in wrong.items():
-        print_error(f"wrong: {text(name)}: {problem}")
+        print_error(f"wrong: {escape(name)}: {problem}")
     if wrong:
-        raise typer.Exit(PROBLEM)
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 def _memory(options: StoreOptions) -> dict[str, int | str | None]:
@@ -122,8 +122,9 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
         rows = options.capacity * row_dtype(options.storage_dim).itemsize
         if rows > usage.total:
             raise OptionError(
-                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} need {size(rows)}, and the "
-                f"disk of persistent_path={str(live)!r} has {size(usage.total)}; use a larger disk, or lower capacity"
+                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} need {format_size(rows)}, and "
+                f"the disk of persistent_path={str(live)!r} has {format_size(usage.total)}; use a larger disk, or "
+                "lower capacity"
             )
     return {
         "store": str(live / name),
@@ -171,7 +172,7 @@ def _mib(bytes: int) -> str:
     return f"{bytes / MB:,.0f} MiB" if bytes >= 1000 * MB else f"{bytes / MB:.4g} MiB"
 
 
-def _amount(bytes: int | str | None, format_bytes: Callable[[int], str] = size) -> str:
+def _amount(bytes: int | str | None, format_bytes: Callable[[int], str] = format_size) -> str:
     if bytes is None:
         return "unknown without capacity and storage_dim"
     return bytes if isinstance(bytes, str) else format_bytes(bytes)
@@ -181,5 +182,5 @@ def _format_disk(disk: dict[str, Any] | None) -> str:
     if disk is None:
         return "none: rows are lost when the process ends"
     rows = f"rows {_amount(disk['rows_bytes'])}, and as much again for each full snapshot"
-    free = f"{size(disk['free_bytes'])} free in {disk['store']}"
-    return f"{rows}; {free}, {size(disk['free_bytes_of_snapshots'])} for {disk['snapshots']}"
+    free = f"{format_size(disk['free_bytes'])} free in {disk['store']}"
+    return f"{rows}; {free}, {format_size(disk['free_bytes_of_snapshots'])} for {disk['snapshots']}"

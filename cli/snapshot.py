@@ -46,7 +46,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
         if overwrite and new != name and new in list_needed(folder):
             reason = "it is the recovery snapshot of live rows; choose another name"
             raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
-        with output.progress("merging", snapshot.manifest.rows) as advance:
+        with output.show_progress("merging", snapshot.manifest.rows) as advance:
             id = snapshot.manifest.id  # keep the id: recovery finds rows by snapshot id
             contents = snapshot.description, snapshot.chunks()
             manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
@@ -83,14 +83,14 @@ def prune(
         documents[store_name] = {**parts, "removed_bytes": bytes, "dry_run": dry_run}
         if as_json:
             continue
-        prefix = store_name and f"{output.text(store_name)}/"
+        prefix = store_name and f"{output.escape(store_name)}/"
         for name in removed:
-            print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(name)}")
+            print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.escape(name)}")
         for name in needed:
             note = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
-            print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.text(name)}: {note}recovery needs it")
+            print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.escape(name)}: {note}recovery needs it")
         count = len(removed) + len(kept)
-        print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.size(bytes)}")
+        print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.format_size(bytes)}")
     if as_json:
         output.print_json(documents.get("") or {"stores": documents})
 
@@ -141,15 +141,15 @@ def verify(
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
     for folder, store_name in stores_at(store).items():
-        chosen = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
-        listing = Listing(chosen, {}) if names else list_snapshots(folder / "snapshots")
+        snapshots = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
+        listing = Listing(snapshots, {}) if names else list_snapshots(folder / "snapshots")
         chains, broken = find_chains(listing.snapshots)
         rows = {snapshot.name: snapshot.manifest.own_rows for chain in chains.values() for snapshot in chain}
-        with output.progress("verifying", sum(rows.values())) as advance:
-            wrong = {**listing.damaged, **verify_all(chains, broken, advance)}
+        with output.show_progress("verifying", sum(rows.values())) as advance:
+            errors = {**listing.damaged, **verify_all(chains, broken, advance)}
         prefix = store_name and f"{store_name}/"
-        damaged |= {prefix + name: error for name, error in wrong.items()}
-        sound += [prefix + s.name for s in listing.snapshots if s.name not in wrong]
+        damaged |= {prefix + name: error for name, error in errors.items()}
+        sound += [prefix + s.name for s in listing.snapshots if s.name not in errors]
     output.report_sound(sound, damaged, as_json)
 
 
@@ -172,7 +172,7 @@ def save(
     """
     begin = time.monotonic()
     stores = stores_at(store)
-    with output.progress("saving") as advance:
+    with output.show_progress("saving") as advance:
         saved = save_together([*stores], name, kind.value, overwrite, timeout, advance, as_json)
     output.report("saved", name, dict(zip(stores.values(), saved, strict=True)), begin, as_json)
 
@@ -214,7 +214,7 @@ def load(
         snapshots = [open_snapshot(path, name) for path in stores]
         check_one_moment([path.name for path in stores], snapshots)
         selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
-        with output.progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
+        with output.show_progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
             loaded, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
     left_out = {"left_out": selections[0].left_out} if is_single else {}
     output.report("loaded", name, dict(zip(stores.values(), loaded, strict=True)), begin, as_json, **left_out)
@@ -231,8 +231,8 @@ def list_(store: Store, as_json: Json = False) -> None:
     damaged: dict[str, SnapshotError] = {}
     for folder, store_name in stores_at(store).items():
         listing, prefix = list_snapshots(folder / "snapshots"), store_name and f"{store_name}/"
-        entries[store_name] = [output.entry(s.name, s.manifest) for s in listing.snapshots]
-        lines += [[prefix + name, *cells] for name, *cells in output.lines(listing.snapshots)]
+        entries[store_name] = [output.make_entry(s.name, s.manifest) for s in listing.snapshots]
+        lines += [[prefix + name, *cells] for name, *cells in output.make_cells(listing.snapshots)]
         damaged |= {prefix + name: error for name, error in listing.damaged.items()}
     if as_json:
         document = {"snapshots": entries[""]} if "" in entries else {"stores": entries}
@@ -263,12 +263,12 @@ def inspect(
     if plot is not None:
         check_plot(plot)
     snapshot = open_snapshot(store, name)
-    with output.progress("reading", snapshot.manifest.rows) as advance:
+    with output.show_progress("reading", snapshot.manifest.rows) as advance:
         summary = summarise(snapshot, advance, first=rows)
     names = read_table_names(snapshot.description)
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
-    figures = {**output.entry(name, snapshot.manifest), **summary.figures}
+    figures = {**output.make_entry(name, snapshot.manifest), **summary.figures}
     first = [to_plain_row(row, snapshot.description) for row in summary.first]
     description = with_named_hyper(snapshot.description)
     if as_json:

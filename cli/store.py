@@ -30,10 +30,10 @@ def stat(store: Store, as_json: Json = False) -> None:
 
     status = store_status(store)
     if as_json:
-        output.print_json(plain(status))
+        output.print_json(make_document(status))
         return
     by_table = status.rows_by_table or {}
-    tables = {"rows by table": ", ".join(f"{output.text(name)}: {rows:,}" for name, rows in by_table.items())}
+    tables = {"rows by table": ", ".join(f"{output.escape(name)}: {rows:,}" for name, rows in by_table.items())}
     in_use = f"open in process {status.holder or 'unknown'}"
     output.print_fields(
         {
@@ -43,11 +43,11 @@ def stat(store: Store, as_json: Json = False) -> None:
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
-            "on disk": ", ".join(f"{output.size(count)} {part}" for part, count in status.bytes.items()),
-            "recovery": output.text(status.recovery_snapshot or "none"),
-            **({"trained together with": ", ".join(map(output.text, status.partners))} if status.partners else {}),
+            "on disk": ", ".join(f"{output.format_size(count)} {part}" for part, count in status.bytes.items()),
+            "recovery": output.escape(status.recovery_snapshot or "none"),
+            **({"trained together with": ", ".join(map(output.escape, status.partners))} if status.partners else {}),
             **{
-                f"record of {output.text(member.name)}": _describe_member(member, status.partners)
+                f"record of {output.escape(member.name)}": _describe_member(member, status.partners)
                 for member in status.group
             },
             "a restart": _describe_restart(status),
@@ -69,9 +69,9 @@ def detach(store: Store, as_json: Json = False) -> None:
     if as_json:
         output.print_json({"detached": result.problem is not None or bool(result.others), **result._asdict()})
     elif result.problem is not None:
-        print(f"detached, without its group's record: {output.text(result.problem)}")
+        print(f"detached, without its group's record: {output.escape(result.problem)}")
     elif result.others:
-        print(f"detached from {', '.join(map(output.text, result.others))}")
+        print(f"detached from {', '.join(map(output.escape, result.others))}")
     else:
         print("nothing to detach: it is trained alone")
 
@@ -91,20 +91,20 @@ def compact(
 
     begin = time.monotonic()
     try:
-        with locked([store], as_json) as (folder,), output.progress("merging") as advance:
+        with locked([store], as_json) as (folder,), output.show_progress("merging") as advance:
             sizes = _run_in_thread(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
         output.print_interrupted(as_json)
-        os._exit(output.INTERRUPTED)  # RocksDB's threads still run, but RocksDB's files are valid at any time
+        os._exit(output.EXIT_INTERRUPTED)  # RocksDB's threads still run, but RocksDB's files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
-        before, after = sizes or (None, None)
-        figures = {"bytes_before": before, "bytes_after": after, "seconds": seconds}
-        output.print_json({"merged": sizes is not None, **figures})
+        figures = dict(zip(("bytes_before", "bytes_after"), sizes or (None, None), strict=True))
+        output.print_json({"merged": sizes is not None, **figures, "seconds": seconds})
     elif sizes is None:
         print("nothing to merge: the live rows are row files, which every close rewrites")
     else:
-        print(f"merged: {output.size(sizes[0])} before, {output.size(sizes[1])} after, in {output.span(seconds)}")
+        before, after = map(output.format_size, sizes)
+        print(f"merged: {before} before, {after} after, in {output.format_seconds(seconds)}")
 
 
 def get(
@@ -142,8 +142,8 @@ def get(
     fields: dict[str, Any] = {}
     try:
         if snapshot is not None or is_snapshot(store):
-            opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
-            row, description = read_snapshot_row(opened, parse_table(table), key), opened.description
+            source = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
+            row, description = read_snapshot_row(source, parse_table(table), key), source.description
         elif find_holder(require_store(store)) is not None and (
             (answer := request_row(store, parse_table(table), key, timeout)) is not None
         ):
@@ -156,9 +156,8 @@ def get(
     if row is not None:
         fields = to_plain_row(row[0], description)
     if not fields:
-        output.fail(
-            f"there is no row of table {table}, key {key}; a lookup returns the initial row", output.NO_ROW, as_json
-        )
+        problem = f"there is no row of table {table}, key {key}; a lookup returns the initial row"
+        output.fail(problem, output.EXIT_NO_ROW, as_json)
     if as_json:
         output.print_json(fields)
     else:
@@ -166,7 +165,7 @@ def get(
         output.print_fields({**fields, **states})
 
 
-def plain(status: StoreStatus) -> dict[str, Any]:
+def make_document(status: StoreStatus) -> dict[str, Any]:
     """Convert a store's status to plain values for JSON."""
     restart = dict(vars(status.restart))
     return {
@@ -176,7 +175,7 @@ def plain(status: StoreStatus) -> dict[str, Any]:
         "ranks": status.num_ranks,
         "together": list(status.partners),
         "group": [dict(zip(_MEMBER_FIELDS, member, strict=True)) for member in status.group],
-        **({"dtype": None, "state_dtype": None} if status.marker is None else output.dtypes(status.marker)),
+        **({"dtype": None, "state_dtype": None} if status.marker is None else output.make_dtype_fields(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,
@@ -194,10 +193,10 @@ def _describe_live_rows(status: StoreStatus) -> str | None:
 
 def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
     step = "an unknown step" if member.step is None else f"step {member.step:,}"
-    snapshot = [f"snapshot {output.text(member.snapshot)}"] if member.snapshot else []
+    snapshot = [f"snapshot {output.escape(member.snapshot)}"] if member.snapshot else []
     saved = " and ".join(["live rows"] * member.has_live_rows + snapshot)
     now = f"{saved or 'no rows'} of {step}" if saved or member.step == 0 else "rows that are not saved"
-    common = output.text(member.common or "no rows")
+    common = output.escape(member.common or "no rows")
     common_step = "" if member.common_step is None else f" of step {member.common_step:,}"
     return f"{now}; {'with the others' if partners else 'after a kill'} {common}{common_step}"
 
@@ -217,7 +216,7 @@ def _describe_source(restart: Restart) -> str:
         case "live":
             return f"resumes from the live rows, at step {restart.step:,}"
         case "snapshot":
-            start = f"rolls back to snapshot {output.text(restart.snapshot)}, at step {restart.step:,}"
+            start = f"rolls back to snapshot {output.escape(restart.snapshot)}, at step {restart.step:,}"
         case "empty":
             start = "starts empty"
         case _:

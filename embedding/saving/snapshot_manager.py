@@ -88,7 +88,7 @@ class SnapshotManager:
             record, store, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
             file = GroupFile(FolderState(self._folder.parent))
-            record, store = file.record, file.store
+            record, store = file.record, file.store_id
             is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
         id = record.parents.get(store, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store, NOTHING).snapshot != restored):

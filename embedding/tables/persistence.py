@@ -38,7 +38,7 @@ from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import check_rows, load_rows
 from ...engine.table.stack import build_stack, processor_factory
 from ...engine.table.table import OpenTable
-from ...snapshots.files.format import FILES, LIVE, SHARD, check_description
+from ...snapshots.files.format import FILES, LIVE_VERSION, SHARD, check_description
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
@@ -326,7 +326,7 @@ class TablePersistence:
                 folder.forget()
             raise
         if not self.is_placeholder:
-            folder.note_step(0)
+            folder.store_step(0)
         if self._mode == "fresh":
             self._mode = "resume"
         return table
@@ -410,7 +410,7 @@ class TablePersistence:
             source = contextlib.nullcontext(selected)
             table = self._build_from_rows(optimizer, stored, source, old_table, snapshot_id, on_verified=on_verified)
             if self.folder is not None and self.folder.clean_marker is None:
-                self.folder.note_step(table.step)
+                self.folder.store_step(table.step)
         if old_table is not None:
             log.info(
                 "embedding %r: %d rows of step %d, loaded from snapshot %r",
@@ -437,7 +437,7 @@ class TablePersistence:
             table = self._build_from_rows(optimizer, tensors.stored(), contextlib.nullcontext(chunks), old_table)
             self._warn_all(ids.make_remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
-                self.folder.note_step(table.step)
+                self.folder.store_step(table.step)
             return table
 
     @contextlib.contextmanager
@@ -552,7 +552,7 @@ class TablePersistence:
                 self._live_rows = LiveRows.CHANGED
             if self.rows_version is None and self.member is not None:
                 self.member.write()
-            self.folder.note_step(step)
+            self.folder.store_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
         """Count a collective write. num_earlier: the number of earlier writes, if this shard may have missed one."""
@@ -585,7 +585,7 @@ class TablePersistence:
         counts = table.counts.known_table_counts
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
         shard = {} if self.rows_version is None else {SHARD: self.rows_version.make_marker_fields()}
-        version = {} if self.member is None or self.rows_version is not None else {LIVE: self.member.version}
+        version = {} if self.member is None or self.rows_version is not None else {LIVE_VERSION: self.member.version}
         return {**table.describe(), **live, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
 
 

@@ -69,7 +69,7 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:
         stored = description_of_marker(marker)
-    elif (commit := file.record.commit[file.store]) != EMPTY:
+    elif (commit := file.record.commit[file.store_id]) != EMPTY:
         stored = find_snapshot(store.snapshots, commit).description
     elif snapshots := list_snapshots(store.snapshots).snapshots:
         stored = snapshots[-1].description

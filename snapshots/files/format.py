@@ -42,7 +42,7 @@ LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # how deeply lists and maps may be nested in a table's description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # maximum bytes of a table's description; manifests and MARK need space for other fields
-LIVE = "version"  # this field of the clean marker stores the live rows' version
+LIVE_VERSION = "version"  # this field of the clean marker stores the live rows' version
 OLD_CANDIDATES = "base"  # a field of MARK in earlier versions: the recovery snapshot's possible names
 OLD_GROUP = "group"  # a field of MARK in earlier versions: the stores that are trained together
 # the fields of MARK that do not belong to the clean marker
@@ -50,7 +50,7 @@ FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OL
 SHARD = "share"  # this field of a shard's MARK stores the shard's rank
 FILES = "live_files"  # this field of MARK identifies the files of the live rows
 # fields of the clean marker that are not in a snapshot's description
-MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE, FILES)
+MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE_VERSION, FILES)
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
 _MAX_NAMED = 16  # maximum number of optimizer states that are stored as named NumPy fields

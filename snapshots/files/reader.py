@@ -166,7 +166,7 @@ class Snapshot:
 
         progress: called with each chunk's row count. The sum of the counts is the sum of `own_rows` over the chain.
         """
-        read_all(self._table(65536, progress or (lambda count: None)))
+        read_all(self._merge_chain(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Yields every row of the table, sorted like `Tier.scan`.
@@ -184,33 +184,33 @@ class Snapshot:
         Raises:
             SnapshotError: If a file is damaged or missing. The message names the file.
         """
-        return self._table(max_rows)
+        return self._merge_chain(max_rows)
 
-    def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
+    def _merge_chain(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
         """Like `chunks`, but calls `progress`. With `progress`, a chain of several snapshots yields only row keys."""
-        table: Chunks = iter(())
+        chunks: Chunks = iter(())
         for snapshot in (chain := self.chain):
-            table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
-        return table
+            chunks = snapshot.apply_to(chunks, max_rows, progress, len(chain) > 1)
+        return chunks
 
     def apply_to(
         self,
-        table: Chunks | None,
+        parent_chunks: Chunks | None,
         max_rows: int = 65536,
         progress: ProgressCallback | None = None,
         keys_only: bool = False,
     ) -> Chunks:
         """Yields the table's rows after this snapshot's changes, and checks the row count at the end.
 
-        table: the table's rows in the parent snapshot, or empty for a full snapshot. If `table` is None, only this
+        parent_chunks: the table's rows in the parent snapshot, or empty for a full snapshot. If None, only this
         snapshot's own files are read and checked. progress, keys_only: see `count_progress`.
         """
-        rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
+        rows, deleted = (count_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
         if self.manifest.parent is not None:
-            rows = apply_changes(iter(()) if table is None else table, rows, deleted, self._make_conflict_error)
-        return rows if table is None else self._count(rows)
+            rows = apply_changes(parent_chunks or iter(()), rows, deleted, self._make_conflict_error)
+        return rows if parent_chunks is None else self._yield_counted(rows)
 
-    def _count(self, chunks: Chunks) -> Chunks:
+    def _yield_counted(self, chunks: Chunks) -> Chunks:
         count = 0
         for bucket, rows in chunks:
             count += len(rows)
@@ -220,13 +220,13 @@ class Snapshot:
         else:
             self.check_count(count)
 
-    def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
+    def read_rows_and_deletions(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
         """Returns the rows and deleted keys in the snapshot's own files. Compares a checksum at each file's end."""
         if self.manifest.rocksdb is not None:
             from .rocksdb_files import checkpoint_chunks  # needs RocksDB
 
             chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
-            return self._detect_replacement(self._select_shard(self._check_checkpoint(chunks))), iter(())
+            return self._detect_replacement(self._select_shard(self._yield_checked_checkpoint(chunks))), iter(())
         files: tuple[dict[str, RowFile], dict[str, RowFile]] = {}, {}
         for name, file in self.manifest.files.items():
             shard = self._find_shard(name)
@@ -242,7 +242,7 @@ class Snapshot:
         for name, entry in files.items():
             self._open(name, entry).close()
         if self.manifest.parts is None:
-            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._check_files(pieces)) as chunks:
+            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._yield_checked(pieces)) as chunks:
                 yield from self._select_shard(chunks)
         else:
             with read_ahead(self._merge_shards(files, max_rows)) as chunks:
@@ -254,7 +254,7 @@ class Snapshot:
             by_shard.setdefault(parse_shard_index(name), {})[name] = entry
         # the merge keeps two chunks of each shard in memory
         limits = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)
-        shards = [self._select_shard(self._check_files(self._read(entries, *limits))) for entries in by_shard.values()]
+        shards = [self._select_shard(self._yield_checked(self._read(part, *limits))) for part in by_shard.values()]
         for bucket, rows in merge_sorted(shards):
             for begin in range(0, len(rows), max_rows):
                 yield bucket, rows[begin : begin + max_rows]
@@ -265,27 +265,27 @@ class Snapshot:
         for bucket, rows in chunks:
             yield bucket, rows if shard is None or shard.num_shards == self.manifest.parts else shard.rows(rows)
 
-    def _check_files(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
+    def _yield_checked(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
         """Yields (bucket, rows) pairs. Compares each file's checksum before it yields the file's last chunk."""
         for name, group in groupby(pieces, key=itemgetter(0)):
             entry, count, checksum = self.manifest.files[name], 0, 0
-            check = make_validator(self.description, parse_bucket(name), self._find_shard(name))
+            validator = make_validator(self.description, parse_bucket(name), self._find_shard(name))
             for _, rows in group:
                 data = rows.view(np.uint8)
                 checksum = zlib.crc32(data.data, checksum)
                 count += len(rows)
                 if count == entry.rows and checksum != entry.crc32:
                     raise self._make_damage_error(name, "its checksum does not match")
-                if problem := check.find_problem(data, rows.dtype.itemsize):
+                if problem := validator.find_problem(data, rows.dtype.itemsize):
                     raise self._make_damage_error(name, problem)
                 yield parse_bucket(name), rows
 
-    def _check_checkpoint(self, chunks: Chunks) -> Chunks:
+    def _yield_checked_checkpoint(self, chunks: Chunks) -> Chunks:
         """Checks and yields the rows of a RocksDB checkpoint."""
         for bucket, group in groupby(chunks, key=itemgetter(0)):
-            check = make_validator(self.description, bucket)
+            validator = make_validator(self.description, bucket)
             for _, rows in group:
-                if problem := check.find_problem(rows.view(np.uint8), rows.dtype.itemsize):
+                if problem := validator.find_problem(rows.view(np.uint8), rows.dtype.itemsize):
                     raise self._make_damage_error(ROCKSDB, problem)
                 yield bucket, rows
 

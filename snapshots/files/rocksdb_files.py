@@ -57,11 +57,11 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
         raise make_read_error(folder / ROCKSDB, error, folder) from error
 
 
-def _scan(folder: Path, form: RowForm, shards: int, max_rows: int) -> Chunks:
+def _scan(folder: Path, form: RowForm, num_shards: int, max_rows: int) -> Chunks:
     """Yields the rows in a checkpoint's files, at most `max_rows` at a time. Raises SnapshotError, OSError."""
     dtype = form.dtype
     chunk_rows = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
-    with _start_child(folder, form.width, shards, chunk_rows) as (stdout, stderr, process):
+    with _start_child(folder, form.width, num_shards, chunk_rows) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
             stdout.close()  # the process may run anything instead of our script, and may write forever
             raise _make_start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")
@@ -99,11 +99,11 @@ def _make_start_error(folder: Path, problem: str) -> ReadIOError:
 
 @contextlib.contextmanager
 def _start_child(
-    folder: Path, width: int, shards: int, chunk_rows: int
+    folder: Path, width: int, num_shards: int, chunk_rows: int
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
-    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(shards), str(chunk_rows)]
+    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(num_shards), str(chunk_rows)]
     with open(os.memfd_create("tierbed"), "rb") as stderr:
         try:
             process = subprocess.Popen(

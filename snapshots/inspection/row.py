@@ -88,7 +88,7 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
     bucket = int(_core.buckets(*row_key)[0])
     for member in reversed(snapshot.chain):
         if member.manifest.rocksdb is not None:
-            return _find_in_chunks(member.parts()[0], table, key)
+            return _find_in_chunks(member.read_rows_and_deletions()[0], table, key)
         parts = member.manifest.parts
         shard = None if parts is None else int(_core.owners(*row_key, parts)[0])
         for file in (bucket_file(bucket, shard), deleted_file(bucket, shard)):

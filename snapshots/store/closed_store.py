@@ -11,7 +11,7 @@ from ...engine.durable import remove_folder, temporary_path
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowForm
 from ...engine.store.table_counts import TABLE_ROWS
-from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARD, Manifest, check_name, read_snapshot_id
+from ..files.format import FILES, LIVE_VERSION, MARKER_FIELDS, SHARD, Manifest, check_name, read_snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.writer import NewSnapshots, ProgressCallback, finish, write_snapshot
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 _AS_IS = "disable_auto_compactions=true"
 
 
-def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
+def merge_clean_markers(store: FolderState) -> dict[str, Any] | None:
     """Merge the clean markers of a store's shards into one marker. Raises StoreError.
 
     Returns None if a shard is not clean. The merged marker lacks the field `rows` if some shards are on other hosts.
     """
-    markers = read_clean_markers(state.path, state.num_ranks)
+    markers = read_clean_markers(store.path, store.num_ranks)
     clean = [marker for marker in markers.values() if marker is not None]
     if len(clean) < len(markers) or len({read_live_version(marker) for marker in clean}) != 1:
         return None
     common = {
         field: value for field, value in clean[0].items() if field not in (SHARD, "rows", "shards", TABLE_ROWS, FILES)
     }
-    return common | ({"rows": sum(marker["rows"] for marker in clean)} if len(clean) == state.num_ranks else {})
+    return common | ({"rows": sum(marker["rows"] for marker in clean)} if len(clean) == store.num_ranks else {})
 
 
 def _lock_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
     """Lock a store's shards. Returns the shards' merged clean marker and their rows. Raises StoreError."""
     ranks = store.num_ranks
     shards = [locks.enter_context(StoreFolder(shard.path)) for shard in find_shards(store.path, ranks).values()]
-    marker = merged_clean_marker(store)
+    marker = merge_clean_markers(store)
     if marker is None or "rows" not in marker:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are shards of {ranks} ranks, and some shards were not closed "
@@ -152,7 +152,7 @@ def load_into_stores(
                 if member.mark_folder is not store:
                     member.copy_to(store)
                 version = version_of_snapshot(ids[member]) if member in whole_loads else member.version
-                marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE: version}
+                marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE_VERSION: version}
                 store.replace_live(store.incoming, marker)
                 if member in whole_loads:
                     member.mark_replaced(ids[member])

@@ -137,7 +137,7 @@ class StoreFolder(FolderState):
         """Clear the clean marker durably. Must be called before any live row is written. Raises StoreError."""
         self.change(clean_marker=None, ranks_record=None)
 
-    def note_step(self, step: int) -> None:
+    def store_step(self, step: int) -> None:
         """Store the live rows' step, for messages after a kill. The cost is one write to the page cache."""
         with contextlib.suppress(OSError):
             if self._step_file is None:

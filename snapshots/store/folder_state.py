@@ -83,7 +83,7 @@ class FolderState:
 
     @property
     def recorded_step(self) -> int | None:
-        """The step that `note_step` stored last, or None if a clean marker was written since, or if unknown."""
+        """The step that `store_step` stored last, or None if a clean marker was written since, or if unknown."""
         try:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
@@ -180,10 +180,10 @@ def symlink_snapshots(link: Path, folder: Path) -> None:
     """
     make_folder(folder)
     path = os.fsencode(os.path.realpath(link.parent))
-    note = folder.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
-    if not note.exists():
+    path_file = folder.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
+    if not path_file.exists():
         with contextlib.suppress(OSError):  # a full disk must not prevent reading rows
-            write_atomically(note, path)
+            write_atomically(path_file, path)
     if os.path.exists(link) and os.path.samefile(link, folder):
         return
     if has_snapshots(link):
@@ -201,7 +201,7 @@ def symlink_snapshots(link: Path, folder: Path) -> None:
 
 def read_linked_stores(folder: Path) -> list[Path]:
     """Returns all store folders that were ever linked to the `snapshots` folder `folder`. Raises OSError."""
-    return [Path(os.fsdecode(note.read_bytes())) for note in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
+    return [Path(os.fsdecode(file.read_bytes())) for file in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
 
 
 def has_snapshots(folder: Path) -> bool:

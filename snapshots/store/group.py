@@ -185,7 +185,7 @@ class Member(MemberRows):
         """Move the record, or the link to its file, into another MARK. ranks_record: None without ranks. StoreError."""
         if mark_folder is not self.mark_folder:
             self.copy_to(mark_folder, ranks_record)
-            self.mark_folder.change(store="", record=None, link=None, old={}, ranks_record=None)
+            self.mark_folder.change(store_id="", record=None, link=None, old={}, ranks_record=None)
             self.mark_folder = mark_folder
         elif mark_folder.mark.ranks_record != ranks_record:
             mark_folder.change(ranks_record=ranks_record)
@@ -222,8 +222,8 @@ def open_store(
             except (StoreError, SnapshotError) as error:
                 if not for_load:
                     raise
-                entry, broken = file.newest()[file.store], str(error)
-        member = Member(store, store.snapshot_store if store.num_ranks else store, file.store, group, entry, broken)
+                entry, broken = file.choose_newest()[file.store_id], str(error)
+        member = Member(store, store.snapshot_store if store.num_ranks else store, file.store_id, group, entry, broken)
         group.enter(member, mode)
         try:
             if mode == "fresh":
@@ -297,15 +297,15 @@ class Group:
             self.file = file = file.read_again()
             if mode == "error":
                 file.check_closed()
-            return file.newest()[file.store] if mode == "mixed" else file.target()[file.store]
+            return file.choose_newest()[file.store_id] if mode == "mixed" else file.choose_entries()[file.store_id]
 
     def _entry_beside(self, file: GroupFile) -> Entry:
         """Choose the rows that a store opens with if this process has locked its group. Raises StoreError."""
-        rows, commit = self.rows.get(file.store, MemberRows()), self.record.commit
+        rows, commit = self.rows.get(file.store_id, MemberRows()), self.record.commit
         if rows.current_entry != NOTHING:
             return rows.current_entry
-        if all(self.rows[x].current_entry.snapshot == id for x, id in commit.items() if x != file.store):
-            return Entry(commit[file.store])  # all other stores still have the commit's rows
+        if all(self.rows[x].current_entry.snapshot == id for x, id in commit.items() if x != file.store_id):
+            return Entry(commit[file.store_id])  # all other stores still have the commit's rows
         names = ", ".join(sorted(repr(member.store.path.name) for member in self.members.values()))
         raise StoreError(
             f"{str(file.folder.path)!r} was not closed cleanly, and embeddings that are trained together with it are "
@@ -333,10 +333,10 @@ class Group:
         if self.file.path is None:
             target = {id: member.entry for id, member in self.members.items()}
         elif self.mode == "mixed":
-            target = self.file.newest()
+            target = self.file.choose_newest()
         else:
             try:
-                target = self.file.target()
+                target = self.file.choose_entries()
             except (StoreError, SnapshotError):
                 if not any(member.broken for member in self.members.values()):
                     raise
@@ -412,7 +412,9 @@ class Group:
             snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
-            present = {id: self.file.files(folder).snapshots for id, folder in self.file.members(lenient=True).items()}
+            present = {
+                id: self.file.read_files(folder).snapshots for id, folder in self.file.members(lenient=True).items()
+            }
             missing = [id for id, name in snapshots.items() if name != EMPTY and name not in present.get(id, ())]
             if not missing:
                 break
@@ -530,7 +532,7 @@ def find_group_file(store: FolderState) -> GroupFile:
     members = [member for group in locked for member in list(group.members.values())]
     path = os.path.realpath(store.path)
     member = next((member for member in members if os.path.realpath(member.store.path) == path), None)
-    return GroupFile(store) if member is None else member.group.file.copy_with(folder=store, store=member.id)
+    return GroupFile(store) if member is None else member.group.file.copy_with(folder=store, store_id=member.id)
 
 
 def _is_same(entry: Entry, other: Entry) -> bool:

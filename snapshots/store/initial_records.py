@@ -70,11 +70,11 @@ def make_store_record(id: str, folder: FolderState, version: str | None, shards:
 
 
 def make_group_record(
-    folder: FolderState, group: OldGroup, files: Callable[[FolderState], Files]
+    folder: FolderState, group: OldGroup, read_files: Callable[[FolderState], Files]
 ) -> tuple[Path, Record | None]:
     """Returns the path and the record of stores that trained together. The commit is the newest save that all share.
 
-    The record is None if its file already exists. files: a function that reads a store's files.
+    The record is None if its file already exists. read_files: a function that reads a store's files.
     """
     folders, pending = dict[str, FolderState](), [(group, folder)]
     other_locations = dict[str, Location]()  # by store id, including missing stores
@@ -99,7 +99,7 @@ def make_group_record(
     }
     for id, folder in folders.items():
         locations[id] = Location.make(folder.path, folder.snapshot_store.path, model_folder)
-    live_versions = {id: files(folder).common_version for id, folder in folders.items()}
+    live_versions = {id: read_files(folder).common_version for id, folder in folders.items()}
     saved_ids = {  # snapshot ids by store and moment
         id: {snapshot.manifest.moment: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
         for id, folder in folders.items()

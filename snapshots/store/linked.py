@@ -57,7 +57,7 @@ def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
     except Exception:
         if is_new:
             file = GroupFile(store)
-            if snapshot.manifest.id not in find_needed_ids(file.record, file.store):
+            if snapshot.manifest.id not in find_needed_ids(file.record, file.store_id):
                 remove_snapshot(folder)
         raise
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...engine.durable import unseal
-from ..files.format import FOLDER_FIELDS, LIVE, OLD_CANDIDATES, OLD_GROUP, SHARD
+from ..files.format import FOLDER_FIELDS, LIVE_VERSION, OLD_CANDIDATES, OLD_GROUP, SHARD
 from .recovery_rule import Record
 
 LIVE_FOLDERS = ("live", "live-2")
@@ -46,7 +46,7 @@ class Mark:
     clean_marker: dict[str, Any] | None = None  # describes the live rows; None if absent or not clean
     live_folder_name: str = LIVE_FOLDERS[0]
     ranks_record: RanksRecord | None = None  # set if several ranks divide the rows
-    store: str = ""  # the store's id
+    store_id: str = ""
     record: Record | None = None  # set if the store trains alone
     link: Link | None = None  # the group's record file; set if the store trains together with others
     old: Mapping[str, Any] = field(default_factory=dict)  # earlier versions wrote this instead of record and link
@@ -55,7 +55,7 @@ class Mark:
         fields: dict[str, Any] = {
             "place": self.live_folder_name,
             "ranks": self.ranks_record,
-            "store": self.store,
+            "store": self.store_id,
             "record": self.record and self.record.plain(),
             "link": self.link,
             **self.old,
@@ -75,7 +75,7 @@ class Mark:
                 clean_marker=marker if "live" in marker else None,
                 live_folder_name=folder_name if folder_name in LIVE_FOLDERS else LIVE_FOLDERS[0],
                 ranks_record=None if ranks is None else RanksRecord(*ranks[:3]),
-                store=str(content.get("store", "")),
+                store_id=str(content.get("store", "")),
                 record=None if content.get("record") is None else Record.parse(content["record"]),
                 link=None if content.get("link") is None else Link(*map(str, content["link"])),
                 old={name: content[name] for name in (OLD_CANDIDATES, OLD_GROUP) if content.get(name) is not None},
@@ -88,7 +88,7 @@ def read_live_version(marker: Mapping[str, Any] | None) -> str | None:
     """Returns the version of the live rows that a clean marker describes, or None without a marker."""
     if marker is None:
         return None
-    match marker.get(SHARD), marker.get(LIVE):
+    match marker.get(SHARD), marker.get(LIVE_VERSION):
         case {"run": str(run), "writes": int(writes)}, _:
             return f"{run}:{writes}"
         case _, str(version):

@@ -177,7 +177,7 @@ def next_record(record: Record, entries: Mapping[str, Entry], snapshots: Snapsho
     return result
 
 
-def find_needed_ids(record: Record, store: str) -> set[str]:
+def find_needed_ids(record: Record, store_id: str) -> set[str]:
     """Returns the ids of a store's snapshots that must not be removed. Snapshots in `before` may be removed."""
-    ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
+    ids = {record.now.get(store_id, NOTHING).snapshot, record.commit.get(store_id), record.parents.get(store_id)}
     return {id for id in ids if id not in (None, EMPTY)}

@@ -78,15 +78,15 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 def list_needed(store: FolderState) -> set[str]:
     """Returns names of snapshots needed by this store or others that share them. SnapshotError, StoreError."""
-    ids = {id for file in map(find_group_file, store.sharing_stores) for id in find_needed_ids(file.record, file.store)}
+    ids = {id for f in map(find_group_file, store.sharing_stores) for id in find_needed_ids(f.record, f.store_id)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {find_snapshot(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
-def find_undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
+def find_undone_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
     """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
-    low, high = record.undone.get(store, (0, 0))
-    needed_ids = find_needed_ids(record, store)
+    low, high = record.undone.get(store_id, (0, 0))
+    needed_ids = find_needed_ids(record, store_id)
     return {
         snapshot.name
         for snapshot in (list_snapshots(snapshots).snapshots if high > low else ())

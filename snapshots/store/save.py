@@ -44,7 +44,7 @@ class SaveSource(NamedTuple):
     rows: int
     scan: Callable[[], Chunks]  # yields all rows
     record: Record  # the record of the store's group
-    store: str  # the store's id in the record
+    store_id: str
     rocksdb: RocksDB | None = None  # the database that contains all rows after its `flush`
     changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # returns the changes since a given snapshot
     id: str | None = None  # the new snapshot's id
@@ -52,7 +52,7 @@ class SaveSource(NamedTuple):
     @property
     def parent(self) -> str:
         """The id of the snapshot that an incremental save continues, or EMPTY if there is none."""
-        return self.record.parents.get(self.store, EMPTY)
+        return self.record.parents.get(self.store_id, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
@@ -60,7 +60,7 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
     check_kind(kind)
     drop_replaced(store)  # a child prevents the overwrite, and an unneeded replaced snapshot may be such a child
     folder = store.snapshots / name
-    reusable = find_undone_names(store.snapshots, source.record, source.store)
+    reusable = find_undone_names(store.snapshots, source.record, source.store_id)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
         check_free(folder, overwrite or name in reusable)
     if kind == "checkpoint" and source.rocksdb is None:
@@ -79,11 +79,11 @@ def begin_save(
     if parent is not None:
         check_parent(folder, parent, source.description)
     store.clear_snapshots()
-    if name in find_undone_names(store.snapshots, source.record, source.store):
+    if name in find_undone_names(store.snapshots, source.record, source.store_id):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
-    if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(source.record, source.store):
+    if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(source.record, source.store_id):
         keep_replaced(folder)
     new.begin(folder, source.description, overwrite or os.path.lexists(folder))
     return folder, parent

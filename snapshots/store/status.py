@@ -13,7 +13,7 @@ from ...engine.options.table_names import read_table_names, table_labels
 from ...engine.store.table_counts import read_counts
 from ..files.format import MANIFEST
 from ..files.reader import find_snapshot
-from .closed_store import merged_clean_marker
+from .closed_store import merge_clean_markers
 from .folder_state import RANKS, SNAPSHOTS, FolderState, find_holder, read_clean_markers, read_last_step
 from .group_file import GroupFile
 from .mark import read_live_version
@@ -93,7 +93,7 @@ def store_status(path: Path) -> StoreStatus:
     folder = FolderState(path)
     ranks, top, marker, recorded_step = folder.num_ranks, folder.live_path, folder.clean_marker, folder.recorded_step
     if ranks:
-        top, marker, recorded_step = path / RANKS, merged_clean_marker(folder), read_last_step(path, ranks)
+        top, marker, recorded_step = path / RANKS, merge_clean_markers(folder), read_last_step(path, ranks)
     kind = "ranks" if ranks else _find_live_kind(folder.live_path) if marker is None else marker["live"]
     group: tuple[MemberStatus, ...] = ()
     name = None
@@ -110,8 +110,8 @@ def store_status(path: Path) -> StoreStatus:
     if not ranks and not folder.had_live_rows:
         restart = replace(restart, lost_steps=0)  # the folder has only copied snapshots, so no steps were lost
     rows, step = (None, recorded_step) if marker is None else (marker.get("rows"), marker["step"])
-    sizes = _sizes(path, top)
-    return StoreStatus(path, find_holder(path), marker, kind, rows, step, name, sizes, restart, ranks or None, group)
+    holder, sizes = find_holder(path), _find_sizes(path, top)
+    return StoreStatus(path, holder, marker, kind, rows, step, name, sizes, restart, ranks or None, group)
 
 
 def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
@@ -121,7 +121,7 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
     members = []
     for store, location in file.record.places.items():
         paths = location.paths(file.path.parent)
-        path = file.folder.path if store == file.store else next((path for path in paths if path.is_dir()), paths[0])
+        path = file.folder.path if store == file.store_id else next((path for path in paths if path.is_dir()), paths[0])
         entry, commit, folder = file.record.now[store], file.record.commit[store], FolderState(path)
         snapshot, step = _find_snapshot(folder, entry.snapshot)
         if (version := entry.live_version) is not None:
@@ -145,7 +145,7 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
 
 def _restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
     is_open = any(find_holder(folder.path) is not None for folder in file.members().values())
-    entry = (file.choose_after_kill() if is_open else file.target())[file.store]
+    entry = (file.choose_after_kill() if is_open else file.choose_entries())[file.store_id]
     if entry.live_version is not None and marker is not None:
         return Restart("live", marker["step"])
     if entry.snapshot == EMPTY:
@@ -197,7 +197,7 @@ def _find_live_kind(live: Path) -> str | None:
     return "rocksdb" if any(live.glob("shard-*")) else "rows"
 
 
-def _sizes(path: Path, live: Path) -> dict[str, int]:
+def _find_sizes(path: Path, live: Path) -> dict[str, int]:
     """Returns the sizes in bytes of live rows, snapshots and other files. A hard-linked file counts once."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):

@@ -449,7 +449,7 @@ def test_a_fresh_open_forgets_ranks_and_their_snapshot_at_once(tmp_path: Path, m
     def watched(folder: StoreFolder, **fields: Any) -> None:
         write(folder, **fields)
         file = GroupFile(FolderState(tmp_path / "rows"))  # as a kill here would leave it
-        seen.append(file.target()[file.store])
+        seen.append(file.choose_entries()[file.store_id])
 
     monkeypatch.setattr(StoreFolder, "change", watched)
     with opened(None, tmp_path, open="fresh") as embedding:
