@@ -239,8 +239,7 @@ def make_cells(snapshots: Iterable[Snapshot]) -> list[list[str]]:
 def report(action: str, name: str, manifests: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
     """Print what a command did to a snapshot.
 
-    action: a verb in the past tense, such as "saved". manifests: {store name: manifest}. begin: the start time from
-    time.monotonic.
+    action: a verb in the past tense, such as "saved". manifests: {store name: manifest}. begin: from time.monotonic.
     """
     seconds = time.monotonic() - begin
     if as_json:

@@ -77,9 +77,9 @@ def prune(
         _prune(plans, keep_last, keep_every, timeout, as_json)
     documents = {}
     for folder, store_name in stores.items():
-        kept, removed, needed = ([snapshot.name for snapshot in part] for part in plans[folder])
+        retained, removed, needed = ([snapshot.name for snapshot in part] for part in plans[folder])
         bytes = sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed)
-        parts = {"removed": removed, "kept": kept, "kept_for_live_rows": needed}
+        parts = {"removed": removed, "kept": retained, "kept_for_live_rows": needed}
         documents[store_name] = {**parts, "removed_bytes": bytes, "dry_run": dry_run}
         if as_json:
             continue
@@ -87,9 +87,9 @@ def prune(
         for name in removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.escape(name)}")
         for name in needed:
-            note = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
-            print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.escape(name)}: {note}recovery needs it")
-        count = len(removed) + len(kept)
+            reason = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
+            print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.escape(name)}: {reason}recovery needs it")
+        count = len(removed) + len(retained)
         print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.format_size(bytes)}")
     if as_json:
         output.print_json(documents.get("") or {"stores": documents})
@@ -107,12 +107,10 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
         try:
             for store, plan in plans.items():
                 if store in serving and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
-                    everything = [*plan.kept, *plan.removed]
-                    pruned = [s for s in everything if s.name in answer[0]]
-                    kept, needed = (
-                        [s for s in part if s not in pruned] for part in (everything, plan.kept_for_recovery)
-                    )
-                    plans[store] = retention.PrunePlan(kept, pruned, needed)
+                    before = [*plan.retained, *plan.removed], plan.retained_for_recovery
+                    pruned = [s for s in before[0] if s.name in answer[0]]
+                    retained, needed = ([s for s in part if s not in pruned] for part in before)
+                    plans[store] = retention.PrunePlan(retained, pruned, needed)
                 else:
                     with StoreFolder(store) as folder:
                         plans[store] = retention.prune(folder, keep_last, keep_every)

@@ -301,11 +301,11 @@ def plan(
         size = int_option("world_size", world_size, f"a number of ranks from 1 to {MAX_RANKS}", 1, MAX_RANKS)
         ranks = RankPlan(size, dim, tables, padding)
     sample = Sample(samples)
-    for number, item in enumerate(trace):
-        keys, table_ids, length = _ids(item, tables, f"batch {number} of trace")
+    for index, item in enumerate(trace):
+        keys, table_ids, length = _ids(item, tables, f"batch {index} of trace")
         batch = _core.Batch([(keys, table_ids, None)], tables, padding)
         sample.add(batch)
-        if ranks is not None and number >= warmup:
+        if ranks is not None and index >= warmup:
             ranks.add(batch, keys, table_ids, length)
     return Plan(sample, dim, state, tables, warmup, memory_mb, ranks, words)
 
@@ -330,17 +330,17 @@ def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArra
                 "shape, or a tuple (ids, table_ids)"
             )
         return _keys(keys), None, length
-    numbers = _integers(table_ids, f"{where}: table_ids")
+    table_ids = _integers(table_ids, f"{where}: table_ids")
     try:
-        numbers = np.broadcast_to(numbers, keys.shape)
+        table_ids = np.broadcast_to(table_ids, keys.shape)
     except ValueError:
         raise InputError(
-            f"{where}: table_ids of shape {numbers.shape} do not broadcast to the shape of ids, {keys.shape}; give one "
-            "table id for each id"
+            f"{where}: table_ids of shape {table_ids.shape} do not broadcast to the shape of ids, {keys.shape}; give "
+            "one table id for each id"
         ) from None
-    if numbers.size and (numbers.min() < 0 or numbers.max() >= tables):
-        raise InputError(f"{where} has table ids from {numbers.min()} to {numbers.max()}; give 0 to {tables - 1}")
-    return _keys(keys), np.ascontiguousarray(numbers.reshape(-1), np.uint32), length
+    if table_ids.size and (table_ids.min() < 0 or table_ids.max() >= tables):
+        raise InputError(f"{where} has table ids from {table_ids.min()} to {table_ids.max()}; give 0 to {tables - 1}")
+    return _keys(keys), np.ascontiguousarray(table_ids.reshape(-1), np.uint32), length
 
 
 def _integers(values: Any, where: str) -> NDArray[Any]:

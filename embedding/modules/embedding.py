@@ -31,7 +31,7 @@ from ..autograd.gradients import ShadowGrad, accumulate, set_grad, trainers
 from ..autograd.shadow import adopt, make_converter
 from ..optim.ddp_guard import check_world, refuse_lookup, warn_without_world
 from ..optim.eager import IN_BACKWARD, follow_in_backward
-from ..saving.rows_reference import UNKNOWN
+from ..saving.rows_reference import UNLOADABLE_ROWS
 from ..saving.sharded_handle import ShardedTableHandle
 from ..saving.table_handle import TableHandle
 from ..state_dict.saved_rows import EXTRA, ROWS
@@ -411,7 +411,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._handle = self._make_handle(None, device, for_load)
                 weakref.finalize(self, self._handle.finish)
                 if self._handle.local.persistence.unusable_reason:
-                    self._pending[:] = self._pending or [UNKNOWN]
+                    self._pending[:] = self._pending or [UNLOADABLE_ROWS]
             elif self._handle.device != device:
                 self._handle.local.move(device)
             handle = self._handle

@@ -60,7 +60,7 @@ class RowsReference(NamedTuple):
         return self.snapshot == other.snapshot
 
 
-UNKNOWN = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
+UNLOADABLE_ROWS = RowsReference(-1)  # for a state_dict whose rows cannot be loaded
 _STOPPED_STEP = -2
 
 
@@ -128,7 +128,7 @@ def mismatch_text(
             "and what comes after it was not loaded; load again, or another state"
         )
     remedy = "load another state"
-    if pending == UNKNOWN:
+    if pending == UNLOADABLE_ROWS:
         state = "has rows that cannot be loaded, or names none"
     elif pending.version == NO_ROWS:
         state = "is of no rows, as of an embedding that was never trained"

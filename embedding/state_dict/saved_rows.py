@@ -40,7 +40,7 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
-from ..saving.rows_reference import NO_ROWS, UNKNOWN, RowsReference, mark_stopped, mismatch_text, read_reference
+from ..saving.rows_reference import NO_ROWS, UNLOADABLE_ROWS, RowsReference, mark_stopped, mismatch_text, read_reference
 from ..tables.names import next_seed
 from ..tables.row_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
@@ -289,7 +289,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         try:
             pending = RowsReference.parse(json.loads(bytes(state.to(torch.uint8).tolist())))
         except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):
-            pending = UNKNOWN
+            pending = UNLOADABLE_ROWS
         self.load_or_defer_rows(pending)
 
     def load_or_defer_rows(self, pending: RowsReference) -> None:
@@ -312,7 +312,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def mark_load_failed(self, stopped: str | None = None) -> None:
         """Called if a load failed, here or in the embedding `stopped`. Rows may then not fit the rest of the model."""
-        self._pending[:] = [UNKNOWN if stopped is None else mark_stopped(stopped)]
+        self._pending[:] = [UNLOADABLE_ROWS if stopped is None else mark_stopped(stopped)]
 
     def _load_pending(self) -> None:
         with self._loading:
@@ -413,11 +413,11 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                     self._pending.clear()
                     log.warning("%s; its rows stay", problem)
                 else:
-                    self._pending[:] = [UNKNOWN]
+                    self._pending[:] = [UNLOADABLE_ROWS]
                     errors.append(problem)
                 state_dict.pop(prefix + EXTRA, None)
         elif prefix + EXTRA not in state_dict and not _row_mode.get():
-            self._pending[:] = [UNKNOWN]
+            self._pending[:] = [UNLOADABLE_ROWS]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
             needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device

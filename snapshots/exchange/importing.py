@@ -56,8 +56,7 @@ def import_snapshot(
             .safetensors, .pt, .pth, .bin or .ckpt file, give the table's name as `tensor`.
         keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, keys are row numbers. The
             row at padding_idx must be zeros, and is skipped. If a table repeats a key, the key's last row is used.
-        table_ids: a dense table's table ids [n], or the path of a .npy file. One number or name assigns all rows to
-            one table.
+        table_ids: a dense table's table ids [n], or the path of a .npy file. One id or name assigns all rows.
         tensor: the dense table's name in the file. A tensor in an inner dict has a name like "outer.inner". For
             several tables, give a list of names in the order of the tables.
         states: a dense table's optimizer states by name: [n, dim], or [n] for one number per row. Give arrays or paths
@@ -113,11 +112,11 @@ def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
 
 def _check_order(names: Names, source: Source) -> None:
     """Raises InputError if a tensor from TorchRec has a table's name, but another position than this table."""
-    for number, name in enumerate(source.table_names):
-        is_other = name is not None and name in names and names.index(name) != number
+    for index, name in enumerate(source.table_names):
+        is_other = name is not None and name in names and names.index(name) != index
         if is_other and source.num_tables is not None and source.num_tables > 1:
             raise InputError(
-                f"{source.what}: tensor {number} is of table {name!r}, but table {number} is {names[number]!r}; list "
+                f"{source.what}: tensor {index} is of table {name!r}, but table {index} is {names[index]!r}; list "
                 f"the tensors in the order of the tables, {', '.join(map(str, names))}"
             )
 
@@ -158,19 +157,19 @@ def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArr
 
 def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
     """Returns a batch of a dense table with row numbers as keys, and without the row at padding_idx."""
-    numbers, padding = batch[KEY], columns.description["padding_idx"]
+    keys, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(
             f"{source.what} has padding_idx={source.padding_idx}, but the table has {padding}: give both the same"
         )
-    if numbers[-1] > np.iinfo(columns.key_dtype).max:
+    if keys[-1] > np.iinfo(columns.key_dtype).max:
         raise InputError(
             f"{source.what} has {source.num_rows} rows, too many for {columns.key_dtype} keys; use 64-bit keys"
         )
-    keyed = {**batch, KEY: numbers.astype(columns.key_dtype)}
+    keyed = {**batch, KEY: keys.astype(columns.key_dtype)}
     if padding is None:
         return keyed
-    is_row = numbers != padding
+    is_row = keys != padding
     if batch[EMBEDDING][~is_row].any():
         raise InputError(
             f"{source.what}: row {padding} must be zeros, because padding_idx={padding}; set the row to zeros, or give "

@@ -353,7 +353,7 @@ class Group:
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
             folders = self.file.members(lenient=True)
-            undone = {id: _skipped(folders[id], entry) for id, entry in known.items() if id in folders}
+            undone = {id: _find_skipped_range(folders[id], entry) for id, entry in known.items() if id in folders}
             parents = {id: entry.snapshot for id, entry in known.items() if entry.snapshot}
             self.write(
                 trained=self.record.trained & (self.rows.keys() - known.keys()),
@@ -375,9 +375,7 @@ class Group:
         record = replace(next_record(self.record, {**self.current_entries, **now}, snapshots), **fields)
         if path is not None:
             stores = {id: member.store for id, member in self.members.items()}
-            places = {
-                id: Location.make(folder.path, folder.snapshot_store.path, path.parent) for id, folder in stores.items()
-            }
+            places = {id: Location.make(f.path, f.snapshot_store.path, path.parent) for id, f in stores.items()}
             record = replace(record, places={**record.places, **places})
             if record != self.record:
                 write_record(path, record.plain())
@@ -412,14 +410,13 @@ class Group:
             snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
-            present = {
-                id: self.file.read_files(folder).snapshots for id, folder in self.file.members(lenient=True).items()
-            }
-            missing = [id for id, name in snapshots.items() if name != EMPTY and name not in present.get(id, ())]
+            folders = self.file.members(lenient=True)
+            present_ids = {id: self.file.read_files(folder).snapshots for id, folder in folders.items()}
+            missing = [x for x, id in snapshots.items() if id != EMPTY and id not in present_ids.get(x, ())]
             if not missing:
                 break
-            for id in missing:
-                self.rows[id].spans = [span for span in self.rows[id].spans if span.snapshot != snapshots[id]]
+            for x in missing:
+                self.rows[x].spans = [span for span in self.rows[x].spans if span.snapshot != snapshots[x]]
         return newest
 
 
@@ -539,7 +536,7 @@ def _is_same(entry: Entry, other: Entry) -> bool:
     return any(a and a == b for a, b in zip(entry, other, strict=True))
 
 
-def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:
+def _find_skipped_range(folder: FolderState, entry: Entry) -> tuple[int, int]:
     """A recovery to `entry` skips some snapshots. Returns the range (low, high] of their sequence numbers."""
     manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
     sequences = {manifest.id: manifest.sequence for manifest in manifests}

@@ -59,14 +59,9 @@ def make_store_record(id: str, folder: FolderState, version: str | None, shards:
     is_commit = ranks_record is not None and version == f"{ranks_record.run}:{ranks_record.saved}"
     is_commit |= version == version_of_snapshot(commit)  # killed in the first close, before the record was written
     is_commit |= version is None and not folder.had_live_rows
-    commits = {id: commit}
-    return Record(
-        {id: Entry(commit if is_commit else None, version)},
-        commits,
-        commits,
-        trained=frozenset({id} if version is None and folder.had_live_rows else ()),
-        parents={id: ids.get(parent, EMPTY)} if parent else {},
-    )
+    commits, trained = {id: commit}, frozenset({id} if version is None and folder.had_live_rows else ())
+    entries, parents = {id: Entry(commit if is_commit else None, version)}, {id: ids.get(parent, EMPTY)}
+    return Record(entries, commits, commits, trained=trained, parents=parents if parent else {})
 
 
 def make_group_record(
@@ -97,8 +92,7 @@ def make_group_record(
         id: location._replace(relative=os.path.relpath(location.relative, model_folder))
         for id, location in other_locations.items()
     }
-    for id, folder in folders.items():
-        locations[id] = Location.make(folder.path, folder.snapshot_store.path, model_folder)
+    locations |= {id: Location.make(f.path, f.snapshot_store.path, model_folder) for id, f in folders.items()}
     live_versions = {id: read_files(folder).common_version for id, folder in folders.items()}
     saved_ids = {  # snapshot ids by store and moment
         id: {snapshot.manifest.moment: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}

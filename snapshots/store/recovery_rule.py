@@ -12,8 +12,7 @@ snapshot of each store. All these snapshots are of the same moment, as new as po
 
 On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise all stores go back to
 the commit. If a snapshot of the commit was removed, all stores go back to `before` instead. `next_record` computes the
-record that a save, load or close writes. All functions here are pure, and tests/crash/record_model.py checks them on
-random histories.
+record that a save, load or close writes. All functions are pure; tests/crash/record_model.py checks random histories.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ log = logging.getLogger("tierbed")
 class PrunePlan(NamedTuple):
     """The snapshots that a prune keeps and removes. Each list is sorted from oldest to latest."""
 
-    kept: list[Snapshot]
+    retained: list[Snapshot]
     removed: list[Snapshot]
-    kept_for_recovery: list[Snapshot]  # the part of `kept` that only recovery needs
+    retained_for_recovery: list[Snapshot]  # the part of `retained` that only recovery needs
 
 
 def plan_prune(
@@ -59,11 +59,11 @@ def plan_prune(
         {ancestor.name for snapshot in snapshots if snapshot.name in names for ancestor in snapshot.chain}
         for names in (policy_names, recovery_snapshots)
     )
-    kept = required | for_recovery
+    retained = required | for_recovery
     return PrunePlan(
-        [snapshot for snapshot in snapshots if snapshot.name in kept],
-        [snapshot for snapshot in snapshots if snapshot.name not in kept],
-        [snapshot for snapshot in snapshots if snapshot.name in kept - required],
+        [snapshot for snapshot in snapshots if snapshot.name in retained],
+        [snapshot for snapshot in snapshots if snapshot.name not in retained],
+        [snapshot for snapshot in snapshots if snapshot.name in retained - required],
     )
 
 

@@ -19,4 +19,4 @@ def last_snapshot(store: Path) -> str | None:
 def note_snapshot(store: StoreFolder, name: str) -> None:
     """Let recovery of a store load a snapshot, as a save of it does."""
     id = read_snapshot_id(store.snapshots / name)
-    store.change(store="id", record=Record({"id": Entry(id)}, {"id": id}, {"id": id}, parents={"id": id}))
+    store.change(store_id="id", record=Record({"id": Entry(id)}, {"id": id}, {"id": id}, parents={"id": id}))
