@@ -13,7 +13,7 @@ try:
 
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
-    from .output import EXIT_INTERRUPTED, checked_stdout, fail, print_interrupted
+    from .output import EXIT_INTERRUPTED, check_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # handle Ctrl-C like `main`, but import nothing else
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
@@ -53,7 +53,7 @@ app.command("doctor")(doctor.doctor)
 def main(arguments: list[str] | None = None) -> None:
     """Run `tierbed`. Exit codes: 0 for success, 1 for a problem, 2 for wrong usage; docs/cli.md lists all."""
     as_json = "--json" in (sys.argv if arguments is None else arguments)
-    with checked_stdout():
+    with check_stdout():
         try:
             typer.main.get_command(app)(arguments, prog_name="tierbed")
         except SystemExit as end:

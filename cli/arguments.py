@@ -62,7 +62,7 @@ def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
 
 
 @contextmanager
-def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
+def lock_stores(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
     """Lock stores. If a store is locked, exit with code `EXIT_IN_USE`, or raise StoreError if `exits` is False."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import require_store
@@ -89,7 +89,7 @@ def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | No
     return ids or None
 
 
-def nearest_existing(path: Path) -> Path:
+def find_nearest_existing(path: Path) -> Path:
     """Return the path if it exists, otherwise its nearest existing parent."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))

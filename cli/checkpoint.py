@@ -34,7 +34,7 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
     checkpoints, damaged = list_checkpoints(path)
     if as_json:
         errors = {name: str(error) for name, error in damaged.items()}
-        output.print_json({"checkpoints": [*map(_entry, checkpoints)], "damaged": errors})
+        output.print_json({"checkpoints": [*map(_make_entry, checkpoints)], "damaged": errors})
     else:
         lines = [["name", "of", "embeddings and steps", "size", "age"]]
         for c in checkpoints:
@@ -60,7 +60,7 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
         raise error
     (checkpoint,) = checkpoints
     tensors = {name: [entry["dtype"], *entry["shape"]] for name, entry in checkpoint.tensors().items()}
-    entry = _entry(checkpoint)
+    entry = _make_entry(checkpoint)
     if as_json:
         output.print_json({**entry, "tensors": tensors})
         return
@@ -119,7 +119,7 @@ def prune(
     print(f"{len(removed)} of {len(retained) + len(removed)} checkpoints")
 
 
-def _entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+def _make_entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     embeddings = {}
     for path, snapshot in checkpoint.snapshots.items():
         names = {field: snapshot.description[field] for field in ("name", "step")}

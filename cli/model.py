@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine.errors import SnapshotError, StoreError, TierbedError
-from .arguments import locked
+from .arguments import lock_stores
 from .output import EXIT_IN_USE, ProgressCallback, fail
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
 
 
-def stores_at(path: Path) -> dict[Path, str]:
+def find_stores_at(path: Path) -> dict[Path, str]:
     """Return {store folder: embedding name} for a model's folder, or {path: ""} for one store. Raises StoreError."""
-    from ..snapshots.store.status import require_store, stores_in
+    from ..snapshots.store.status import find_stores, require_store
 
-    return {store: store.name for store in stores_in(path)} or {require_store(path): ""}
+    return {store: store.name for store in find_stores(path)} or {require_store(path): ""}
 
 
-def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
+def find_serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
     """Return {store folder: process id} for the stores that are open in a process that answers requests.
 
     Some processes, such as other `tierbed` commands, answer no requests. Exits with code `EXIT_IN_USE` if one of them
@@ -32,7 +32,7 @@ def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> 
 
     serving = {store: process for store in stores if (process := find_holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked([store], as_json):  # exits if the store is still open, and names the process
+        with lock_stores([store], as_json):  # exits if the store is still open, and names the process
             del serving[store]
     return serving
 
@@ -48,7 +48,7 @@ def save_together(
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.closed_store import save_closed_stores
 
-    serving = serving_processes(stores, timeout, as_json)
+    serving = find_serving_processes(stores, timeout, as_json)
     if len({*serving.values()}) > 1:
         holders = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
         message = f"several processes have these stores open, so no step is common: {holders}; save each store alone"
@@ -65,7 +65,7 @@ def save_together(
         raise StoreError(f"process {serving[first]} closed {str(first)!r} before the save; save again")
     closed = [store for store in stores if store not in serving]
     try:  # save closed stores last, because the trainer may still open one of them in its current step
-        with locked(closed, as_json, exits=not serving) as folders:
+        with lock_stores(closed, as_json, exits=not serving) as folders:
             save_closed_stores(folders, name, advance, kind, overwrite)
     except TierbedError as error:
         if not serving:

@@ -71,7 +71,7 @@ def print_error(message: str) -> None:
 
 
 @contextmanager
-def checked_stdout() -> Iterator[None]:
+def check_stdout() -> Iterator[None]:
     """Exit with code `EXIT_PROBLEM` if the `with` block cannot write to stdout, for example because the disk is full.
 
     Prints the error on stderr, except for a closed pipe. Characters that stdout cannot encode are printed as escapes.

@@ -21,10 +21,10 @@ from .arguments import (
     check_tables,
     complete_names,
     exit_if_in_use,
-    locked,
+    lock_stores,
     open_snapshot,
 )
-from .model import save_together, serving_processes, stores_at
+from .model import find_serving_processes, find_stores_at, save_together
 
 if TYPE_CHECKING:
     from ..snapshots.store.retention import PrunePlan
@@ -41,7 +41,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
 
     begin = time.monotonic()
     check_name(new)
-    with locked([store], as_json) as (folder,):
+    with lock_stores([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
         if overwrite and new != name and new in list_needed(folder):
             reason = "it is the recovery snapshot of live rows; choose another name"
@@ -71,7 +71,7 @@ def prune(
     from ..snapshots.store.linked import REPLACED_PREFIX
     from ..snapshots.store.retention import plan_for
 
-    stores = stores_at(store)
+    stores = find_stores_at(store)
     plans = {folder: plan_for(FolderState(folder), keep_last, keep_every) for folder in stores}
     if not dry_run:
         _prune(plans, keep_last, keep_every, timeout, as_json)
@@ -101,7 +101,7 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
 
-    serving = serving_processes(plans, timeout, as_json)
+    serving = find_serving_processes(plans, timeout, as_json)
     removed: list[str] = []
     with exit_if_in_use([store for store in plans if store not in serving], as_json):
         try:
@@ -138,7 +138,7 @@ def verify(
 
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
-    for folder, store_name in stores_at(store).items():
+    for folder, store_name in find_stores_at(store).items():
         snapshots = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
         listing = Listing(snapshots, {}) if names else list_snapshots(folder / "snapshots")
         chains, broken = find_chains(listing.snapshots)
@@ -169,7 +169,7 @@ def save(
     Example: tierbed snapshot save store/users before-retraining
     """
     begin = time.monotonic()
-    stores = stores_at(store)
+    stores = find_stores_at(store)
     with output.show_progress("saving") as advance:
         saved = save_together([*stores], name, kind.value, overwrite, timeout, advance, as_json)
     output.report("saved", name, dict(zip(stores.values(), saved, strict=True)), begin, as_json)
@@ -204,11 +204,11 @@ def load(
     from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()
-    stores = stores_at(store)
+    stores = find_stores_at(store)
     is_single = "" in stores.values()
     if not is_single and (table or weights_only or convert):
         raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
-    with locked([*stores], as_json) as folders:
+    with lock_stores([*stores], as_json) as folders:
         snapshots = [open_snapshot(path, name) for path in stores]
         check_one_moment([path.name for path in stores], snapshots)
         selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
@@ -227,7 +227,7 @@ def list_(store: Store, as_json: Json = False) -> None:
 
     entries, lines = {}, [output.SNAPSHOT_HEADER]
     damaged: dict[str, SnapshotError] = {}
-    for folder, store_name in stores_at(store).items():
+    for folder, store_name in find_stores_at(store).items():
         listing, prefix = list_snapshots(folder / "snapshots"), store_name and f"{store_name}/"
         entries[store_name] = [output.make_entry(s.name, s.manifest) for s in listing.snapshots]
         lines += [[prefix + name, *cells] for name, *cells in output.make_cells(listing.snapshots)]

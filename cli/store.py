@@ -12,7 +12,7 @@ import typer
 
 from ..engine.errors import InputError
 from . import output
-from .arguments import Json, Store, Timeout, complete_names, locked, open_snapshot, parse_table
+from .arguments import Json, Store, Timeout, complete_names, lock_stores, open_snapshot, parse_table
 
 if TYPE_CHECKING:
     from ..snapshots.store.status import MemberStatus, Restart, StoreStatus
@@ -64,7 +64,7 @@ def detach(store: Store, as_json: Json = False) -> None:
     """
     from ..snapshots.store.detach import detach
 
-    with locked([store], as_json) as (folder,):
+    with lock_stores([store], as_json) as (folder,):
         result = detach(folder)
     if as_json:
         output.print_json({"detached": result.problem is not None or bool(result.others), **result._asdict()})
@@ -91,7 +91,7 @@ def compact(
 
     begin = time.monotonic()
     try:
-        with locked([store], as_json) as (folder,), output.show_progress("merging") as advance:
+        with lock_stores([store], as_json) as (folder,), output.show_progress("merging") as advance:
             sizes = _run_in_thread(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
         output.print_interrupted(as_json)
@@ -149,7 +149,7 @@ def get(
         ):
             fields, row = answer, None
         else:
-            with locked([store], as_json) as (folder,):
+            with lock_stores([store], as_json) as (folder,):
                 row, description = read_live_row(folder, parse_table(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error

@@ -53,7 +53,7 @@ def watch(
         show(views())
 
 
-def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
+def find_changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
     """Yield the differences between two polls as dicts. The key `event` names what happened:
 
     - "store": `state`, `holder` or `step` changed, and the dict contains all three.
@@ -88,7 +88,7 @@ def poll(store: Path) -> View:
 def _print_changes(views: Iterator[View], as_json: bool) -> None:
     before = None
     for now in views:
-        for change in changes(before, now):
+        for change in find_changes(before, now):
             if as_json:
                 print_json(change, indent=None)
             else:

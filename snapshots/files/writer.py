@@ -52,7 +52,7 @@ from .pipeline import Task, TaskThread, run_syncs
 from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
-Files = dict[str, RowFile]
+RowFiles = dict[str, RowFile]
 _OPEN_FILES = 8  # how many files per table may wait for a sync; many tables may be saved together
 _SMALL_BYTES = 1 << 18  # for fewer bytes, a write is faster than passing the bytes to a thread
 
@@ -63,7 +63,7 @@ def write_changes(
     changes: Iterable[Change],
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
-) -> Files:
+) -> RowFiles:
     """Write the row files of an incremental snapshot, like `write_rows`. changes: see `write_incremental`."""
     deleted: list[tuple[int, RowArray]] = []
 
@@ -84,8 +84,8 @@ def write_rows(
     chunks: Iterable[tuple[int, RowArray]],
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
-    name_of: Callable[[int, int | None], str] = bucket_file,
-) -> Files:
+    make_file_name: Callable[[int, int | None], str] = bucket_file,
+) -> RowFiles:
     """Write `chunks` (see `write_snapshot`) durably, to one file per bucket. shard: the shard that the rows belong to.
 
     Threads write and sync large chunks while the caller makes the next chunk. File names are durable only after the
@@ -101,7 +101,7 @@ def write_rows(
                 raise SnapshotError(
                     f"bucket {bucket} came after bucket {last_bucket}: buckets must ascend and be below {BUCKETS}"
                 )
-            last_bucket, name = bucket, name_of(bucket, None if shard is None else shard.shard_index)
+            last_bucket, name = bucket, make_file_name(bucket, None if shard is None else shard.shard_index)
             file, do, then = None, (lambda task: task()), syncs_of_small.append
             for rows in _yield_valid(bucket, file_dtype(name, form), make_validator(description, bucket, shard), group):
                 if file is None:

@@ -79,7 +79,7 @@ def save_closed_stores(
         for store in stores:
             member = open_store(store, "resume")
             open_stores.callback(member.leave)
-            source = _source(store, member, new.new_id(), open_stores)
+            source = _make_source(store, member, new.new_id(), open_stores)
             lacks_parent = kind == "incremental" and len(stores) > 1 and source.parent == EMPTY
             store_kind = "full" if lacks_parent else kind
             capture = member.capture()
@@ -95,7 +95,7 @@ def save_closed_stores(
     return manifests
 
 
-def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
+def _make_source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
     """Returns a closed store's live rows, ready to be saved. Raises StoreError if the live rows are not clean."""
     if store.path.parent.name == RANKS:
         store_folder = str(store.path.parent.parent)
@@ -111,7 +111,7 @@ def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> 
             f"the live rows of {str(store.path)!r} are newer than the rows of other embeddings in its group. Recovery "
             "will use a snapshot instead. Load that snapshot, or open and close all embeddings of the group"
         )
-    return SaveSource(description_of_marker(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
+    return SaveSource(make_description(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
 
 def load_into_stores(
@@ -267,7 +267,7 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
     )
 
 
-def description_of_marker(marker: dict[str, Any]) -> dict[str, Any]:
+def make_description(marker: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a clean marker that a snapshot's description also has."""
     return {field: value for field, value in marker.items() if field not in MARKER_FIELDS}
 

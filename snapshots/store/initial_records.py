@@ -101,11 +101,6 @@ def make_group_record(
     common_moments = set.intersection(*({*moments} - {None} for moments in saved_ids.values()))
     newest = next((moment for moment in reversed(saved_ids[min(saved_ids)]) if moment in common_moments), None)
     commit = {id: saved_ids.get(id, {}).get(newest, MISSING_SNAPSHOT_ID) for id in locations}
-    return path, Record(
-        {id: Entry(None, live_versions.get(id)) for id in locations},
-        commit,
-        commit,
-        places=locations,
-        trained=frozenset(id for id, version in live_versions.items() if version is None),
-        parents={} if newest is None else commit,
-    )
+    entries = {id: Entry(None, live_versions.get(id)) for id in locations}
+    trained = frozenset(id for id, version in live_versions.items() if version is None)
+    return path, Record(entries, commit, commit, locations, trained, parents={} if newest is None else commit)

@@ -34,7 +34,7 @@ def plan_prune(
     keep_last: int,
     keep_every: int | None = None,
     recovery_snapshots: Collection[str] = (),
-    of_states: Collection[str] = (),
+    state_snapshots: Collection[str] = (),
 ) -> PrunePlan:
     """Decide which `snapshots` a prune keeps. Parents of a kept snapshot are kept too. OptionError, SnapshotError.
 
@@ -43,13 +43,13 @@ def plan_prune(
         keep_last: the number of latest snapshots to keep.
         keep_every: a number of steps, or None. Also keeps the first snapshot at or after each multiple of this number.
         recovery_snapshots: names of snapshots that recovery may load. They are kept.
-        of_states: names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
+        state_snapshots: names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
     """
     keep_last = int_option("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = int_option("keep_every", keep_every, "a whole number from 1", 1)
-    counted = [snapshot for snapshot in snapshots if snapshot.name not in of_states]
-    policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(of_states)
+    counted = [snapshot for snapshot in snapshots if snapshot.name not in state_snapshots]
+    policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(state_snapshots)
     last_multiple = -1
     for snapshot in counted:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > last_multiple:
@@ -72,8 +72,8 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
-    of_states = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
-    return plan_prune(snapshots, keep_last, keep_every, list_needed(store), of_states)
+    state_snapshots = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
+    return plan_prune(snapshots, keep_last, keep_every, list_needed(store), state_snapshots)
 
 
 def list_needed(store: FolderState) -> set[str]:

@@ -16,9 +16,9 @@ from ..files.format import KINDS, HashShard, RocksDBFiles, read_snapshot_id
 from ..files.merging import changes_between
 from ..files.reader import MAX_CHAIN, Snapshot, find_snapshot, list_snapshots
 from ..files.writer import (
-    Files,
     NewSnapshots,
     ProgressCallback,
+    RowFiles,
     check_free,
     check_parent,
     find_children,
@@ -93,7 +93,7 @@ class Part(NamedTuple):
     """What one rank or process wrote. rows: the number of rows in the table, or in the writer's shard."""
 
     rows: int
-    files: Files
+    files: RowFiles
     rocksdb: RocksDBFiles | None = None
 
 

@@ -121,7 +121,7 @@ class Selection:
         signed = description["key_type"] != "uint64"
         stored, loaded = (RowForm.from_description(source) for source in (description, self.description(description)))
         for bucket, rows in chunks:
-            selected = self._selected(rows, signed)
+            selected = self._select(rows, signed)
             report.left_out += len(rows) - len(selected)
             report.rows += len(selected)
             if not self.state or loaded.dtype != stored.dtype:
@@ -131,7 +131,7 @@ class Selection:
             if len(selected):
                 yield bucket, selected
 
-    def _selected(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
+    def _select(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
         if self.tables is not None:
             rows = rows[np.isin(rows["table"], list(self.tables))]
         if self.padding is not None:

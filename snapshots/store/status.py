@@ -104,7 +104,7 @@ def store_status(path: Path) -> StoreStatus:
             file = GroupFile(folder)
             group = _read_group(file)
             name = file.last_snapshot
-            restart = _restart(file, marker, recorded_step)
+            restart = _choose_restart(file, marker, recorded_step)
         except (StoreError, SnapshotError) as error:
             restart = Restart("nowhere", problem=str(error), lost_steps=recorded_step)
     if not ranks and not folder.had_live_rows:
@@ -143,7 +143,7 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
     return snapshot.name, int(snapshot.description["step"])
 
 
-def _restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
+def _choose_restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
     is_open = any(find_holder(folder.path) is not None for folder in file.members().values())
     entry = (file.choose_after_kill() if is_open else file.choose_entries())[file.store_id]
     if entry.live_version is not None and marker is not None:
@@ -160,14 +160,14 @@ def require_store(path: Path) -> Path:
     """Returns the path if it is a store, or else raises StoreError, so that no mistyped path becomes a new store."""
     if _may_be_store(path):
         return path
-    inside = ", ".join(repr(str(store)) for store in stores_in(path))
+    inside = ", ".join(repr(str(store)) for store in find_stores(path))
     if not inside and (os.path.lexists(path / CHECKPOINT) or any(path.glob(f"*/{CHECKPOINT}"))):
         raise StoreError(f"{str(path)!r} is not a store folder, but contains checkpoints: use `tierbed checkpoint`")
     remedy = f"give the path of one of its stores, {inside}" if inside else "give <persistent_path>/<embedding name>"
     raise StoreError(f"{str(path)!r} is not a store folder: {remedy}")
 
 
-def stores_in(path: Path) -> list[Path]:
+def find_stores(path: Path) -> list[Path]:
     """Returns the store folders in a model's folder, or [] if the path is itself a store folder."""
     if _may_be_store(path) or not os.path.isdir(path):
         return []

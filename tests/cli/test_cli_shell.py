@@ -27,7 +27,7 @@ from support.small_snapshots import save
 from tierbed import MetricsCollector, OptionError, prometheus_text
 from tierbed.cli import COMMANDS as GROUPS
 from tierbed.cli import app, output
-from tierbed.cli.watch import changes, poll
+from tierbed.cli.watch import find_changes, poll
 from tierbed.snapshots.store.folder import StoreFolder
 
 COMMAND = str(Path(sys.executable).with_name("tierbed"))
@@ -209,18 +209,18 @@ def test_a_full_disk_under_stdout_is_an_error_in_one_line(
 
 def test_watch_tells_what_changed_between_two_looks(cli: Cli) -> None:
     first = poll(cli.store)
-    events = list(changes(None, first))
+    events = list(find_changes(None, first))
     assert [event["event"] for event in events] == ["store", "saved", "saved", "saved"]
     assert [event.get("name") for event in events[1:]] == ["a", "an-old-one", "b"]
-    assert list(changes(first, poll(cli.store))) == []
+    assert list(find_changes(first, poll(cli.store))) == []
     with StoreFolder(cli.store) as store:
         store.store_step(7)
         second = poll(cli.store)
-        assert list(changes(first, second)) == [{"event": "store", "state": "open", "holder": os.getpid(), "step": 7}]
+        assert [*find_changes(first, second)] == [{"event": "store", "state": "open", "holder": os.getpid(), "step": 7}]
     (cli.store / "snapshots" / "a").rename(cli.store / "gone")
     (cli.store / "snapshots" / "b" / "manifest.msgpack").write_bytes(b"")
     save(cli.store / "snapshots" / "c")
-    found = {event["event"]: event for event in changes(second, poll(cli.store))}
+    found = {event["event"]: event for event in find_changes(second, poll(cli.store))}
     assert found.keys() == {"store", "removed", "saved", "damaged"}
     assert (found["removed"]["name"], found["saved"]["name"], found["damaged"]["name"]) == ("a", "c", "b")
 
