@@ -13,7 +13,7 @@ try:
 
     from ..engine.errors import TierbedError
     from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
-    from .output import INTERRUPTED, checked_stdout, fail, print_interrupted
+    from .output import EXIT_INTERRUPTED, check_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # report Ctrl-C like `main`, without more imports
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
@@ -53,16 +53,16 @@ app.command("doctor")(doctor.doctor)
 def main(arguments: list[str] | None = None) -> None:
     """Run `tierbed`. Exit codes: 0 for success, 1 for a problem, 2 for wrong usage; docs/cli.md lists all."""
     as_json = "--json" in (sys.argv if arguments is None else arguments)
-    with checked_stdout():
+    with check_stdout():
         try:
             typer.main.get_command(app)(arguments, prog_name="tierbed")
         except SystemExit as end:
-            if end.code == INTERRUPTED:
+            if end.code == EXIT_INTERRUPTED:
                 print_interrupted(as_json)
             raise
         except KeyboardInterrupt:  # Ctrl-C came before a command started
             print_interrupted(as_json)
-            raise SystemExit(INTERRUPTED) from None
+            raise SystemExit(EXIT_INTERRUPTED) from None
         except Exception as error:
             remedy = "; `tierbed doctor` lists what this installation lacks" if isinstance(error, ImportError) else ""
             is_file_error = isinstance(error, OSError) and error.filename is not None  # stdout's OSErrors name no file

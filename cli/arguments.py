@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..engine.errors import StoreError
-from .output import IN_USE, fail
+from .output import EXIT_IN_USE, fail
 
 if TYPE_CHECKING:  # commands import the engine when they run, so that --help and completion do not load torch
     from ..snapshots.files.reader import Snapshot
@@ -50,20 +50,20 @@ Timeout = Annotated[
 
 @contextmanager
 def exit_if_in_use(stores: Sequence[Path], as_json: bool) -> Iterator[None]:
-    """Exit with code `IN_USE` if the `with` block raises StoreError while another process has locked a store."""
-    from ..snapshots.store.folder_state import holder
+    """Exit with code `EXIT_IN_USE` if the `with` block raises StoreError while another process has locked a store."""
+    from ..snapshots.store.folder_state import find_holder
 
     try:
         yield
     except StoreError as error:
-        if all(holder(store) is None for store in stores):
+        if all(find_holder(store) is None for store in stores):
             raise
-        fail(str(error), IN_USE, as_json)
+        fail(str(error), EXIT_IN_USE, as_json)
 
 
 @contextmanager
-def locked(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
-    """Lock stores. If a store is already locked, exit with code `IN_USE`, or raise StoreError if `exits` is False."""
+def lock_stores(stores: Sequence[Path], as_json: bool, exits: bool = True) -> Iterator[list[StoreFolder]]:
+    """Lock stores. If a store is locked, exit with code `EXIT_IN_USE`, or raise StoreError if `exits` is False."""
     from ..snapshots.store.folder import StoreFolder
     from ..snapshots.store.status import require_store
 
@@ -83,13 +83,13 @@ def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | No
     names = read_table_names(snapshot.description)
     ids = []
     for table in tables or ():
-        if (number := find_table(parse_table(table), names)) is None:
+        if (id := find_table(parse_table(table), names)) is None:
             raise typer.BadParameter(f"--table {table}: snapshot {snapshot.name!r} has tables {format_choices(names)}")
-        ids.append(number)
+        ids.append(id)
     return ids or None
 
 
-def nearest_existing(path: Path) -> Path:
+def find_nearest_existing(path: Path) -> Path:
     """Return the path if it exists, otherwise its nearest existing parent."""
     absolute = path.absolute()
     return next(folder for folder in (absolute, *absolute.parents) if os.path.lexists(folder))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..engine.errors import SnapshotError
+from . import output
 from .arguments import Json
-from .output import age, fail, print_fields, print_json, print_table, report_damaged, report_sound, size, text, when
 
 if TYPE_CHECKING:
     from ..graph.state.folders import StoredCheckpoint
@@ -34,14 +34,15 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
     checkpoints, damaged = list_checkpoints(path)
     if as_json:
         errors = {name: str(error) for name, error in damaged.items()}
-        print_json({"checkpoints": [*map(_entry, checkpoints)], "damaged": errors})
+        output.print_json({"checkpoints": [*map(_make_entry, checkpoints)], "damaged": errors})
     else:
         lines = [["name", "of", "embeddings and steps", "size", "age"]]
         for c in checkpoints:
             steps = ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in c.snapshots.items())
-            lines.append([c.path.name, c.kind, steps, size(c.total_bytes), age(c.created_ns)])
-        print_table(lines, {3, 4})
-    report_damaged(damaged)
+            size, age = output.format_size(c.total_bytes), output.format_age(c.created_ns)
+            lines.append([c.path.name, c.kind, steps, size, age])
+        output.print_table(lines, {3, 4})
+    output.report_damaged(damaged)
 
 
 def inspect(path: CheckpointPath, as_json: Json = False) -> None:
@@ -54,24 +55,26 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
     checkpoints, damaged = list_checkpoints(path)
     names = sorted([*(checkpoint.path.name for checkpoint in checkpoints), *damaged])
     if len(names) > 1:
-        fail(f"{str(path)!r} holds the checkpoints {', '.join(names)}; give the path of one", as_json=as_json)
+        output.fail(f"{str(path)!r} holds the checkpoints {', '.join(names)}; give the path of one", as_json=as_json)
     for error in damaged.values():
         raise error
     (checkpoint,) = checkpoints
     tensors = {name: [entry["dtype"], *entry["shape"]] for name, entry in checkpoint.tensors().items()}
-    entry = _entry(checkpoint)
+    entry = _make_entry(checkpoint)
     if as_json:
-        print_json({**entry, "tensors": tensors})
+        output.print_json({**entry, "tensors": tensors})
         return
-    print_fields({**{field: entry[field] for field in ("name", "of", "created")}, "size": size(entry["bytes"])})
+    size = output.format_size(entry["bytes"])
+    output.print_fields({**{field: entry[field] for field in ("name", "of", "created")}, "size": size})
     print()
     lines = [["embedding", "name", "rows", "step", "size"]]
     for embedding, rows in entry["embeddings"].items():
-        lines.append([embedding, rows["name"], f"{rows['rows']:,}", f"{rows['step']:,}", size(rows["bytes"])])
-    print_table(lines, {2, 3, 4})
+        size = output.format_size(rows["bytes"])
+        lines.append([embedding, rows["name"], f"{rows['rows']:,}", f"{rows['step']:,}", size])
+    output.print_table(lines, {2, 3, 4})
     print()
     shapes = ([name, dtype, "x".join(map(str, shape))] for name, (dtype, *shape) in tensors.items())
-    print_table([["tensor", "dtype", "shape"], *shapes])
+    output.print_table([["tensor", "dtype", "shape"], *shapes])
 
 
 def verify(path: CheckpointPath, as_json: Json = False) -> None:
@@ -88,7 +91,7 @@ def verify(path: CheckpointPath, as_json: Json = False) -> None:
         except SnapshotError as error:
             damaged[checkpoint.path.name] = error
     names = [checkpoint.path.name for checkpoint in checkpoints]
-    report_sound([name for name in names if name not in damaged], damaged, as_json)
+    output.report_sound([name for name in names if name not in damaged], damaged, as_json)
 
 
 def prune(
@@ -105,18 +108,18 @@ def prune(
     from ..graph.state.folders import prune as prune_checkpoints
 
     if (path / STATE).exists():
-        fail(f"{str(path)!r} is one checkpoint; give the folder that holds all", as_json=as_json)
+        output.fail(f"{str(path)!r} is one checkpoint; give the folder that holds all", as_json=as_json)
     retained, removed = prune_checkpoints(path, keep_last, dry_run)
     if as_json:
         names = {"removed": [c.path.name for c in removed], "kept": [c.path.name for c in retained]}
-        print_json({**names, "dry_run": dry_run})
+        output.print_json({**names, "dry_run": dry_run})
         return
     for checkpoint in removed:
-        print(f"{'would remove' if dry_run else 'removed'} {text(checkpoint.path.name)}")
+        print(f"{'would remove' if dry_run else 'removed'} {output.escape(checkpoint.path.name)}")
     print(f"{len(removed)} of {len(retained) + len(removed)} checkpoints")
 
 
-def _entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
+def _make_entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     embeddings = {}
     for path, snapshot in checkpoint.snapshots.items():
         names = {field: snapshot.description[field] for field in ("name", "step")}
@@ -124,7 +127,7 @@ def _entry(checkpoint: StoredCheckpoint) -> dict[str, Any]:
     return {
         "name": checkpoint.path.name,
         "of": checkpoint.kind,
-        "created": when(checkpoint.created_ns),
+        "created": output.format_time(checkpoint.created_ns),
         "bytes": checkpoint.total_bytes,
         "embeddings": embeddings,
     }

@@ -8,7 +8,7 @@ import typer
 
 from ..engine.errors import TierbedError
 from .arguments import Json, Name, Store, open_snapshot
-from .output import PROBLEM, USAGE, fail, print_fields, print_json, print_table, progress, text
+from .output import EXIT_PROBLEM, EXIT_USAGE, escape, fail, print_fields, print_json, print_table, show_progress
 
 if TYPE_CHECKING:
     from ..snapshots.inspection.comparison import Comparison
@@ -29,16 +29,16 @@ def diff(
 
     try:
         old, new = open_snapshot(store, before), open_snapshot(store, after)
-        with progress("comparing", old.manifest.rows + new.manifest.rows) as advance:
+        with show_progress("comparing", old.manifest.rows + new.manifest.rows) as advance:
             comparison = compare(old, new, advance, first=rows)
     except TierbedError as error:
-        fail(str(error), USAGE, as_json)
+        fail(str(error), EXIT_USAGE, as_json)
     if as_json:
         print_json({"before": before, "after": after, **_plain(comparison)})
     else:
         _print(comparison)
     if comparison.differs:
-        raise typer.Exit(PROBLEM)
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 def _plain(comparison: Comparison) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def _print(comparison: Comparison) -> None:
         print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in comparison.largest.items()))
     if comparison.fields:
         print()
-        print_fields({name: f"{text(old)} -> {text(new)}" for name, (old, new) in comparison.fields.items()})
+        print_fields({name: f"{escape(old)} -> {escape(new)}" for name, (old, new) in comparison.fields.items()})
     if comparison.first_diffs:
         print()
         lines = [["row", "table", "key", "difference"]]

@@ -21,8 +21,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from ..engine.errors import StoreError
-from .arguments import Json, nearest_existing
-from .output import PROBLEM, align, print_json, size
+from .arguments import Json, find_nearest_existing
+from .output import EXIT_PROBLEM, align, format_size, print_json
 
 MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
 _NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # omits typer and rich, which are imported above
@@ -60,7 +60,7 @@ def doctor(
 
     Example: tierbed doctor /data/embeddings
     """
-    checks = [*_checks(), *(_disk_checks(path) if path is not None else ())]
+    checks = [*_yield_checks(), *(_yield_disk_checks(path) if path is not None else ())]
     if as_json:
         plain = [{field: value for field, value in check._asdict().items() if field != "fatal"} for check in checks]
         print_json({"works": not any(check.fatal for check in checks), "checks": plain})
@@ -71,7 +71,7 @@ def doctor(
             if check.remedy:
                 print(f"          -> {check.remedy}")
     if any(check.fatal for check in checks):
-        raise typer.Exit(PROBLEM)
+        raise typer.Exit(EXIT_PROBLEM)
 
 
 def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "", **kind: bool) -> Check:
@@ -83,19 +83,19 @@ def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "",
         return Check(name, False, message + consequence, remedy, **kind)
 
 
-def _checks() -> Iterator[Check]:
+def _yield_checks() -> Iterator[Check]:
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     reinstall = "install it again: pip install --force-reinstall"
-    packages = [_try(name, partial(_package, name), f"{reinstall} {name}", fatal=True) for name in _NEEDED]
+    packages = [_try(name, partial(_check_package, name), f"{reinstall} {name}", fatal=True) for name in _NEEDED]
     yield from packages
     if all(package.ok for package in packages):  # the core needs these packages
-        core = _try("core", _core, "install tierbed again, for this Python and this machine", fatal=True)
+        core = _try("core", _check_core, "install tierbed again, for this Python and this machine", fatal=True)
         yield core
         if core.ok:
-            yield from (_rocksdb(), *_cuda())
+            yield from (_check_rocksdb(), *_check_cuda())
     for extra, (modules, use) in _EXTRAS.items():
-        versions = partial(_versions, modules)
+        versions = partial(_read_versions, modules)
         yield _try(extra, versions, f"pip install 'tierbed[{extra}]'", f": it is for {use}", optional=True)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
@@ -104,16 +104,16 @@ def _checks() -> Iterator[Check]:
     yield Check("open files", ok, value, None if ok else remedy)
 
 
-def _package(name: str) -> str:
+def _check_package(name: str) -> str:
     import_module(name.replace("-", "_"))
     return version(name)
 
 
-def _versions(modules: Sequence[str]) -> str:
+def _read_versions(modules: Sequence[str]) -> str:
     return ", ".join(f"{module} {version(module.replace('_', '-'))}" for module in modules)
 
 
-def _core() -> str:
+def _check_core() -> str:
     core: Any = import_module("tierbed.engine._core")
     import torch
 
@@ -121,7 +121,7 @@ def _core() -> str:
     return f"{sets[0]} of {', '.join(sets)}; {torch.get_num_threads()} threads of {os.cpu_count()} processors"
 
 
-def _rocksdb() -> Check:
+def _check_rocksdb() -> Check:
     from ..engine.store.rocksdb import rocksdb_info
 
     try:
@@ -132,7 +132,7 @@ def _rocksdb() -> Check:
     return Check("rocksdb", True, f"{info['version']}, {reads}")
 
 
-def _cuda() -> Iterator[Check]:
+def _check_cuda() -> Iterator[Check]:
     import torch
 
     if (cuda := torch.version.cuda) is None:
@@ -144,21 +144,21 @@ def _cuda() -> Iterator[Check]:
             device = torch.cuda.get_device_properties(index)
             yield Check(f"cuda:{index}", True, f"{device.name}, {device.total_memory / 1e9:.0f} GB")
         remedy = f"pip install 'tierbed[cuda{cuda.partition('.')[0]}]'"
-        yield _try("cupy", _cupy, remedy, ": no tables on a GPU")
+        yield _try("cupy", _check_cupy, remedy, ": no tables on a GPU")
         return
     yield Check("cuda", False, f"no tables on a GPU: {reason}", remedy, optional=True)
 
 
-def _cupy() -> str:
+def _check_cupy() -> str:
     cupy: Any = import_module("cupy")
     if not (devices := cupy.cuda.runtime.getDeviceCount()):
         raise RuntimeError(f"cupy {cupy.__version__} finds no GPU")
     return f"{cupy.__version__}, {devices} devices"
 
 
-def _disk_checks(path: Path) -> Iterator[Check]:
+def _yield_disk_checks(path: Path) -> Iterator[Check]:
     """Check a folder. If the folder does not exist, check its nearest existing parent, and report which one."""
-    folder = nearest_existing(path)
+    folder = find_nearest_existing(path)
     if not folder.is_dir():
         yield Check("folder", False, f"{folder} is not a folder", "give a folder, or the path of a new one")
         return
@@ -166,7 +166,7 @@ def _disk_checks(path: Path) -> Iterator[Check]:
         yield Check("folder", True, f"{path} does not exist yet, so {folder} was checked")
     free = shutil.disk_usage(folder).free
     remedy = None if free >= MIN_FREE_BYTES else "free space"
-    yield Check("free space", remedy is None, f"{size(free)} in {folder}", remedy)
+    yield Check("free space", remedy is None, f"{format_size(free)} in {folder}", remedy)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
     except OSError as error:
@@ -177,7 +177,7 @@ def _disk_checks(path: Path) -> Iterator[Check]:
             yield _try(feature, partial(work, Path(name)), remedy)
 
 
-def _fsync(folder: Path) -> str:
+def _time_fsync(folder: Path) -> str:
     from ..engine.durable import fsync_dir, fsync_file
 
     times = []
@@ -190,13 +190,13 @@ def _fsync(folder: Path) -> str:
     return f"{1000 * sorted(times)[2]:.2g} ms"
 
 
-def _rename(folder: Path) -> str:
+def _check_rename(folder: Path) -> str:
     (folder / "a").mkdir()
     (folder / "a").rename(folder / "b")
     return "atomic"
 
 
-def _lock(folder: Path) -> str:
+def _check_lock(folder: Path) -> str:
     with open(folder / "lock", "w") as first, open(folder / "lock", "w") as second:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
         with contextlib.suppress(BlockingIOError):
@@ -205,19 +205,19 @@ def _lock(folder: Path) -> str:
     return "exclusive"
 
 
-def _link(folder: Path) -> str:
+def _check_link(folder: Path) -> str:
     (folder / "linked").write_bytes(b"")
     os.link(folder / "linked", folder / "link")
     return "supported"
 
 
-def _direct(folder: Path) -> str:
+def _check_direct(folder: Path) -> str:
     (folder / "direct").write_bytes(bytes(4096))
     os.close(os.open(folder / "direct", os.O_RDONLY | os.O_DIRECT))
     return "supported"
 
 
-def _socket(folder: Path) -> str:
+def _check_socket(folder: Path) -> str:
     # a socket's address has at most 108 bytes, so use a short path
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY)
     try:
@@ -231,10 +231,10 @@ def _socket(folder: Path) -> str:
 _LOCAL = "persistent_path must be on a file system that supports it: a local one, such as ext4 or xfs"
 _SAVE_ELSEWHERE = "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first"
 _DISK_FEATURES = {
-    "fsync": (_fsync, _LOCAL),
-    "rename": (_rename, _LOCAL),
-    "locks": (_lock, _LOCAL),
-    "hard links": (_link, "RocksDB checkpoints copy files here, and take that much space again"),
-    "direct reads": (_direct, 'leave read_mode="buffered", the default'),
-    "sockets": (_socket, _SAVE_ELSEWHERE),
+    "fsync": (_time_fsync, _LOCAL),
+    "rename": (_check_rename, _LOCAL),
+    "locks": (_check_lock, _LOCAL),
+    "hard links": (_check_link, "RocksDB checkpoints copy files here, and take that much space again"),
+    "direct reads": (_check_direct, 'leave read_mode="buffered", the default'),
+    "sockets": (_check_socket, _SAVE_ELSEWHERE),
 }

@@ -22,7 +22,7 @@ from .arguments import (
     open_snapshot,
     parse_table,
 )
-from .output import print_json, progress, report, size, span, text
+from .output import escape, format_seconds, format_size, print_json, report, show_progress
 
 Format = StrEnum("Format", ["parquet", "npz", "safetensors", "snapshot"])  # as in snapshots.exchange.FORMATS
 Dtype = StrEnum("Dtype", ["float32", "float16", "bfloat16"])
@@ -51,7 +51,7 @@ def export(
     begin = time.monotonic()
     snapshot = open_snapshot(store, name)
     tables = check_tables(table, snapshot)
-    with progress("exporting", snapshot.manifest.rows) as advance:
+    with show_progress("exporting", snapshot.manifest.rows) as advance:
         rows = export_snapshot(
             snapshot, path, chosen.value, advance, tables=tables, state=not weights_only, overwrite=overwrite
         )
@@ -60,7 +60,8 @@ def export(
     if as_json:
         print_json({"path": str(path), "format": chosen.value, "rows": rows, "bytes": written, "seconds": seconds})
     else:
-        print(f"exported {text(name)} to {text(str(path))}: {rows:,} rows, {size(written)}, in {span(seconds)}")
+        figures = f"{rows:,} rows, {format_size(written)}, in {format_seconds(seconds)}"
+        print(f"exported {escape(name)} to {escape(str(path))}: {figures}")
 
 
 def import_(
@@ -120,7 +121,7 @@ def import_(
     if isinstance(ids, str) and ids.endswith(".npy") and not Path(ids).is_file():
         raise typer.BadParameter(f"--table-ids {ids!r}: give a table id or name, or a .npy file that exists")
     torch_dtype = None if dtype is None else getattr(torch, dtype)
-    with exit_if_in_use([store], as_json), progress("importing") as advance:
+    with exit_if_in_use([store], as_json), show_progress("importing") as advance:
         manifest = import_snapshot(
             store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=torch_dtype, progress=advance
         )

@@ -7,32 +7,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..engine.errors import SnapshotError, StoreError, TierbedError
-from .arguments import locked
-from .output import IN_USE, ProgressCallback, fail
+from .arguments import lock_stores
+from .output import EXIT_IN_USE, ProgressCallback, fail
 
 if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
 
 
-def stores_at(path: Path) -> dict[Path, str]:
+def find_stores_at(path: Path) -> dict[Path, str]:
     """Return {store folder: embedding name} for a model's folder, or {path: ""} for one store. Raises StoreError."""
-    from ..snapshots.store.status import require_store, stores_in
+    from ..snapshots.store.status import find_stores, require_store
 
-    return {store: store.name for store in stores_in(path)} or {require_store(path): ""}
+    return {store: store.name for store in find_stores(path)} or {require_store(path): ""}
 
 
-def serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
+def find_serving_processes(stores: Iterable[Path], timeout: float, as_json: bool) -> dict[Path, int]:
     """Return {store folder: process id} for the stores that are open in a process that answers requests.
 
-    Some processes, such as other `tierbed` commands, answer no requests. Exits with code `IN_USE` if one of these has a
-    store open. Raises StoreError if a process does not answer in time, for example because it is suspended.
+    Some processes, such as other `tierbed` commands, answer no requests. Exits with code `EXIT_IN_USE` if one of them
+    has a store open. Raises StoreError if a process does not answer in time, for example because it is suspended.
     """
     from ..snapshots.control.client import request_status
-    from ..snapshots.store.folder_state import holder
+    from ..snapshots.store.folder_state import find_holder
 
-    serving = {store: process for store in stores if (process := holder(store)) is not None}
+    serving = {store: process for store in stores if (process := find_holder(store)) is not None}
     for store in [store for store in serving if request_status(store, timeout) is None]:
-        with locked([store], as_json):  # exits if the store is still open, and names the process
+        with lock_stores([store], as_json):  # exits if the store is still open, and names the process
             del serving[store]
     return serving
 
@@ -42,17 +42,17 @@ def save_together(
 ) -> list[Manifest]:
     """Save a snapshot of each store. The process that has stores open saves them; this process saves the closed stores.
 
-    Exits with code `IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
+    Exits with code `EXIT_IN_USE` if several processes have stores open. Raises StoreError, SnapshotError, OptionError.
     """
     from ..snapshots.control.client import request_save
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.closed_store import save_closed_stores
 
-    serving = serving_processes(stores, timeout, as_json)
+    serving = find_serving_processes(stores, timeout, as_json)
     if len({*serving.values()}) > 1:
         holders = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
         message = f"several processes have these stores open, so no step is common: {holders}; save each store alone"
-        fail(message, IN_USE, as_json)
+        fail(message, EXIT_IN_USE, as_json)
     done = 0
 
     def advance_to(rows: int, total: int | None) -> None:
@@ -65,7 +65,7 @@ def save_together(
         raise StoreError(f"process {serving[first]} closed {str(first)!r} before the save; save again")
     closed = [store for store in stores if store not in serving]
     try:  # save closed stores last, because the trainer may still open one of them in its current step
-        with locked(closed, as_json, exits=not serving) as folders:
+        with lock_stores(closed, as_json, exits=not serving) as folders:
             save_closed_stores(folders, name, advance, kind, overwrite)
     except TierbedError as error:
         if not serving:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..engine.errors import OptionError, TierbedError
-from .arguments import Json, nearest_existing
-from .output import PROBLEM, print_error, print_fields, print_json, size, text
+from .arguments import Json, find_nearest_existing
+from .output import EXIT_PROBLEM, escape, format_size, print_error, print_fields, print_json
 
 if TYPE_CHECKING:
     from ..engine.options.store_options import StoreOptions
@@ -39,7 +39,7 @@ def options(
     from ..engine.options.table_spec import check_name
 
     results: dict[str, dict[str, Any]] = {}
-    wrong: dict[str, str] = {}
+    problems: dict[str, str] = {}
     tables = read_store_options(file)
     if not tables:
         remedy = "add a table [name] with store options for each embedding"
@@ -47,39 +47,41 @@ def options(
     for name in names or tables:
         try:
             store = load_store_options(file, check_name(name))
-            results[name] = {"options": store.as_dict(), "memory_bytes": _memory(store), "disk": _disk(store, name)}
+            memory, disk = _find_memory(store), _find_disk(store, name)
+            results[name] = {"options": store.as_dict(), "memory_bytes": memory, "disk": disk}
         except TierbedError as error:
-            wrong[name] = str(error)
+            problems[name] = str(error)
     known = sum(part for each in results.values() for part in each["memory_bytes"].values() if isinstance(part, int))
-    disks = _disks(results)
+    disks = _sum_disks(results)
     for disk in disks:
         if disk["rows_bytes"] > disk["free_bytes"]:
-            wrong[disk["path"]] = (
-                f"the rows of {', '.join(disk['embeddings'])} need {size(disk['rows_bytes'])}, and the disk has "
-                f"{size(disk['free_bytes'])} for them; use a larger disk, or lower capacities"
+            problems[disk["path"]] = (
+                f"the rows of {', '.join(disk['embeddings'])} need {format_size(disk['rows_bytes'])}, and the disk has "
+                f"{format_size(disk['free_bytes'])} for them; use a larger disk, or lower capacities"
             )
     free = read_free_host_memory()
     if as_json:
         memory = {"memory_bytes": known, "free_memory_bytes": None if free is None else free.bytes}
-        print_json({"embeddings": results, "wrong": wrong, **memory, "disks": disks})
+        print_json({"embeddings": results, "wrong": problems, **memory, "disks": disks})
     else:
         for name, result in results.items():
-            print(f"[{text(name)}]")
-            parts = [f"{part.replace('_', ' ')} {_amount(n, _mib)}" for part, n in result["memory_bytes"].items()]
+            print(f"[{escape(name)}]")
+            memory = {part.replace("_", " "): n for part, n in result["memory_bytes"].items()}
+            parts = [f"{part} {_format_amount(n, _format_mib)}" for part, n in memory.items()]
             print_fields({**result["options"], "memory": ", ".join(parts), "disk": _format_disk(result["disk"])})
             print()
-        free_memory = "" if free is None else f"; {_mib(free.bytes)} free {free.location}"
-        print(f"total memory, as far as known: {_mib(known)}{free_memory}")
+        free_memory = "" if free is None else f"; {_format_mib(free.bytes)} free {free.location}"
+        print(f"total memory, as far as known: {_format_mib(known)}{free_memory}")
         for disk in disks:
-            rows_and_space = f"{size(disk['rows_bytes'])}; {size(disk['free_bytes'])} free"
-            print(f"rows on the disk of {text(disk['path'])}: {rows_and_space}")
-    for name, problem in wrong.items():
-        print_error(f"wrong: {text(name)}: {problem}")
-    if wrong:
-        raise typer.Exit(PROBLEM)
+            rows_and_space = f"{format_size(disk['rows_bytes'])}; {format_size(disk['free_bytes'])} free"
+            print(f"rows on the disk of {escape(disk['path'])}: {rows_and_space}")
+    for name, problem in problems.items():
+        print_error(f"wrong: {escape(name)}: {problem}")
+    if problems:
+        raise typer.Exit(EXIT_PROBLEM)
 
 
-def _memory(options: StoreOptions) -> dict[str, int | str | None]:
+def _find_memory(options: StoreOptions) -> dict[str, int | str | None]:
     """Return {part of the store: bytes of memory}. "auto" stands for a share of free memory, None for unknown.
 
     On a machine without a GPU, the device cache is in host memory and needs an overflow area.
@@ -105,7 +107,7 @@ def _memory(options: StoreOptions) -> dict[str, int | str | None]:
     return parts | {"table": compute_full_table_bytes(options.capacity, compute_line_bytes(options.storage_dim))}
 
 
-def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
+def _find_disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
     """Return the paths of rows and snapshots, the free bytes at both, and the bytes that all rows need, if known.
 
     Returns None if rows are not stored on disk. Raises OptionError for an invalid path or if the disk is too small.
@@ -115,15 +117,16 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
     if options.persistent_path is None:
         return None
     live, snapshots = Path(options.persistent_path), Path(options.snapshot_path or options.persistent_path)
-    usage = shutil.disk_usage(_writable("persistent_path", live))
-    free = shutil.disk_usage(_writable("snapshot_path", snapshots)).free
+    usage = shutil.disk_usage(_find_writable("persistent_path", live))
+    free = shutil.disk_usage(_find_writable("snapshot_path", snapshots)).free
     rows = None
     if options.capacity is not None and options.storage_dim is not None:
         rows = options.capacity * row_dtype(options.storage_dim).itemsize
         if rows > usage.total:
             raise OptionError(
-                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} need {size(rows)}, and the "
-                f"disk of persistent_path={str(live)!r} has {size(usage.total)}; use a larger disk, or lower capacity"
+                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} need {format_size(rows)}, and "
+                f"the disk of persistent_path={str(live)!r} has {format_size(usage.total)}; use a larger disk, or "
+                "lower capacity"
             )
     return {
         "store": str(live / name),
@@ -134,7 +137,7 @@ def _disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
     }
 
 
-def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+def _sum_disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     """For each file system, return the bytes that rows of its embeddings need (if known), and the bytes available.
 
     Space used by a store's current files counts as available, but space used by its snapshots does not.
@@ -145,7 +148,7 @@ def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         store = Path(disk["store"])
         new = {"path": str(store.parent), "free_bytes": disk["free_bytes"], "rows_bytes": 0, "embeddings": []}
-        entry = disks.setdefault(_writable("persistent_path", store.parent).stat().st_dev, new)
+        entry = disks.setdefault(_find_writable("persistent_path", store.parent).stat().st_dev, new)
         entry["rows_bytes"] += disk["rows_bytes"]
         entry["embeddings"].append(name)
         for folder, folders, files in os.walk(store):
@@ -156,9 +159,9 @@ def _disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     return list(disks.values())
 
 
-def _writable(option: str, path: Path) -> Path:
+def _find_writable(option: str, path: Path) -> Path:
     """Return the path or its nearest existing parent. Raises OptionError if this user cannot create folders there."""
-    folder = nearest_existing(path)
+    folder = find_nearest_existing(path)
     if not folder.is_dir():
         raise OptionError(f"{option}={str(path)!r}: {str(folder)!r} is not a folder; give another path")
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -166,12 +169,12 @@ def _writable(option: str, path: Path) -> Path:
     return folder
 
 
-def _mib(bytes: int) -> str:
+def _format_mib(bytes: int) -> str:
     """Format bytes in MiB, the unit of store options such as `cache_budget_mb`."""
     return f"{bytes / MB:,.0f} MiB" if bytes >= 1000 * MB else f"{bytes / MB:.4g} MiB"
 
 
-def _amount(bytes: int | str | None, format_bytes: Callable[[int], str] = size) -> str:
+def _format_amount(bytes: int | str | None, format_bytes: Callable[[int], str] = format_size) -> str:
     if bytes is None:
         return "unknown without capacity and storage_dim"
     return bytes if isinstance(bytes, str) else format_bytes(bytes)
@@ -180,6 +183,6 @@ def _amount(bytes: int | str | None, format_bytes: Callable[[int], str] = size) 
 def _format_disk(disk: dict[str, Any] | None) -> str:
     if disk is None:
         return "none: rows are lost when the process ends"
-    rows = f"rows {_amount(disk['rows_bytes'])}, and as much again for each full snapshot"
-    free = f"{size(disk['free_bytes'])} free in {disk['store']}"
-    return f"{rows}; {free}, {size(disk['free_bytes_of_snapshots'])} for {disk['snapshots']}"
+    rows = f"rows {_format_amount(disk['rows_bytes'])}, and as much again for each full snapshot"
+    free = f"{format_size(disk['free_bytes'])} free in {disk['store']}"
+    return f"{rows}; {free}, {format_size(disk['free_bytes_of_snapshots'])} for {disk['snapshots']}"

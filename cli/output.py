@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..snapshots.files.format import Manifest
     from ..snapshots.files.reader import Snapshot
 
-PROBLEM, USAGE, IN_USE, NO_ROW, INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
+EXIT_PROBLEM, EXIT_USAGE, EXIT_IN_USE, EXIT_NO_ROW, EXIT_INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 ProgressCallback = Callable[[int], None]
 BAR_AFTER = 1.0  # seconds until a progress bar appears
 SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
@@ -52,7 +52,7 @@ def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
     """Return rows as lines of aligned text. Columns in `right` align to the right. Unprintable cells become JSON."""
     from rich.cells import cell_len
 
-    cells = [[text(cell) for cell in row] for row in rows]
+    cells = [[escape(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
     result = []
     for row in cells:
@@ -63,16 +63,16 @@ def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
 
 
 def print_fields(fields: dict[str, Any]) -> None:
-    print_table([[name, words(value)] for name, value in fields.items()])
+    print_table([[name, format_value(value)] for name, value in fields.items()])
 
 
 def print_error(message: str) -> None:
-    print(text(message), file=sys.stderr)
+    print(escape(message), file=sys.stderr)
 
 
 @contextmanager
-def checked_stdout() -> Iterator[None]:
-    """Exit with code `PROBLEM` if the `with` block cannot write to stdout, for example because the disk is full.
+def check_stdout() -> Iterator[None]:
+    """Exit with code `EXIT_PROBLEM` if the `with` block cannot write to stdout, for example because the disk is full.
 
     Prints the error on stderr, except for a closed pipe. Characters that stdout cannot encode are printed as escapes.
     """
@@ -90,10 +90,10 @@ def checked_stdout() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # so that Python can flush stdout at exit
         if error.errno != errno.EPIPE:
             print_error(f"tierbed: stdout: {error.strerror}")
-        raise SystemExit(PROBLEM) from None
+        raise SystemExit(EXIT_PROBLEM) from None
 
 
-def fail(message: str, code: int = PROBLEM, as_json: bool = False) -> NoReturn:
+def fail(message: str, code: int = EXIT_PROBLEM, as_json: bool = False) -> NoReturn:
     """Exit with a message on stderr. With --json, also print the message as JSON on stdout."""
     print_error(f"tierbed: {message}")
     if as_json:
@@ -107,12 +107,12 @@ def print_interrupted(as_json: bool) -> None:
         print_json({"error": "interrupted"}, indent=None)
 
 
-def text(value: Any) -> str:
+def escape(value: Any) -> str:
     """Return printable text unchanged. Convert anything else to JSON, because a foreign file may contain any name."""
     return value if isinstance(value, str) and value.isprintable() else json.dumps(value, default=str)
 
 
-def words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Format a plain value for people. A container that contains other containers is shown as JSON."""
     if value is None:
         return "none"
@@ -120,15 +120,15 @@ def words(value: Any) -> str:
         return f"{value:.9g}"  # 9 digits identify any float32
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
     if any(isinstance(item, (dict, list, tuple)) for item in inner):
-        return text(value)
+        return escape(value)
     if isinstance(value, dict):
-        return ", ".join(f"{text(name)}: {words(item)}" for name, item in value.items())
+        return ", ".join(f"{escape(name)}: {format_value(item)}" for name, item in value.items())
     if isinstance(value, (list, tuple)):
-        return ", ".join(words(item) for item in value)
-    return text(value)
+        return ", ".join(format_value(item) for item in value)
+    return escape(value)
 
 
-def size(count: int) -> str:
+def format_size(count: int) -> str:
     """Format bytes in a suitable unit, with powers of 1000 like `df -H`."""
     if count < 1000:
         return f"{count} B"
@@ -138,7 +138,7 @@ def size(count: int) -> str:
     return f"{value:.3g} {'kMGTP'[unit - 1]}B" if value < 100 else f"{value:.0f} {'kMGTP'[unit - 1]}B"
 
 
-def span(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     if seconds < 10:
         return f"{max(seconds, 0):.1f} s"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
@@ -147,18 +147,18 @@ def span(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def age(created: int) -> str:
+def format_age(created: int) -> str:
     """Format the time since `created`, in ns since 1970 (UTC)."""
-    return span(time.time() - created / 1e9)
+    return format_seconds(time.time() - created / 1e9)
 
 
-def when(created: int) -> str:
+def format_time(created: int) -> str:
     """Format `created`, in ns since 1970 (UTC), as ISO 8601."""
     return datetime.fromtimestamp(created // 10**9, UTC).isoformat()
 
 
 @contextmanager
-def progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
+def show_progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
     """Show progress. Yields a function to call with each count of processed rows. rows: the total count, if known.
 
     If stderr is a terminal, a progress bar appears there after a second, with the rate and the remaining time.
@@ -198,41 +198,41 @@ def _start_bar(title: str, rows: int | None) -> Progress:
     return bar
 
 
-def entry(name: str, manifest: Manifest) -> dict[str, Any]:
+def make_entry(name: str, manifest: Manifest) -> dict[str, Any]:
     """Return a snapshot's entry in JSON output. `bytes` counts the snapshot's own files, without its parents."""
     return {
         "name": name,
         "kind": manifest.kind,
         "parent": None if manifest.parent is None else manifest.parent.name,
-        **dtypes(manifest.description),
+        **make_dtype_fields(manifest.description),
         "rows": manifest.rows,
         "bytes": manifest.total_bytes,
         "step": manifest.description["step"],
-        "created": when(manifest.created),
+        "created": format_time(manifest.created),
     }
 
 
-def dtypes(description: Mapping[str, Any]) -> dict[str, str | None]:
+def make_dtype_fields(description: Mapping[str, Any]) -> dict[str, str | None]:
     """Return `dtype` and `state_dtype` from a snapshot's description. `state_dtype` is None if there is no state."""
-    from ..snapshots.store.selection import types_of
+    from ..snapshots.store.selection import read_dtypes
 
-    dtype, state_dtype = types_of(description)
+    dtype, state_dtype = read_dtypes(description)
     return {"dtype": dtype, "state_dtype": state_dtype}
 
 
 def format_dtypes(description: Mapping[str, Any]) -> str:
     """Format the dtypes of embeddings and optimizer state, as one name if they are equal or there is no state."""
-    dtype, state_dtype = dtypes(description).values()
+    dtype, state_dtype = make_dtype_fields(description).values()
     return f"{dtype}, state {state_dtype}" if state_dtype not in (None, dtype) else str(dtype)
 
 
-def lines(snapshots: Iterable[Snapshot]) -> list[list[str]]:
+def make_cells(snapshots: Iterable[Snapshot]) -> list[list[str]]:
     """Return each snapshot's cells for a printed table with the columns of SNAPSHOT_HEADER."""
     result = []
     for name, manifest in ((snapshot.name, snapshot.manifest) for snapshot in snapshots):
         kinds = manifest.kind, manifest.parent.name if manifest.parent else "", format_dtypes(manifest.description)
-        figures = f"{manifest.rows:,}", size(manifest.total_bytes), f"{manifest.description['step']:,}"
-        result.append([name, *kinds, *figures, age(manifest.created)])
+        figures = f"{manifest.rows:,}", format_size(manifest.total_bytes), f"{manifest.description['step']:,}"
+        result.append([name, *kinds, *figures, format_age(manifest.created)])
     return result
 
 
@@ -243,30 +243,31 @@ def report(action: str, name: str, manifests: dict[str, Manifest], begin: float,
     """
     seconds = time.monotonic() - begin
     if as_json:
-        entries = {store: entry(name, manifest) for store, manifest in manifests.items()}
+        entries = {store: make_entry(name, manifest) for store, manifest in manifests.items()}
         print_json({**(entries.get("") or {"stores": entries}), **more, "seconds": round(seconds, 3)})
         return
     skipped = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
     for store, manifest in manifests.items():
-        of_store = f" of {text(store)}" if store else ""
+        of_store = f" of {escape(store)}" if store else ""
         kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
-        contents = f"{kind}{manifest.rows:,} rows, {size(manifest.total_bytes)}, step {manifest.description['step']:,}"
-        print(f"{action} {text(name)}{of_store}: {contents}, in {span(seconds)}{skipped}")
+        size, step = format_size(manifest.total_bytes), manifest.description["step"]
+        contents = f"{kind}{manifest.rows:,} rows, {size}, step {step:,}"
+        print(f"{action} {escape(name)}{of_store}: {contents}, in {format_seconds(seconds)}{skipped}")
 
 
 def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:
-    """Print the names of sound and damaged snapshots or checkpoints. Exit with code `PROBLEM` if one is damaged."""
+    """Print names of sound and damaged snapshots or checkpoints. Exit with code `EXIT_PROBLEM` if one is damaged."""
     if as_json:
         print_json({"sound": [*sound], "damaged": {name: str(error) for name, error in damaged.items()}})
     else:
         for name in sound:
-            print(f"sound: {text(name)}")
+            print(f"sound: {escape(name)}")
     report_damaged(damaged)
 
 
 def report_damaged(damaged: Mapping[str, Exception]) -> None:
-    """Print damaged snapshots or checkpoints on stderr, and exit with code `PROBLEM` if there are any."""
+    """Print damaged snapshots or checkpoints on stderr, and exit with code `EXIT_PROBLEM` if there are any."""
     for name, error in damaged.items():
-        print_error(f"damaged: {text(name)}: {error}")
+        print_error(f"damaged: {escape(name)}: {error}")
     if damaged:
-        raise typer.Exit(PROBLEM)
+        raise typer.Exit(EXIT_PROBLEM)

@@ -21,10 +21,10 @@ from .arguments import (
     check_tables,
     complete_names,
     exit_if_in_use,
-    locked,
+    lock_stores,
     open_snapshot,
 )
-from .model import save_together, serving_processes, stores_at
+from .model import find_serving_processes, find_stores_at, save_together
 
 if TYPE_CHECKING:
     from ..snapshots.store.retention import PrunePlan
@@ -41,12 +41,12 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
 
     begin = time.monotonic()
     check_name(new)
-    with locked([store], as_json) as (folder,):
+    with lock_stores([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
         if overwrite and new != name and new in list_needed(folder):
             reason = "it is the recovery snapshot of live rows; choose another name"
             raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
-        with output.progress("merging", snapshot.manifest.rows) as advance:
+        with output.show_progress("merging", snapshot.manifest.rows) as advance:
             id = snapshot.manifest.id  # keep the id: recovery finds rows by snapshot id
             contents = snapshot.description, snapshot.chunks()
             manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
@@ -71,26 +71,26 @@ def prune(
     from ..snapshots.store.linked import REPLACED_PREFIX
     from ..snapshots.store.retention import plan_for
 
-    stores = stores_at(store)
+    stores = find_stores_at(store)
     plans = {folder: plan_for(FolderState(folder), keep_last, keep_every) for folder in stores}
     if not dry_run:
         _prune(plans, keep_last, keep_every, timeout, as_json)
     documents = {}
     for folder, store_name in stores.items():
-        kept, removed, needed = ([snapshot.name for snapshot in part] for part in plans[folder])
+        retained, removed, needed = ([snapshot.name for snapshot in part] for part in plans[folder])
         bytes = sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed)
-        parts = {"removed": removed, "kept": kept, "kept_for_live_rows": needed}
+        parts = {"removed": removed, "kept": retained, "kept_for_live_rows": needed}
         documents[store_name] = {**parts, "removed_bytes": bytes, "dry_run": dry_run}
         if as_json:
             continue
-        prefix = store_name and f"{output.text(store_name)}/"
+        prefix = store_name and f"{output.escape(store_name)}/"
         for name in removed:
-            print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.text(name)}")
+            print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.escape(name)}")
         for name in needed:
-            note = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
-            print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.text(name)}: {note}recovery needs it")
-        count = len(removed) + len(kept)
-        print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.size(bytes)}")
+            reason = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
+            print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.escape(name)}: {reason}recovery needs it")
+        count = len(removed) + len(retained)
+        print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.format_size(bytes)}")
     if as_json:
         output.print_json(documents.get("") or {"stores": documents})
 
@@ -101,18 +101,16 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
 
-    serving = serving_processes(plans, timeout, as_json)
+    serving = find_serving_processes(plans, timeout, as_json)
     removed: list[str] = []
     with exit_if_in_use([store for store in plans if store not in serving], as_json):
         try:
             for store, plan in plans.items():
                 if store in serving and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
-                    everything = [*plan.kept, *plan.removed]
-                    pruned = [s for s in everything if s.name in answer[0]]
-                    kept, needed = (
-                        [s for s in part if s not in pruned] for part in (everything, plan.kept_for_recovery)
-                    )
-                    plans[store] = retention.PrunePlan(kept, pruned, needed)
+                    before = [*plan.retained, *plan.removed], plan.retained_for_recovery
+                    pruned = [s for s in before[0] if s.name in answer[0]]
+                    retained, needed = ([s for s in part if s not in pruned] for part in before)
+                    plans[store] = retention.PrunePlan(retained, pruned, needed)
                 else:
                     with StoreFolder(store) as folder:
                         plans[store] = retention.prune(folder, keep_last, keep_every)
@@ -136,20 +134,20 @@ def verify(
     Example: tierbed snapshot verify store/users
     """
     from ..snapshots.files.reader import Listing, list_snapshots
-    from ..snapshots.files.verify import chains_of, verify_all
+    from ..snapshots.files.verify import find_chains, verify_all
 
     damaged: dict[str, SnapshotError] = {}
     sound: list[str] = []
-    for folder, store_name in stores_at(store).items():
-        chosen = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
-        listing = Listing(chosen, {}) if names else list_snapshots(folder / "snapshots")
-        chains, broken = chains_of(listing.snapshots)
+    for folder, store_name in find_stores_at(store).items():
+        snapshots = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
+        listing = Listing(snapshots, {}) if names else list_snapshots(folder / "snapshots")
+        chains, broken = find_chains(listing.snapshots)
         rows = {snapshot.name: snapshot.manifest.own_rows for chain in chains.values() for snapshot in chain}
-        with output.progress("verifying", sum(rows.values())) as advance:
-            wrong = {**listing.damaged, **verify_all(chains, broken, advance)}
+        with output.show_progress("verifying", sum(rows.values())) as advance:
+            errors = {**listing.damaged, **verify_all(chains, broken, advance)}
         prefix = store_name and f"{store_name}/"
-        damaged |= {prefix + name: error for name, error in wrong.items()}
-        sound += [prefix + s.name for s in listing.snapshots if s.name not in wrong]
+        damaged |= {prefix + name: error for name, error in errors.items()}
+        sound += [prefix + s.name for s in listing.snapshots if s.name not in errors]
     output.report_sound(sound, damaged, as_json)
 
 
@@ -171,8 +169,8 @@ def save(
     Example: tierbed snapshot save store/users before-retraining
     """
     begin = time.monotonic()
-    stores = stores_at(store)
-    with output.progress("saving") as advance:
+    stores = find_stores_at(store)
+    with output.show_progress("saving") as advance:
         saved = save_together([*stores], name, kind.value, overwrite, timeout, advance, as_json)
     output.report("saved", name, dict(zip(stores.values(), saved, strict=True)), begin, as_json)
 
@@ -206,15 +204,15 @@ def load(
     from ..snapshots.store.selection import Selection
 
     begin = time.monotonic()
-    stores = stores_at(store)
+    stores = find_stores_at(store)
     is_single = "" in stores.values()
     if not is_single and (table or weights_only or convert):
         raise typer.BadParameter("--table, --weights-only and --convert need the folder of one store")
-    with locked([*stores], as_json) as folders:
+    with lock_stores([*stores], as_json) as folders:
         snapshots = [open_snapshot(path, name) for path in stores]
         check_one_moment([path.name for path in stores], snapshots)
         selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
-        with output.progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
+        with output.show_progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
             loaded, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
     left_out = {"left_out": selections[0].left_out} if is_single else {}
     output.report("loaded", name, dict(zip(stores.values(), loaded, strict=True)), begin, as_json, **left_out)
@@ -229,10 +227,10 @@ def list_(store: Store, as_json: Json = False) -> None:
 
     entries, lines = {}, [output.SNAPSHOT_HEADER]
     damaged: dict[str, SnapshotError] = {}
-    for folder, store_name in stores_at(store).items():
+    for folder, store_name in find_stores_at(store).items():
         listing, prefix = list_snapshots(folder / "snapshots"), store_name and f"{store_name}/"
-        entries[store_name] = [output.entry(s.name, s.manifest) for s in listing.snapshots]
-        lines += [[prefix + name, *cells] for name, *cells in output.lines(listing.snapshots)]
+        entries[store_name] = [output.make_entry(s.name, s.manifest) for s in listing.snapshots]
+        lines += [[prefix + name, *cells] for name, *cells in output.make_cells(listing.snapshots)]
         damaged |= {prefix + name: error for name, error in listing.damaged.items()}
     if as_json:
         document = {"snapshots": entries[""]} if "" in entries else {"stores": entries}
@@ -263,12 +261,12 @@ def inspect(
     if plot is not None:
         check_plot(plot)
     snapshot = open_snapshot(store, name)
-    with output.progress("reading", snapshot.manifest.rows) as advance:
+    with output.show_progress("reading", snapshot.manifest.rows) as advance:
         summary = summarise(snapshot, advance, first=rows)
     names = read_table_names(snapshot.description)
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
-    figures = {**output.entry(name, snapshot.manifest), **summary.figures}
+    figures = {**output.make_entry(name, snapshot.manifest), **summary.figures}
     first = [to_plain_row(row, snapshot.description) for row in summary.first]
     description = name_hyperparams(snapshot.description)
     if as_json:

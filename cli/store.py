@@ -12,11 +12,12 @@ import typer
 
 from ..engine.errors import InputError
 from . import output
-from .arguments import Json, Store, Timeout, complete_names, locked, open_snapshot, parse_table
+from .arguments import Json, Store, Timeout, complete_names, lock_stores, open_snapshot, parse_table
 
 if TYPE_CHECKING:
     from ..snapshots.store.status import MemberStatus, Restart, StoreStatus
 
+_MEMBER_FIELDS = "name", "path", "live", "snapshot", "step", "common", "common_step"  # in JSON, for `MemberStatus`
 _STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shards on other hosts"}
 
 
@@ -29,24 +30,24 @@ def stat(store: Store, as_json: Json = False) -> None:
 
     status = store_status(store)
     if as_json:
-        output.print_json(plain(status))
+        output.print_json(make_document(status))
         return
     by_table = status.rows_by_table or {}
-    tables = {"rows by table": ", ".join(f"{output.text(name)}: {rows:,}" for name, rows in by_table.items())}
+    tables = {"rows by table": ", ".join(f"{output.escape(name)}: {rows:,}" for name, rows in by_table.items())}
     in_use = f"open in process {status.holder or 'unknown'}"
     output.print_fields(
         {
             "state": {"open": in_use, **_STATES}[status.state],
-            "live rows": _live(status),
+            "live rows": _describe_live_rows(status),
             **({} if status.marker is None else {"dtype": output.format_dtypes(status.marker)}),
             "rows": "unknown" if status.rows is None else f"{status.rows:,}",
             **(tables if len(by_table) > 1 else {}),
             "step": "unknown" if status.step is None else f"{status.step:,}",
-            "on disk": ", ".join(f"{output.size(count)} {part}" for part, count in status.bytes.items()),
-            "recovery": output.text(status.recovery_snapshot or "none"),
-            **({"trained together with": ", ".join(map(output.text, status.partners))} if status.partners else {}),
+            "on disk": ", ".join(f"{output.format_size(count)} {part}" for part, count in status.bytes.items()),
+            "recovery": output.escape(status.recovery_snapshot or "none"),
+            **({"trained together with": ", ".join(map(output.escape, status.partners))} if status.partners else {}),
             **{
-                f"record of {output.text(member.name)}": _describe_member(member, status.partners)
+                f"record of {output.escape(member.name)}": _describe_member(member, status.partners)
                 for member in status.group
             },
             "a restart": _describe_restart(status),
@@ -63,14 +64,14 @@ def detach(store: Store, as_json: Json = False) -> None:
     """
     from ..snapshots.store.detach import detach
 
-    with locked([store], as_json) as (folder,):
+    with lock_stores([store], as_json) as (folder,):
         result = detach(folder)
     if as_json:
         output.print_json({"detached": result.problem is not None or bool(result.others), **result._asdict()})
     elif result.problem is not None:
-        print(f"detached, without its group's record: {output.text(result.problem)}")
+        print(f"detached, without its group's record: {output.escape(result.problem)}")
     elif result.others:
-        print(f"detached from {', '.join(map(output.text, result.others))}")
+        print(f"detached from {', '.join(map(output.escape, result.others))}")
     else:
         print("nothing to detach: it is trained alone")
 
@@ -90,20 +91,20 @@ def compact(
 
     begin = time.monotonic()
     try:
-        with locked([store], as_json) as (folder,), output.progress("merging") as advance:
+        with lock_stores([store], as_json) as (folder,), output.show_progress("merging") as advance:
             sizes = _run_in_thread(lambda: compact_live(folder, rocksdb_options), advance)
     except KeyboardInterrupt:
         output.print_interrupted(as_json)
-        os._exit(output.INTERRUPTED)  # RocksDB's threads still run, but RocksDB's files are valid at any time
+        os._exit(output.EXIT_INTERRUPTED)  # RocksDB's threads still run, but RocksDB's files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
-        before, after = sizes or (None, None)
-        figures = {"bytes_before": before, "bytes_after": after, "seconds": seconds}
-        output.print_json({"merged": sizes is not None, **figures})
+        figures = dict(zip(("bytes_before", "bytes_after"), sizes or (None, None), strict=True))
+        output.print_json({"merged": sizes is not None, **figures, "seconds": seconds})
     elif sizes is None:
         print("nothing to merge: the live rows are row files, which every close rewrites")
     else:
-        print(f"merged: {output.size(sizes[0])} before, {output.size(sizes[1])} after, in {output.span(seconds)}")
+        before, after = map(output.format_size, sizes)
+        print(f"merged: {before} before, {after} after, in {output.format_seconds(seconds)}")
 
 
 def get(
@@ -135,29 +136,28 @@ def get(
     from ..snapshots.control.client import request_row
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.inspection.row import read_live_row, read_snapshot_row, to_plain_row
-    from ..snapshots.store.folder_state import holder
+    from ..snapshots.store.folder_state import find_holder
     from ..snapshots.store.status import is_snapshot, require_store
 
     fields: dict[str, Any] = {}
     try:
         if snapshot is not None or is_snapshot(store):
-            opened = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
-            row, description = read_snapshot_row(opened, parse_table(table), key), opened.description
-        elif holder(require_store(store)) is not None and (
+            source = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
+            row, description = read_snapshot_row(source, parse_table(table), key), source.description
+        elif find_holder(require_store(store)) is not None and (
             (answer := request_row(store, parse_table(table), key, timeout)) is not None
         ):
             fields, row = answer, None
         else:
-            with locked([store], as_json) as (folder,):
+            with lock_stores([store], as_json) as (folder,):
                 row, description = read_live_row(folder, parse_table(table), key)
     except InputError as error:
         raise typer.BadParameter(str(error)) from error
     if row is not None:
         fields = to_plain_row(row[0], description)
     if not fields:
-        output.fail(
-            f"there is no row of table {table}, key {key}; a lookup returns the initial row", output.NO_ROW, as_json
-        )
+        problem = f"there is no row of table {table}, key {key}; a lookup returns the initial row"
+        output.fail(problem, output.EXIT_NO_ROW, as_json)
     if as_json:
         output.print_json(fields)
     else:
@@ -165,17 +165,17 @@ def get(
         output.print_fields({**fields, **states})
 
 
-def plain(status: StoreStatus) -> dict[str, Any]:
+def make_document(status: StoreStatus) -> dict[str, Any]:
     """Convert a store's status to plain values for JSON."""
     restart = dict(vars(status.restart))
     return {
         "state": status.state,
         "holder": status.holder,
-        "live": status.live,
-        "ranks": status.ranks,
+        "live": status.live_kind,
+        "ranks": status.num_ranks,
         "together": list(status.partners),
-        "group": [member._asdict() for member in status.group],
-        **({"dtype": None, "state_dtype": None} if status.marker is None else output.dtypes(status.marker)),
+        "group": [dict(zip(_MEMBER_FIELDS, member, strict=True)) for member in status.group],
+        **({"dtype": None, "state_dtype": None} if status.marker is None else output.make_dtype_fields(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,
         "step": status.step,
@@ -185,18 +185,18 @@ def plain(status: StoreStatus) -> dict[str, Any]:
     }
 
 
-def _live(status: StoreStatus) -> str | None:
-    if status.ranks is not None:
-        return f"shards of {status.ranks} ranks"
-    return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live, status.live)
+def _describe_live_rows(status: StoreStatus) -> str | None:
+    if status.num_ranks is not None:
+        return f"shards of {status.num_ranks} ranks"
+    return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live_kind, status.live_kind)
 
 
 def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
     step = "an unknown step" if member.step is None else f"step {member.step:,}"
-    snapshot = [f"snapshot {output.text(member.snapshot)}"] if member.snapshot else []
-    saved = " and ".join(["live rows"] * member.live + snapshot)
+    snapshot = [f"snapshot {output.escape(member.snapshot)}"] if member.snapshot else []
+    saved = " and ".join(["live rows"] * member.has_live_rows + snapshot)
     now = f"{saved or 'no rows'} of {step}" if saved or member.step == 0 else "rows that are not saved"
-    common = output.text(member.common or "no rows")
+    common = output.escape(member.common or "no rows")
     common_step = "" if member.common_step is None else f" of step {member.common_step:,}"
     return f"{now}; {'with the others' if partners else 'after a kill'} {common}{common_step}"
 
@@ -204,11 +204,11 @@ def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
 def _describe_restart(status: StoreStatus) -> str:
     if status.restart.source == "elsewhere":
         return (
-            f"{status.ranks} ranks resume from their shards, which are on other hosts; a single process must load a "
-            "snapshot first"
+            f"{status.num_ranks} ranks resume from their shards, which are on other hosts; a single process must load "
+            "a snapshot first"
         )
-    held = "" if status.holder is None else "after a close, resumes from the live rows; after a kill, "
-    return held + _describe_source(status.restart)
+    prefix = "" if status.holder is None else "after a close, resumes from the live rows; after a kill, "
+    return prefix + _describe_source(status.restart)
 
 
 def _describe_source(restart: Restart) -> str:
@@ -216,7 +216,7 @@ def _describe_source(restart: Restart) -> str:
         case "live":
             return f"resumes from the live rows, at step {restart.step:,}"
         case "snapshot":
-            start = f"rolls back to snapshot {output.text(restart.snapshot)}, at step {restart.step:,}"
+            start = f"rolls back to snapshot {output.escape(restart.snapshot)}, at step {restart.step:,}"
         case "empty":
             start = "starts empty"
         case _:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from .arguments import Store
-from .output import NUMBER_COLUMNS, SNAPSHOT_HEADER, align, entry, lines, print_json, text
+from .output import NUMBER_COLUMNS, SNAPSHOT_HEADER, align, escape, make_cells, make_entry, print_json
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -53,7 +53,7 @@ def watch(
         show(views())
 
 
-def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
+def find_changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
     """Yield the differences between two polls as dicts. The key `event` names what happened:
 
     - "store": `state`, `holder` or `step` changed, and the dict contains all three.
@@ -69,7 +69,7 @@ def changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
             yield {"event": "removed", "name": name}
     for name, snapshot in now.snapshots.items():
         if name not in old or old[name].manifest.id != snapshot.manifest.id:
-            yield {"event": "saved", **entry(name, snapshot.manifest)}
+            yield {"event": "saved", **make_entry(name, snapshot.manifest)}
     for name, error in now.damaged.items():
         if before is None or name not in before.damaged:
             yield {"event": "damaged", "name": name, "error": error}
@@ -88,11 +88,11 @@ def poll(store: Path) -> View:
 def _print_changes(views: Iterator[View], as_json: bool) -> None:
     before = None
     for now in views:
-        for change in changes(before, now):
+        for change in find_changes(before, now):
             if as_json:
                 print_json(change, indent=None)
             else:
-                print(", ".join(f"{field} {text(value)}" for field, value in change.items()), flush=True)
+                print(", ".join(f"{field} {escape(value)}" for field, value in change.items()), flush=True)
         before = now
 
 
@@ -105,6 +105,6 @@ def _show(views: Iterator[View]) -> None:
             status = view.status
             state = status.state if status.holder is None else f"open in process {status.holder or 'unknown'}"
             step = "" if status.step is None else f", step {status.step:,}"
-            table = align([SNAPSHOT_HEADER, *lines(view.snapshots.values())], NUMBER_COLUMNS)
-            damaged = [f"damaged: {text(name)}: {error}" for name, error in view.damaged.items()]
+            table = align([SNAPSHOT_HEADER, *make_cells(view.snapshots.values())], NUMBER_COLUMNS)
+            damaged = [f"damaged: {escape(name)}: {error}" for name, error in view.damaged.items()]
             live.update(Text("\n".join([f"{status.path}: {state}{step}", *table, *damaged])), refresh=True)

@@ -28,7 +28,7 @@ class FusedMLP(NoTorchScript, nn.Module):
         skip_final_activation: If True, the last layer is linear (without ReLU).
 
     Raises:
-        OptionError: If the number of dropout rates differs from the number of hidden layers.
+        OptionError: If the index of dropout rates differs from the index of hidden layers.
     """
 
     @validate_arguments(
@@ -50,16 +50,16 @@ class FusedMLP(NoTorchScript, nn.Module):
         if len(rates) != layers:
             raise OptionError(f"hidden_dropout_rates={hidden_dropout_rates!r}: give {layers} rates, one per layer")
         self._rates, self.skip_final_activation = [*rates, out_dropout_rate], skip_final_activation
-        for number, shape in enumerate(pairwise([in_features, *hidden_features, out_features])):
+        for index, shape in enumerate(pairwise([in_features, *hidden_features, out_features])):
             layer: Any = nn.Linear(*shape)
-            self.register_parameter(f"weight_{number}", layer.weight)
-            self.register_parameter(f"bias_{number}", layer.bias)
+            self.register_parameter(f"weight_{index}", layer.weight)
+            self.register_parameter(f"bias_{index}", layer.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map x [..., in_features] to [..., out_features]."""
-        for number, rate in enumerate(self._rates):
-            x = nn.functional.linear(x, getattr(self, f"weight_{number}"), getattr(self, f"bias_{number}"))
-            if number < len(self._rates) - 1 or not self.skip_final_activation:
+        for index, rate in enumerate(self._rates):
+            x = nn.functional.linear(x, getattr(self, f"weight_{index}"), getattr(self, f"bias_{index}"))
+            if index < len(self._rates) - 1 or not self.skip_final_activation:
                 x = torch.relu(x)
             if rate:
                 x = nn.functional.dropout(x, rate, self.training)

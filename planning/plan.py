@@ -33,7 +33,7 @@ from .stack_distance import Model, Sample
 MAX_RANKS = 1024
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # cache sizes that a `Plan` prints, as fractions of all rows
 I64 = NDArray[np.int64]
-WIRE = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # bytes per element, for the dtypes that ranks can send
+WIRE_BYTES = {torch.float32: 4, torch.bfloat16: 2, torch.float16: 2}  # per element, for dtypes that ranks can send
 
 
 class Curve(NamedTuple):
@@ -92,8 +92,8 @@ class Plan:
         self._max_batch_rows = max(sample.batch_rows)
         self._model = Model(uses, sample)
         _, first = np.unique(uses.row, return_index=True)
-        self.seen = _estimates(uses.table[first], tables, self.rate)
-        self.uses = _estimates(uses.table[self._counted], tables, self.rate)
+        self.seen = _estimate_counts(uses.table[first], tables, self.rate)
+        self.uses = _estimate_counts(uses.table[self._counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
         """Returns how many rows a cache of `budget_mb` MiB holds. Raises OptionError below MIN_CACHE_ROWS rows."""
@@ -144,7 +144,7 @@ class Plan:
         lines = as_int(rows, minimum=MIN_CACHE_ROWS)
         if lines is None:
             raise OptionError(f"rows={rows!r}: give a whole number, {MIN_CACHE_ROWS} or more")
-        return self._mean(lines + int(overflow * MB) // self._overflow_row_bytes // 2, self._table_mask(table))
+        return self._predict_mean(lines + int(overflow * MB) // self._overflow_row_bytes // 2, self._table_mask(table))
 
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Returns how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
@@ -156,7 +156,7 @@ class Plan:
                 "memory_mb=None, and this system does not report its free memory; call plan with memory_mb"
             )
         if capacity is not None:
-            capacity = _count("capacity", capacity, 1)
+            capacity = _check_count("capacity", capacity, 1)
         return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=None)
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
@@ -174,7 +174,7 @@ class Plan:
         mask = self._table_mask(table)
         largest = max(2 * int(self.seen.sum()), 2 * MIN_CACHE_ROWS)
         rows = np.unique(np.geomspace(MIN_CACHE_ROWS, largest, points).astype(np.int64))
-        miss_ratio = np.array([1 - self._mean(int(size), mask) for size in rows])
+        miss_ratio = np.array([1 - self._predict_mean(int(size), mask) for size in rows])
         return Curve(rows, np.array([self.bytes(int(size)) / MB for size in rows]), miss_ratio)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
@@ -236,7 +236,7 @@ class Plan:
             raise OptionError(f"table={table}: the trace has no ids for it; give a longer trace, or more samples")
         return self._counted & (self._tables == table)
 
-    def _mean(self, rows: int, mask: NDArray[np.bool_]) -> float:
+    def _predict_mean(self, rows: int, mask: NDArray[np.bool_]) -> float:
         return float(self._model.chances(rows)[mask].mean())
 
 
@@ -283,9 +283,9 @@ def plan(
         OptionError: If an argument is invalid.
         InputError: If a batch in the trace is invalid.
     """
-    dim, tables = _count("dim", dim, 1), _count("tables", tables, 1)
-    state, warmup = _count("state", state, 0), _count("warmup", warmup, 0)
-    samples = _count("samples", samples, 1024)
+    dim, tables = _check_count("dim", dim, 1), _check_count("tables", tables, 1)
+    state, warmup = _check_count("state", state, 0), _check_count("warmup", warmup, 0)
+    samples = _check_count("samples", samples, 1024)
     if memory_mb is not None:
         memory_mb = check_budget("memory_mb", memory_mb, allows_zero=False)
     elif (free := read_free_host_memory()) is not None:
@@ -300,27 +300,27 @@ def plan(
         size = check_int("world_size", world_size, f"a number of ranks from 1 to {MAX_RANKS}", 1, MAX_RANKS)
         ranks = RankPlan(size, dim, tables, padding)
     sample = Sample(samples)
-    for number, item in enumerate(trace):
-        keys, table_ids, length = _ids(item, tables, f"batch {number} of trace")
+    for index, item in enumerate(trace):
+        keys, table_ids, length = _read_ids(item, tables, f"batch {index} of trace")
         batch = _core.Batch([(keys, table_ids, None)], tables, padding)
         sample.add(batch)
-        if ranks is not None and number >= warmup:
+        if ranks is not None and index >= warmup:
             ranks.add(batch, keys, table_ids, length)
     return Plan(sample, dim, state, tables, warmup, memory_mb, ranks, words)
 
 
-def _count(name: str, value: Any, minimum: int) -> int:
+def _check_count(name: str, value: Any, minimum: int) -> int:
     return check_int(name, value, f"a whole number >= {minimum}", minimum)
 
 
-def _estimates(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np.int64]:
+def _estimate_counts(tables: NDArray[np.int64], count: int, rate: float) -> NDArray[np.int64]:
     return np.asarray(np.round(np.bincount(tables, minlength=count) / rate), np.int64)
 
 
-def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int]:
+def _read_ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int]:
     """Returns a batch's keys [n], its table ids [n] or None, and the length of the ids' first dimension."""
     ids, table_ids = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
-    keys = _integers(ids, f"{where}: ids")
+    keys = _read_integers(ids, f"{where}: ids")
     length = len(keys) if keys.ndim else 1
     if table_ids is None:
         if tables > 1 and (keys.ndim < 2 or keys.shape[-1] != tables):
@@ -328,21 +328,21 @@ def _ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArra
                 f"{where}: ids have shape {keys.shape}, but {tables} tables need shape (..., {tables}); give this "
                 "shape, or a tuple (ids, table_ids)"
             )
-        return _keys(keys), None, length
-    numbers = _integers(table_ids, f"{where}: table_ids")
+        return _make_keys(keys), None, length
+    table_ids = _read_integers(table_ids, f"{where}: table_ids")
     try:
-        numbers = np.broadcast_to(numbers, keys.shape)
+        table_ids = np.broadcast_to(table_ids, keys.shape)
     except ValueError:
         raise InputError(
-            f"{where}: table_ids of shape {numbers.shape} do not broadcast to the shape of ids, {keys.shape}; give one "
-            "table id for each id"
+            f"{where}: table_ids of shape {table_ids.shape} do not broadcast to the shape of ids, {keys.shape}; give "
+            "one table id for each id"
         ) from None
-    if numbers.size and (numbers.min() < 0 or numbers.max() >= tables):
-        raise InputError(f"{where} has table ids from {numbers.min()} to {numbers.max()}; give 0 to {tables - 1}")
-    return _keys(keys), np.ascontiguousarray(numbers.reshape(-1), np.uint32), length
+    if table_ids.size and (table_ids.min() < 0 or table_ids.max() >= tables):
+        raise InputError(f"{where} has table ids from {table_ids.min()} to {table_ids.max()}; give 0 to {tables - 1}")
+    return _make_keys(keys), np.ascontiguousarray(table_ids.reshape(-1), np.uint32), length
 
 
-def _integers(values: Any, where: str) -> NDArray[Any]:
+def _read_integers(values: Any, where: str) -> NDArray[Any]:
     if isinstance(values, Tensor) and values.is_meta:
         raise InputError(f"{where} are on the meta device, without values; give a tensor on the CPU")
     array = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
@@ -351,7 +351,7 @@ def _integers(values: Any, where: str) -> NDArray[Any]:
     return array
 
 
-def _keys(ids: NDArray[Any]) -> NDArray[np.uint64]:
+def _make_keys(ids: NDArray[Any]) -> NDArray[np.uint64]:
     """Convert ids to 64-bit keys. Signed ids are sign-extended, as in lookups."""
     wide = ids.astype(np.uint64 if ids.dtype.kind == "u" else np.int64, copy=False)
     return np.ascontiguousarray(wide.reshape(-1)).view(np.uint64)
@@ -380,14 +380,14 @@ class RankPlan:
     ) -> None:
         """Count one batch. keys: [n]. tables: [n] or None. samples: the batch size. Samples have equally many keys."""
         self.batches += 1
-        self.rows += self._owned(batch)
+        self.rows += self._count_owned(batch)
         step = -(-samples // self.size) * (len(keys) // samples) if samples else 0
         for rank in range(self.size):
             chunk = slice(rank * step, (rank + 1) * step)
             chunk_tables = None if tables is None else tables[chunk]
             part = _core.Batch([(keys[chunk], chunk_tables, None)], self._tables, self._padding)
             self.lookups[rank] += len(part.occurrences)
-            self.ids[rank] += self._owned(part)
+            self.ids[rank] += self._count_owned(part)
 
     def bytes(self, rows: torch.dtype = torch.float32, grads: torch.dtype = torch.float32) -> I64:
         """Returns the bytes that rank i sends to rank j for ids, rows and gradients: int64 [size, size].
@@ -396,11 +396,11 @@ class RankPlan:
         they need at most 1 KiB per pair of ranks and step. Raises OptionError if a dtype is not supported.
         """
         for name, dtype in (("rows", rows), ("grads", grads)):
-            if dtype not in WIRE:
+            if dtype not in WIRE_BYTES:
                 raise OptionError(f"{name}={dtype!r}: give torch.float32, bfloat16 or float16")
         requests = self.ids * (1 - np.eye(self.size, dtype=np.int64))  # a rank sends nothing to itself
         ids = 8 if self._tables == 1 else 16
-        return requests * (ids + WIRE[grads] * self.dim) + requests.T * (WIRE[rows] * self.dim)
+        return requests * (ids + WIRE_BYTES[grads] * self.dim) + requests.T * (WIRE_BYTES[rows] * self.dim)
 
     @property
     def dedup(self) -> float:
@@ -423,6 +423,6 @@ class RankPlan:
             f"{sent.sum(1).max() / 1e6:.3f} MB, of a pair {sent.max() / 1e6:.3f} MB"
         )
 
-    def _owned(self, batch: _core.Batch) -> I64:
+    def _count_owned(self, batch: _core.Batch) -> I64:
         """Returns how many of a batch's unique rows each rank owns: int64 [size]."""
         return np.bincount(_core.owners(batch.tables, batch.keys, self.size), minlength=self.size)

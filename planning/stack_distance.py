@@ -94,7 +94,7 @@ class Depths(NamedTuple):
     tied: I64  # other rows that were last used in the same batch as this row
 
 
-def depths(uses: Uses) -> Depths:
+def compute_depths(uses: Uses) -> Depths:
     """Compute the depth at each use of a row. The depths are exact and count only the rows in `uses`."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
     before = np.full(count, -1)
@@ -127,7 +127,7 @@ class Model:
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
-        stack = depths(uses)
+        stack = compute_depths(uses)
         self._repeated = np.flatnonzero(stack.before >= 0)
         self._before = before = stack.before[self._repeated]
         self._rows = np.array(sample.batch_rows, np.float64)[uses.batch[before]]

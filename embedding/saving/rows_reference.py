@@ -96,7 +96,7 @@ def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
     entry = None if is_fresh else GroupFile(FolderState(store_path)).choose_own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
-    return RowsReference(None, version=entry.live or (entry.snapshot and version_of_snapshot(entry.snapshot)))
+    return RowsReference(None, version=entry.live_version or (entry.snapshot and version_of_snapshot(entry.snapshot)))
 
 
 def compare_references(pending: RowsReference, current: RowsReference, saved: RowsReference | None) -> bool | None:

@@ -19,7 +19,7 @@ from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import still_saving_text
 from ...snapshots.files.format import HashShard, check_name
-from ...snapshots.files.reader import Snapshot, list_snapshots, name_of
+from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots
 from ...snapshots.files.writer import NewSnapshots
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
@@ -88,12 +88,12 @@ class SnapshotManager:
             record, store_id, is_as_opened = self.member.group.record, self.member.id, not self.member.group.is_locked
         else:
             file = GroupFile(FolderState(self._folder.parent))
-            record, store_id = file.record, file.store
+            record, store_id = file.record, file.store_id
             is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
         id = record.parents.get(store_id, EMPTY)
         if restored and is_as_opened and (record.trained or record.now.get(store_id, NOTHING).snapshot != restored):
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
-        return None if id == EMPTY else name_of(self._folder, id)
+        return None if id == EMPTY else find_snapshot_name(self._folder, id)
 
     def snapshot(self, name: str) -> Snapshot:
         """Open a snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
@@ -229,9 +229,9 @@ class SnapshotManager:
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
                 assert self.member is not None
-                if self.member.now.snapshot == EMPTY:  # without rows, no snapshot is needed
+                if self.member.current_entry.snapshot == EMPTY:  # without rows, no snapshot is needed
                     return "", False
-                path = link_state_snapshot(self.require_store(), self.member.now.snapshot, keep)
+                path = link_state_snapshot(self.require_store(), self.member.current_entry.snapshot, keep)
                 return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
 
             name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
@@ -413,7 +413,7 @@ class SnapshotManager:
             fit = self.local.fit_selection(shard, selection)
             shard.verify()
             if fit.types is not None:
-                for _ in fit.rows_of(shard, LoadReport()):
+                for _ in fit.read_rows(shard, LoadReport()):
                     pass
             return shard.shard_rows
 

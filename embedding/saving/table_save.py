@@ -20,7 +20,7 @@ from ...engine.table.table import OpenTable
 from ...snapshots.files.format import HashShard, RowFile
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback, finish
-from ...snapshots.store.group import Capture, saved
+from ...snapshots.store.group import Capture, record_save
 from ...snapshots.store.retention import drop_replaced
 from ...snapshots.store.save import Part, SaveSource, write_part
 
@@ -138,7 +138,7 @@ def commit(
     def publish() -> list[str]:
         ids = [save.finish([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
         captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
-        new.then(lambda: saved(captured, is_parent=not saves[0].is_state_snapshot))
+        new.then(lambda: record_save(captured, is_parent=not saves[0].is_state_snapshot))
         new.publish()
         return ids
 

@@ -17,7 +17,7 @@ from ...engine.optim.row_state import RowState
 from ...engine.options import table_names
 from ...engine.options.table_spec import KEY_TYPES, TableSpec
 from ...engine.row_format import Chunks
-from ...snapshots.store.selection import Selection, converted_description
+from ...snapshots.store.selection import Selection, convert_description
 
 log = logging.getLogger("tierbed")
 
@@ -158,7 +158,7 @@ def fit_selection(
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]
     selection = dataclasses.replace(selection, tables=tables)
     dtypes = spec.dtype, spec.state_dtype
-    if selection.convert and converted_description(stored, dtypes) != stored:
+    if selection.convert and convert_description(stored, dtypes) != stored:
         selection = dataclasses.replace(selection, types=dtypes)
     try:
         check_stored_rows(spec, selection.description(stored), optimizer, SnapshotError, label, tables)

@@ -38,7 +38,7 @@ from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import check_rows, load_rows
 from ...engine.table.stack import build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
-from ...snapshots.files.format import FILES, LIVE, SHARD, check_description
+from ...snapshots.files.format import FILES, LIVE_VERSION, SHARD, check_description
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
@@ -47,8 +47,8 @@ from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, remove_other_shards, snapshot_folder
 from ...snapshots.store.group import Member, open_store, record_load
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.mark import live_version
-from ...snapshots.store.selection import ALL, LoadReport, Selection, converted_description
+from ...snapshots.store.mark import read_live_version
+from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
 from .compatibility import LoadedIdCounter, check_stored_rows
 from .recovery import (
     FolderContents,
@@ -125,7 +125,7 @@ class TablePersistence:
         try:
             self._live_rows = LiveRows.RECORDED
             contents = read_contents(self.folder)
-            is_new = self.rows_version is None and contents.clean_marker is None and not contents.was_open
+            is_new = self.rows_version is None and contents.clean_marker is None and not contents.had_live_rows
             if planner is not None:
                 plan = planner(contents)
             elif (version := self.rows_version) is not None:  # a shard is opened again, for another optimizer or device
@@ -146,7 +146,7 @@ class TablePersistence:
 
     def _open_member(self, folder: StoreFolder, contents: FolderContents, for_load: bool) -> OpenPlan:
         """Read the group's record, and plan how to open a store whose rows are all in this process."""
-        check_shards_unlocked(folder.path, folder.ranks)
+        check_shards_unlocked(folder.path, folder.num_ranks)
         if self._mode == "fresh" and contents.clean_marker is None:
             folder.discard_live()  # frees space for the record: no run uses these rows again
         member = open_store(folder, self._mode, for_load, beside=self._folders)
@@ -202,7 +202,7 @@ class TablePersistence:
             except StoreError as error:
                 if not (is_new and for_load):
                     raise
-                converted = converted_description(stored, (spec.dtype, spec.state_dtype))
+                converted = convert_description(stored, (spec.dtype, spec.state_dtype))
                 check_stored_rows(spec, converted, optimizer, StoreError, label)
                 assert self.member is not None
                 self.member.mark_broken(str(error))
@@ -252,8 +252,8 @@ class TablePersistence:
         """True if a close must write live rows, or name live rows in the record."""
         if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.broken):
             return False
-        live = live_version(self.folder.clean_marker)
-        return live is None or (self.member is not None and self.member.group.record.now[self.member.id].live != live)
+        version, member = read_live_version(self.folder.clean_marker), self.member
+        return version is None or (member is not None and member.group.record.now[member.id].live_version != version)
 
     def expect_change(self) -> None:
         """Require a note in the group's record before the next change of rows."""
@@ -271,7 +271,7 @@ class TablePersistence:
                 write_snapshot(folder.incoming, table.describe(), table.scan())
                 folder.replace_live(folder.incoming, self._make_clean_marker(table))
         if self.member is not None:
-            self.member.mark_closed(live_version(folder.clean_marker) or "")
+            self.member.mark_closed(read_live_version(folder.clean_marker) or "")
 
     def describe_failed_close(self, table: OpenTable) -> str:
         """Return the log text for a failed close. The text names the rows that the next run would open."""
@@ -314,19 +314,19 @@ class TablePersistence:
             raise
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
-        is_new = not folder.has_begun
+        is_new = not folder.has_rows_or_snapshots
         if folder.clean_marker is not None:
             self._build(optimizer, None, folder.incoming).close()  # test the options before good rows are deleted
             folder.clear_incoming()
         folder.discard_live()
         try:
-            table = self._build(optimizer, None, folder.live)
+            table = self._build(optimizer, None, folder.live_path)
         except BaseException:
             if is_new:
                 folder.forget()
             raise
         if not self.is_placeholder:
-            folder.note_step(0)
+            folder.store_step(0)
         if self._mode == "fresh":
             self._mode = "resume"
         return table
@@ -361,7 +361,7 @@ class TablePersistence:
         has_same_row_format = fields in (None, RowFormat.from_description(marker).fields)
         try:
             if self._on_disk and marker["live"] == "rocksdb" and has_same_row_format:
-                table = self._build(optimizer, marker, folder.live)
+                table = self._build(optimizer, marker, folder.live_path)
                 assert table.stack is not None
                 assert isinstance(table.stack.bottom, RocksDB)
                 try:
@@ -404,13 +404,13 @@ class TablePersistence:
             for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
         stored = {**selection.description(description), "rows": report.rows}
-        selected = ids.count(selection.rows_of(snapshot, LoadReport()))
+        selected = ids.count(selection.read_rows(snapshot, LoadReport()))
         with self._adopt_seed(snapshot.description), contextlib.nullcontext() if old_table is None else old_table.lock:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
             table = self._build_from_rows(optimizer, stored, source, old_table, snapshot_id, on_verified=on_verified)
             if self.folder is not None and self.folder.clean_marker is None:
-                self.folder.note_step(table.step)
+                self.folder.store_step(table.step)
         if old_table is not None:
             log.info(
                 "embedding %r: %d rows of step %d, loaded from snapshot %r",
@@ -437,7 +437,7 @@ class TablePersistence:
             table = self._build_from_rows(optimizer, tensors.stored(), contextlib.nullcontext(chunks), old_table)
             self._warn_all(ids.make_remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
-                self.folder.note_step(table.step)
+                self.folder.store_step(table.step)
             return table
 
     @contextlib.contextmanager
@@ -492,7 +492,7 @@ class TablePersistence:
             marker = self._make_clean_marker(table)
             table.close()
             folder.replace_live(path, marker)
-            return self._build(optimizer, marker, folder.live)
+            return self._build(optimizer, marker, folder.live_path)
 
     def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
         """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
@@ -552,7 +552,7 @@ class TablePersistence:
                 self._live_rows = LiveRows.CHANGED
             if self.rows_version is None and self.member is not None:
                 self.member.write()
-            self.folder.note_step(step)
+            self.folder.store_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
         """Add 1 to the number of writes. num_earlier: all earlier writes; None if this shard counted each of them."""
@@ -585,7 +585,7 @@ class TablePersistence:
         counts = table.counts.known_table_counts
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
         shard = {} if self.rows_version is None else {SHARD: self.rows_version.make_marker_fields()}
-        version = {} if self.member is None or self.rows_version is not None else {LIVE: self.member.version}
+        version = {} if self.member is None or self.rows_version is not None else {LIVE_VERSION: self.member.version}
         return {**table.describe(), **live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
 
 

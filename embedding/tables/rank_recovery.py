@@ -22,7 +22,7 @@ from ...distributed.world import World
 from ...engine.errors import StoreError
 from ...snapshots.files.format import HashShard
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.store.folder_state import FolderState, last_step, shard_versions
+from ...snapshots.store.folder_state import FolderState, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
@@ -76,10 +76,10 @@ class RecoveryDecision:
         with suppress(StoreError):  # if the error matters, `open_store` raises it again
             file = GroupFile(shared_folder.folder, beside=self._folders)
             for store_id, folder in file.members(lenient=True).items():
-                if folder.ranks:
+                if folder.num_ranks:
                     folders.append(folder)
-                    self._recorded_versions[str(folder.path)] = file.record.now[store_id].live
-        stores = [(os.path.relpath(folder.path, shared_folder.path), folder.ranks) for folder in folders]
+                    self._recorded_versions[str(folder.path)] = file.record.now[store_id].live_version
+        stores = [(os.path.relpath(folder.path, shared_folder.path), folder.num_ranks) for folder in folders]
         return {"token": shared_folder.write_token(), "stores": stores}
 
     def decide(self, contents: FolderContents) -> OpenPlan:
@@ -114,8 +114,8 @@ class RecoveryDecision:
             path, is_same = Path(os.path.normpath(self._shared_folder.path / relative)), ranks == self._world.size
             if relative == "." and not is_same:
                 check_shards_unlocked(path, ranks)
-                step = last_step(path, ranks)
-            versions.append(shard_versions(path, ranks, [self._world.rank] if is_same else None))
+                step = read_last_step(path, ranks)
+            versions.append(read_shard_versions(path, ranks, [self._world.rank] if is_same else None))
             if is_same:
                 versions[-1].setdefault(self._world.rank, None)
         return versions, step
@@ -130,10 +130,10 @@ class RecoveryDecision:
             for reported, (path, recorded) in zip(by_store, self._recorded_versions.items(), strict=True)
         }
         contents = read_contents(shared_folder.folder)
-        ranks = shared_folder.folder.ranks
+        ranks = shared_folder.folder.num_ranks
         self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, versions, self._folders)
-        if member.entry.live is not None and ranks == self._world.size:
-            return _Decision(member.entry.live, member.entry.snapshot, "", member.broken, 0, "")
+        if member.entry.live_version is not None and ranks == self._world.size:
+            return _Decision(member.entry.live_version, member.entry.snapshot, "", member.broken, 0, "")
         steps = [step for _, step in reports] if ranks else [contents.recorded_step]
         if contents.clean_marker is not None:
             steps = [contents.clean_marker["step"]]

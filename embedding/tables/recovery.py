@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 from ...engine.errors import StoreError, TierbedError
 from ...engine.options.store_options import StoreOptions
 from ...snapshots.files.read_errors import find_os_error
-from ...snapshots.files.reader import Snapshot, list_snapshots, snapshot_by_id
+from ...snapshots.files.reader import Snapshot, find_snapshot, list_snapshots
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, holder, last_step, shard_folder, shard_versions
+from ...snapshots.store.folder_state import FolderState, find_holder, read_last_step, read_shard_versions, shard_folder
 from ...snapshots.store.group import Member
-from ...snapshots.store.mark import live_version
+from ...snapshots.store.mark import read_live_version
 from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
 
 
@@ -33,8 +33,8 @@ class FolderContents(NamedTuple):
 
     clean_marker: dict[str, Any] | None
     recorded_step: int | None
-    has_begun: bool
-    was_open: bool
+    has_rows_or_snapshots: bool
+    had_live_rows: bool
 
 
 class OpenPlan(NamedTuple):
@@ -55,18 +55,18 @@ Planner = Callable[[FolderContents], OpenPlan]
 
 def read_contents(folder: FolderState) -> FolderContents:
     """Read the contents of a store folder. Raises StoreError."""
-    return FolderContents(folder.clean_marker, folder.recorded_step, folder.has_begun, folder.was_open)
+    return FolderContents(folder.clean_marker, folder.recorded_step, folder.has_rows_or_snapshots, folder.had_live_rows)
 
 
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
     """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
-    live = live_version(contents.clean_marker)
+    live = read_live_version(contents.clean_marker)
     loaded = version_of_snapshot(member.entry.snapshot)  # the live rows' version if a kill interrupted a load
-    if live is not None and live in (member.entry.live, loaded):
+    if live is not None and live in (member.entry.live_version, loaded):
         return OpenPlan(contents.clean_marker)
-    ranks = folder.ranks
-    step = last_step(folder.path, ranks) if ranks else contents.recorded_step
-    snapshot, versions = choose_snapshot(folder, member, step), shard_versions(folder.path, ranks)
+    ranks = folder.num_ranks
+    step = read_last_step(folder.path, ranks) if ranks else contents.recorded_step
+    snapshot, versions = choose_snapshot(folder, member, step), read_shard_versions(folder.path, ranks)
     return OpenPlan(snapshot=snapshot, log_entry=make_log_entry(folder, contents, member, snapshot, versions, step))
 
 
@@ -85,7 +85,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
             f"Only a run with {owner} can open the live rows. Start such a run, and save a snapshot. To discard the "
             'live rows instead, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
         )
-    return None if member.entry.snapshot == EMPTY else snapshot_by_id(folder.snapshots, member.entry.snapshot)
+    return None if member.entry.snapshot == EMPTY else find_snapshot(folder.snapshots, member.entry.snapshot)
 
 
 def make_log_entry(
@@ -99,20 +99,20 @@ def make_log_entry(
 ) -> tuple[int, str] | None:
     """Return the level and text to log if a store does not open its live rows. Returns None for a new store."""
     where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
-    if not contents.has_begun:
+    if not contents.has_rows_or_snapshots:
         return None
-    if not contents.was_open:
+    if not contents.had_live_rows:
         return logging.INFO, f"{where} is new; {restored}"
-    if member.entry.live is not None:
+    if member.entry.live_version is not None:
         return logging.INFO, f"{where} has rows of {_describe_owner(folder)}; {restored}"
     record, marker = member.group.record, contents.clean_marker
     if marker and not live_versions and member.id not in record.trained and member.entry == record.now[member.id]:
         return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
-    run = (record.now[member.id].live or "").rpartition(":")[0]
+    run = (record.now[member.id].live_version or "").rpartition(":")[0]
     unclosed = [str(rank) for rank, live in sorted(live_versions.items()) if live is None or not live.startswith(run)]
     reason = "was not closed by its last run"
     if unclosed:
-        reason = f"was not closed by rank {', '.join(unclosed)} of its {folder.ranks}"
+        reason = f"was not closed by rank {', '.join(unclosed)} of its {folder.num_ranks}"
     elif len({*live_versions.values()}) > 1:
         reason = "was closed by its ranks at different steps"
     elif len(record.now) > 1 and (live_versions or marker):
@@ -135,7 +135,7 @@ def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapsho
 
 
 def _describe_owner(folder: FolderState) -> str:
-    return f"{folder.ranks} ranks" if folder.ranks else "one process"
+    return f"{folder.num_ranks} ranks" if folder.num_ranks else "one process"
 
 
 def _read_step(snapshot: Snapshot | None) -> int:
@@ -165,7 +165,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
         return "all ranks recover from a snapshot in the next run"
     try:
         commit = member.group.record.commit[member.id]
-        base = None if commit == EMPTY else snapshot_by_id(folder.snapshots, commit)
+        base = None if commit == EMPTY else find_snapshot(folder.snapshots, commit)
     except TierbedError as error:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
@@ -193,7 +193,7 @@ def check_shards_unlocked(path: Path, num_ranks: int) -> None:
     """Raise StoreError if a process, such as a rank that outlives rank 0, has one of the ranks' shards open."""
     for rank in range(num_ranks):
         shard = shard_folder(path, rank, num_ranks)
-        if shard.is_dir() and (process := holder(shard)) is not None:
+        if shard.is_dir() and (process := find_holder(shard)) is not None:
             raise StoreError(
                 f"{str(shard)!r}, the shard of rank {rank} of {num_ranks}, is in use by process "
                 f"{process or 'unknown'}: wait until that process has closed the shard, or end that process"

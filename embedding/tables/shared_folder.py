@@ -64,7 +64,7 @@ class SharedFolder:
         """On rank 0: remove a single process's live rows. Record how many ranks store shards. Raises StoreError."""
         if self.folder is None or member is None:
             return
-        if self.folder.live.exists() or self.folder.clean_marker is not None:
+        if self.folder.live_path.exists() or self.folder.clean_marker is not None:
             self.folder.discard_live()
         member.move_to(self.snapshot_store, RanksRecord(num_ranks))
 

@@ -14,7 +14,7 @@ from ...engine.durable import TEMPORARY_PREFIX, open_regular, read_record, remov
 from ...engine.errors import SnapshotError
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.linked import remove_snapshot
-from ...snapshots.store.status import CHECKPOINT, stores_in
+from ...snapshots.store.status import CHECKPOINT, find_stores
 
 STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"
 FORMATS = {"graph": 2, "loop": 3}
@@ -120,7 +120,7 @@ def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, Snap
         except SnapshotError as error:
             damaged[folder.name] = error
     if not checkpoints and not damaged:
-        if stores_in(path) or (path / "snapshots").is_dir():
+        if find_stores(path) or (path / "snapshots").is_dir():
             raise SnapshotError(f"{str(path)!r} is a folder of stores, not of checkpoints: use `tierbed snapshot`")
         raise SnapshotError(
             f"{str(path)!r} is not a checkpoint and contains none: give a checkpoint of graph.save or save_checkpoint, "

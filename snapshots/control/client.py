@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any
 
 from ...engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
-from ..files.format import Manifest, check_name, snapshot_id
+from ..files.format import Manifest, check_name, read_snapshot_id
 from ..files.reader import Snapshot
 from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_credentials, receive, send
 
@@ -23,7 +23,7 @@ TIMEOUT = 60.0  # seconds to wait for a message from the lock holder
 
 _ERROR_TYPES: dict[str, type[TierbedError]] = {kind.__name__: kind for kind in (SnapshotError, OptionError)}
 
-RowsWritten = Callable[[int, int | None], None]
+TotalProgressCallback = Callable[[int, int | None], None]
 
 
 def request_status(store: Path, timeout: float = TIMEOUT) -> dict[str, Any] | None:
@@ -39,7 +39,7 @@ def request_save(
     store: Path,
     name: str,
     kind: str = "full",
-    progress: RowsWritten | None = None,
+    progress: TotalProgressCallback | None = None,
     timeout: float = TIMEOUT,
     overwrite: bool = False,
     stores: Sequence[Path] = (),
@@ -51,7 +51,7 @@ def request_save(
     """
     check_name(name)
     folder = store / "snapshots" / name
-    old_id = snapshot_id(folder)
+    old_id = read_snapshot_id(folder)
     request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
     if len(stores) > 1:  # trainers of older versions refuse this request
         request |= {"do": "save all", "stores": [os.path.realpath(path) for path in stores]}
@@ -63,7 +63,7 @@ def request_save(
             return Snapshot.open(folder).manifest
         if progress is not None and isinstance(rows := answer.get("rows"), int):
             progress(rows, answer.get("of"))
-    is_saved = snapshot_id(folder) not in ("", old_id)
+    is_saved = read_snapshot_id(folder) not in ("", old_id)
     result = "the snapshot is complete" if is_saved else "the snapshot was not written; save it again"
     raise StoreError(f"process {pid} exited while it saved snapshot {name!r}: {result}")
 

@@ -186,7 +186,7 @@ class Service:
         match request:
             case {"do": "status"}:
                 save = self._save
-                saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.of}
+                saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.total_rows}
                 return {"status": {**self._target.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
                 return self._save_for(client, pid, name, kind, more.get("overwrite") is True)
@@ -242,7 +242,7 @@ class RequestedSave:
     overwrite: bool
     stores: Sequence[str]  # real paths of all stores to save together; if empty, only the target's own store is saved
     rows: int = 0
-    of: int | None = None  # the total number of rows; known once a full save of one store has started
+    total_rows: int | None = None  # the total number of rows; known once a full save of one store has started
     _due: float = 0.0
 
     def __post_init__(self) -> None:
@@ -270,12 +270,12 @@ class RequestedSave:
     def progress(self, count: int) -> None:
         if self._stop_event.is_set():
             raise self.make_undone_error()
-        if self.of is None and self.kind == "full" and not self.stores:
-            self.of = self._target.status()["rows"]
+        if self.total_rows is None and self.kind == "full" and not self.stores:
+            self.total_rows = self._target.status()["rows"]
         self.rows += count
         if monotonic() >= self._due:
             self._due = monotonic() + _PROGRESS_SECONDS
-            self.send({"rows": self.rows, "of": self.of})
+            self.send({"rows": self.rows, "of": self.total_rows})
 
     def send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the client has exited or does not receive; the save continues

@@ -97,7 +97,7 @@ class Columns:
         if padding is not None and (keys == padding).any():
             raise InputError(f"{where}: keys contain padding_idx={padding}, but padding is not a row; leave it out")
         self._check_counters(arrays, count, where)
-        return self._pack({**arrays, TABLE: self._table_numbers(arrays.get(TABLE), count, f"{where}: {TABLE}")})
+        return self._pack({**arrays, TABLE: self._read_table_ids(arrays.get(TABLE), count, f"{where}: {TABLE}")})
 
     def _pack(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
         values = {UPDATES: 1, STEP: self.description["step"], **arrays}
@@ -124,19 +124,19 @@ class Columns:
                     f"overflows {field.type}; give smaller numbers, or dtype=torch.float32"
                 )
 
-    def _table_numbers(self, tables: Any, count: int, what: str) -> int | NDArray[Any]:
-        number = len(self.table_names)
+    def _read_table_ids(self, tables: Any, count: int, what: str) -> int | NDArray[Any]:
+        num_tables = len(self.table_names)
         if tables is None:
-            if number != 1:
+            if num_tables != 1:
                 raise InputError(
-                    f"{what}: there are {number} tables, and nothing says to which table a row belongs; give a column "
-                    f"{TABLE!r}, or table_ids"
+                    f"{what}: there are {num_tables} tables, and nothing says to which table a row belongs; give a "
+                    f"column {TABLE!r}, or table_ids"
                 )
             return 0
         if isinstance(tables, np.ndarray):
             if tables.dtype.kind not in "iu" or tables.shape != (count,):
                 raise InputError(f"{what} is {_describe(tables)}; give an array of whole numbers of shape ({count},)")
-            bad = tables[(tables < 0) | (tables >= number)]
+            bad = tables[(tables < 0) | (tables >= num_tables)]
             if not len(bad):
                 return tables
             tables = bad[0]

@@ -14,8 +14,8 @@ from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
 from ...engine.options.table_spec import make_table_spec
 from ..files.format import check_description
-from ..files.reader import list_snapshots, snapshot_by_id
-from ..store.closed_store import description_of_marker
+from ..files.reader import find_snapshot, list_snapshots
+from ..store.closed_store import make_description
 from ..store.folder import StoreFolder
 from ..store.group_file import GroupFile
 from ..store.recovery_rule import EMPTY
@@ -68,9 +68,9 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
     """
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:
-        stored = description_of_marker(marker)
-    elif (commit := file.record.commit[file.store]) != EMPTY:
-        stored = snapshot_by_id(store.snapshots, commit).description
+        stored = make_description(marker)
+    elif (commit := file.record.commit[file.store_id]) != EMPTY:
+        stored = find_snapshot(store.snapshots, commit).description
     elif snapshots := list_snapshots(store.snapshots).snapshots:
         stored = snapshots[-1].description
     else:

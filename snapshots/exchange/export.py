@@ -68,11 +68,11 @@ def export_snapshot(
         raise InputError("overwrite=True, format='snapshot': a snapshot is never overwritten; give another path")
     path = as_path(path, "path").absolute()
     if tables is not None:
-        tables = _numbers_of(tables, read_table_names(snapshot.description))
+        tables = _find_table_ids(tables, read_table_names(snapshot.description))
     report = LoadReport()
     selection = Selection(tables, state=state)
     description = selection.description(snapshot.description)
-    chunks = selection.rows_of(snapshot, report, progress)
+    chunks = selection.read_rows(snapshot, report, progress)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         replaceable = path.is_file() and format != "snapshot"
         remedy = ", or overwrite it with overwrite=True (--overwrite in a shell)" if replaceable else ""
@@ -105,9 +105,9 @@ def export_snapshot(
     return report.rows
 
 
-def _numbers_of(tables: Any, names: Names) -> list[int]:
-    resolved = [find_table(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
-    numbers = [number for number in resolved if number is not None]
-    if len(numbers) < len(resolved):
+def _find_table_ids(tables: Any, names: Names) -> list[int]:
+    resolved_ids = [find_table(table, names) for table in tables] if isinstance(tables, (list, tuple)) else [None]
+    table_ids = [id for id in resolved_ids if id is not None]
+    if len(table_ids) < len(resolved_ids):
         raise InputError(f"tables={tables!r}: give a list of table ids from {format_choices(names)}, or None for all")
-    return numbers
+    return table_ids

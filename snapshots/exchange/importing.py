@@ -21,7 +21,7 @@ from ...engine.row_format import RowFormat
 from ..files.format import Manifest, check_name
 from ..files.writer import ProgressCallback, check_free, write_snapshot
 from ..store.folder import StoreFolder
-from ..store.selection import converted_description, types_of
+from ..store.selection import convert_description, read_dtypes
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from .descriptions import checked_description, description_for, stored_description, without_state
 from .sorting import RowSorter
@@ -86,7 +86,7 @@ def import_snapshot(
         description = _fit_description(description or source.description or _find_description(folder, source), source)
         _check_order(read_table_names(description), source)
         if dtype_name is not None:
-            description = converted_description(dict(description), (dtype_name, types_of(description)[1] or "float32"))
+            description = convert_description(dict(description), (dtype_name, read_dtypes(description)[1] or "float32"))
         target = folder.snapshots / name
         check_free(target, None)
         with closing(RowSorter(folder.snapshots, RowFormat.from_description(description).dtype)) as sorter:
@@ -113,12 +113,12 @@ def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
 
 def _check_order(names: Names, source: Source) -> None:
     """Raises InputError if the tensors from TorchRec are not in the same order as the tables that they belong to."""
-    for number, name in enumerate(source.table_names):
-        is_other = name is not None and name in names and names.index(name) != number
+    for index, name in enumerate(source.table_names):
+        is_other = name is not None and name in names and names.index(name) != index
         if is_other and source.num_tables is not None and source.num_tables > 1:
             raise InputError(
-                f"{source.what}: the tensor at position {number} belongs to table {name!r}, but table {number} is "
-                f"{names[number]!r}. List the tensors in the order of the tables: {', '.join(map(str, names))}"
+                f"{source.what}: the tensor at position {index} belongs to table {name!r}, but table {index} is "
+                f"{names[index]!r}. List the tensors in the order of the tables: {', '.join(map(str, names))}"
             )
 
 
@@ -158,19 +158,19 @@ def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArr
 
 def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
     """Returns a batch of a dense table with row numbers as keys, and without the row at padding_idx."""
-    numbers, padding = batch[KEY], columns.description["padding_idx"]
+    keys, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(
             f"{source.what} has padding_idx={source.padding_idx}, but the table has {padding}: give both the same"
         )
-    if numbers[-1] > np.iinfo(columns.key_dtype).max:
+    if keys[-1] > np.iinfo(columns.key_dtype).max:
         raise InputError(
             f"{source.what} has {source.num_rows} rows, too many for {columns.key_dtype} keys; use 64-bit keys"
         )
-    keyed = {**batch, KEY: numbers.astype(columns.key_dtype)}
+    keyed = {**batch, KEY: keys.astype(columns.key_dtype)}
     if padding is None:
         return keyed
-    is_row = numbers != padding
+    is_row = keys != padding
     if batch[EMBEDDING][~is_row].any():
         raise InputError(
             f"{source.what}: row {padding} must be zeros, because padding_idx={padding}; set the row to zeros, or give "

@@ -121,20 +121,20 @@ class Source:
                     end = begin + len(columns[EMBEDDING])
                     columns[EMBEDDING] = columns[EMBEDDING].astype(np.float32, copy=False)
                     for state in self.states.intersection(columns):
-                        numbers = _to_float32(columns[state], f"states[{state!r}]")
-                        columns[state] = numbers[:, None] if numbers.ndim == 1 else numbers
+                        values = _to_float32(columns[state], f"states[{state!r}]")
+                        columns[state] = values[:, None] if values.ndim == 1 else values
                     columns.setdefault(KEY, np.arange(begin, end))
                     begin = end
                     yield columns if part.table is None else {**columns, TABLE: part.table}
 
 
-def _to_float32(numbers: NDArray[Any], where: str) -> NDArray[np.float32]:
+def _to_float32(values: NDArray[Any], where: str) -> NDArray[np.float32]:
     """Convert numbers to float32. Raises InputError for integers, and for numbers that overflow float32."""
-    if numbers.dtype.kind in "iub":
-        raise InputError(f"{where} has dtype {numbers.dtype}; give floats that fit into float32")
+    if values.dtype.kind in "iub":
+        raise InputError(f"{where} has dtype {values.dtype}; give floats that fit into float32")
     with np.errstate(over="ignore"):
-        single: NDArray[np.float32] = numbers.astype(np.float32, copy=False)
-    if (np.isfinite(numbers) & ~np.isfinite(single)).any():
+        single: NDArray[np.float32] = values.astype(np.float32, copy=False)
+    if (np.isfinite(values) & ~np.isfinite(single)).any():
         raise InputError(f"{where} overflows float32; give floats that fit into float32")
     return single
 

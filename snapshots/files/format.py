@@ -42,7 +42,7 @@ LAST_SEQUENCE = (1 << 48) - 1
 _MAX_DEPTH = 32  # how deeply lists and maps may be nested in a table's description
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # maximum bytes of a table's description; manifests and MARK need space for other fields
-LIVE = "version"  # this field of the clean marker stores the live rows' version
+LIVE_VERSION = "version"  # this field of the clean marker stores the live rows' version
 OLD_CANDIDATES = "base"  # a field of MARK in earlier versions: the recovery snapshot's possible names
 OLD_GROUP = "group"  # a field of MARK in earlier versions: the stores that are trained together
 # the fields of MARK that do not belong to the clean marker
@@ -50,7 +50,7 @@ FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OL
 SHARD = "share"  # this field of a shard's MARK stores the shard's rank
 FILES = "live_files"  # this field of MARK identifies the files of the live rows
 # fields of the clean marker that are not in a snapshot's description
-MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE, FILES)
+MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE_VERSION, FILES)
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
 _MAX_NAMED = 16  # maximum number of optimizer states that are stored as named NumPy fields
@@ -59,23 +59,23 @@ _ID = re.compile(r"[0-9a-f]{32}")
 
 
 class HashShard(NamedTuple):
-    """The rows of shard `number`. Hash values are divided equally among all shards; `of` is the number of shards."""
+    """The rows of shard `shard_index`. Hash values are divided equally among `num_shards` shards."""
 
-    number: int
-    of: int
+    shard_index: int
+    num_shards: int
 
     @property
     def slots(self) -> range:
         """The range of hash values (of 16 bits) whose rows are in this shard."""
-        return range(*(-(-number * _HASH_SLOTS // self.of) for number in (self.number, self.number + 1)))
+        return range(*(-(-i * _HASH_SLOTS // self.num_shards) for i in (self.shard_index, self.shard_index + 1)))
 
     def overlaps(self, other: HashShard) -> bool:
         """True if a row can be in both shards."""
         return max(self.slots.start, other.slots.start) < min(self.slots.stop, other.slots.stop)
 
     def rows(self, rows: RowArray) -> RowArray:
-        owners = _core.owners(rows["table"].copy(), rows["key"].copy(), self.of)
-        return rows[owners == self.number]
+        owners = _core.owners(rows["table"].copy(), rows["key"].copy(), self.num_shards)
+        return rows[owners == self.shard_index]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +102,12 @@ def is_deleted(name: str) -> bool:
     return name.startswith("deleted")
 
 
-def bucket_of(name: str) -> int:
+def parse_bucket(name: str) -> int:
     return int(name.split("-")[1][:2])
 
 
-def shard_number(name: str) -> int | None:
-    """Returns the shard number in a file's name, or None if the snapshot is not sharded."""
+def parse_shard_index(name: str) -> int | None:
+    """Returns the shard index in a file's name, or None if the snapshot is not sharded."""
     words = name.removesuffix(".npy").split("-")
     return int(words[2]) if len(words) > 2 else None
 
@@ -121,35 +121,35 @@ def decode_file(name: str, entry: Any, row_format: RowFormat, parts: int | None)
     _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is invalid")
     _require(all(map(_is_count, entry.values())), f"the entry of {name} has values that are not counts")
     file = RowFile(**entry)
-    fits_rows = file.rows > 0 and file.bytes == file_bytes(dtype_of(name, row_format), file.rows)
+    fits_rows = file.rows > 0 and file.bytes == count_file_bytes(file_dtype(name, row_format), file.rows)
     _require(fits_rows, f"the row count and size of {name} disagree")
     return file
 
 
-def row_check(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowValidator:
+def make_validator(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowValidator:
     """Returns a check that finds rows (or keys of deleted rows) that do not belong to this bucket and shard."""
-    number, of = shard or (0, 1)
-    return _core.RowValidator(bucket, len(description["tables"]), description["key_type"] == "int32", number, of)
+    index, num_shards = shard or (0, 1)
+    return _core.RowValidator(bucket, len(description["tables"]), description["key_type"] == "int32", index, num_shards)
 
 
-def dtype_of(name: str, row_format: RowFormat) -> np.dtype[np.void]:
+def file_dtype(name: str, row_format: RowFormat) -> np.dtype[np.void]:
     """Returns the dtype of the array in a snapshot's file."""
     return KEY if is_deleted(name) else row_format.dtype
 
 
 @cache  # a save calls this function for thousands of files
-def header_bytes(dtype: np.dtype[np.void]) -> int:
+def count_header_bytes(dtype: np.dtype[np.void]) -> int:
     """Returns the header size of a row file, for any number of rows: 256 bytes if all numbers are float32."""
     return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
-def file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
-    return header_bytes(dtype) + rows * dtype.itemsize
+def count_file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
+    return count_header_bytes(dtype) + rows * dtype.itemsize
 
 
-def npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
+def make_npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
     """Returns the header of a row file. All NumPy versions get the same header bytes."""
-    size = header_bytes(dtype)
+    size = count_header_bytes(dtype)
     magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
     return magic + _header_text(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
 
@@ -443,7 +443,7 @@ def _require(condition: bool, problem: str) -> None:
         raise ValueError(problem)
 
 
-def fits(older: dict[str, Any], newer: dict[str, Any]) -> bool:
+def is_compatible(older: dict[str, Any], newer: dict[str, Any]) -> bool:
     """True if rows from a table described by `older` are valid in a table described by `newer`."""
     same_keys = all(older[field] == newer[field] for field in ("key_type", "columns"))
     has_same_row_format = RowFormat.from_description(older).dtype == RowFormat.from_description(newer).dtype
@@ -459,7 +459,7 @@ def check_name(name: str) -> None:
         )
 
 
-def snapshot_id(folder: Path) -> str:
+def read_snapshot_id(folder: Path) -> str:
     """Returns the id of the snapshot in a folder, or "" if the folder contains no readable snapshot.
 
     If this process is out of file descriptors or memory, the id remains unknown, and StoreError is raised.

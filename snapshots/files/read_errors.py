@@ -33,21 +33,21 @@ class ReadIOError(SnapshotError):
 def make_read_error(path: Path, error: OSError, folder: Path) -> SnapshotError:
     """Returns the error for a snapshot's file that could not be read. folder: the snapshot's folder."""
     if error.errno is None:  # `check_regular` raised this; the text names the path
-        return SnapshotError(f"{error}. {remedy_of(folder)}")
+        return SnapshotError(f"{error}. {make_remedy(folder)}")
     problem = str(error.strerror if error.filename == str(path) else error)
     if error.errno in _FILE_ERRORS:
-        return damaged(path, problem, folder)
+        return make_damage_error(path, problem, folder)
     remedy = _SYSTEM_REMEDIES.get(error.errno, "check the disk")
     kind = ReadIOError if error.errno in _PROCESS_REMEDIES else SnapshotError
     return kind(f"{str(path)!r} cannot be read: {problem}. The snapshot may be intact. First {remedy}. Then try again")
 
 
-def damaged(path: Path, problem: str, folder: Path) -> SnapshotError:
+def make_damage_error(path: Path, problem: str, folder: Path) -> SnapshotError:
     """Returns the error for a damaged or missing file of a snapshot. folder: the snapshot's folder."""
-    return SnapshotError(f"{str(path)!r} is damaged: {problem}. {remedy_of(folder)}")
+    return SnapshotError(f"{str(path)!r} is damaged: {problem}. {make_remedy(folder)}")
 
 
-def remedy_of(folder: Path) -> str:
+def make_remedy(folder: Path) -> str:
     """Returns the text that tells users what to do about a damaged snapshot."""
     return f"Restore the folder {str(folder)!r} from a copy, or delete it and use another snapshot"
 

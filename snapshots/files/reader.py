@@ -26,20 +26,20 @@ from .format import (
     Manifest,
     RowFile,
     bucket_file,
-    bucket_of,
+    count_header_bytes,
     deleted_file,
-    dtype_of,
-    fits,
-    header_bytes,
+    file_dtype,
+    is_compatible,
     is_deleted,
-    npy_header,
-    row_check,
-    shard_number,
-    snapshot_id,
+    make_npy_header,
+    make_validator,
+    parse_bucket,
+    parse_shard_index,
+    read_snapshot_id,
 )
 from .merging import apply_changes, merge_sorted
 from .pipeline import read_ahead
-from .read_errors import ReadIOError, damaged, make_read_error, remedy_of
+from .read_errors import ReadIOError, make_damage_error, make_read_error, make_remedy
 
 _CHUNK_BYTES = 1 << 25
 
@@ -91,7 +91,7 @@ class Snapshot:
         if not os.path.isdir(folder):
             if _is_broken_link(folder):
                 problem = f"it is a link to {str(folder.readlink())!r}, which does not exist or cannot be reached"
-                raise damaged(folder, problem, folder)
+                raise make_damage_error(folder, problem, folder)
             names = ", ".join(repr(name) for name in _snapshot_names(folder.parent)) or "none"
             raise SnapshotError(
                 f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; existing ones: {names}"
@@ -106,7 +106,7 @@ class Snapshot:
         except OSError as error:
             raise make_read_error(folder / MANIFEST, error, folder) from error
         except ValueError as error:
-            raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {remedy_of(folder)}") from error
+            raise SnapshotError(f"{str(folder / MANIFEST)!r} cannot be read: {error}. {make_remedy(folder)}") from error
 
     @property
     def name(self) -> str:
@@ -143,7 +143,8 @@ class Snapshot:
             raise SnapshotError(
                 f"the parent {link.name!r} of snapshot {self.name!r} was replaced by another snapshot; {remedy}"
             )
-        if parent.manifest.sequence >= self.manifest.sequence or not fits(parent.description, self.description):
+        older, newer = parent.manifest, self.manifest
+        if older.sequence >= newer.sequence or not is_compatible(older.description, newer.description):
             raise SnapshotError(f"snapshot {self.name!r} does not fit its parent {link.name!r}; {remedy}")
         return Snapshot(parent.folder, parent.manifest, self.shard, self.shard_rows)
 
@@ -165,7 +166,7 @@ class Snapshot:
 
         progress: called with each chunk's row count. The sum of the counts is the sum of `own_rows` over the chain.
         """
-        read_all(self._table(65536, progress or (lambda count: None)))
+        read_all(self._merge_chain(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Yields every row of the table, sorted like `Tier.scan`.
@@ -183,33 +184,33 @@ class Snapshot:
         Raises:
             SnapshotError: If a file is damaged or missing. The message names the file.
         """
-        return self._table(max_rows)
+        return self._merge_chain(max_rows)
 
-    def _table(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
+    def _merge_chain(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
         """Like `chunks`, but calls `progress`. With `progress`, yields only row keys if the chain is longer than 1."""
-        table: Chunks = iter(())
+        chunks: Chunks = iter(())
         for snapshot in (chain := self.chain):
-            table = snapshot.apply_to(table, max_rows, progress, len(chain) > 1)
-        return table
+            chunks = snapshot.apply_to(chunks, max_rows, progress, len(chain) > 1)
+        return chunks
 
     def apply_to(
         self,
-        table: Chunks | None,
+        parent_chunks: Chunks | None,
         max_rows: int = 65536,
         progress: ProgressCallback | None = None,
         keys_only: bool = False,
     ) -> Chunks:
         """Yields the table's rows after this snapshot's changes, and checks the row count at the end.
 
-        table: the table's rows in the parent snapshot, or empty for a full snapshot. If `table` is None, only this
+        parent_chunks: the table's rows in the parent snapshot, or empty for a full snapshot. If None, only this
         snapshot's own files are read and checked. progress, keys_only: see `count_progress`.
         """
-        rows, deleted = (count_progress(part, progress, keys_only) for part in self.parts(max_rows))
+        rows, deleted = (count_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
         if self.manifest.parent is not None:
-            rows = apply_changes(iter(()) if table is None else table, rows, deleted, self._conflicting_key_error)
-        return rows if table is None else self._count(rows)
+            rows = apply_changes(parent_chunks or iter(()), rows, deleted, self._make_conflict_error)
+        return rows if parent_chunks is None else self._yield_counted(rows)
 
-    def _count(self, chunks: Chunks) -> Chunks:
+    def _yield_counted(self, chunks: Chunks) -> Chunks:
         count = 0
         for bucket, rows in chunks:
             count += len(rows)
@@ -219,16 +220,16 @@ class Snapshot:
         else:
             self.check_count(count)
 
-    def parts(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
+    def read_rows_and_deletions(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
         """Returns the rows and deleted keys in the snapshot's own files. Compares a checksum at each file's end."""
         if self.manifest.rocksdb is not None:
             from .rocksdb_files import checkpoint_chunks  # needs RocksDB
 
             chunks = checkpoint_chunks(self.folder, self.manifest, max_rows)
-            return self._detect_replacement(self._select_shard(self._check_checkpoint(chunks))), iter(())
+            return self._detect_replacement(self._select_shard(self._yield_checked_checkpoint(chunks))), iter(())
         files: tuple[dict[str, RowFile], dict[str, RowFile]] = {}, {}
         for name, file in self.manifest.files.items():
-            shard = self._shard_of(name)
+            shard = self._find_shard(name)
             if self.shard is None or shard is None or self.shard.overlaps(shard):
                 files[is_deleted(name)][name] = file
         return self.read_files(files[0], max_rows), self.read_files(files[1], max_rows)
@@ -241,7 +242,7 @@ class Snapshot:
         for name, entry in files.items():
             self._open(name, entry).close()
         if self.manifest.parts is None:
-            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._check_files(pieces)) as chunks:
+            with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._yield_checked(pieces)) as chunks:
                 yield from self._select_shard(chunks)
         else:
             with read_ahead(self._merge_shards(files, max_rows)) as chunks:
@@ -250,10 +251,10 @@ class Snapshot:
     def _merge_shards(self, files: dict[str, RowFile], max_rows: int) -> Generator[tuple[int, RowArray], None, None]:
         by_shard: dict[int | None, dict[str, RowFile]] = {}
         for name, entry in files.items():
-            by_shard.setdefault(shard_number(name), {})[name] = entry
+            by_shard.setdefault(parse_shard_index(name), {})[name] = entry
         # the merge keeps two chunks of each shard in memory
         limits = max_rows // (len(by_shard) or 1), _CHUNK_BYTES // (2 * len(by_shard) or 1)
-        shards = [self._select_shard(self._check_files(self._read(entries, *limits))) for entries in by_shard.values()]
+        shards = [self._select_shard(self._yield_checked(self._read(part, *limits))) for part in by_shard.values()]
         for bucket, rows in merge_sorted(shards):
             for begin in range(0, len(rows), max_rows):
                 yield bucket, rows[begin : begin + max_rows]
@@ -262,30 +263,30 @@ class Snapshot:
         """Yields only the rows that belong to `self.shard`."""
         shard = self.shard
         for bucket, rows in chunks:
-            yield bucket, rows if shard is None or shard.of == self.manifest.parts else shard.rows(rows)
+            yield bucket, rows if shard is None or shard.num_shards == self.manifest.parts else shard.rows(rows)
 
-    def _check_files(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
+    def _yield_checked(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
         """Yields (bucket, rows) pairs. Compares each file's checksum before it yields the file's last chunk."""
         for name, group in groupby(pieces, key=itemgetter(0)):
             entry, count, checksum = self.manifest.files[name], 0, 0
-            check = row_check(self.description, bucket_of(name), self._shard_of(name))
+            validator = make_validator(self.description, parse_bucket(name), self._find_shard(name))
             for _, rows in group:
                 data = rows.view(np.uint8)
                 checksum = zlib.crc32(data.data, checksum)
                 count += len(rows)
                 if count == entry.rows and checksum != entry.crc32:
-                    raise self._damage_error(name, "its checksum does not match")
-                if problem := check.find_problem(data, rows.dtype.itemsize):
-                    raise self._damage_error(name, problem)
-                yield bucket_of(name), rows
+                    raise self._make_damage_error(name, "its checksum does not match")
+                if problem := validator.find_problem(data, rows.dtype.itemsize):
+                    raise self._make_damage_error(name, problem)
+                yield parse_bucket(name), rows
 
-    def _check_checkpoint(self, chunks: Chunks) -> Chunks:
+    def _yield_checked_checkpoint(self, chunks: Chunks) -> Chunks:
         """Checks and yields the rows of a RocksDB checkpoint."""
         for bucket, group in groupby(chunks, key=itemgetter(0)):
-            check = row_check(self.description, bucket)
+            validator = make_validator(self.description, bucket)
             for _, rows in group:
-                if problem := check.find_problem(rows.view(np.uint8), rows.dtype.itemsize):
-                    raise self._damage_error(ROCKSDB, problem)
+                if problem := validator.find_problem(rows.view(np.uint8), rows.dtype.itemsize):
+                    raise self._make_damage_error(ROCKSDB, problem)
                 yield bucket, rows
 
     def _read(
@@ -293,31 +294,31 @@ class Snapshot:
     ) -> Generator[Piece, None, None]:
         # no memory map: if the disk fails, a read raises an error, but access to a memory map kills the process
         for name, entry in files.items():
-            dtype = dtype_of(name, self.manifest.row_format)
+            dtype = file_dtype(name, self.manifest.row_format)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
                 # reopen the file for each piece, because an open file per bucket and rank would be too many
                 with self._open(name, entry) as file, self._read_errors(name):
-                    file.seek(header_bytes(dtype) + begin * dtype.itemsize)
+                    file.seek(count_header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
                 if count != rows.nbytes:
-                    raise self._damage_error(name, "it was truncated while being read")
+                    raise self._make_damage_error(name, "it was truncated while being read")
                 yield name, rows
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
         """Open a file, and check the file's size and header."""
         with self._read_errors(name):
             file = open_regular(self.folder / name)
-        size, dtype = os.fstat(file.fileno()).st_size, dtype_of(name, self.manifest.row_format)
+        size, dtype = os.fstat(file.fileno()).st_size, file_dtype(name, self.manifest.row_format)
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
-        elif file.read(header_bytes(dtype)) != npy_header(dtype, entry.rows):
+        elif file.read(count_header_bytes(dtype)) != make_npy_header(dtype, entry.rows):
             problem = "its header does not fit these rows"
         else:
             return file
         file.close()
-        raise self._damage_error(name, problem)
+        raise self._make_damage_error(name, problem)
 
     @contextmanager
     def _read_errors(self, name: str) -> Iterator[None]:
@@ -326,10 +327,10 @@ class Snapshot:
         except OSError as error:
             raise make_read_error(self.folder / name, error, self.folder) from error
 
-    def _shard_of(self, name: str) -> HashShard | None:
+    def _find_shard(self, name: str) -> HashShard | None:
         """Returns the shard that a file belongs to, or None if the snapshot is not sharded."""
-        number, of = shard_number(name), self.manifest.parts
-        return None if number is None or of is None else HashShard(number, of)
+        index, num_shards = parse_shard_index(name), self.manifest.parts
+        return None if index is None or num_shards is None else HashShard(index, num_shards)
 
     def _detect_replacement(self, chunks: Chunks) -> Chunks:
         """Yields the chunks. Raises ReadIOError if another snapshot has replaced this one while it was read."""
@@ -338,7 +339,7 @@ class Snapshot:
         except ReadIOError:
             raise
         except SnapshotError as error:
-            if snapshot_id(self.folder) in ("", self.manifest.id):
+            if read_snapshot_id(self.folder) in ("", self.manifest.id):
                 raise
             raise ReadIOError(
                 f"snapshot {str(self.folder)!r} was replaced by another one while it was read: read it again"
@@ -347,18 +348,18 @@ class Snapshot:
     def check_count(self, rows: int) -> None:
         """Raises SnapshotError if the manifest's row count is not `rows`."""
         if rows != self.manifest.rows:
-            raise self._damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
+            raise self._make_damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
 
-    def _conflicting_key_error(self, bucket: int) -> SnapshotError:
+    def _make_conflict_error(self, bucket: int) -> SnapshotError:
         """Returns the error for a bucket that contains a key as both written and deleted."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
         if self.manifest.parts is None:
-            return self._damage_error(keys, f"it has keys of rows that {rows} also has")
-        return self._damage_error("", f"parts of {keys} have keys of rows that parts of {rows} also have")
+            return self._make_damage_error(keys, f"it has keys of rows that {rows} also has")
+        return self._make_damage_error("", f"parts of {keys} have keys of rows that parts of {rows} also have")
 
-    def _damage_error(self, name: str, problem: str) -> SnapshotError:
+    def _make_damage_error(self, name: str, problem: str) -> SnapshotError:
         """Returns the error for a damaged file of the snapshot, or for the whole snapshot if `name` is ""."""
-        return damaged(self.folder / name, problem, self.folder)
+        return make_damage_error(self.folder / name, problem, self.folder)
 
 
 class Listing(NamedTuple):
@@ -406,15 +407,15 @@ def latest_snapshot(folder: str | Path) -> Snapshot | None:
     return snapshots[-1]
 
 
-def name_of(folder: Path, id: str) -> str | None:
+def find_snapshot_name(folder: Path, id: str) -> str | None:
     """Returns the name of the snapshot with this id in a folder, or None if the folder lacks this snapshot."""
     try:
-        return snapshot_by_id(folder, id).name
+        return find_snapshot(folder, id).name
     except SnapshotError:
         return None
 
 
-def snapshot_by_id(folder: Path, id: str) -> Snapshot:
+def find_snapshot(folder: Path, id: str) -> Snapshot:
     """Returns the snapshot with this id in a folder, preferably under a name that a user chose. SnapshotError."""
     snapshots, damaged = list_snapshots(folder)
     matches = sorted((s for s in snapshots if s.manifest.id == id), key=lambda snapshot: snapshot.name.endswith(id))

@@ -27,7 +27,7 @@ from ...engine.options.store_options import require_rocksdb
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.rocksdb import SCAN_BYTES, DatabaseFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
-from .read_errors import ReadIOError, damaged, find_os_error, make_read_error
+from .read_errors import ReadIOError, find_os_error, make_damage_error, make_read_error
 from .rocksdb_child import END, FAILED, HEADER, READY
 
 log = logging.getLogger("tierbed")
@@ -57,14 +57,14 @@ def checkpoint_chunks(folder: Path, manifest: Manifest, max_rows: int = 65536) -
         raise make_read_error(folder / ROCKSDB, error, folder) from error
 
 
-def _scan(folder: Path, row_format: RowFormat, shards: int, max_rows: int) -> Chunks:
+def _scan(folder: Path, row_format: RowFormat, num_shards: int, max_rows: int) -> Chunks:
     """Yields the rows in a checkpoint's files, at most `max_rows` at a time. Raises SnapshotError, OSError."""
     dtype = row_format.dtype
     chunk_rows = max(1, min(max_rows, SCAN_BYTES // dtype.itemsize))
-    with _start_child(folder, row_format.width, shards, chunk_rows) as (stdout, stderr, process):
+    with _start_child(folder, row_format.width, num_shards, chunk_rows) as (stdout, stderr, process):
         if stdout.read(HEADER.size) != HEADER.pack(READY, 0):
             stdout.close()  # the process may run anything instead of our script, and may write forever
-            raise _start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")
+            raise _make_start_error(folder, f"{_python()!r} {_describe_end(process, stderr)}")
         while True:
             header = stdout.read(HEADER.size)
             if len(header) < HEADER.size:
@@ -74,22 +74,22 @@ def _scan(folder: Path, row_format: RowFormat, shards: int, max_rows: int) -> Ch
                 return
             if bucket == FAILED:
                 text = stdout.read(count).decode("utf-8", "replace")
-                raise _scan_error(folder, text.rpartition("; ")[0] or text)  # omit the advice: it only fits stores
+                raise _make_scan_error(folder, text.rpartition("; ")[0] or text)  # omit the advice: it only fits stores
             rows = np.empty(min(count, chunk_rows), dtype)
             if stdout.readinto(rows.view(np.uint8).data) < rows.nbytes:  # type: ignore[attr-defined]
                 break
             yield bucket, rows
-        raise _scan_error(folder, f"the process that reads it {_describe_end(process, stderr)}")
+        raise _make_scan_error(folder, f"the process that reads it {_describe_end(process, stderr)}")
 
 
-def _scan_error(folder: Path, problem: str) -> SnapshotError:
+def _make_scan_error(folder: Path, problem: str) -> SnapshotError:
     """Returns the error for a scan that ended early because RocksDB refused the files or crashed."""
     if (system_error := find_os_error(problem)) is not None:
         return make_read_error(folder / ROCKSDB, system_error, folder)
-    return damaged(folder / ROCKSDB, problem, folder)
+    return make_damage_error(folder / ROCKSDB, problem, folder)
 
 
-def _start_error(folder: Path, problem: str) -> ReadIOError:
+def _make_start_error(folder: Path, problem: str) -> ReadIOError:
     return ReadIOError(
         f"{str(folder / ROCKSDB)!r} cannot be read: the Python that reads it did not start: {problem}. The snapshot "
         "may be intact. Free memory, or give a Python interpreter's path to multiprocessing.set_executable(). Then try "
@@ -99,11 +99,11 @@ def _start_error(folder: Path, problem: str) -> ReadIOError:
 
 @contextlib.contextmanager
 def _start_child(
-    folder: Path, width: int, shards: int, chunk_rows: int
+    folder: Path, width: int, num_shards: int, chunk_rows: int
 ) -> Iterator[tuple[IO[bytes], int, subprocess.Popen[bytes]]]:
     script = str(Path(__file__).with_name("rocksdb_child.py"))
     assert _core.__file__ is not None
-    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(shards), str(chunk_rows)]
+    arguments = [_core.__file__, str((folder / ROCKSDB).absolute()), str(width), str(num_shards), str(chunk_rows)]
     with open(os.memfd_create("tierbed"), "rb") as stderr:
         try:
             process = subprocess.Popen(
@@ -116,7 +116,7 @@ def _start_child(
         except OSError as error:
             if error.filename is None:  # `fork` raised it
                 raise
-            raise _start_error(folder, str(error)) from error
+            raise _make_start_error(folder, str(error)) from error
         assert process.stdout is not None
         with process:
             try:
@@ -177,15 +177,15 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
         raise SnapshotError(f"{str(top / name)!r} is a foreign file in snapshot {folder.name!r}: remove it")
     for name, entry in files.items():
         if name not in present:
-            raise damaged(top / name, "it is missing", folder)
+            raise make_damage_error(top / name, "it is missing", folder)
         path = present[name]
         try:
             check_regular(path)
             size = path.stat().st_size
             if size != entry["bytes"]:
-                raise damaged(path, f"it has {size} bytes instead of {entry['bytes']}", folder)
+                raise make_damage_error(path, f"it has {size} bytes instead of {entry['bytes']}", folder)
             if compute_checksum(path, size) != entry["crc32c"]:
-                raise damaged(path, "its checksum does not match", folder)
+                raise make_damage_error(path, "its checksum does not match", folder)
         except OSError as error:
             raise make_read_error(path, error, folder) from error
 
@@ -242,7 +242,7 @@ def _link(source: Path, target: Path, file: DatabaseFile) -> OSError | None:
             raise
         return error
     if (size := target.stat().st_size) != file.size:
-        raise _store_error(source, f"it has {size} bytes instead of {file.size}")
+        raise _make_store_error(source, f"it has {size} bytes instead of {file.size}")
     return None
 
 
@@ -259,9 +259,9 @@ def _copy(source: Path, target: Path, file: DatabaseFile) -> int:
         os.fsync(to.fileno())
     crc32c = checksum.finish()
     if file.crc32c not in (None, crc32c):
-        raise _store_error(source, "its checksum does not match")
+        raise _make_store_error(source, "its checksum does not match")
     return crc32c
 
 
-def _store_error(path: Path, problem: str) -> SnapshotError:
+def _make_store_error(path: Path, problem: str) -> SnapshotError:
     return SnapshotError(f"file {str(path)!r} of the running store is damaged: {problem}; load the last snapshot")

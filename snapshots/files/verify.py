@@ -13,7 +13,7 @@ Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
 
 
-def chains_of(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
+def find_chains(snapshots: Iterable[Snapshot]) -> tuple[dict[str, Chain], Damaged]:
     """Returns {snapshot name: its chain}, and {name: error} for snapshots with a broken chain. Raises ReadIOError."""
     chains, damaged = {}, {}
     for snapshot in snapshots:
@@ -33,17 +33,17 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
     """
     errors, sound = dict(damaged), set[str]()  # sound: snapshots whose own files are intact
 
-    def note_damage(snapshot: Snapshot, table: Chunks) -> Chunks:
+    def record_damage(snapshot: Snapshot, chunks: Chunks) -> Chunks:
         try:
-            yield from table
+            yield from chunks
         except SnapshotError as error:
             if error not in errors.values():  # an error that is already listed comes from a parent
                 errors[snapshot.name] = error
             raise
 
-    def is_sound(table: Chunks) -> bool:
+    def is_sound(chunks: Chunks) -> bool:
         try:
-            read_all(table)
+            read_all(chunks)
         except ReadIOError:
             raise
         except SnapshotError:
@@ -56,17 +56,17 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
         if sound.union(errors).issuperset(names):
             return
         if errors.keys().isdisjoint(names):
-            table: Chunks = iter(())
+            chunks: Chunks = iter(())
             for snapshot in chain:
-                table = note_damage(snapshot, snapshot.apply_to(table, progress=progress, keys_only=len(chain) > 1))
-            if is_sound(table):
+                chunks = record_damage(snapshot, snapshot.apply_to(chunks, progress=progress, keys_only=len(chain) > 1))
+            if is_sound(chunks):
                 sound.update(names)
                 return
-        first = next(number for number, name in enumerate(names) if name in errors)
+        first = next(index for index, name in enumerate(names) if name in errors)
         verify(chain[:first])
         for snapshot in chain[first + 1 :]:
-            table = note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True))
-            if snapshot.name not in sound and snapshot.name not in errors and is_sound(table):
+            chunks = record_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True))
+            if snapshot.name not in sound and snapshot.name not in errors and is_sound(chunks):
                 sound.add(snapshot.name)
 
     for chain in sorted(chains.values(), key=len, reverse=True):

@@ -39,20 +39,20 @@ from .format import (
     bucket_file,
     check_description,
     check_name,
+    count_file_bytes,
+    count_header_bytes,
     deleted_file,
-    dtype_of,
-    file_bytes,
-    header_bytes,
+    file_dtype,
     is_deleted,
-    npy_header,
-    row_check,
-    snapshot_id,
+    make_npy_header,
+    make_validator,
+    read_snapshot_id,
 )
 from .pipeline import Task, TaskThread, run_syncs
 from .reader import ProgressCallback as ProgressCallback
 from .reader import Snapshot, list_snapshots
 
-Files = dict[str, RowFile]
+RowFiles = dict[str, RowFile]
 _OPEN_FILES = 8  # how many files per table may wait for a sync; many tables may be saved together
 _SMALL_BYTES = 1 << 18  # for fewer bytes, a write is faster than passing the bytes to a thread
 
@@ -63,7 +63,7 @@ def write_changes(
     changes: Iterable[Change],
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
-) -> Files:
+) -> RowFiles:
     """Write the row files of an incremental snapshot, like `write_rows`. changes: see `write_incremental`."""
     deleted: list[tuple[int, RowArray]] = []
 
@@ -84,8 +84,8 @@ def write_rows(
     chunks: Iterable[tuple[int, RowArray]],
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
-    name_of: Callable[[int, int | None], str] = bucket_file,
-) -> Files:
+    make_file_name: Callable[[int, int | None], str] = bucket_file,
+) -> RowFiles:
     """Write `chunks` (see `write_snapshot`) durably, to one file per bucket. shard: the shard that the rows belong to.
 
     Threads write and sync large chunks while the caller makes the next chunk. File names are durable only after the
@@ -101,9 +101,9 @@ def write_rows(
                 raise SnapshotError(
                     f"bucket {bucket} came after bucket {last_bucket}: buckets must ascend and be below {BUCKETS}"
                 )
-            last_bucket, name = bucket, name_of(bucket, None if shard is None else shard.number)
+            last_bucket, name = bucket, make_file_name(bucket, None if shard is None else shard.shard_index)
             file, do, then = None, (lambda task: task()), syncs_of_small.append
-            for rows in _check_chunks(bucket, dtype_of(name, row_format), row_check(description, bucket, shard), group):
+            for rows in _yield_valid(bucket, file_dtype(name, row_format), make_validator(description, bucket, shard), group):
                 if file is None:
                     file = files[name] = open_files.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes >= _SMALL_BYTES:
@@ -128,7 +128,7 @@ class _File:
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
         self._file = open(path, "xb")  # noqa: SIM115
-        self._file.write(bytes(header_bytes(dtype)))  # space for the header, which needs the row count
+        self._file.write(bytes(count_header_bytes(dtype)))  # space for the header, which needs the row count
         self._count = self._checksum = 0
 
     def write(self, rows: RowArray) -> None:
@@ -140,7 +140,7 @@ class _File:
     def finish(self, then: Callable[[Task], object]) -> None:
         """Write the file's header. Then call `then` with a task that makes the file durable."""
         self._file.seek(0)
-        self._file.write(npy_header(self._dtype, self._count))
+        self._file.write(make_npy_header(self._dtype, self._count))
         self._file.flush()
         then(self._sync)
 
@@ -153,11 +153,11 @@ class _File:
 
     @property
     def entry(self) -> RowFile:
-        return RowFile(self._count, file_bytes(self._dtype, self._count), self._checksum)
+        return RowFile(self._count, count_file_bytes(self._dtype, self._count), self._checksum)
 
 
-def _check_chunks(
-    bucket: int, dtype: np.dtype[np.void], check: _core.RowValidator, group: Iterable[tuple[int, RowArray]]
+def _yield_valid(
+    bucket: int, dtype: np.dtype[np.void], validator: _core.RowValidator, group: Iterable[tuple[int, RowArray]]
 ) -> Iterator[RowArray]:
     """Checks the chunks of a bucket, and yields all chunks that are not empty, as contiguous arrays."""
     for _, rows in group:
@@ -166,14 +166,14 @@ def _check_chunks(
         if len(rows) == 0:
             continue
         contiguous = np.ascontiguousarray(rows)
-        if problem := check.find_problem(contiguous.view(np.uint8), dtype.itemsize):
+        if problem := validator.find_problem(contiguous.view(np.uint8), dtype.itemsize):
             raise SnapshotError(f"bucket {bucket} cannot be written: {problem}")
         yield contiguous
 
 
 def find_children(folder: Path) -> list[str]:
     """Returns names of snapshots whose parent is `folder`. Raises SnapshotError if snapshots are unreadable."""
-    own_id, listing = snapshot_id(folder), list_snapshots(folder.parent)
+    own_id, listing = read_snapshot_id(folder), list_snapshots(folder.parent)
     for name, error in listing.damaged.items():
         if name != folder.name and os.path.lexists(folder.parent / name / MANIFEST):
             raise SnapshotError(f"{name!r} may be a child of {folder.name!r}, but cannot be read: {error}") from error
@@ -264,7 +264,7 @@ def write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]
     try:
         yield
     except OSError as error:
-        what = f"snapshot {folder.name!r}" if shard is None else f"shard {shard.number} of {shard.of} of a snapshot"
+        what = f"snapshot {folder.name!r}" if shard is None else "shard {} of {} of a snapshot".format(*shard)
         raise SnapshotError(f"{what} was not written to {str(folder.parent)!r}: {error}") from error
 
 

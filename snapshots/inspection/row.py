@@ -31,20 +31,20 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
     rows cannot be read or another rank owns the row.
     """
     marker = require_clean_marker(store)
-    number, bits = resolve_row_key(marker, table, key)
+    table_id, bits = resolve_row_key(marker, table, key)
     if SHARD in marker:
         rank, ranks = marker[SHARD]["rank"], marker[SHARD]["ranks"]
-        owner = int(_core.owners(np.array([number], np.uint32), np.array([bits], np.uint64), ranks)[0])
+        owner = int(_core.owners(np.array([table_id], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
             folder = shard_folder(store.path.parent.parent, owner, ranks)
             raise StoreError(f"rank {owner} of {ranks} owns this row: give that rank's shard, {str(folder)!r}")
     if marker["live"] == "rows":
-        return _find(Snapshot.open(store.live), number, bits), marker
+        return _find(Snapshot.open(store.live_path), table_id, bits), marker
     from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
     row_format = RowFormat.from_description(marker)
-    with closing(RocksDB(store.live, row_format.width, marker["shards"], read_only=True)) as tier:
-        return read_row(tier, row_format, number, bits), marker
+    with closing(RocksDB(store.live_path, row_format.width, marker["shards"], read_only=True)) as tier:
+        return read_row(tier, row_format, table_id, bits), marker
 
 
 def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
@@ -55,13 +55,13 @@ def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | N
 def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
     """Convert a table's number or name to its number, and a key to 64 bits. Raises InputError if one is invalid."""
     names = read_table_names(description)
-    number = find_table(table, names)
-    if number is None:
+    table_id = find_table(table, names)
+    if table_id is None:
         raise InputError(f"table {table}: give one from {format_choices(names)}")
     limits = np.iinfo(Columns(description).key_dtype)
     if not limits.min <= key <= limits.max:
         raise InputError(f"key {key}: keys are {limits.dtype}; give one from {limits.min} to {limits.max}")
-    return number, key % (1 << 64)
+    return table_id, key % (1 << 64)
 
 
 def to_plain_row(row: Any, description: dict[str, Any]) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
     bucket = int(_core.buckets(*row_key)[0])
     for member in reversed(snapshot.chain):
         if member.manifest.rocksdb is not None:
-            return _find_in_chunks(member.parts()[0], table, key)
+            return _find_in_chunks(member.read_rows_and_deletions()[0], table, key)
         parts = member.manifest.parts
         shard = None if parts is None else int(_core.owners(*row_key, parts)[0])
         for file in (bucket_file(bucket, shard), deleted_file(bucket, shard)):

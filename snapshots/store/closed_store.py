@@ -11,18 +11,18 @@ from ...engine.durable import make_temporary_path, remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
-from ..files.format import FILES, LIVE, MARKER_FIELDS, SHARD, Manifest, check_name, snapshot_id
+from ..files.format import FILES, LIVE_VERSION, MARKER_FIELDS, SHARD, Manifest, check_name, read_snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.writer import NewSnapshots, ProgressCallback, finish, write_snapshot
 from .folder import StoreFolder
-from .folder_state import RANKS, FolderState, clean_markers, find_shards, read_linked_stores, shard_folder
-from .group import Member, open_store, record_load, saved
-from .mark import live_version
+from .folder_state import RANKS, FolderState, find_shards, read_clean_markers, read_linked_stores, shard_folder
+from .group import Member, open_store, record_load, record_save
+from .mark import read_live_version
 from .recovery_rule import EMPTY, version_of_snapshot
 from .retention import drop_replaced
 from .save import SaveSource, begin_save, check_save, write_part
-from .selection import ALL, LoadReport, Selection, types_of
+from .selection import ALL, LoadReport, Selection, read_dtypes
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -31,26 +31,26 @@ if TYPE_CHECKING:
 _AS_IS = "disable_auto_compactions=true"
 
 
-def merged_clean_marker(state: FolderState) -> dict[str, Any] | None:
+def merge_clean_markers(store: FolderState) -> dict[str, Any] | None:
     """Merge the clean markers of a store's shards into one marker. Raises StoreError.
 
     Returns None if a shard is not clean. The merged marker lacks the field `rows` if some shards are on other hosts.
     """
-    markers = clean_markers(state.path, state.ranks)
+    markers = read_clean_markers(store.path, store.num_ranks)
     clean = [marker for marker in markers.values() if marker is not None]
-    if len(clean) < len(markers) or len({live_version(marker) for marker in clean}) != 1:
+    if len(clean) < len(markers) or len({read_live_version(marker) for marker in clean}) != 1:
         return None
     common = {
         field: value for field, value in clean[0].items() if field not in (SHARD, "rows", "shards", TABLE_ROWS, FILES)
     }
-    return common | ({"rows": sum(marker["rows"] for marker in clean)} if len(clean) == state.ranks else {})
+    return common | ({"rows": sum(marker["rows"] for marker in clean)} if len(clean) == store.num_ranks else {})
 
 
 def _lock_shards(store: StoreFolder, locks: ExitStack) -> tuple[dict[str, Any], Chunks]:
     """Lock a store's shards. Returns the shards' merged clean marker and their rows. Raises StoreError."""
-    ranks = store.ranks
+    ranks = store.num_ranks
     shards = [locks.enter_context(StoreFolder(shard.path)) for shard in find_shards(store.path, ranks).values()]
-    marker = merged_clean_marker(store)
+    marker = merge_clean_markers(store)
     if marker is None or "rows" not in marker:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are shards of {ranks} ranks, and some shards were not closed "
@@ -79,7 +79,7 @@ def save_closed_stores(
         for store in stores:
             member = open_store(store, "resume")
             open_stores.callback(member.leave)
-            source = _source(store, member, new.new_id(), open_stores)
+            source = _make_source(store, member, new.new_id(), open_stores)
             lacks_parent = kind == "incremental" and len(stores) > 1 and source.parent == EMPTY
             store_kind = "full" if lacks_parent else kind
             capture = member.capture()
@@ -89,30 +89,30 @@ def save_closed_stores(
             temporary = make_temporary_path(folder)
             manifests.append(finish(temporary, source.description, *part, parent=parent, id=source.id))
             new_ids[capture] = manifests[-1].id
-        new.then(lambda: saved(new_ids))
+        new.then(lambda: record_save(new_ids))
         new.publish()
     for store in stores:
         drop_replaced(store.snapshot_store)
     return manifests
 
 
-def _source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
+def _make_source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
     """Returns a closed store's live rows, ready to be saved. Raises StoreError if the live rows are not clean."""
     if store.path.parent.name == RANKS:
         store_folder = str(store.path.parent.parent)
         raise StoreError(f"{str(store.path)!r} has only one rank's shard: give the store folder, {store_folder!r}")
-    if store.ranks:
+    if store.num_ranks:
         marker, chunks = _lock_shards(store, reading)
         scan, tier = (lambda: chunks), None
     else:
         marker = require_clean_marker(store)
         scan, tier = reading.enter_context(_open_live(store, marker))
-    if member.entry.live is None:
+    if member.entry.live_version is None:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are newer than the rows of other embeddings in its group. Recovery "
             "will use a snapshot instead. Load that snapshot, or open and close all embeddings of the group"
         )
-    return SaveSource(description_of_marker(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
+    return SaveSource(make_description(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
 
 def load_into_stores(
@@ -141,7 +141,7 @@ def load_into_stores(
                 store.discard_live()  # frees the space of unclean live rows, which no run would use
             cleanup.callback(remove_folder, store.incoming)  # after a successful load, the folder no longer exists
             report = LoadReport()
-            rows = choice.rows_of(snapshot, report, progress)
+            rows = choice.read_rows(snapshot, report, progress)
             results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
         whole_loads = [member for member, choice in zip(members, selections, strict=True) if choice.is_whole]
         ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
@@ -153,7 +153,7 @@ def load_into_stores(
                 if member.mark_folder is not store:
                     member.copy_to(store)
                 version = version_of_snapshot(ids[member]) if member in whole_loads else member.version
-                marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE: version}
+                marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE_VERSION: version}
                 store.replace_live(store.incoming, marker)
                 if member in whole_loads:
                     member.mark_replaced(ids[member])
@@ -166,7 +166,7 @@ def load_into_stores(
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
     """Check a load, but read no rows. Returns `selection` with the dtypes to convert to. StoreError, SnapshotError."""
     marker = store.clean_marker
-    linked_stores = [] if store.live.exists() else read_linked_stores(store.snapshots)
+    linked_stores = [] if store.live_path.exists() else read_linked_stores(store.snapshots)
     if linked_stores:
         raise StoreError(
             f"{str(store.path)!r} contains only the snapshots of other store folders, and no live rows. Give a folder "
@@ -186,7 +186,7 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
                 f"{snapshot.description[field]!r}, but the {field} in {str(store.path)!r} is {marker.get(field)!r}. "
                 "Load the snapshot into the store that saved it"
             )
-    store_types, snapshot_types = types_of(marker), types_of(selection.description(snapshot.description))
+    store_types, snapshot_types = read_dtypes(marker), read_dtypes(selection.description(snapshot.description))
     state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any dtype
     if (store_types[0], state_type) == snapshot_types:
         return selection
@@ -217,10 +217,10 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     from ...engine.store.rocksdb import RocksDB
 
     def file_bytes() -> int:
-        return sum(file.stat().st_size for file in store.live.glob("shard-*/*.sst"))
+        return sum(file.stat().st_size for file in store.live_path.glob("shard-*/*.sst"))
 
     bytes_before = file_bytes()
-    with closing(RocksDB(store.live, marker["width"], marker["shards"], options=format_options(options))) as tier:
+    with closing(RocksDB(store.live_path, marker["width"], marker["shards"], options=format_options(options))) as tier:
         check_live(store, marker, tier)
         tier.compact()
     return bytes_before, file_bytes()
@@ -237,13 +237,13 @@ def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunk
 def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Callable[[], Chunks], RocksDB | None]]:
     """Yield (scan, tier). `scan` reads the live rows. `tier` is their RocksDB database; None without RocksDB."""
     if marker.get("live") == "rows":
-        snapshot = Snapshot.open(store.live)
+        snapshot = Snapshot.open(store.live_path)
         check_live(store, marker)
         yield snapshot.chunks, None
     elif marker.get("live") == "rocksdb":
         from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
-        with closing(RocksDB(store.live, marker["width"], marker["shards"], options=_AS_IS)) as tier:
+        with closing(RocksDB(store.live_path, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
             yield lambda: RowFormat.from_description(marker).from_words(tier.scan()), tier
     else:
@@ -255,7 +255,7 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
 
     RocksDB would open such a file without an error. Stores that an earlier version closed are not checked.
     """
-    recorded, present = marker.get(FILES), snapshot_id(store.live) if tier is None else tier.read_versions()
+    recorded, present = marker.get(FILES), read_snapshot_id(store.live_path) if tier is None else tier.read_versions()
     if recorded in (None, present):
         return
     suffixes = [""]
@@ -264,12 +264,12 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
             f"/shard-{shard}" for shard, version in enumerate(present) if version not in recorded[shard : shard + 1]
         ]
     raise StoreError(
-        f"{store.live}{suffixes[0]} does not have the rows of the last close: one of its files was truncated or "
+        f"{store.live_path}{suffixes[0]} does not have the rows of the last close: one of its files was truncated or "
         "replaced. Load the last snapshot"
     )
 
 
-def description_of_marker(marker: dict[str, Any]) -> dict[str, Any]:
+def make_description(marker: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of a clean marker that a snapshot's description also has."""
     return {field: value for field, value in marker.items() if field not in MARKER_FIELDS}
 
@@ -277,10 +277,10 @@ def description_of_marker(marker: dict[str, Any]) -> dict[str, Any]:
 def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     """Returns a store's clean marker. Raises StoreError if the live rows are not clean, or are ranks' shards."""
     marker = store.clean_marker
-    if store.ranks:
+    if store.num_ranks:
         raise StoreError(
-            f"the live rows of {str(store.path)!r} are shards of {store.ranks} ranks, each in its own store folder: "
-            f"give a shard's folder, such as {str(shard_folder(store.path, 0, store.ranks))!r}, or a snapshot"
+            f"the live rows of {str(store.path)!r} are shards of {store.num_ranks} ranks, each in its own store folder"
+            f": give a shard's folder, such as {str(shard_folder(store.path, 0, store.num_ranks))!r}, or a snapshot"
         )
     if marker is None:
         raise StoreError(

@@ -46,17 +46,17 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
     """Take a store out of its group. The caller must have locked the group's record."""
     record, path, entries = file.record, file.path, file.record.now
     assert path is not None
-    names = sorted(location.name for other, location in record.places.items() if other != file.store)
+    names = sorted(location.name for other, location in record.places.items() if other != file.store_id)
     if NOTHING in entries.values():  # a run was killed, so this store must be recovered together with the group
         try:
-            entries = file.target()
+            entries = file.choose_entries()
             record = replace(record, trained=frozenset(entries))  # the next run then records skipped snapshots
         except (StoreError, SnapshotError):  # the other stores will raise this error when they open
-            entries = {**record.now, file.store: file.newest()[file.store]}
+            entries = {**record.now, file.store_id: file.choose_newest()[file.store_id]}
     write_record(path, replace(record, joining=True).plain())  # the store leaves its group when MARK changes
-    own = union([record], {file.store: entries[file.store]})
+    own = union([record], {file.store_id: entries[file.store_id]})
     _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
-    if others := {other: entry for other, entry in entries.items() if other != file.store}:
+    if others := {other: entry for other, entry in entries.items() if other != file.store_id}:
         write_record(path, union([record], others).plain())
     else:
         remove_record(path)
@@ -65,8 +65,8 @@ def _detach(store: StoreFolder, file: GroupFile) -> Detached:
 
 def _write_own_record(store: StoreFolder, file: GroupFile) -> None:
     """Write a store's own record into its MARK. Raises StoreError."""
-    mark_folder = store.snapshot_store if store.ranks else store
-    file.write_mark(mark_folder, file.store)
+    mark_folder = store.snapshot_store if store.num_ranks else store
+    file.write_mark(mark_folder, file.store_id)
     for other in {store, store.snapshot_store} - {mark_folder}:
         if other.mark.link is not None:
-            other.change(store="", record=None, link=None)
+            other.change(store_id="", record=None, link=None)

@@ -11,8 +11,8 @@ from typing import Any
 from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
 from ...engine.errors import ClosedError, SnapshotError, StoreError
 from ...engine.signals import uninterrupted
-from ..files.format import FILES, snapshot_id
-from .folder_state import LOCK, FolderState, link_to
+from ..files.format import FILES, read_snapshot_id
+from .folder_state import LOCK, FolderState, symlink_snapshots
 from .lock import FileLock, InUseError
 from .mark import LIVE_FOLDERS, Mark
 
@@ -50,7 +50,7 @@ class StoreFolder(FolderState):
                 self.snapshot_store = StoreFolder(path, self.user)
                 if snapshots is not None:
                     with self._errors("link to other snapshots from"), uninterrupted():
-                        link_to(self.snapshots, snapshots)
+                        symlink_snapshots(self.snapshots, snapshots)
             self.clear_incoming()
             with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error
                 self.clear_snapshots()
@@ -130,14 +130,14 @@ class StoreFolder(FolderState):
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
         """Write the clean marker, once live rows are durable. Its field `live` says how rows are stored. StoreError."""
-        self.change(clean_marker=description, ranks=None)
+        self.change(clean_marker=description, ranks_record=None)
         self._forget_step()
 
     def clear_clean_marker(self) -> None:
         """Clear the clean marker durably. Must be called before any live row is written. Raises StoreError."""
-        self.change(clean_marker=None, ranks=None)
+        self.change(clean_marker=None, ranks_record=None)
 
-    def note_step(self, step: int) -> None:
+    def store_step(self, step: int) -> None:
         """Store the live rows' step, for messages after a kill. The cost is one write to the page cache."""
         with contextlib.suppress(OSError):
             if self._step_file is None:
@@ -183,15 +183,15 @@ class StoreFolder(FolderState):
         fields: other fields of MARK to change. Raises StoreError.
         """
         self.check()
-        old = self.live
+        old = self.live_path
         name = next(name for name in LIVE_FOLDERS if name != old.name) if old.exists() else old.name
         with self._errors("replace the live rows of"):
             remove_folder(self.path / name)
             new.rename(self.path / name)
             fsync_dir(self.path)
-        id = snapshot_id(self.path / name) if description["live"] == "rows" else ""
+        id = read_snapshot_id(self.path / name) if description["live"] == "rows" else ""
         files_field = {FILES: id} if id else {}
-        self.change(clean_marker={**description, **files_field}, ranks=None, live=name, **fields)
+        self.change(clean_marker={**description, **files_field}, ranks_record=None, live_folder_name=name, **fields)
         self._forget_step()
         if name != old.name:
             with self._errors("remove the replaced rows of"):

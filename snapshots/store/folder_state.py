@@ -15,11 +15,11 @@ from typing import Any
 from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_record, write_atomically
 from ...engine.errors import StoreError
 from ..files.format import SHARD
-from .mark import Mark, live_version
+from .mark import Mark, read_live_version
 
-LOCK = "LOCK"
+Marker = dict[str, Any]  # a clean marker
+LOCK, SNAPSHOTS = "LOCK", "snapshots"
 RANKS = "ranks"  # the store folder's subfolder that contains the ranks' shards
-SNAPSHOTS = "snapshots"
 _LINKED_FROM = ".live-rows-"  # a file with this name prefix contains the path of a store that links to `snapshots`
 
 
@@ -43,11 +43,11 @@ class FolderState:
                 return Mark(exists=False)
 
     @property
-    def live(self) -> Path:
-        return self.path / self.mark.live
+    def live_path(self) -> Path:
+        return self.path / self.mark.live_folder_name
 
     @property
-    def clean_marker(self) -> dict[str, Any] | None:
+    def clean_marker(self) -> Marker | None:
         """The live rows' clean marker. None if there are no clean live rows, or if MARK is damaged. StoreError."""
         return self.mark.clean_marker
 
@@ -62,16 +62,16 @@ class FolderState:
     def recovery_folder(self) -> FolderState:
         """The store folder whose MARK leads to the group's record. For ranks, this is `snapshot_store`."""
         is_lost = not self.mark.exists and self.snapshot_store.mark.link is not None
-        return self.snapshot_store if self.ranks or is_lost else self
+        return self.snapshot_store if self.num_ranks or is_lost else self
 
     @property
-    def ranks(self) -> int:
+    def num_ranks(self) -> int:
         """How many ranks divide the live rows into shards, or 0 if a single process has all rows."""
-        record = self.snapshot_store.mark.ranks
-        return 0 if record is None or self.mark.clean_marker is not None else record.ranks
+        record = self.snapshot_store.mark.ranks_record
+        return 0 if record is None or self.mark.clean_marker is not None else record.num_ranks
 
     @property
-    def sharing(self) -> list[FolderState]:
+    def sharing_stores(self) -> list[FolderState]:
         """All store folders on this host that share this store's snapshots, beginning with this folder."""
         stores, folder = [self], self.snapshot_store.snapshots
         with self._errors("read which stores have their snapshots in"):
@@ -83,22 +83,22 @@ class FolderState:
 
     @property
     def recorded_step(self) -> int | None:
-        """The step that `note_step` stored last, or None if a clean marker was written since, or if unknown."""
+        """The step that `store_step` stored last, or None if a clean marker was written since, or if unknown."""
         try:
             return int((self.path / "STEP").read_bytes())
         except (OSError, ValueError):
             return None
 
     @property
-    def has_begun(self) -> bool:
+    def has_rows_or_snapshots(self) -> bool:
         """True if a run ever wrote rows or snapshots in this folder. If False, the store is new."""
         with self._errors("list the snapshots of"):
-            return self._mark_file.exists() or self.live.exists() or has_snapshots(self.snapshots)
+            return self._mark_file.exists() or self.live_path.exists() or has_snapshots(self.snapshots)
 
     @property
-    def was_open(self) -> bool:
+    def had_live_rows(self) -> bool:
         """True if the folder ever had live rows. If False, any snapshots in the folder are copies."""
-        return self._mark_file.exists() or self.live.exists() or self.recorded_step is not None
+        return self._mark_file.exists() or self.live_path.exists() or self.recorded_step is not None
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
@@ -109,7 +109,7 @@ class FolderState:
             raise StoreError(f"cannot {action} store folder {str(self.path)!r}: {error}: {remedy}") from error
 
 
-def holder(path: Path) -> int | None:
+def find_holder(path: Path) -> int | None:
     """Returns the id of the process that locks a store folder, 0 if unknown, None without one. Raises StoreError."""
     content = b""
     try:
@@ -128,43 +128,43 @@ def holder(path: Path) -> int | None:
         raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
 
 
-def shard_folder(store: Path, rank: int, ranks: int) -> Path:
+def shard_folder(store: Path, rank: int, num_ranks: int) -> Path:
     """Returns the folder of a rank's shard, inside the store folder `store`."""
-    return store / RANKS / f"{rank}-of-{ranks}"
+    return store / RANKS / f"{rank}-of-{num_ranks}"
 
 
-def find_shards(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, FolderState]:
-    """Returns the shard folders on this host, by rank. of: the ranks to look for. Default: all ranks."""
-    folders = ((rank, shard_folder(store, rank, ranks)) for rank in (range(ranks) if of is None else of))
+def find_shards(store: Path, num_ranks: int, among: Iterable[int] | None = None) -> dict[int, FolderState]:
+    """Returns the shard folders on this host, by rank. among: the ranks to look for. Default: all ranks."""
+    folders = ((rank, shard_folder(store, rank, num_ranks)) for rank in (range(num_ranks) if among is None else among))
     return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
 
 
-def clean_markers(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, dict[str, Any] | None]:
+def read_clean_markers(store: Path, num_ranks: int, among: Iterable[int] | None = None) -> dict[int, Marker | None]:
     """Returns {rank: clean marker} for the shards on this host; None for an unclean or misplaced shard. StoreError."""
-    markers: dict[int, dict[str, Any] | None] = {}
-    for rank, shard in find_shards(store, ranks, of).items():
+    markers: dict[int, Marker | None] = {}
+    for rank, shard in find_shards(store, num_ranks, among).items():
         share = (shard.clean_marker or {}).get(SHARD)
-        is_own = isinstance(share, dict) and (share.get("rank"), share.get("ranks")) == (rank, ranks)
+        is_own = isinstance(share, dict) and (share.get("rank"), share.get("ranks")) == (rank, num_ranks)
         markers[rank] = shard.clean_marker if is_own else None
     return markers
 
 
-def shard_versions(store: Path, ranks: int, of: Iterable[int] | None = None) -> dict[int, str | None]:
+def read_shard_versions(store: Path, num_ranks: int, among: Iterable[int] | None = None) -> dict[int, str | None]:
     """Returns {rank: live rows' version} for the shards on this host; None for an unclean or misplaced shard."""
-    return {rank: live_version(marker) for rank, marker in clean_markers(store, ranks, of).items()}
+    return {rank: read_live_version(marker) for rank, marker in read_clean_markers(store, num_ranks, among).items()}
 
 
-def last_step(store: Path, ranks: int) -> int | None:
+def read_last_step(store: Path, num_ranks: int) -> int | None:
     """Returns the latest step of the shards on this host, clean or unclean, or None if unknown."""
-    shards = find_shards(store, ranks).values()
+    shards = find_shards(store, num_ranks).values()
     steps = (shard.recorded_step if shard.clean_marker is None else shard.clean_marker["step"] for shard in shards)
     return max((step for step in steps if step is not None), default=None)
 
 
-def remove_other_shards(store: Path, ranks: int) -> None:
+def remove_other_shards(store: Path, num_ranks: int) -> None:
     """Remove shards that runs with another number of ranks wrote. No later run uses these shards. Ignores errors."""
     for folder in (store / RANKS).glob("*-of-*"):
-        if not folder.name.endswith(f"-of-{ranks}"):
+        if not folder.name.endswith(f"-of-{num_ranks}"):
             shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -173,17 +173,17 @@ def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> 
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 
 
-def link_to(link: Path, folder: Path) -> None:
+def symlink_snapshots(link: Path, folder: Path) -> None:
     """Durably replace the path `link` by a symbolic link to `folder`. Creates `folder` if it is missing.
 
     link: a store folder's `snapshots`. Raises StoreError if it already contains other snapshots. Raises OSError.
     """
     make_folder(folder)
     path = os.fsencode(os.path.realpath(link.parent))
-    note = folder.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
-    if not note.exists():
+    path_file = folder.parent / f"{_LINKED_FROM}{hashlib.sha256(path).hexdigest()[:16]}"
+    if not path_file.exists():
         with contextlib.suppress(OSError):  # a full disk must not prevent reading rows
-            write_atomically(note, path)
+            write_atomically(path_file, path)
     if os.path.exists(link) and os.path.samefile(link, folder):
         return
     if has_snapshots(link):
@@ -201,7 +201,7 @@ def link_to(link: Path, folder: Path) -> None:
 
 def read_linked_stores(folder: Path) -> list[Path]:
     """Returns all store folders that were ever linked to the `snapshots` folder `folder`. Raises OSError."""
-    return [Path(os.fsdecode(note.read_bytes())) for note in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
+    return [Path(os.fsdecode(file.read_bytes())) for file in sorted(folder.parent.glob(f"{_LINKED_FROM}*"))]
 
 
 def has_snapshots(folder: Path) -> bool:

@@ -29,9 +29,9 @@ from ..files.reader import list_snapshots
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group_file import GroupFile, Shards, lock_group, lock_path, remove_record, write_record
+from .initial_records import GROUP_FILE_PREFIX
 from .lock import FileLock, InUseError
 from .mark import Link, RanksRecord
-from .old_stores import PREFIX
 from .recovery_rule import (
     EMPTY,
     FOREVER,
@@ -67,15 +67,15 @@ os.register_at_fork(after_in_child=_groups.clear)
 class MemberRows:
     """Facts about one store's rows. If this process locks the group, kept for every store in it, even if closed."""
 
-    now: Entry = NOTHING  # durable rows that equal the current rows
+    current_entry: Entry = NOTHING  # durable rows that equal the current rows
     first: int = 0  # the rows have not changed since this moment
     spans: list[Interval] = field(default_factory=list)  # one interval per snapshot of the rows, even if unfinished
 
-    def change(self, now: Entry = NOTHING) -> None:
+    def change(self, entry: Entry = NOTHING) -> None:
         """Called when the rows change. Ends all intervals in `spans`, because these snapshots have the earlier rows."""
         for span in self.spans:
             span.end(clock.moment)
-        self.now = now
+        self.current_entry = entry
 
 
 class Member(MemberRows):
@@ -85,7 +85,7 @@ class Member(MemberRows):
         self, store: StoreFolder, folder: StoreFolder, id: str, group: Group, entry: Entry, broken: str
     ) -> None:
         rows = group.rows.get(id, MemberRows(entry))
-        self.now, self.first, self.spans = NOTHING if broken else rows.now, rows.first, rows.spans
+        self.current_entry, self.first, self.spans = NOTHING if broken else rows.current_entry, rows.first, rows.spans
         self.store, self.id, self.group = store, id, group
         self.mark_folder = folder  # the folder whose MARK leads to the record; for ranks, the snapshots' folder
         self.entry = entry  # the durable rows that the store opens with
@@ -94,7 +94,7 @@ class Member(MemberRows):
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # the number of writes since the store was opened
         # the version of the rows; if the next run opens with these rows, it keeps the version
-        self.version = entry.live or version_of_snapshot(entry.snapshot)
+        self.version = entry.live_version or version_of_snapshot(entry.snapshot)
         self._run = secrets.token_hex(8)  # makes versions unique to this process and this opening of the store
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
@@ -124,7 +124,7 @@ class Member(MemberRows):
             group = self.lock()
             if self.id not in group.record.trained:  # else write nothing, because the disk may be full
                 group.warn_of_lone_saves(self)
-                group.write({self.id: Entry(self.now.snapshot)}, trained=group.record.trained | {self.id})
+                group.write({self.id: Entry(self.current_entry.snapshot)}, trained=group.record.trained | {self.id})
             self.change()
 
     def write(self) -> None:
@@ -156,17 +156,17 @@ class Member(MemberRows):
                 self.version = version_of_snapshot(snapshot)
                 self.expect_change()
 
-    def end_failed_load(self, now: Entry, broken: str) -> None:
-        """Called after a load failed, with `now` and `broken` from before the load. The load may have replaced rows."""
+    def end_failed_load(self, entry: Entry, broken: str) -> None:
+        """Called after a load failed, with `entry` and `broken` from before it. The load may have replaced rows."""
         if broken or self.broken != LOADING:
             self.change()
         else:
-            self.now = now
+            self.current_entry = entry
         if self.broken == LOADING:
             self.broken = broken
 
-    def mark_closed(self, live: str) -> None:
-        """Record that the live rows are clean and have the version `live`. Raises StoreError."""
+    def mark_closed(self, version: str) -> None:
+        """Record that the live rows are clean and have this `version`. Raises StoreError."""
         with _changing:
             try:
                 group = self.lock()
@@ -174,20 +174,21 @@ class Member(MemberRows):
                 if not self.group.is_locked:
                     return  # another process trains the group, and the record already names these unchanged rows
                 raise
-            group.write({self.id: Entry(self.now.snapshot, live)}, trained=group.record.trained - {self.id})
+            entry = Entry(self.current_entry.snapshot, version)
+            group.write({self.id: entry}, trained=group.record.trained - {self.id})
 
-    def copy_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Copy the record, or the link to the record file, into a second MARK, along with `ranks`. StoreError."""
-        self.group.file.write_mark(mark_folder, self.id, ranks=ranks)
+    def copy_to(self, mark_folder: StoreFolder, ranks_record: RanksRecord | None = None) -> None:
+        """Copy the record, or the link to the record file, into a second MARK, with `ranks_record`. StoreError."""
+        self.group.file.write_mark(mark_folder, self.id, ranks_record=ranks_record)
 
-    def move_to(self, mark_folder: StoreFolder, ranks: RanksRecord | None = None) -> None:
-        """Move the record, or the link to its file, into another MARK. ranks: None for one process. StoreError."""
+    def move_to(self, mark_folder: StoreFolder, ranks_record: RanksRecord | None = None) -> None:
+        """Move the record, or the link to its file, into another MARK. ranks_record: None without ranks. StoreError."""
         if mark_folder is not self.mark_folder:
-            self.copy_to(mark_folder, ranks)
-            self.mark_folder.change(store="", record=None, link=None, old={}, ranks=None)
+            self.copy_to(mark_folder, ranks_record)
+            self.mark_folder.change(store_id="", record=None, link=None, old={}, ranks_record=None)
             self.mark_folder = mark_folder
-        elif mark_folder.mark.ranks != ranks:
-            mark_folder.change(ranks=ranks)
+        elif mark_folder.mark.ranks_record != ranks_record:
+            mark_folder.change(ranks_record=ranks_record)
 
     def leave(self) -> None:
         """Called when this process closes the store."""
@@ -221,8 +222,8 @@ def open_store(
             except (StoreError, SnapshotError) as error:
                 if not for_load:
                     raise
-                entry, broken = file.newest()[file.store], str(error)
-        member = Member(store, store.snapshot_store if store.ranks else store, file.store, group, entry, broken)
+                entry, broken = file.choose_newest()[file.store_id], str(error)
+        member = Member(store, store.snapshot_store if store.num_ranks else store, file.store_id, group, entry, broken)
         group.enter(member, mode)
         try:
             if mode == "fresh":
@@ -278,7 +279,7 @@ class Group:
             return self._entry_beside(file)
         self.file = file
         with ExitStack() as guard:
-            for number in range(OPEN_ATTEMPTS if file.path is not None else 0):
+            for attempt in range(OPEN_ATTEMPTS if file.path is not None else 0):
                 assert file.path is not None
                 try:  # lock the group, so that no process changes the record or a clean marker meanwhile
                     lock = FileLock(lock_path(file.path), f"the open of {file.folder.path.name!r}")
@@ -287,7 +288,7 @@ class Group:
                 except InUseError as error:
                     if (entry := file.choose_own_entry()) != NOTHING:
                         return entry
-                    if number == OPEN_ATTEMPTS - 1:
+                    if attempt == OPEN_ATTEMPTS - 1:
                         raise StoreError(
                             f"{str(file.folder.path)!r} was not closed cleanly, and process {error.holder} trains "
                             "embeddings of its group: end that process; the next open recovers all of them together"
@@ -297,15 +298,15 @@ class Group:
             self.file = file = file.read_again()
             if mode == "error":
                 file.check_closed()
-            return file.newest()[file.store] if mode == "mixed" else file.target()[file.store]
+            return file.choose_newest()[file.store_id] if mode == "mixed" else file.choose_entries()[file.store_id]
 
     def _entry_beside(self, file: GroupFile) -> Entry:
         """Choose the rows that a store opens with if this process has locked its group. Raises StoreError."""
-        rows, commit = self.rows.get(file.store, MemberRows()), self.record.commit
-        if rows.now != NOTHING:
-            return rows.now
-        if all(self.rows[x].now.snapshot == id for x, id in commit.items() if x != file.store):
-            return Entry(commit[file.store])  # all other stores still have the commit's rows
+        rows, commit = self.rows.get(file.store_id, MemberRows()), self.record.commit
+        if rows.current_entry != NOTHING:
+            return rows.current_entry
+        if all(self.rows[x].current_entry.snapshot == id for x, id in commit.items() if x != file.store_id):
+            return Entry(commit[file.store_id])  # all other stores still have the commit's rows
         names = ", ".join(sorted(repr(member.store.path.name) for member in self.members.values()))
         raise StoreError(
             f"{str(file.folder.path)!r} was not closed cleanly, and embeddings that are trained together with it are "
@@ -333,10 +334,10 @@ class Group:
         if self.file.path is None:
             target = {id: member.entry for id, member in self.members.items()}
         elif self.mode == "mixed":
-            target = self.file.newest()
+            target = self.file.choose_newest()
         else:
             try:
-                target = self.file.target()
+                target = self.file.choose_entries()
             except (StoreError, SnapshotError):
                 if not any(member.broken for member in self.members.values()):
                     raise
@@ -346,37 +347,36 @@ class Group:
                 raise StoreError(_describe_change(member.store))
         self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
-            rows.now = NOTHING if id in self.members and self.members[id].broken else target[id]
-            rows.spans = [Interval(rows.now.snapshot, 0)] if rows.now.snapshot else []  # 0 is the first moment
+            rows.current_entry = NOTHING if id in self.members and self.members[id].broken else target[id]
+            snapshot = rows.current_entry.snapshot
+            rows.spans = [Interval(snapshot, 0)] if snapshot else []  # 0 is the first moment
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
             folders = self.file.members(lenient=True)
-            undone = {id: _skipped(folders[id], entry) for id, entry in known.items() if id in folders}
+            undone = {id: _find_skipped_range(folders[id], entry) for id, entry in known.items() if id in folders}
             parents = {id: entry.snapshot for id, entry in known.items() if entry.snapshot}
             self.write(
                 trained=self.record.trained & (self.rows.keys() - known.keys()),
                 parents={**self.record.parents, **parents},
                 undone={**self.record.undone, **undone},
             )
-        elif self.record.now != self.entries:
+        elif self.record.now != self.current_entries:
             self.write()
 
     @property
-    def entries(self) -> dict[str, Entry]:
+    def current_entries(self) -> dict[str, Entry]:
         """The durable rows that equal the current rows, for each store."""
-        return {id: rows.now for id, rows in self.rows.items()}
+        return {id: rows.current_entry for id, rows in self.rows.items()}
 
     def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
         """Replace entries (`now`) and fields of the record, and write it if anything changed. Raises StoreError."""
         now, path = now or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
-        record = replace(next_record(self.record, {**self.entries, **now}, snapshots), **fields)
+        record = replace(next_record(self.record, {**self.current_entries, **now}, snapshots), **fields)
         if path is not None:
             stores = {id: member.store for id, member in self.members.items()}
-            places = {
-                id: Location.of(folder.path, folder.snapshot_store.path, path.parent) for id, folder in stores.items()
-            }
+            places = {id: Location.make(f.path, f.snapshot_store.path, path.parent) for id, f in stores.items()}
             record = replace(record, places={**record.places, **places})
             if record != self.record:
                 write_record(path, record.plain())
@@ -388,16 +388,16 @@ class Group:
                 file.write_mark(mark_folder, member.id)
         self.file = file
         for id, entry in now.items():
-            self.rows[id].now = entry
+            self.rows[id].current_entry = entry
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
                 rows.spans = [span for span in rows.spans if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
         """Warn before the first change to rows that no snapshot has: a kill then undoes saves of other stores."""
-        now, commit = self.record.now, self.record.commit
-        alone = [id for id, entry in now.items() if id != member.id and entry.snapshot not in (None, commit[id])]
-        if alone and member.now.snapshot is None and NOTHING not in now.values():
+        entries, commit = self.record.now, self.record.commit
+        alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
+        if alone and member.current_entry.snapshot is None and NOTHING not in entries.values():
             log.warning(
                 "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. After a "
                 "kill, recovery undoes the saves and loads that covered only %s. Save a snapshot of all embeddings",
@@ -411,12 +411,13 @@ class Group:
             snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
-            present = {id: self.file.files(folder).snapshots for id, folder in self.file.members(lenient=True).items()}
-            missing = [id for id, name in snapshots.items() if name != EMPTY and name not in present.get(id, ())]
+            folders = self.file.members(lenient=True)
+            present_ids = {id: self.file.read_files(folder).snapshots for id, folder in folders.items()}
+            missing = [x for x, id in snapshots.items() if id != EMPTY and id not in present_ids.get(x, ())]
             if not missing:
                 break
-            for id in missing:
-                self.rows[id].spans = [span for span in self.rows[id].spans if span.snapshot != snapshots[id]]
+            for x in missing:
+                self.rows[x].spans = [span for span in self.rows[x].spans if span.snapshot != snapshots[x]]
         return newest
 
 
@@ -424,15 +425,15 @@ def _join(groups: Sequence[Group]) -> None:
     """Atomically join groups under a new record. Each old record file then contains only a link to the new file."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
-    path = members[0].store.snapshot_store.path.parent / f"{PREFIX}{secrets.token_hex(8)}"
+    path = members[0].store.snapshot_store.path.parent / f"{GROUP_FILE_PREFIX}{secrets.token_hex(8)}"
     lock = FileLock(lock_path(path), f"the group of {members[0].store.path.name!r}")
     folders = dict[str, FolderState]()
     for group in groups:
         folders |= group.file.members(lenient=group.mode in ("mixed", "fresh"))
-    places = {id: Location.of(folder.path, folder.snapshot_store.path, path.parent) for id, folder in folders.items()}
+    places = {id: Location.make(folder.path, folder.snapshot_store.path, path.parent) for id, folder in folders.items()}
     rows = {id: rows for group in groups for id, rows in group.rows.items() if id in folders}
     for member in members:
-        if member.now.snapshot is None and member.group.mode != "mixed":
+        if member.current_entry.snapshot is None and member.group.mode != "mixed":
             others = ", ".join(repr(location.name) for id, location in places.items() if id != member.id)
             log.warning(
                 "embedding %r is trained together with %s from now on, and no snapshot has its rows. Save a snapshot "
@@ -440,7 +441,7 @@ def _join(groups: Sequence[Group]) -> None:
                 member.store.path.name,
                 others,
             )
-    record = union([group.record for group in groups], {id: present.now for id, present in rows.items()})
+    record = union([group.record for group in groups], {id: present.current_entry for id, present in rows.items()})
     file = groups[0].file.copy_with(path=path, record=replace(record, places=places, joining=True))
     write_record(path, file.record.plain())
     for group in groups:
@@ -474,7 +475,7 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
         with _changing:
             for member in snapshots:
                 member.lock()
-            before = {member: (member.now, member.broken) for member in snapshots}
+            before = {member: (member.current_entry, member.broken) for member in snapshots}
             for member in snapshots:
                 member.broken = LOADING
             for group, ids in _by_group(snapshots):
@@ -484,14 +485,14 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
         clock.moment += 1
     except BaseException:
         with _changing, suppress(StoreError):
-            for member, (now, broken) in before.items():
-                member.end_failed_load(now, broken)
+            for member, (entry, broken) in before.items():
+                member.end_failed_load(entry, broken)
             for group, _ in _by_group(before):
                 group.write()
         raise
 
 
-def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
+def record_save(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
     """Record that rows were saved, after their snapshots got their final names. Raises StoreError.
 
     snapshots: {capture: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.
@@ -499,12 +500,12 @@ def saved(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
     with _changing:
         present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
         groups = _by_group({capture.member: id for capture, id in snapshots.items()})
-        before = [(group, {**vars(group.record), "now": group.entries}) for group, _ in groups]
+        before = [(group, {**vars(group.record), "now": group.current_entries}) for group, _ in groups]
         try:
             for capture, snapshot in snapshots.items():
                 capture.snapshot = snapshot
             for group, ids in groups:
-                now = {member.id: Entry(id, member.now.live) for member, id in present.items() if member.group is group}
+                now = {m.id: Entry(id, m.current_entry.live_version) for m, id in present.items() if m.group is group}
                 group.write(now, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
             for capture in snapshots:
@@ -529,19 +530,19 @@ def find_group_file(store: FolderState) -> GroupFile:
     members = [member for group in locked for member in list(group.members.values())]
     path = os.path.realpath(store.path)
     member = next((member for member in members if os.path.realpath(member.store.path) == path), None)
-    return GroupFile(store) if member is None else member.group.file.copy_with(folder=store, store=member.id)
+    return GroupFile(store) if member is None else member.group.file.copy_with(folder=store, store_id=member.id)
 
 
 def _is_same(entry: Entry, other: Entry) -> bool:
-    return bool(entry.live and entry.live == other.live) or bool(entry.snapshot and entry.snapshot == other.snapshot)
+    return any(a and a == b for a, b in zip(entry, other, strict=True))
 
 
-def _skipped(folder: FolderState, entry: Entry) -> tuple[int, int]:
+def _find_skipped_range(folder: FolderState, entry: Entry) -> tuple[int, int]:
     """Returns the sequence numbers, as (low, high], of the snapshots that recovery skips when it restores `entry`."""
     manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
     sequences = {manifest.id: manifest.sequence for manifest in manifests}
     high = max(sequences.values(), default=0)
-    return sequences.get(entry.snapshot or "", high if entry.live else 0), high
+    return sequences.get(entry.snapshot or "", high if entry.live_version else 0), high
 
 
 def _describe_change(store: FolderState) -> str:

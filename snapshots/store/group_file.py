@@ -20,13 +20,13 @@ from typing import Any, Self
 from ...engine.durable import read_record, seal, unseal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
-from ..files.reader import Snapshot, list_snapshots, name_of
+from ..files.reader import Snapshot, find_snapshot_name, list_snapshots
 from .folder import StoreFolder
-from .folder_state import SNAPSHOTS, FolderState, shard_versions
+from .folder_state import SNAPSHOTS, FolderState, read_shard_versions
+from .initial_records import GROUP_FILE_PREFIX, MISSING_SNAPSHOT_ID, OldGroup, make_group_record, make_store_record
 from .lock import FileLock, InUseError
-from .mark import Link, live_version
-from .old_stores import PREFIX, UNKNOWN, OldGroup, make_group_record, make_store_record
-from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, usable
+from .mark import Link, read_live_version
+from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, drop_lost
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
 Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
@@ -53,16 +53,16 @@ class GroupFile:
         self.folder, self.shards, self.beside = folder, shards or {}, beside
         self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
         self.mark_folder = folder.recovery_folder  # its MARK contains the record, or the record file's path
-        mark, group = self.mark_folder.mark, OldGroup.of(self.mark_folder.mark)
+        mark, group = self.mark_folder.mark, OldGroup.read(self.mark_folder.mark)
         self.path: Path | None = None  # the record file; None if the record is in the store's MARK
-        self.store = mark.store or (group.id if group is not None else secrets.token_hex(8))
+        self.store_id = mark.store_id or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
-            self.store = secrets.token_hex(8)
+            self.store_id = secrets.token_hex(8)
             self.record = self._own_record()
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
-            path, record = make_group_record(folder, group, self.files)
+            path, record = make_group_record(folder, group, self.read_files)
             self.path, self.record = (path, record) if record else self._follow(Link.to(path, self.mark_folder.path))
         elif mark.exists or not self._find_by_path():
             self.record = mark.record or self._own_record()
@@ -70,8 +70,8 @@ class GroupFile:
             self._check_listed()
 
     def _own_record(self) -> Record:
-        live, shards = self.files(self.folder).common_version, self.read_shards(self.folder)
-        return make_store_record(self.store, self.folder, live, shards)
+        version, shards = self.read_files(self.folder).common_version, self.read_shards(self.folder)
+        return make_store_record(self.store_id, self.folder, version, shards)
 
     def copy_with(self, **attributes: Any) -> Self:
         result = copy(self)
@@ -113,13 +113,13 @@ class GroupFile:
 
     def _check_listed(self) -> None:
         """Raises StoreError if the record does not list this store, or lists another folder with the same id."""
-        if self.store not in self.record.now:
+        if self.store_id not in self.record.now:
             raise RecordError(
                 f"the group's record {str(self.path)!r} does not list {str(self.folder.path)!r}: this folder is a copy "
                 "from before the store was taken out of the group",
                 "run `tierbed store detach` on the folder, and load one of its snapshots",
             )
-        twins = [twin for twin in self._find_folders(self.store) if twin.recovery_folder.mark.store == self.store]
+        twins = [t for t in self._find_folders(self.store_id) if t.recovery_folder.mark.store_id == self.store_id]
         own_paths = (self.folder.path, self.folder.snapshot_store.path)
         if twins and not any(os.path.samefile(twin.path, path) for twin in twins for path in own_paths):
             raise RecordError(
@@ -132,27 +132,27 @@ class GroupFile:
     def _find_by_path(self) -> bool:
         """Find the record that lists this folder. Used if MARK is lost but snapshots exist. Returns True if found."""
         if list_snapshots(self.folder.snapshots).snapshots:
-            for path in sorted(self.folder.path.parent.glob(f"{PREFIX}*")):
+            for path in sorted(self.folder.path.parent.glob(f"{GROUP_FILE_PREFIX}*")):
                 with suppress(OSError, *INVALID):
                     record = Record.parse(unseal(read_record(path)))
-                    for store, location in record.places.items() if not record.joining else ():
+                    for id, location in record.places.items() if not record.joining else ():
                         folders = [folder for folder in location.paths(path.parent) if folder.is_dir()]
                         if any(os.path.samefile(folder, self.folder.path) for folder in folders):
-                            self.path, self.record, self.store = path, record, store
+                            self.path, self.record, self.store_id = path, record, id
                             return True
         return False
 
-    def write_mark(self, mark_folder: StoreFolder, store: str, **fields: Any) -> None:
+    def write_mark(self, mark_folder: StoreFolder, store_id: str, **fields: Any) -> None:
         """Write `fields` into a store's MARK. Also write the record or a link to its file. Raises StoreError."""
         record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, mark_folder.path))
         if fields or (mark_folder.mark.record, mark_folder.mark.link) != (record, link):
-            mark_folder.change(store=store, record=record, link=link, old={}, **fields)
+            mark_folder.change(store_id=store_id, record=record, link=link, old={}, **fields)
 
     @property
     def last_snapshot(self) -> str | None:
         """The name of the store's snapshot in the record's `commit`, or None if the commit is empty."""
-        id = self.record.commit[self.store]
-        return None if id == EMPTY else name_of(self.folder.snapshots, id)
+        id = self.record.commit[self.store_id]
+        return None if id == EMPTY else find_snapshot_name(self.folder.snapshots, id)
 
     def members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the folders of the group's members, by store id.
@@ -160,20 +160,20 @@ class GroupFile:
         Raises StoreError if a member's folder is missing. Also raises StoreError if the folder does not belong to the
         group, for example because it is an old copy. lenient: leave out members without a valid folder; do not raise.
         """
-        folders = {self.store: self.folder}
-        for store, location in self.record.places.items():
-            if store in folders:
+        folders = {self.store_id: self.folder}
+        for id, location in self.record.places.items():
+            if id in folders:
                 continue
-            candidates = self._find_folders(store)
+            candidates = self._find_folders(id)
             if not candidates and not lenient:
                 raise StoreError(
                     f"folder {location.absolute!r} is missing. Its embedding {location.name!r} was trained together "
                     f"with {self.folder.path.name!r}. Put the folder back; or start over with the store option "
                     'open="fresh" for each; or continue without the missing rows with open="mixed"'
                 )
-            member = next((candidate for candidate in candidates if self._leads_here(candidate, store)), None)
+            member = next((candidate for candidate in candidates if self._leads_here(candidate, id)), None)
             if member is not None:
-                folders[store] = member
+                folders[id] = member
             elif not self.record.joining and not lenient:
                 raise StoreError(
                     f"{str(candidates[0].path)!r} is not in the group of {self.folder.path.name!r}. It is a new store, "
@@ -182,42 +182,42 @@ class GroupFile:
                 )
         return folders
 
-    def _find_folders(self, store: str) -> list[FolderState]:
+    def _find_folders(self, id: str) -> list[FolderState]:
         """Returns folders that may be a store: existing paths from the record, and same-named folders in `beside`."""
         assert self.path is not None
-        location = self.record.places[store]
-        moved = [] if store == self.store else [path for path in self.beside if path.name == location.name]
+        location = self.record.places[id]
+        moved = [] if id == self.store_id else [path for path in self.beside if path.name == location.name]
         folders = {
             os.path.realpath(path): path for path in (*location.paths(self.path.parent), *moved) if path.is_dir()
         }
         return [self._folders.setdefault(real_path, FolderState(path)) for real_path, path in folders.items()]
 
-    def _leads_here(self, folder: FolderState, store: str) -> bool:
+    def _leads_here(self, folder: FolderState, id: str) -> bool:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # MARK is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
         if mark.link is None:  # only earlier versions of tierbed have trained this store
-            group = OldGroup.of(mark)
-            return group is not None and group.id == store and self.store in group.others
+            group = OldGroup.read(mark)
+            return group is not None and group.id == id and self.store_id in group.others
         is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
-        return mark.store == store and (is_direct or GroupFile(folder).key == self.key)
+        return mark.store_id == id and (is_direct or GroupFile(folder).key == self.key)
 
-    def files(self, folder: FolderState) -> Files:
+    def read_files(self, folder: FolderState) -> Files:
         versions = self.read_shards(folder)
-        live = [versions.get(rank) for rank in range(folder.ranks)] or [live_version(folder.clean_marker)]
-        return Files(live, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
+        live_versions = [*map(versions.get, range(folder.num_ranks))] or [read_live_version(folder.clean_marker)]
+        return Files(live_versions, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
 
     def read_shards(self, folder: FolderState) -> Mapping[int, str | None]:
         """Returns the versions of a store's shards by rank: from `self.shards`, or else from shards on this host."""
         versions = self.shards.get(str(folder.path))
-        return shard_versions(folder.path, folder.ranks) if versions is None else versions
+        return read_shard_versions(folder.path, folder.num_ranks) if versions is None else versions
 
     def check_closed(self) -> None:
         """Raises StoreError if the last run did not close all members. Called for the store option open="error"."""
         unclosed = []
-        for store, folder in self.members(lenient=True).items():
-            live = self.record.now[store].live if folder.ranks else None
-            if store in self.record.trained or (live and live != self.files(folder).common_version):
+        for id, folder in self.members(lenient=True).items():
+            version = self.record.now[id].live_version if folder.num_ranks else None
+            if id in self.record.trained or (version and version != self.read_files(folder).common_version):
                 unclosed.append(repr(str(folder.path)))
         if unclosed and self.path is None:
             raise StoreError(
@@ -230,12 +230,12 @@ class GroupFile:
                 'run, so their live rows cannot be used; open="resume" recovers the last step that all of them saved'
             )
 
-    def _check_remote_shards(self, store: str, folder: FolderState) -> None:
+    def _check_remote_shards(self, id: str, folder: FolderState) -> None:
         """Raises StoreError if shards on other hosts may hold live rows that no snapshot has."""
-        entry, shards, ranks = self.record.now[store], self.read_shards(folder), folder.ranks
+        entry, shards, ranks = self.record.now[id], self.read_shards(folder), folder.num_ranks
         remote = [str(rank) for rank in range(ranks) if rank not in shards]
-        is_saved = usable(entry, self.files(folder)).snapshot is not None
-        if remote and entry.live and {*shards.values()} <= {entry.live} and not is_saved:
+        is_saved = drop_lost(entry, self.read_files(folder)).snapshot is not None
+        if remote and entry.live_version and {*shards.values()} <= {entry.live_version} and not is_saved:
             problem = f"the shards of rank {', '.join(remote)} are not" if shards else "none of their shards is"
             raise StoreError(
                 f"store folder {str(folder.path)!r} has live rows of {ranks} ranks, and {problem} here. Open the store "
@@ -243,26 +243,26 @@ class GroupFile:
                 'rows, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
             )
 
-    def target(self) -> dict[str, Entry]:
+    def choose_entries(self) -> dict[str, Entry]:
         """Choose the durable rows for each member's next open, given that no process trains the group.
 
         Raises StoreError if there is no moment for which every member has durable rows. Raises SnapshotError if a
         damaged snapshot makes the choice uncertain.
         """
         members, record, commit = self.members(), self.record, self.record.commit
-        for store, folder in members.items():
-            self._check_remote_shards(store, folder)
-        chosen = choose(record, {store: self.files(folder) for store, folder in members.items()})
-        if chosen is None or any(entry.snapshot != commit[id] and not entry.live for id, entry in chosen.items()):
+        for id, folder in members.items():
+            self._check_remote_shards(id, folder)
+        chosen = choose(record, {id: self.read_files(folder) for id, folder in members.items()})
+        if chosen is None or any(e.snapshot != commit[id] and not e.live_version for id, e in chosen.items()):
             _check_damage(members.values())
         if chosen is not None:
-            was_saved = any(record.parents.get(store, EMPTY) != EMPTY for store in members)
+            was_saved = any(record.parents.get(id, EMPTY) != EMPTY for id in members)
             starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {id: record.now[id] for id in chosen}
             if not (was_saved and starts_over):
                 return chosen
         in_order = sorted(members.items(), key=lambda item: item[1].path.name)
         rows = ", ".join(_describe_rows(folder) for _, folder in in_order)
-        lost = [text for store, folder in in_order if (text := self._missing_commit(store, folder, members))]
+        lost = [text for id, folder in in_order if (text := self._describe_missing_commit(id, folder, members))]
         raise StoreError(
             "embeddings that are trained together were not closed by their last run, and they have no saved step in "
             f"common: {rows}. {''.join(f'{text}: put it back. ' for text in lost)}Do one of these: (1) load a "
@@ -270,33 +270,34 @@ class GroupFile:
             'snapshot load`; (3) start over with open="fresh" for each; (4) accept different steps with open="mixed"'
         )
 
-    def _missing_commit(self, store: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
+    def _describe_missing_commit(self, id: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
         """Describe the snapshot that `commit` names for the store, if it is missing on disk; otherwise return ""."""
-        id = self.record.commit[store]
-        if id in (EMPTY, UNKNOWN) or id in self.files(folder).snapshots:
+        commit = self.record.commit[id]
+        if commit in (EMPTY, MISSING_SNAPSHOT_ID) or commit in self.read_files(folder).snapshots:
             return ""
         snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots).snapshots]
-        same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == id[:16]]
+        same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == commit[:16]]
         name = f"{same_save[0]!r} " if same_save else ""
-        return f"{folder.path.name!r} lacks snapshot {name}(id {id}) of the last step that all of them had saved"
+        return f"{folder.path.name!r} lacks snapshot {name}(id {commit}) of the last step that all of them had saved"
 
     def choose_after_kill(self) -> dict[str, Entry]:
         """Choose each member's rows for the next open, as if all processes that use the group were killed now."""
-        now = {store: Entry(entry.snapshot) for store, entry in self.record.now.items()}
-        return self.copy_with(record=replace(self.record, now=now)).target()
+        now = {id: Entry(entry.snapshot) for id, entry in self.record.now.items()}
+        return self.copy_with(record=replace(self.record, now=now)).choose_entries()
 
     def choose_own_entry(self) -> Entry:
         """Choose the rows for opening this store while another process trains its group. Returns NOTHING if unknown."""
-        return usable(self.record.now[self.store], self.files(self.folder))
+        return drop_lost(self.record.now[self.store_id], self.read_files(self.folder))
 
-    def newest(self) -> dict[str, Entry]:
+    def choose_newest(self) -> dict[str, Entry]:
         """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
         chosen = {}
-        for store, folder in self.members(lenient=True).items():
-            files, ids = self.files(folder), [entry.manifest.id for entry in list_snapshots(folder.snapshots).snapshots]
-            parent = Entry(self.record.parents.get(store, self.record.commit[store]))
-            entries = (usable(entry, files) for entry in (self.record.now[store], parent))
-            chosen[store] = next((entry for entry in entries if entry != NOTHING), Entry(ids[-1] if ids else EMPTY))
+        for id, folder in self.members(lenient=True).items():
+            ids = [EMPTY, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots)]
+            files = self.read_files(folder)
+            parent = Entry(self.record.parents.get(id, self.record.commit[id]))
+            entries = (drop_lost(entry, files) for entry in (self.record.now[id], parent))
+            chosen[id] = next((entry for entry in entries if entry != NOTHING), Entry(ids[-1]))
         return chosen
 
 

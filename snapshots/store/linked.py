@@ -14,7 +14,7 @@ from ..files.format import MANIFEST, ROCKSDB
 from ..files.reader import Snapshot
 from .folder_state import FolderState
 from .group_file import GroupFile
-from .recovery_rule import needed
+from .recovery_rule import find_needed_ids
 
 REPLACED_PREFIX = "replaced-"  # name prefix of an overwritten snapshot that recovery may still need
 STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that `state_dict()` made
@@ -57,7 +57,7 @@ def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
     except Exception:
         if is_new:
             file = GroupFile(store)
-            if snapshot.manifest.id not in needed(file.record, file.store):
+            if snapshot.manifest.id not in find_needed_ids(file.record, file.store_id):
                 remove_snapshot(folder)
         raise
 

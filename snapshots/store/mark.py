@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...engine.durable import unseal
-from ..files.format import FOLDER_FIELDS, LIVE, OLD_CANDIDATES, OLD_GROUP, SHARD
+from ..files.format import FOLDER_FIELDS, LIVE_VERSION, OLD_CANDIDATES, OLD_GROUP, SHARD
 from .recovery_rule import Record
 
 LIVE_FOLDERS = ("live", "live-2")
@@ -18,7 +18,7 @@ LIVE_FOLDERS = ("live", "live-2")
 class RanksRecord(NamedTuple):
     """How many ranks divide the live rows into shards. Only earlier versions wrote the fields `run` and `saved`."""
 
-    ranks: int
+    num_ranks: int
     run: str = ""  # the id of the run that wrote the first rows
     saved: int = -1  # how many collective writes preceded the recovery snapshot's save or load
 
@@ -44,18 +44,18 @@ class Mark:
 
     exists: bool = True  # False if the file is missing or damaged
     clean_marker: dict[str, Any] | None = None  # describes the live rows; None if absent or not clean
-    live: str = LIVE_FOLDERS[0]
-    ranks: RanksRecord | None = None  # set if several ranks divide the rows
-    store: str = ""  # the store's id
+    live_folder_name: str = LIVE_FOLDERS[0]
+    ranks_record: RanksRecord | None = None  # set if several ranks divide the rows
+    store_id: str = ""
     record: Record | None = None  # set if the store trains alone
     link: Link | None = None  # the group's record file; set if the store trains together with others
     old: Mapping[str, Any] = field(default_factory=dict)  # earlier versions wrote this instead of record and link
 
     def plain(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
-            "place": self.live,
-            "ranks": self.ranks,
-            "store": self.store,
+            "place": self.live_folder_name,
+            "ranks": self.ranks_record,
+            "store": self.store_id,
             "record": self.record and self.record.plain(),
             "link": self.link,
             **self.old,
@@ -70,12 +70,12 @@ class Mark:
             if not isinstance(content, dict) or not content:
                 return cls(exists=False)
             marker = {name: value for name, value in content.items() if name not in FOLDER_FIELDS}
-            live, ranks = content.get("place"), content.get("ranks")
+            folder_name, ranks = content.get("place"), content.get("ranks")
             return cls(
                 clean_marker=marker if "live" in marker else None,
-                live=live if live in LIVE_FOLDERS else LIVE_FOLDERS[0],
-                ranks=None if ranks is None else RanksRecord(*ranks[:3]),
-                store=str(content.get("store", "")),
+                live_folder_name=folder_name if folder_name in LIVE_FOLDERS else LIVE_FOLDERS[0],
+                ranks_record=None if ranks is None else RanksRecord(*ranks[:3]),
+                store_id=str(content.get("store", "")),
                 record=None if content.get("record") is None else Record.parse(content["record"]),
                 link=None if content.get("link") is None else Link(*map(str, content["link"])),
                 old={name: content[name] for name in (OLD_CANDIDATES, OLD_GROUP) if content.get(name) is not None},
@@ -84,11 +84,11 @@ class Mark:
             return cls(exists=False)
 
 
-def live_version(marker: Mapping[str, Any] | None) -> str | None:
+def read_live_version(marker: Mapping[str, Any] | None) -> str | None:
     """Returns the version of the live rows that a clean marker describes, or None without a marker."""
     if marker is None:
         return None
-    match marker.get(SHARD), marker.get(LIVE):
+    match marker.get(SHARD), marker.get(LIVE_VERSION):
         case {"run": str(run), "writes": int(writes)}, _:
             return f"{run}:{writes}"
         case _, str(version):

@@ -12,8 +12,7 @@ snapshot of each store. All these snapshots are of the same moment, as new as po
 
 On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise all stores go back to
 the commit. If a snapshot of the commit was removed, all stores go back to `before` instead. `next_record` computes the
-record that a save, load or close writes. All functions here are pure, and tests/crash/record_model.py checks them on
-random histories.
+record that a save, load or close writes. All functions are pure; tests/crash/record_model.py checks random histories.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ class Entry(NamedTuple):
     """Names the durable rows that equal a store's current rows: a snapshot (or EMPTY), the live rows, both, or none."""
 
     snapshot: str | None = None  # a snapshot's id, or EMPTY
-    live: str | None = None  # the version in the live rows' clean marker, the same for all shards
+    live_version: str | None = None  # the version in the live rows' clean marker, the same for all shards
 
 
 NOTHING = Entry()
@@ -53,7 +52,7 @@ class Location(NamedTuple):
     snapshots: str = ""  # the store folder that contains the snapshots, if it is another one
 
     @classmethod
-    def of(cls, store: Path, snapshot_store: Path, folder: Path) -> Location:
+    def make(cls, store: Path, snapshot_store: Path, folder: Path) -> Location:
         """Returns the location of `store`. folder: the folder that contains the record."""
         snapshots = "" if snapshot_store == store else str(snapshot_store)
         return cls(store.name, os.path.relpath(store, folder), str(store), snapshots)
@@ -110,13 +109,13 @@ NO_RECORD = Record({}, {}, {})  # for a process that writes no record
 class Files(NamedTuple):
     """What recovery needs to know about a store's files."""
 
-    live: Sequence[str | None]  # the version in each shard's clean marker
+    live_versions: Sequence[str | None]  # the version in each shard's clean marker
     snapshots: Collection[str]  # the ids of the store's snapshots
 
     @property
     def common_version(self) -> str | None:
         """The live rows' version if it is the same for all shards; None if versions differ or are missing."""
-        return self.live[0] if len({*self.live}) == 1 else None
+        return self.live_versions[0] if len({*self.live_versions}) == 1 else None
 
 
 @dataclass(eq=False)
@@ -132,17 +131,17 @@ class Interval:
         self.last = min(self.last, moment)
 
 
-def usable(entry: Entry, files: Files) -> Entry:
+def drop_lost(entry: Entry, files: Files) -> Entry:
     """Returns the entry without unusable rows, that is, a missing snapshot, or live rows that some shard lacks."""
     has_snapshot = entry.snapshot == EMPTY or entry.snapshot in files.snapshots
-    has_live = entry.live is not None and all(live == entry.live for live in files.live)
-    return Entry(entry.snapshot if has_snapshot else None, entry.live if has_live else None)
+    has_live = entry.live_version is not None and all(version == entry.live_version for version in files.live_versions)
+    return Entry(entry.snapshot if has_snapshot else None, entry.live_version if has_live else None)
 
 
 def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
     """Choose rows for each member of a group that no process locks. Returns None if a member's rows are missing."""
     for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
-        chosen = {x: usable(entries[x], store_files) for x, store_files in files.items()}
+        chosen = {x: drop_lost(entries[x], store_files) for x, store_files in files.items()}
         if NOTHING not in chosen.values():
             return chosen
     return None
@@ -177,7 +176,7 @@ def next_record(record: Record, entries: Mapping[str, Entry], snapshots: Snapsho
     return result
 
 
-def needed(record: Record, store: str) -> set[str]:
+def find_needed_ids(record: Record, store_id: str) -> set[str]:
     """Returns the ids of a store's snapshots that must not be removed. The snapshots in `before` need not be kept."""
-    ids = {record.now.get(store, NOTHING).snapshot, record.commit.get(store), record.parents.get(store)}
+    ids = {record.now.get(store_id, NOTHING).snapshot, record.commit.get(store_id), record.parents.get(store_id)}
     return {id for id in ids if id not in (None, EMPTY)}

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 from ...engine.checks import check_int
 from ...engine.errors import SnapshotError
-from ..files.format import snapshot_id
-from ..files.reader import Snapshot, list_snapshots, snapshot_by_id
+from ..files.format import read_snapshot_id
+from ..files.reader import Snapshot, find_snapshot, list_snapshots
 from ..files.writer import find_children
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import find_group_file
 from .linked import REPLACED_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
-from .recovery_rule import Record, needed
+from .recovery_rule import Record, find_needed_ids
 
 log = logging.getLogger("tierbed")
 
@@ -24,9 +24,9 @@ log = logging.getLogger("tierbed")
 class PrunePlan(NamedTuple):
     """The snapshots that a prune keeps and removes. Each list is sorted from oldest to latest."""
 
-    kept: list[Snapshot]
+    retained: list[Snapshot]
     removed: list[Snapshot]
-    kept_for_recovery: list[Snapshot]  # the part of `kept` that only recovery needs
+    retained_for_recovery: list[Snapshot]  # the part of `retained` that only recovery needs
 
 
 def plan_prune(
@@ -34,7 +34,7 @@ def plan_prune(
     keep_last: int,
     keep_every: int | None = None,
     recovery_snapshots: Collection[str] = (),
-    of_states: Collection[str] = (),
+    state_snapshots: Collection[str] = (),
 ) -> PrunePlan:
     """Decide which `snapshots` a prune keeps. Parents of a kept snapshot are kept too. OptionError, SnapshotError.
 
@@ -43,13 +43,13 @@ def plan_prune(
         keep_last: the number of latest snapshots to keep.
         keep_every: a number of steps, or None. Also keeps the first snapshot at or after each multiple of this number.
         recovery_snapshots: names of snapshots that recovery may load. They are kept.
-        of_states: names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
+        state_snapshots: names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
     """
     keep_last = check_int("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:
         keep_every = check_int("keep_every", keep_every, "a whole number from 1", 1)
-    counted = [snapshot for snapshot in snapshots if snapshot.name not in of_states]
-    policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(of_states)
+    counted = [snapshot for snapshot in snapshots if snapshot.name not in state_snapshots]
+    policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(state_snapshots)
     last_multiple = -1
     for snapshot in counted:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > last_multiple:
@@ -59,11 +59,11 @@ def plan_prune(
         {ancestor.name for snapshot in snapshots if snapshot.name in names for ancestor in snapshot.chain}
         for names in (policy_names, recovery_snapshots)
     )
-    kept = required | for_recovery
+    retained = required | for_recovery
     return PrunePlan(
-        [snapshot for snapshot in snapshots if snapshot.name in kept],
-        [snapshot for snapshot in snapshots if snapshot.name not in kept],
-        [snapshot for snapshot in snapshots if snapshot.name in kept - required],
+        [snapshot for snapshot in snapshots if snapshot.name in retained],
+        [snapshot for snapshot in snapshots if snapshot.name not in retained],
+        [snapshot for snapshot in snapshots if snapshot.name in retained - required],
     )
 
 
@@ -72,21 +72,21 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
-    of_states = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
-    return plan_prune(snapshots, keep_last, keep_every, list_needed(store), of_states)
+    state_snapshots = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
+    return plan_prune(snapshots, keep_last, keep_every, list_needed(store), state_snapshots)
 
 
 def list_needed(store: FolderState) -> set[str]:
-    """Returns names of snapshots `needed` by this store or others that share them. SnapshotError, StoreError."""
-    ids = {id for file in map(find_group_file, store.sharing) for id in needed(file.record, file.store)}
+    """Returns names of snapshots needed by this store or others that share them. SnapshotError, StoreError."""
+    ids = {id for f in map(find_group_file, store.sharing_stores) for id in find_needed_ids(f.record, f.store_id)}
     snapshots = list_snapshots(store.snapshots).snapshots
-    return {snapshot_by_id(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
+    return {find_snapshot(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
-def find_undone_names(snapshots: Path, record: Record, store: str) -> set[str]:
+def find_undone_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
     """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
-    low, high = record.undone.get(store, (0, 0))
-    needed_ids = needed(record, store)
+    low, high = record.undone.get(store_id, (0, 0))
+    needed_ids = find_needed_ids(record, store_id)
     return {
         snapshot.name
         for snapshot in (list_snapshots(snapshots).snapshots if high > low else ())
@@ -99,7 +99,7 @@ def link_state_snapshot(store: StoreFolder, id: str | None, keep: int | None) ->
 
     First removes links that earlier calls of `state_dict()` made, except the latest `keep` links.
     """
-    snapshot = None if id is None else snapshot_by_id(store.snapshots, id)
+    snapshot = None if id is None else find_snapshot(store.snapshots, id)
     link = None if snapshot is None else store.snapshots / (STATE_PREFIX + snapshot.manifest.id)
     if keep is not None and (link is None or not link.is_dir()):
         _prune_states(store, keep)
@@ -154,7 +154,7 @@ def drop_replaced(store: StoreFolder) -> None:
 
 def is_replaced(folder: Path) -> bool:
     """True if `keep_replaced` gave the snapshot its name."""
-    return folder.name == f"{REPLACED_PREFIX}{snapshot_id(folder)}"
+    return folder.name == f"{REPLACED_PREFIX}{read_snapshot_id(folder)}"
 
 
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
@@ -172,6 +172,6 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove `saved` unless recovery or a child needs it. Keeps a newer snapshot of this name. Raises SnapshotError."""
-    folder = store.snapshots / saved.name
-    if snapshot_id(folder) == saved.manifest.id and saved.name not in list_needed(store) and not find_children(folder):
+    folder, is_needed = store.snapshots / saved.name, saved.name in list_needed(store)
+    if read_snapshot_id(folder) == saved.manifest.id and not is_needed and not find_children(folder):
         remove_snapshot(folder)

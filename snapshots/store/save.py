@@ -12,13 +12,13 @@ from ...engine.checks import check_choice
 from ...engine.durable import fsync_dir, make_temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
-from ..files.format import KINDS, HashShard, RocksDBFiles, snapshot_id
+from ..files.format import KINDS, HashShard, RocksDBFiles, read_snapshot_id
 from ..files.merging import changes_between
-from ..files.reader import MAX_CHAIN, Snapshot, list_snapshots, snapshot_by_id
+from ..files.reader import MAX_CHAIN, Snapshot, find_snapshot, list_snapshots
 from ..files.writer import (
-    Files,
     NewSnapshots,
     ProgressCallback,
+    RowFiles,
     check_free,
     check_parent,
     find_children,
@@ -28,7 +28,7 @@ from ..files.writer import (
 )
 from .folder import StoreFolder
 from .linked import remove_snapshot
-from .recovery_rule import EMPTY, Record, needed
+from .recovery_rule import EMPTY, Record, find_needed_ids
 from .retention import drop_replaced, find_undone_names, is_state_snapshot, keep_replaced
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class SaveSource(NamedTuple):
     rows: int
     scan: Callable[[], Chunks]  # yields all rows
     record: Record  # the record of the store's group
-    store: str  # the store's id in the record
+    store_id: str
     rocksdb: RocksDB | None = None  # the database that contains all rows after its `flush`
     changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # returns the changes since a given snapshot
     id: str | None = None  # the new snapshot's id
@@ -52,7 +52,7 @@ class SaveSource(NamedTuple):
     @property
     def parent(self) -> str:
         """The id of the snapshot that an incremental save continues, or EMPTY if there is none."""
-        return self.record.parents.get(self.store, EMPTY)
+        return self.record.parents.get(self.store_id, EMPTY)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
@@ -60,7 +60,7 @@ def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, ove
     check_kind(kind)
     drop_replaced(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
     folder = store.snapshots / name
-    reusable = find_undone_names(store.snapshots, source.record, source.store)
+    reusable = find_undone_names(store.snapshots, source.record, source.store_id)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
         check_free(folder, overwrite or name in reusable)
     if kind == "checkpoint" and source.rocksdb is None:
@@ -79,11 +79,11 @@ def begin_save(
     if parent is not None:
         check_parent(folder, parent, source.description)
     store.clear_snapshots()
-    if name in find_undone_names(store.snapshots, source.record, source.store):
+    if name in find_undone_names(store.snapshots, source.record, source.store_id):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
-    if os.path.lexists(folder) and snapshot_id(folder) in needed(source.record, source.store):
+    if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(source.record, source.store_id):
         keep_replaced(folder)
     new.begin(folder, source.description, overwrite or os.path.lexists(folder))
     return folder, parent
@@ -93,7 +93,7 @@ class Part(NamedTuple):
     """What one rank or process wrote. rows: the number of rows in the table, or in the writer's shard."""
 
     rows: int
-    files: Files
+    files: RowFiles
     rocksdb: RocksDBFiles | None = None
 
 
@@ -147,7 +147,7 @@ def find_parent(store: StoreFolder, name: str, source: SaveSource) -> Snapshot |
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save a snapshot "
             "with kind='full' first"
         )
-    parent = snapshot_by_id(store.snapshots, source.parent)
+    parent = find_snapshot(store.snapshots, source.parent)
     if is_state_snapshot(parent):
         reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:

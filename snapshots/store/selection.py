@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from ...engine.errors import InputError
 from ...engine.optim.kernel import load_kernels
 from ...engine.row_format import STATE_DTYPES, Chunks, RowArray, RowFormat, find_overflows
-from ..files.reader import Snapshot, count_progress
+from ..files.reader import ProgressCallback, Snapshot, count_progress
 
 Types = tuple[str, str]  # the dtype of embeddings, and the dtype of optimizer states with one number per element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
 
 
-def converted_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
+def convert_description(description: dict[str, Any], types: Types) -> dict[str, Any]:
     """Returns a table's description after its rows are converted to the dtypes `types`."""
     dtype, state_type = types
     kernel = load_kernels().get(description["optimizer"])
@@ -35,13 +35,13 @@ def converted_description(description: dict[str, Any], types: Types) -> dict[str
     return {**result, "width": RowFormat.from_description(result).width}
 
 
-def types_of(description: Mapping[str, Any]) -> tuple[str, str | None]:
+def read_dtypes(description: Mapping[str, Any]) -> tuple[str, str | None]:
     """Returns the dtypes of embeddings and optimizer states in a valid description. Without states: (dtype, None)."""
     states = description.get(STATE_DTYPES, ["float32"] * len(description["state_widths"]))
     return description["dtype"], states[0] if states else None
 
 
-def converted(rows: RowArray, old: RowFormat, new: RowFormat, signed: bool) -> RowArray:
+def convert_rows(rows: RowArray, old: RowFormat, new: RowFormat, signed: bool) -> RowArray:
     """Convert rows [n] to the format `new`, whose fields are the first of `old`. Raises InputError on overflow."""
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
@@ -98,7 +98,7 @@ class Selection:
     def description(self, description: dict[str, Any]) -> dict[str, Any]:
         """Returns the selected rows' description. Without `state`, the table counts as never trained."""
         if self.types is not None:
-            description = converted_description(description, self.types)
+            description = convert_description(description, self.types)
         if self.state:
             return description
         result = {name: value for name, value in description.items() if name != STATE_DTYPES}
@@ -107,7 +107,7 @@ class Selection:
             result[STATE_DTYPES] = []
         return {**result, "width": RowFormat(sum(result["columns"]), result["dtype"]).width}
 
-    def rows_of(self, snapshot: Snapshot, report: LoadReport, progress: Callable[[int], None] | None = None) -> Chunks:
+    def read_rows(self, snapshot: Snapshot, report: LoadReport, progress: ProgressCallback | None = None) -> Chunks:
         """Yields and counts a snapshot's selected rows. If `state` is False, yields values as lookups return them."""
         chunks = snapshot.chunks()
         if not self.state:
@@ -121,17 +121,17 @@ class Selection:
         signed = description["key_type"] != "uint64"
         stored, loaded = (RowFormat.from_description(source) for source in (description, self.description(description)))
         for bucket, rows in chunks:
-            selected = self._selected(rows, signed)
+            selected = self._select(rows, signed)
             report.left_out += len(rows) - len(selected)
             report.rows += len(selected)
             if not self.state or loaded.dtype != stored.dtype:
-                selected = converted(selected, stored, loaded, signed)
+                selected = convert_rows(selected, stored, loaded, signed)
             if not self.state:
                 selected["step"] = 0
             if len(selected):
                 yield bucket, selected
 
-    def _selected(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
+    def _select(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
         if self.tables is not None:
             rows = rows[np.isin(rows["table"], list(self.tables))]
         if self.padding is not None:

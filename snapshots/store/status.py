@@ -12,11 +12,11 @@ from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.table_names import read_table_names, table_labels
 from ...engine.store.table_counts import read_counts
 from ..files.format import MANIFEST
-from ..files.reader import snapshot_by_id
-from .closed_store import merged_clean_marker
-from .folder_state import RANKS, SNAPSHOTS, FolderState, clean_markers, holder, last_step
+from ..files.reader import find_snapshot
+from .closed_store import merge_clean_markers
+from .folder_state import RANKS, SNAPSHOTS, FolderState, find_holder, read_clean_markers, read_last_step
 from .group_file import GroupFile
-from .mark import live_version
+from .mark import read_live_version
 from .recovery_rule import EMPTY
 
 CHECKPOINT = "graph.msgpack"  # every checkpoint contains this file, but no store folder does
@@ -39,7 +39,7 @@ class MemberStatus(NamedTuple):
 
     name: str
     path: Path
-    live: bool  # True if the live rows equal the current rows; False while the store is trained and after a kill
+    has_live_rows: bool  # True if live rows equal the current rows; False while the store is trained and after a kill
     snapshot: str | None  # a snapshot that equaled the rows when the record was last written, or None
     step: int | None  # the step of the rows that the record names; None if unknown
     common: str | None  # this store's snapshot of the last step that all stores saved; None if it then had no rows
@@ -53,13 +53,13 @@ class StoreStatus:
     path: Path
     holder: int | None  # the id of the process that has the store open, 0 if unknown; None if the store is not open
     marker: dict[str, Any] | None  # the clean marker, merged for ranks; None if live rows are absent or not clean
-    live: str | None  # the kind of the live rows: "rows", "rocksdb" or "ranks"
+    live_kind: str | None  # the kind of the live rows: "rows", "rocksdb" or "ranks"
     rows: int | None  # the number of live rows; None without a clean marker, or if unknown
     step: int | None  # the live rows' step; None if unknown
     recovery_snapshot: str | None  # the store's snapshot of the last step that all stores of its group saved
     bytes: dict[str, int]  # sizes of live rows, snapshots and other files; a hard-linked file counts once
     restart: Restart  # how a run would start now; for an open store, how a run would start after a kill
-    ranks: int | None = None  # the number of ranks; None for one process
+    num_ranks: int | None = None  # the number of ranks; None for one process
     group: tuple[MemberStatus, ...] = ()  # all stores of the group, including this one; empty if the store trains alone
 
     @property
@@ -84,34 +84,34 @@ class StoreStatus:
             return "elsewhere"
         if self.marker is not None:
             return "closed"
-        return "new" if self.live is None and self.step is None else "unclean"
+        return "new" if self.live_kind is None and self.step is None else "unclean"
 
 
 def store_status(path: Path) -> StoreStatus:
     """Read a store's status. Raises StoreError, or SnapshotError if the store's snapshots cannot be read."""
     path = require_store(Path(path))
     folder = FolderState(path)
-    ranks, top, marker, recorded_step = folder.ranks, folder.live, folder.clean_marker, folder.recorded_step
+    ranks, top, marker, recorded_step = folder.num_ranks, folder.live_path, folder.clean_marker, folder.recorded_step
     if ranks:
-        top, marker, recorded_step = path / RANKS, merged_clean_marker(folder), last_step(path, ranks)
-    live = "ranks" if ranks else _live_kind(folder.live) if marker is None else marker["live"]
+        top, marker, recorded_step = path / RANKS, merge_clean_markers(folder), read_last_step(path, ranks)
+    kind = "ranks" if ranks else _find_live_kind(folder.live_path) if marker is None else marker["live"]
     group: tuple[MemberStatus, ...] = ()
     name = None
-    if ranks and not clean_markers(path, ranks):
+    if ranks and not read_clean_markers(path, ranks):
         restart = Restart("elsewhere", lost_steps=None)
     else:
         try:
             file = GroupFile(folder)
             group = _read_group(file)
             name = file.last_snapshot
-            restart = _restart(file, marker, recorded_step)
+            restart = _choose_restart(file, marker, recorded_step)
         except (StoreError, SnapshotError) as error:
             restart = Restart("nowhere", problem=str(error), lost_steps=recorded_step)
-    if not ranks and not folder.was_open:
+    if not ranks and not folder.had_live_rows:
         restart = replace(restart, lost_steps=0)  # the folder has only copied snapshots, so no steps were lost
     rows, step = (None, recorded_step) if marker is None else (marker.get("rows"), marker["step"])
-    sizes = _sizes(path, top)
-    return StoreStatus(path, holder(path), marker, live, rows, step, name, sizes, restart, ranks or None, group)
+    holder, sizes = find_holder(path), _find_sizes(path, top)
+    return StoreStatus(path, holder, marker, kind, rows, step, name, sizes, restart, ranks or None, group)
 
 
 def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
@@ -121,14 +121,14 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
     members = []
     for store, location in file.record.places.items():
         paths = location.paths(file.path.parent)
-        path = file.folder.path if store == file.store else next((path for path in paths if path.is_dir()), paths[0])
+        path = file.folder.path if store == file.store_id else next((path for path in paths if path.is_dir()), paths[0])
         entry, commit, folder = file.record.now[store], file.record.commit[store], FolderState(path)
         snapshot, step = _find_snapshot(folder, entry.snapshot)
-        if entry.live is not None:
-            markers = [folder.clean_marker, *clean_markers(path, folder.ranks).values()]  # this host's shards
-            step = next((marker["step"] for marker in markers if marker and live_version(marker) == entry.live), step)
+        if (version := entry.live_version) is not None:
+            markers = [folder.clean_marker, *read_clean_markers(path, folder.num_ranks).values()]  # this host's shards
+            step = next((marker["step"] for marker in markers if marker and read_live_version(marker) == version), step)
         common = _find_snapshot(folder, commit)
-        members.append(MemberStatus(location.name, path, entry.live is not None, snapshot, step, *common))
+        members.append(MemberStatus(location.name, path, version is not None, snapshot, step, *common))
     return tuple(sorted(members))
 
 
@@ -137,20 +137,20 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
     if id is None or id == EMPTY:
         return None, None if id is None else 0
     try:
-        snapshot = snapshot_by_id(folder.snapshots, id)
+        snapshot = find_snapshot(folder.snapshots, id)
     except SnapshotError:
         return f"{id} (missing)", None
     return snapshot.name, int(snapshot.description["step"])
 
 
-def _restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
-    is_open = any(holder(folder.path) is not None for folder in file.members().values())
-    entry = (file.choose_after_kill() if is_open else file.target())[file.store]
-    if entry.live is not None and marker is not None:
+def _choose_restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
+    is_open = any(find_holder(folder.path) is not None for folder in file.members().values())
+    entry = (file.choose_after_kill() if is_open else file.choose_entries())[file.store_id]
+    if entry.live_version is not None and marker is not None:
         return Restart("live", marker["step"])
     if entry.snapshot == EMPTY:
         return Restart("empty", lost_steps=recorded_step)
-    snapshot = snapshot_by_id(file.folder.snapshots, str(entry.snapshot))
+    snapshot = find_snapshot(file.folder.snapshots, str(entry.snapshot))
     step = int(snapshot.description["step"])
     reached = marker["step"] if marker is not None else recorded_step
     return Restart("snapshot", step, snapshot.name, None if reached is None else max(0, reached - step))
@@ -160,14 +160,14 @@ def require_store(path: Path) -> Path:
     """Returns the path if it is a store, or else raises StoreError, so that no mistyped path becomes a new store."""
     if _may_be_store(path):
         return path
-    inside = ", ".join(repr(str(store)) for store in stores_in(path))
+    inside = ", ".join(repr(str(store)) for store in find_stores(path))
     if not inside and (os.path.lexists(path / CHECKPOINT) or any(path.glob(f"*/{CHECKPOINT}"))):
         raise StoreError(f"{str(path)!r} is not a store folder, but contains checkpoints: use `tierbed checkpoint`")
     remedy = f"give the path of one of its stores, {inside}" if inside else "give <persistent_path>/<embedding name>"
     raise StoreError(f"{str(path)!r} is not a store folder: {remedy}")
 
 
-def stores_in(path: Path) -> list[Path]:
+def find_stores(path: Path) -> list[Path]:
     """Returns the store folders in a model's folder, or [] if the path is itself a store folder."""
     if _may_be_store(path) or not os.path.isdir(path):
         return []
@@ -178,7 +178,7 @@ def _is_store(path: Path) -> bool:
     """True if the folder is a store with rows or snapshots, or a new store that a process has open."""
     if os.path.isfile(path / "MARK") or any(path.glob(f"snapshots/*/{MANIFEST}")):
         return True
-    return os.path.isfile(path / "LOCK") and holder(path) is not None
+    return os.path.isfile(path / "LOCK") and find_holder(path) is not None
 
 
 def is_snapshot(path: Path) -> bool:
@@ -191,13 +191,13 @@ def _may_be_store(path: Path) -> bool:
     return os.path.isfile(path / "LOCK") or os.path.isdir(path / "snapshots")
 
 
-def _live_kind(live: Path) -> str | None:
+def _find_live_kind(live: Path) -> str | None:
     if not live.is_dir():
         return None
     return "rocksdb" if any(live.glob("shard-*")) else "rows"
 
 
-def _sizes(path: Path, live: Path) -> dict[str, int]:
+def _find_sizes(path: Path, live: Path) -> dict[str, int]:
     """Returns the sizes in bytes of live rows, snapshots and other files. A hard-linked file counts once."""
     sizes, seen = {"live": 0, "snapshots": 0, "other": 0}, set()
     for part, top in (("live", live), ("snapshots", path / "snapshots"), ("other", path)):

@@ -19,7 +19,7 @@ from support.small_snapshots import chunked, description, flip_bit, joined, make
 from support.stores import options
 from tierbed import __version__
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
-from tierbed.snapshots.files.format import FILES, LIVE, snapshot_id
+from tierbed.snapshots.files.format import FILES, LIVE_VERSION, read_snapshot_id
 from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
 from tierbed.snapshots.store.folder import StoreFolder
 
@@ -32,7 +32,7 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     """On a store that was closed cleanly at step 12."""
     path = tmp_path / "users"
     with StoreFolder(path) as store:
-        write_snapshot(store.live, description(), chunked(make_buckets(6, COUNTS)))
+        write_snapshot(store.live_path, description(), chunked(make_buckets(6, COUNTS)))
         store.write_clean_marker(description() | MARKED)
     return Cli(path, capsys)
 
@@ -50,10 +50,10 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     assert cli.says("load", "a").startswith("loaded a: 40 rows")
     rows = joined(Snapshot.open(cli.store / "snapshots" / "a").chunks())
     with StoreFolder(cli.store) as store:
-        assert joined(Snapshot.open(store.live).chunks()) == rows
+        assert joined(Snapshot.open(store.live_path).chunks()) == rows
         expected = description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
-        version = f"{snapshot_id(cli.store / 'snapshots' / 'a')}:0"
-        assert store.clean_marker == expected | {FILES: snapshot_id(store.live), LIVE: version}
+        version = f"{read_snapshot_id(cli.store / 'snapshots' / 'a')}:0"
+        assert store.clean_marker == expected | {FILES: read_snapshot_id(store.live_path), LIVE_VERSION: version}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 

@@ -30,7 +30,7 @@ from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import request_status
-from tierbed.snapshots.files.format import snapshot_id
+from tierbed.snapshots.files.format import read_snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
@@ -204,11 +204,11 @@ def test_a_store_that_another_process_has_keeps_all_as_they_were(tmp_path: Path,
     killed(played, tmp_path, STORES, CLOSED)
     cli = shell()
     cli.json("save", "three")
-    before = {name: snapshot_id(tmp_path / name / "snapshots" / "two") for name in "ab"}
+    before = {name: read_snapshot_id(tmp_path / name / "snapshots" / "two") for name in "ab"}
     with StoreFolder(tmp_path / "b"):  # as a command has it, which answers nobody
         for command, *more in (["save", "two", "--overwrite"], ["load", "two"], ["prune", "--keep-last", "1"]):
             assert f"b' is in use by process {os.getpid()}" in cli.fails(command, *more, code=3)
-    assert {name: snapshot_id(tmp_path / name / "snapshots" / "two") for name in "ab"} == before
+    assert {name: read_snapshot_id(tmp_path / name / "snapshots" / "two") for name in "ab"} == before
     (tmp_path / "b" / "snapshots" / ".tmp-.two").touch()  # nothing can be renamed to it
     said = cli.fails("prune", "--keep-last", "1")
     assert "two' cannot be removed" in said
@@ -250,9 +250,9 @@ def test_a_closed_store_beside_a_live_trainer(tmp_path: Path, shell: Shell) -> N
             said = cli.fails("save", "new", code=3)
             assert f"a' in process {child.pid}, " in said
             assert f"c' in process {os.getpid()}; save each" in said
-        kept = snapshot_id(tmp_path / "c" / "snapshots" / "all")
+        kept = read_snapshot_id(tmp_path / "c" / "snapshots" / "all")
         assert "did not finish its current step" in cli.fails("save", "all", "--overwrite", "--timeout", "0.3")
-        assert snapshot_id(tmp_path / "c" / "snapshots" / "all") == kept
+        assert read_snapshot_id(tmp_path / "c" / "snapshots" / "all") == kept
         assert f"in use by process {child.pid}" in cli.fails("load", "all", code=3)
         while request_status(tmp_path / "a")["saving"] is not None:  # type: ignore[index]
             pass

@@ -27,7 +27,7 @@ from support.small_snapshots import save
 from tierbed import MetricsCollector, OptionError, prometheus_text
 from tierbed.cli import COMMANDS as GROUPS
 from tierbed.cli import app, output
-from tierbed.cli.watch import changes, poll
+from tierbed.cli.watch import find_changes, poll
 from tierbed.snapshots.store.folder import StoreFolder
 
 COMMAND = str(Path(sys.executable).with_name("tierbed"))
@@ -107,7 +107,7 @@ def test_a_bar_is_shown_on_a_terminal_of_what_takes_a_while(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(output, "BAR_AFTER", after)
     monkeypatch.setattr(sys, "stderr", stream)
-    with output.progress("saving", 4000) as advance:
+    with output.show_progress("saving", 4000) as advance:
         for _ in range(4):
             advance(1000)
             time.sleep(0.15 * shown)
@@ -118,12 +118,12 @@ def test_a_bar_is_shown_on_a_terminal_of_what_takes_a_while(
 
 def test_sizes_spans_values_and_columns_read_well() -> None:
     sizes = {0: "0 B", 999: "999 B", 1000: "1 kB", 12_345: "12.3 kB", 999_999: "1 MB", 136_400_000: "136 MB"}
-    assert [output.size(number) for number in (*sizes, 5 * 10**12)] == [*sizes.values(), "5 TB"]
+    assert [output.format_size(number) for number in (*sizes, 5 * 10**12)] == [*sizes.values(), "5 TB"]
     spans = {0: "0.0 s", 0.26: "0.3 s", 42: "42 s", 600: "10 min", 7200: "2 h", 260_000: "3 d"}
-    assert [output.span(seconds) for seconds in spans] == [*spans.values()]
-    assert output.words({"a": None, "b": [1, 0.1]}) == '{"a": null, "b": [1, 0.1]}'
-    assert output.words({"min": 1, "max": 0.25}) == "min: 1, max: 0.25"
-    assert output.words([]) == ""
+    assert [output.format_seconds(seconds) for seconds in spans] == [*spans.values()]
+    assert output.format_value({"a": None, "b": [1, 0.1]}) == '{"a": null, "b": [1, 0.1]}'
+    assert output.format_value({"min": 1, "max": 0.25}) == "min: 1, max: 0.25"
+    assert output.format_value([]) == ""
     lines = output.align([["表", "1"], ["ab", "22"], ["\x1b[2J", "3"]], right={1})
     assert len({Console().measure(line).maximum for line in lines}) == 1
     assert "\x1b" not in "".join(lines)
@@ -209,18 +209,18 @@ def test_a_full_disk_under_stdout_is_an_error_in_one_line(
 
 def test_watch_tells_what_changed_between_two_looks(cli: Cli) -> None:
     first = poll(cli.store)
-    events = list(changes(None, first))
+    events = list(find_changes(None, first))
     assert [event["event"] for event in events] == ["store", "saved", "saved", "saved"]
     assert [event.get("name") for event in events[1:]] == ["a", "an-old-one", "b"]
-    assert list(changes(first, poll(cli.store))) == []
+    assert list(find_changes(first, poll(cli.store))) == []
     with StoreFolder(cli.store) as store:
-        store.note_step(7)
+        store.store_step(7)
         second = poll(cli.store)
-        assert list(changes(first, second)) == [{"event": "store", "state": "open", "holder": os.getpid(), "step": 7}]
+        assert [*find_changes(first, second)] == [{"event": "store", "state": "open", "holder": os.getpid(), "step": 7}]
     (cli.store / "snapshots" / "a").rename(cli.store / "gone")
     (cli.store / "snapshots" / "b" / "manifest.msgpack").write_bytes(b"")
     save(cli.store / "snapshots" / "c")
-    found = {event["event"]: event for event in changes(second, poll(cli.store))}
+    found = {event["event"]: event for event in find_changes(second, poll(cli.store))}
     assert found.keys() == {"store", "removed", "saved", "damaged"}
     assert (found["removed"]["name"], found["saved"]["name"], found["damaged"]["name"]) == ("a", "c", "b")
 

@@ -20,11 +20,11 @@ from tierbed.snapshots.store.recovery_rule import (
     Record,
     SnapshotIds,
     choose,
-    needed,
+    drop_lost,
+    find_needed_ids,
     newest_moment,
     next_record,
     union,
-    usable,
 )
 
 Rows = tuple[int, ...]
@@ -95,7 +95,7 @@ class Disk:
         self.live[store] = [(None, HALF)] * len(self.live[store])
 
     def rows(self, store: str, entry: Entry) -> Rows:
-        if entry.live:
+        if entry.live_version:
             shards = {rows for _, rows in self.live[store]}
             return shards.pop() if len(shards) == 1 else HALF
         return HALF if entry.snapshot is None else self.contents[entry.snapshot]
@@ -128,7 +128,7 @@ class Trainer:
         for x in stores:
             self.entries[x] = self.choose_entry(x)
             self.rows[x] = self.disk.rows(x, self.entries[x])
-            if not self.entries[x].live:
+            if not self.entries[x].live_version:
                 self.disk.discard_live(x)
 
     def choose_entry(self, store: str) -> Entry:
@@ -136,7 +136,7 @@ class Trainer:
         key = self.disk.leads_to(store)
         if key != self.group:
             return self.disk.target(key)[store]
-        entry, commit = usable(self.at[store], self.disk.folder(store)), self.disk.record(key).commit
+        entry, commit = drop_lost(self.at[store], self.disk.folder(store)), self.disk.record(key).commit
         if entry != NOTHING:
             return entry
         if all(self.at[x].snapshot == snapshot for x, snapshot in commit.items() if x != store):
@@ -255,13 +255,13 @@ class Trainer:
 
     def retain_replaced(self, store: str, old: str) -> None:
         """Link the old snapshot under its id first: after the exchange a kill leaves it in a temporary folder."""
-        if old in needed(self.disk.record(self.disk.leads_to(store)), store):
+        if old in find_needed_ids(self.disk.record(self.disk.leads_to(store)), store):
             self.disk.write(lambda: self.disk.names[store].__setitem__(f"replaced-{old}", old))
 
     def count_snapshot(self, store: str, snapshot: str, span: Interval) -> None:
         self.spans[store].append(span)
         if span.last == FOREVER:
-            self.at[store] = Entry(snapshot, self.at[store].live)
+            self.at[store] = Entry(snapshot, self.at[store].live_version)
 
     def capture(self, store: str) -> None:
         """A save begins, at a moment of its own."""
@@ -326,7 +326,7 @@ class Trainer:
         """Ranks close one by one, and rank 0 writes the record without waiting for the others."""
         marker = self.disk.live[store][0][0]
         record = self.disk.record(self.disk.leads_to(store))
-        is_noted = marker is not None and marker == record.now[store].live
+        is_noted = marker is not None and marker == record.now[store].live_version
         if store not in self.broken and not is_noted:
             self.lock()
             live, shards = marker or f"{self.run}:{self.writes}", self.disk.live[store]
@@ -361,7 +361,7 @@ class Trainer:
         self.remove(store, list(self.disk.names[store]), self.disk.record(self.disk.leads_to(store)))
 
     def remove(self, store: str, names: Iterable[str], record: Record) -> None:
-        keep = needed(record, store)
+        keep = find_needed_ids(record, store)
         for name in names:
             if self.disk.names[store][name] not in keep:
                 self.disk.write(lambda name=name: self.disk.names[store].pop(name))

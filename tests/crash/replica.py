@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 
-from tierbed.snapshots.store.recovery_rule import EMPTY, NOTHING, Entry, Interval, needed, usable
+from tierbed.snapshots.store.recovery_rule import EMPTY, NOTHING, Entry, Interval, drop_lost, find_needed_ids
 
 from .record_processes import Disk, Kill, Refused, Rows, Trainer
 
@@ -48,7 +48,7 @@ class Folders(Disk):
         record, chosen, ids = self.record(key), dict[str, Entry](), list(self.contents)
         for x in self.members(key):
             own = (record.now[x], Entry(record.parents.get(x, record.commit[x])))
-            found = [entry for entry in (usable(one, self.folder(x)) for one in own) if entry != NOTHING]
+            found = [entry for entry in (drop_lost(one, self.folder(x)) for one in own) if entry != NOTHING]
             latest = sorted(self.names[x].values(), key=ids.index)
             chosen[x] = found[0] if found else Entry(latest[-1] if latest else EMPTY)
         return chosen
@@ -239,7 +239,7 @@ class Replica:
 
     def required(self, member: str) -> set[str]:
         record = self.disk.record(self.disk.leads_to(member))
-        return {id for id in needed(record, member) if id in self.disk.names[member].values()}
+        return {id for id in find_needed_ids(record, member) if id in self.disk.names[member].values()}
 
     def fits(self, names: Names, removes: bool) -> bool:
         """Whether the folders can have these snapshots. removes: whether some may have been removed just now."""

@@ -32,7 +32,7 @@ BROKEN_FOR_MODELS = {
     "g.newest_moment = lambda spans, clock: "
     "(0, {x: of[-1].snapshot for x, of in spans.items()}) if all(spans.values()) else None",
     "a save does not count": "import tierbed.embedding.saving.table_save as s; "
-    "s.saved = lambda snapshots, is_parent=True: None",
+    "s.record_save = lambda snapshots, is_parent=True: None",
     "a commit is not synced": "from tierbed.engine import durable as d; "
     "d.fsync_dir = lambda path, f=d.fsync_dir: None if path.name == 'snapshots' else f(path)",
     "a prune looks at no record": "from tierbed.snapshots.store import retention as r; "

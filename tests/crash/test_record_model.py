@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierbed.snapshots.store import recovery_rule as rule
-from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Record, next_record, union, usable
+from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Record, drop_lost, next_record, union
 
 from . import record_processes as processes
 from .record_model import Checker, History, Violation
@@ -31,7 +31,7 @@ def any_moment(record: Record, at: Mapping[str, Entry], moment: Any) -> Record:
 
 def count_at_present(trainer: Trainer, store: str, snapshot: str, span: Any) -> None:
     trainer.spans[store].append(span)
-    trainer.at[store] = Entry(snapshot, trainer.at[store].live)
+    trainer.at[store] = Entry(snapshot, trainer.at[store].live_version)
 
 
 def forget_at_close(trainer: Trainer, store: str, close: Callable[..., None] = Trainer.close) -> None:
@@ -45,25 +45,25 @@ def union_without_commits(records: Any, at: Mapping[str, Entry]) -> Record:
 
 
 def choose_own(record: Record, folders: Mapping[str, Any]) -> dict[str, Entry]:
-    chosen = {x: usable(record.now[x], folder) for x, folder in folders.items()}
+    chosen = {x: drop_lost(record.now[x], folder) for x, folder in folders.items()}
     return {x: Entry(record.commit[x]) if e == NOTHING else e for x, e in chosen.items()}
 
 
 def first_shard_only(entry: Entry, folder: Any) -> Entry:
-    return usable(entry, folder._replace(live=folder.live[:1]))
+    return drop_lost(entry, folder._replace(live_versions=folder.live_versions[:1]))
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "commit: only the entries of the last write count": (processes, "newest_moment", newest_or_none),
     "commit: an incomplete set counts": (processes, "next_record", any_moment),
     "recovery: of each store alone": (processes, "choose", choose_own),
-    "prune: what the commit needs": (processes, "needed", lambda record, x: {record.now[x].snapshot}),
+    "prune: what the commit needs": (processes, "find_needed_ids", lambda record, x: {record.now[x].snapshot}),
     "overwrite: exchange without a link": (Trainer, "retain_replaced", lambda trainer, store, old: None),
     "background: counts for the present rows": (Trainer, "count_snapshot", count_at_present),
     "load: a failure takes nothing back": (Trainer, "take_back", lambda trainer, at: None),
     "write: no clean marker is cleared, nor the live entry": (Trainer, "clear_before_write", lambda trainer, x: None),
     "close: a store that was not closed cleanly has its old entry": (Trainer, "close", forget_at_close),
-    "ranks: the first shard decides": (rule, "usable", first_shard_only),
+    "ranks: the first shard decides": (rule, "drop_lost", first_shard_only),
     "join: the old commits are forgotten": (processes, "union", union_without_commits),
 }
 

@@ -20,7 +20,7 @@ from tierbed import StoreError, TierbedError, cli
 from tierbed.distributed import World
 from tierbed.engine.table.background_save import SaveHandle
 from tierbed.snapshots import Snapshot, list_snapshots
-from tierbed.snapshots.files.reader import name_of
+from tierbed.snapshots.files.reader import find_snapshot_name
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
 from tierbed.snapshots.store.recovery_rule import EMPTY
@@ -203,7 +203,7 @@ class Trainer(Writer):
 
     def command_save(self) -> None:
         file = GroupFile(FolderState(self.store_path))
-        parent = name_of(file.folder.snapshots, file.record.parents.get(file.store, EMPTY))
+        parent = find_snapshot_name(file.folder.snapshots, file.record.parents.get(file.store_id, EMPTY))
         kind = self.any_kind(parent)
         parent = parent if kind == "incremental" else None
         name = self.any_name(parent)

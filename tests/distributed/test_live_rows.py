@@ -39,7 +39,7 @@ from tierbed.embedding.tables.shared_folder import SharedFolder
 from tierbed.engine._core import owners
 from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
-from tierbed.snapshots.store.folder_state import FolderState, clean_markers
+from tierbed.snapshots.store.folder_state import FolderState, read_clean_markers
 from tierbed.snapshots.store.group_file import GroupFile
 from tierbed.snapshots.store.recovery_rule import EMPTY, Entry
 
@@ -214,7 +214,7 @@ def test_a_second_embedding_of_a_process_waits_until_the_first_is_closed(world: 
     assert own_rows(second) == rows
     second.close()
     world.all_gather_object("closed on all", lambda: b"")
-    assert clean_markers(tmp_path / "rows", 2).keys() == {0, 1}
+    assert read_clean_markers(tmp_path / "rows", 2).keys() == {0, 1}
 
 
 def test_the_shell_saves_what_ranks_closed_for_any_number_of_ranks(tmp_path: Path, capsys: Capture) -> None:
@@ -449,7 +449,7 @@ def test_a_fresh_open_forgets_ranks_and_their_snapshot_at_once(tmp_path: Path, m
     def watched(folder: StoreFolder, **fields: Any) -> None:
         write(folder, **fields)
         file = GroupFile(FolderState(tmp_path / "rows"))  # as a kill here would leave it
-        seen.append(file.target()[file.store])
+        seen.append(file.choose_entries()[file.store_id])
 
     monkeypatch.setattr(StoreFolder, "change", watched)
     with opened(None, tmp_path, open="fresh") as embedding:

@@ -17,9 +17,9 @@ from support.ranks import run_ranks
 from tierbed import StoreError
 from tierbed.distributed import World
 from tierbed.engine.durable import seal, unseal
-from tierbed.snapshots.files.format import FILES, FOLDER_FIELDS, LIVE, MANIFEST
+from tierbed.snapshots.files.format import FILES, FOLDER_FIELDS, LIVE_VERSION, MANIFEST
 from tierbed.snapshots.store.folder_state import FolderState
-from tierbed.snapshots.store.group_file import PREFIX
+from tierbed.snapshots.store.group_file import GROUP_FILE_PREFIX
 
 STORES = GOLDEN / "stores-2"
 closed_and_killed = pytest.mark.parametrize(("store", "count"), [("closed", 3), ("killed", 2)])
@@ -42,7 +42,7 @@ def _without_ids(manifest: dict[str, Any]) -> dict[str, Any]:
     described = manifest.get("description", manifest)
     described.pop("run", None)
     if described is manifest:  # of MARK
-        return {field: value for field, value in manifest.items() if field not in (FILES, LIVE, *FOLDER_FIELDS)}
+        return {field: value for field, value in manifest.items() if field not in (FILES, LIVE_VERSION, *FOLDER_FIELDS)}
     parent = manifest["parent"]
     return {**manifest, "id": "", "created": 0, "parent": parent and {**parent, "id": ""}}
 
@@ -121,7 +121,7 @@ def test_a_group_of_before(tmp_path, history, count, ranks) -> None:
     path = tmp_path / "model"
     shutil.copytree(GOLDEN / "groups-4" / f"{count}{f' of {ranks} ranks' if ranks > 1 else ''}, {history}", path)
     found = again()
-    records = [one for one in path.glob(f"{PREFIX}*") if one.suffix != ".LOCK"]
+    records = [one for one in path.glob(f"{GROUP_FILE_PREFIX}*") if one.suffix != ".LOCK"]
     if history not in SUMS:
         assert "they have no saved step in common" in found
         assert all(f"{name!r} has snapshot 'one-{name}'" in found for name in "abc"[:count])

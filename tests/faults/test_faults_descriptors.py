@@ -18,7 +18,7 @@ from support.shell import command
 from support.stores import STORES
 from tierbed import SnapshotError, StoreError
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots
-from tierbed.snapshots.files.format import snapshot_id
+from tierbed.snapshots.files.format import read_snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 
 SPARE = range(8)  # descriptors that a call may open
@@ -137,4 +137,4 @@ def test_without_descriptors_no_replaced_snapshot_is_taken_for_the_one_that_repl
         descriptors(0),
         pytest.raises(StoreError, match=r"id of snapshot .*/x. cannot be read: .*Too many open.*ulimit"),
     ):
-        snapshot_id(tmp_path / "rows" / "snapshots" / "x")
+        read_snapshot_id(tmp_path / "rows" / "snapshots" / "x")

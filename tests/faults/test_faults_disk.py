@@ -24,7 +24,7 @@ from support.shell import command
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, StoreError, TierbedError
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.store.folder_state import holder
+from tierbed.snapshots.store.folder_state import find_holder
 
 __all__ = ["disk_path"]
 
@@ -341,12 +341,12 @@ def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path
         for _ in range(2):
             embedding = embedding_at(disk_path, store, open="error")
             assert contents(embedding).tobytes() == rows
-            assert holder(where) is not None
+            assert find_holder(where) is not None
             with pytest.raises(StoreError, match="space"):
                 train(embedding, range(9))
             assert contents(embedding).tobytes() == rows
             embedding.close()
-            assert holder(where) is None
+            assert find_holder(where) is None
         for words in ("store get", "store stat", "snapshot verify", "snapshot inspect"):
             more = {"store get": ["7", "--json"], "snapshot inspect": ["first"]}.get(words, [])
             assert command(*words.split(), where, *more) == 0

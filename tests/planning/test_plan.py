@@ -27,7 +27,7 @@ from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.options.initializers import make_constant_initializer
 from tierbed.engine.options.table_spec import make_table_spec
 from tierbed.planning.plan import Plan, RankPlan
-from tierbed.planning.stack_distance import Sample, depths
+from tierbed.planning.stack_distance import Sample, compute_depths
 
 Row = tuple[int, int]  # table, key
 
@@ -61,7 +61,7 @@ def sample_of(batches: list[list[Row]], most: int = 1 << 20) -> Sample:
 @given(some_batches)
 def test_depths_are_those_of_the_definition(batches: list[list[Row]]) -> None:
     uses = sample_of(batches).uses()
-    found = depths(uses)
+    found = compute_depths(uses)
     hashes = {naive.hash_row(*row): row for batch in batches for row in batch}  # the engine's
     numbered = [row for _, row in sorted(hashes.items())]  # as rows are numbered
     assert len(numbered) == len(set(uses.row.tolist()))

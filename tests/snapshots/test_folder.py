@@ -32,7 +32,7 @@ MARK = description() | {"live": "rows"}
 def test_a_new_folder_has_one_holder_who_may_release_it_twice(tmp_path: Path) -> None:
     path = tmp_path / "a" / "users"
     first = StoreFolder(path)
-    assert not first.live.exists()
+    assert not first.live_path.exists()
     first.release()
     with StoreFolder(path):
         first.release()
@@ -103,16 +103,16 @@ def test_damaged_or_truncated_mark_is_no_mark(tmp_path: Path) -> None:
 
 def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
-        for step, (fields, expected) in enumerate((({"store": "one"}, "one"), ({}, "one"), ({"store": "two"}, "two"))):
+        for step, (fields, expected) in enumerate((({"store_id": "1"}, "1"), ({}, "1"), ({"store_id": "2"}, "2"))):
             store.incoming.mkdir()
             (store.incoming / str(step)).touch()
             store.replace_live(store.incoming, MARK | {"step": step}, **fields)
-            assert [file.name for file in store.live.iterdir()] == [str(step)]
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live.name]
-            assert (FolderState(tmp_path).mark.store, store.clean_marker) == (expected, MARK | {"step": step})
+            assert [file.name for file in store.live_path.iterdir()] == [str(step)]
+            assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live_path.name]
+            assert (FolderState(tmp_path).mark.store_id, store.clean_marker) == (expected, MARK | {"step": step})
         store.discard_live()
         store.discard_live()
-        assert not store.live.exists()
+        assert not store.live_path.exists()
         assert store.clean_marker is None
 
 
@@ -138,7 +138,7 @@ def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Pat
             lambda: store.write_clean_marker(MARK),
             store.clear_clean_marker,
             store.discard_live,
-            lambda: store.change(store="id"),
+            lambda: store.change(store_id="id"),
             lambda: store.replace_live(store.incoming, MARK),
         ]
         for act in acts:
@@ -187,8 +187,8 @@ PARENTS = [None, 0, 1, None, 3, None, 3, 6]
 def test_what_is_kept(tmp_path: Path, keep_last: int, keep_every: int | None, base: str | None, kept: str) -> None:
     snapshots = fill(tmp_path, PARENTS)
     plan = plan_prune(snapshots, keep_last, keep_every, [base])
-    assert names(plan.kept) == [f"s{number}" for number in kept.split()]
-    assert sorted(names(plan.kept) + names(plan.removed)) == names(snapshots)
+    assert names(plan.retained) == [f"s{number}" for number in kept.split()]
+    assert sorted(names(plan.retained) + names(plan.removed)) == names(snapshots)
 
 
 @given(
@@ -227,11 +227,11 @@ def test_whatever_is_left_at_any_instant_can_be_read(
                 prune(store, keep_last, keep_every)
         there = list_snapshots(store.snapshots).snapshots
         assert len(there) == len(snapshots) - min(after, len(plan.removed))
-        assert set(names(plan.kept)) <= set(names(there))
+        assert set(names(plan.retained)) <= set(names(there))
         for snapshot in there:
             snapshot.verify()
-        assert names(prune(store, keep_last, keep_every).kept) == names(plan.kept)
-        assert names(list_snapshots(store.snapshots).snapshots) == names(plan.kept)
+        assert names(prune(store, keep_last, keep_every).retained) == names(plan.retained)
+        assert names(list_snapshots(store.snapshots).snapshots) == names(plan.retained)
 
 
 def test_nothing_is_removed_where_a_manifest_is_damaged_or_an_argument_is_wrong(tmp_path: Path) -> None:

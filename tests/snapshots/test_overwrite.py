@@ -35,7 +35,7 @@ from tierbed.embedding.saving.save_and_load import save_together
 from tierbed.snapshots import Snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.files.read_errors import ReadIOError
-from tierbed.snapshots.files.verify import chains_of, verify_all
+from tierbed.snapshots.files.verify import find_chains, verify_all
 from tierbed.snapshots.files.writer import check_free
 from tierbed.snapshots.store.group import Group
 
@@ -250,7 +250,7 @@ def test_a_snapshot_that_is_replaced_while_others_read_it_is_not_called_damaged(
     reading = old.chunks(max_rows=4)
     if how == "read":
         next(reading)
-    chains, damaged = chains_of([old])
+    chains, damaged = find_chains([old])
     write_snapshot(folder, description(), chunked(make_buckets(6, dict.fromkeys(ROWS, 11))), overwrite=True)
     with pytest.raises(ReadIOError, match=REPLACED_PREFIX):
         list(reading) if how == "read" else verify_all(chains, damaged, lambda count: None)

@@ -31,7 +31,7 @@ from tierbed.engine.table.row_scan import locate_lines
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks, write_rocksdb
-from tierbed.snapshots.files.verify import chains_of, verify_all
+from tierbed.snapshots.files.verify import find_chains, verify_all
 from tierbed.snapshots.files.writer import finish, new_snapshot
 
 __all__ = ["disk_path"]
@@ -312,7 +312,7 @@ def python() -> Iterator[Any]:
 
 def test_a_good_one_is_not_called_damaged_where_no_python_starts(tier: RocksDB, tmp_path: Path, python: Any) -> None:
     snapshot = save(tier, tmp_path / "s")
-    chains = chains_of([snapshot])
+    chains = find_chains([snapshot])
     # a program that has no Python beside it, one that was removed under the process, and those that are another program
     for executable in (None, "", "/nowhere/python", "/etc/passwd", "/bin/true", "/bin/cat"):
         multiprocessing.set_executable(executable)

@@ -32,7 +32,7 @@ from tierbed.engine.durable import seal
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import RowFormat, row_dtype
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots, write_snapshot
-from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.format import make_npy_header
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.selection import Types
 
@@ -68,7 +68,7 @@ def test_rows_come_back_bit_for_bit_and_numpy_alone_reads_them(tmp_path: Path, w
 def test_the_length_of_a_header_does_not_depend_on_the_count() -> None:
     form = RowFormat(3, "bfloat16", [f"{'x' * 63}{n}" for n in range(9)], [3] * 9, ["bfloat16"] * 9)
     for dtype, length in ((row_dtype(1), 256), (row_dtype(1 << 20), 256), (form.dtype, 1792)):
-        headers = [npy_header(dtype, rows) for rows in (1, (1 << 62) - 1)]
+        headers = [make_npy_header(dtype, rows) for rows in (1, (1 << 62) - 1)]
         assert {len(header) for header in headers} == {length}
         assert np.load(io.BytesIO(headers[0] + bytes(dtype.itemsize))).dtype == dtype
 

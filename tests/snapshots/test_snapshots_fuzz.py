@@ -42,7 +42,7 @@ from tierbed import OptimizerError, SnapshotError, StoreError, TierbedError
 from tierbed.engine.durable import MAX_RECORD_BYTES, seal, unseal
 from tierbed.engine.row_format import LAST_STEP
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
-from tierbed.snapshots.files.format import LAST_SEQUENCE, npy_header
+from tierbed.snapshots.files.format import LAST_SEQUENCE, make_npy_header
 from tierbed.snapshots.store.selection import Types
 
 MB = 1 << 20
@@ -165,7 +165,7 @@ def claim_rows(folder: Path, kind: str) -> None:
     change(folder, claim)
     for name in buckets:
         with (folder / name).open("r+b") as file:
-            file.write(npy_header(np.dtype(f"V{itemsize}"), CLAIMED))
+            file.write(make_npy_header(np.dtype(f"V{itemsize}"), CLAIMED))
 
 
 def load_claims(path: Path, store: str, snapshots: Path) -> None:

@@ -28,9 +28,9 @@ from tierbed.engine.row_format import KEY, RowArray, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files import reader
-from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, shard_number
+from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, parse_shard_index
 from tierbed.snapshots.files.merging import NEW, join_tables
-from tierbed.snapshots.files.verify import chains_of, verify_all
+from tierbed.snapshots.files.verify import find_chains, verify_all
 from tierbed.snapshots.files.writer import find_children, new_snapshot, write_rows
 from tierbed.snapshots.inspection.row import read_snapshot_row
 
@@ -185,7 +185,7 @@ def test_files_of_an_incremental_snapshot_are_numpys_and_a_wrong_one_is_not_writ
 
 def test_each_file_of_a_chain_is_verified_and_damage_behind_damage_is_found(chain: Path) -> None:
     def damaged() -> dict[str, str]:
-        found = verify_all(*chains_of(list_snapshots(chain).snapshots), progress=lambda rows: None)
+        found = verify_all(*find_chains(list_snapshots(chain).snapshots), progress=lambda rows: None)
         return {name: str(error) for name, error in found.items()}
 
     assert damaged() == {}
@@ -258,7 +258,7 @@ def test_parts_are_read_as_one_snapshot_of_the_same_rows_and_each_row_by_its_own
     assert (one.manifest.parts, other.manifest.parts) == (None, parts)
     assert other.manifest.rows == other.manifest.own_rows == one.manifest.rows
     for name in other.manifest.files:
-        assert owners(np.load(other.folder / name), parts) == {shard_number(name)}
+        assert owners(np.load(other.folder / name), parts) == {parse_shard_index(name)}
     other.verify()
     assert joined(other.chunks(max_rows)) == joined(one.chunks())
     assert max((len(rows) for _, rows in other.chunks(max_rows)), default=0) <= max_rows

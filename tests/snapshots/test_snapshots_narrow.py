@@ -246,7 +246,7 @@ def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np
     """The rows of a snapshot in another type, and their form."""
     selection = Selection(convert=True, types=types, **more)
     form = RowFormat.from_description(selection.description(snapshot.description))
-    chunks = [rows for _, rows in selection.rows_of(snapshot, LoadReport())]
+    chunks = [rows for _, rows in selection.read_rows(snapshot, LoadReport())]
     return np.concatenate([np.empty(0, form.dtype), *chunks]), form
 
 

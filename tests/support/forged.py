@@ -25,7 +25,7 @@ from tierbed import MultiTableEmbedding, SnapshotError
 from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.format import npy_header
+from tierbed.snapshots.files.format import make_npy_header
 from tierbed.snapshots.files.merging import changes_between
 from tierbed.snapshots.store.selection import Types
 
@@ -77,7 +77,7 @@ def change(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
 
 def write_rows(folder: Path, name: str, rows: NDArray[np.void]) -> None:
     """Other rows in a file of a snapshot; checksums and counts are right."""
-    header = npy_header(rows.dtype, len(rows))
+    header = make_npy_header(rows.dtype, len(rows))
     (folder / name).write_bytes(header + rows.tobytes())
 
     def edit(content: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tierbed.snapshots.files.format import snapshot_id
+from tierbed.snapshots.files.format import read_snapshot_id
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
@@ -18,5 +18,5 @@ def last_snapshot(store: Path) -> str | None:
 
 def note_snapshot(store: StoreFolder, name: str) -> None:
     """Let recovery of a store load a snapshot, as a save of it does."""
-    id = snapshot_id(store.snapshots / name)
-    store.change(store="id", record=Record({"id": Entry(id)}, {"id": id}, {"id": id}, parents={"id": id}))
+    id = read_snapshot_id(store.snapshots / name)
+    store.change(store_id="id", record=Record({"id": Entry(id)}, {"id": id}, {"id": id}, parents={"id": id}))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from tierbed.engine import _core
 from tierbed.engine.row_format import LAST_STEP, RowFormat
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
-from tierbed.snapshots.store.selection import Types, converted_description
+from tierbed.snapshots.store.selection import Types, convert_description
 
 Chunk = tuple[int, NDArray[np.void]]
 
@@ -57,7 +57,7 @@ def description(width: int = 6, types: Types = TYPES[0], **changes: Any) -> dict
         "padding_idx": None,
         "step": 12,
     }
-    return (plain if types == TYPES[0] else converted_description(plain, types)) | changes
+    return (plain if types == TYPES[0] else convert_description(plain, types)) | changes
 
 
 def form_of(width: int = 6, types: Types = TYPES[0]) -> RowFormat:

@@ -9,7 +9,7 @@ from typing import Any
 from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
 from tierbed.snapshots.files.format import HashShard
-from tierbed.snapshots.files.writer import Files, check_parent, finish, new_snapshot, write_changes, write_rows
+from tierbed.snapshots.files.writer import RowFiles, check_parent, finish, new_snapshot, write_changes, write_rows
 
 from .small_snapshots import Chunk
 
@@ -20,7 +20,7 @@ def save_in_parts(
     """Write a full snapshot, one part after the other."""
     kept = list(chunks)
 
-    def write(place: Path, part: HashShard) -> Files:
+    def write(place: Path, part: HashShard) -> RowFiles:
         return write_rows(place, description, [(bucket, part.rows(rows)) for bucket, rows in kept], None, part)
 
     return _save(folder, description, sum(len(rows) for _, rows in kept), parts, write, overwrite=overwrite)
@@ -33,7 +33,7 @@ def save_changes_in_parts(
     check_parent(folder, parent, description)
     kept = list(changes)
 
-    def write(place: Path, part: HashShard) -> Files:
+    def write(place: Path, part: HashShard) -> RowFiles:
         own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
         return write_changes(place, description, own, None, part)
 
@@ -45,7 +45,7 @@ def _save(
     description: dict[str, Any],
     rows: int,
     parts: int,
-    write: Callable[[Path, HashShard], Files],
+    write: Callable[[Path, HashShard], RowFiles],
     overwrite: bool = False,
     **more: Any,
 ) -> Manifest:
