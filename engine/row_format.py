@@ -13,7 +13,7 @@ BUCKETS = 64
 WORD_BYTES = 4  # bytes per word; a line consists of words
 COUNTER_BYTES = 8  # bytes of a line's counters `updates` and `last step`
 EMBEDDING = "embedding"  # name of the row field that lookups return
-STATE_DTYPES = "state_dtypes"  # key of the state types in a table's stored description; absent if all fields are float32
+STATE_DTYPES = "state_dtypes"  # key of state types in a table's stored description; absent if all fields are float32
 STORED_DTYPES: dict[str, np.dtype[Any]] = {  # stored types
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),

@@ -128,7 +128,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         train_together(modules)
         self._module = None if module is None else ref(module)
         self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
-        self._has_checked_resumed_rows = False  # True once a step checked that dense parameters and rows belong together
+        self._has_checked_resumed_rows = False  # True once a step checked that parameters and rows belong together
         # True until optimizer state is loaded. Adagrad's constructor makes state too, but with step 0
         self._is_new = not any(state.get("step", True) for state in optimizer.state.values())
         self._carryovers = [embedding for embedding in embeddings if embedding.row_optimizer is not None]

@@ -265,7 +265,7 @@ def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) ->
         numbers = [find_table(name, spec.table_names) for name in names.flat]
         if None in numbers:
             unknown = names.flat[numbers.index(None)]
-            raise InputError(f"{message}. {unknown!r} is not a table; the tables are {format_choices(spec.table_names)}")
+            raise InputError(f"{message}. {unknown!r} is not a table; tables are {format_choices(spec.table_names)}")
         array = np.array(numbers, np.int64).reshape(names.shape)
     if array.dtype.kind not in "iu" or (array.astype(np.int64) != array).any():
         raise InputError(message)

@@ -164,8 +164,8 @@ class Processor(Protocol[B]):
     ) -> None:
         """Make `gather` and `weights_grad` read row u of the batch from rows[positions[u]].
 
-        `rows` is float32 [*, dim]. If `other_rows=(other, start)` is given, position len(rows) + i means row start + i of the
-        batch `other`. `other` must be a batch of this processor, and must stay pinned while `batch` is read.
+        `rows` is float32 [*, dim]. If `other_rows=(other, start)` is given, position len(rows) + i means row start + i
+        of the batch `other`. `other` must be a batch of this processor, and must stay pinned while `batch` is read.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:

@@ -141,7 +141,7 @@ def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[in
 
 
 def check_all_equal(argument: str, property_name: str, values: Mapping[Any, Any]) -> None:
-    """Raise InputError unless all values are equal. values: {name of a part: value}. property_name: what the values mean."""
+    """Raise InputError unless all values are equal. values: {part: value}. property_name: what the values mean."""
     first, *others = values.values() or (None,)
     if any(is_statically_true(other != first) for other in others):
         raise InputError(f"{argument}: parts differ in their {property_name}, {dict(values)}; give parts that agree")

@@ -103,7 +103,8 @@ def write_rows(
                 )
             last_bucket, name = bucket, make_file_name(bucket, None if shard is None else shard.shard_index)
             file, do, then = None, (lambda task: task()), syncs_of_small.append
-            for rows in _yield_valid(bucket, file_dtype(name, row_format), make_validator(description, bucket, shard), group):
+            dtype, validator = file_dtype(name, row_format), make_validator(description, bucket, shard)
+            for rows in _yield_valid(bucket, dtype, validator, group):
                 if file is None:
                     file = files[name] = open_files.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes >= _SMALL_BYTES:

@@ -60,8 +60,8 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             n, absent = batch.num_positions, batch.empty(torch.int32)
             self._run(
-                "locate_rows", n, GROUP_WAYS, self._cache.as_struct(), self._lower_tier.table.make_index_struct(), batch.hashes,
-                batch.tables, batch.count, np.uint64(n), batch.lines, absent,
+                "locate_rows", n, GROUP_WAYS, self._cache.as_struct(), self._lower_tier.table.make_index_struct(),
+                batch.hashes, batch.tables, batch.count, np.uint64(n), batch.lines, absent,
                 self._counts if is_training else self._peek_counts, self._hit_counters.struct,
             )  # fmt: skip
             copy_rows(batch, self._layout)
@@ -125,7 +125,8 @@ class CachedTable(DeviceCache):
             self._cache.cancel(placement, restore=True)
             batch.faults &= ~NO_ROOM  # at the batch's step, the lower table may have room for the rows
             return None
-        n, cache, index, struct = batch.num_positions, self._cache.as_struct(), table.make_index_struct(), placement.as_struct()
+        n, cache, index = batch.num_positions, self._cache.as_struct(), table.make_index_struct()
+        struct = placement.as_struct()
         self._run("write_back", n, self._layout.copy_lanes, index, struct, batch.count, self._counts)
         self._run(
             "fetch", n, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,

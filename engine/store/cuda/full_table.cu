@@ -37,8 +37,8 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
 }
 
 // Gives each missing row a line: the most recently erased lines first, then unused lines. prefix_sums [n]: the running
-// sum of `missing`. Initialises each new line. If `record_only` is set, only marks new lines as never written. `*erased`: the
-// free lines' numbers + 1. If a fault is set or not all rows fit, inserts no row; missing rows get `zero_line`.
+// sum of `missing`. Initialises new lines. If `record_only` is set, only marks new lines as never written. `*erased`:
+// the free lines' numbers + 1. If a fault is set or not all rows fit, inserts no row; missing rows get `zero_line`.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
                                        const u64* hashes, const u32* tables, const u32* count, const i32* prefix_sums,
                                        u64 n, u64* lines, InitialRow initial,
@@ -80,7 +80,7 @@ extern "C" __global__ void count_inserted(const i32* prefix_sums, u64 n, u64* co
     counts[INSERTIONS] += inserted;
 }
 
-// Adds the first `count` rows' hits and misses to counts [tables, 2]. Row i is a miss if prefix_sums[i] > prefix_sums[i - 1].
+// Adds the first `count` rows' hits and misses to counts [tables, 2]. Row i is a miss if prefix_sums increases there.
 extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* prefix_sums, Counters counts) {
     Tally tally(counts);
     for_each(*count, [&](u64 i) { tally.add(hit_index(tables[i], prefix_sums[i] != (i ? prefix_sums[i - 1] : 0))); });

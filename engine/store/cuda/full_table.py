@@ -73,8 +73,8 @@ class CudaFullTable:
             self._reserve(batch.num_positions, prefix_sums)
         n = np.uint64(batch.num_positions)
         self._launch(
-            "insert_rows", batch.num_positions, WARP, self.make_index_struct(), self._counts, self._free_lines_ptr, batch.hashes,
-            batch.tables, batch.count, prefix_sums, n, batch.lines, self._layout.initial, SLOT_HASH,
+            "insert_rows", batch.num_positions, WARP, self.make_index_struct(), self._counts, self._free_lines_ptr,
+            batch.hashes, batch.tables, batch.count, prefix_sums, n, batch.lines, self._layout.initial, SLOT_HASH,
             np.uint32(record_only), self.zero_line, batch.faults,
         )  # fmt: skip
         self._launch("count_inserted", min(batch.num_positions, 1), 1, prefix_sums, n, self._counts, batch.faults)
@@ -132,8 +132,8 @@ class CudaFullTable:
         """Set `lines` [positions]. Returns a flag for each row, int32 [positions]: 1 if absent."""
         missing = batch.empty(torch.int32)
         self._launch(
-            "find_rows", batch.num_positions, PROBE_LANES, self.make_index_struct(), batch.hashes, batch.tables, batch.count,
-            np.uint64(batch.num_positions), lines, missing, numbers,
+            "find_rows", batch.num_positions, PROBE_LANES, self.make_index_struct(), batch.hashes, batch.tables,
+            batch.count, np.uint64(batch.num_positions), lines, missing, numbers,
         )  # fmt: skip
         return missing
 
