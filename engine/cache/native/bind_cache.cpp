@@ -33,8 +33,8 @@ void bind_cache(nb::module_& m) {
             [](CachedTier* self, const Layout& layout, Tier& lower, std::size_t budget_bytes,
                std::size_t overflow_bytes, const std::string& policy, std::size_t io_threads, bool grows_with_batch) {
                 nb::gil_scoped_release released;
-                new (self) CachedTier(layout, lower, {budget_bytes, overflow_bytes, parse_policy(policy), io_threads,
-                                                     grows_with_batch});
+                new (self) CachedTier(
+                    layout, lower, {budget_bytes, overflow_bytes, parse_policy(policy), io_threads, grows_with_batch});
             },
             "layout"_a, "lower_tier"_a, nb::kw_only(), "budget_bytes"_a, "overflow_bytes"_a, "policy"_a, "io_threads"_a,
             "grows_with_batch"_a = false, nb::keep_alive<1, 2>(), nb::keep_alive<1, 3>())

@@ -335,7 +335,8 @@ void CachedTier::write_back_victims() {
 void CachedTier::write_back_overflow() {
     Overflow& overflow = directory_.overflow;
     if (overflow.empty()) return;
-    overflow.write_back(last_completed_, NONE, {0, overflow_rows_ / 2}, [&](const RowSpan& dirty) { write_back(dirty); });
+    overflow.write_back(last_completed_, NONE, {0, overflow_rows_ / 2},
+                        [&](const RowSpan& dirty) { write_back(dirty); });
 }
 
 std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* to, bool counts_as_use) {

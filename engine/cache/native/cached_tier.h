@@ -3,7 +3,7 @@
 // Batches get numbers when they are announced or pinned, and end in the order of their numbers. `place_batch` looks up
 // a batch's rows, pins them, chooses victims for missing rows and reads the missing rows from the lower tier.
 // `prefetch` places an announced batch before its step, in another thread; `pin` places any other batch. Rows that
-// announced batches need are not chosen as victims. A row is pinned until the last batch that touched it ends. Unpinning changes no memory.
+// announced batches need are not chosen as victims. A row is pinned until the last batch that touched it ends.
 //
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
 // Above a tier in memory, `place_batch` writes evicted rows back. The overflow area also holds rows without a slot.
@@ -33,7 +33,7 @@ struct CacheOptions {
     std::size_t budget_bytes;    // memory for the sets
     std::size_t overflow_bytes;  // limit for prefetched rows and rows that wait for write-back
     CachePolicy policy;
-    std::size_t io_threads;      // threads that write to a disk
+    std::size_t io_threads;         // threads that write to a disk
     bool grows_with_batch = false;  // grow the overflow area to hold at least two batches
 };
 
@@ -97,7 +97,7 @@ private:
     // The next two functions need the lock `queue_mutex`.
     AnnouncedBatch* find_announced(u32 number);  // returns null if the batch was cancelled
     void update_last_completed();
-    // These calls need the lock `placement_mutex`. `begin_internal_batch`, `end_internal_batch` surround reads and writes.
+    // These calls need the lock `placement_mutex`. Reads and writes are between `begin_internal_batch` and `end_...`.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetch might need too much of the overflow area now.

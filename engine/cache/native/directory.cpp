@@ -25,7 +25,7 @@ std::size_t CacheSets::count_used() const {
 
 namespace {
 
-constexpr u32 MAX_AGE = 1u << 30;               // limit for a row's age, in batches
+constexpr u32 MAX_AGE = 1u << 30;              // limit for a row's age, in batches
 constexpr std::size_t PREFETCH_DISTANCE = 16;  // in rows, for ways; tags are prefetched from twice as far
 
 }  // namespace
@@ -57,7 +57,7 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
 }
 
 void Directory::begin_batch(u32 number) {
-    if (number % MAX_AGE == 0)  // batch numbers wrap around; old rows get a newer number, so that comparisons stay right
+    if (number % MAX_AGE == 0)  // batch numbers wrap around, so old rows get a newer number
         for_each_row([&](Way& way, u64, i64) {
             if (is_after(number - MAX_AGE, way.last_batch)) way.last_batch = number - MAX_AGE;
         });

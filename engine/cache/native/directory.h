@@ -151,7 +151,7 @@ private:
 struct RequestedRows {
     const u32* tables;
     const u64* hashes;
-    u64* lines;            // [n], output
+    u64* lines;                // [n], output
     const u64* refused_lines;  // [n] lines of rows that admission refused, 0 for other rows; or null
     std::array<std::size_t, BUCKETS + 1> bucket_offsets;
 
@@ -160,15 +160,15 @@ struct RequestedRows {
 
 // A row that a batch needs but that is in no set.
 struct Miss {
-    u32 row;             // index in the batch
-    u32 old_entry;       // the row's entry in the overflow area; NONE if the row must be fetched
+    u32 row;         // index in the batch
+    u32 old_entry;   // the row's entry in the overflow area; NONE if the row must be fetched
     u32 last_batch;  // the last batch that touched `old_entry`; this batch uses the entry's line until the batch ends
-    u32 next_batch = 0;  // the next batch that needs the row; 0 for none
-    u32 slot = NONE;     // the slot the row gets
+    u32 next_batch = 0;         // the next batch that needs the row; 0 for none
+    u32 slot = NONE;            // the slot the row gets
     u32 new_entry = NONE;       // the overflow entry that the row gets if it gets no slot
     bool is_slot_free = false;  // the slot was free: there is no victim
     bool is_victim_dirty = false;
-    Way displaced_way{};        // the evicted row's way; the missing row's way if it gets no slot
+    Way displaced_way{};  // the evicted row's way; the missing row's way if it gets no slot
 };
 
 struct CacheCounts {

@@ -18,7 +18,7 @@ struct OverflowEntry {
     bool is_erased;            // the row was removed during the write; the entry is freed when the write ends
     bool is_evictable;         // the row only waits for write-back: no batch needed it when it left its set
     bool is_eviction_counted;  // the row came from a set, where its eviction was counted
-    u32 previous, next;  // neighbours in a chain, in order of arrival; `next` also links free entries
+    u32 previous, next;        // neighbours in a chain, in order of arrival; `next` also links free entries
 };
 
 // Stores rows in numbered entries. Threads may call `find` concurrently, but no other method.
@@ -117,11 +117,11 @@ private:
     std::size_t num_entries_ = 0;
     std::size_t num_rows_ = 0, num_spare_rows_ = 0, peak_rows_ = 0;  // entries in use, including erased ones
     u64 evictions_ = 0;
-    RowMap index_;                         // maps a row to its entry + 1
-    std::vector<Chunk> chunks_;            // entries up to number `capacity_`, then entries beyond this number
+    RowMap index_;                               // maps a row to its entry + 1
+    std::vector<Chunk> chunks_;                  // entries up to number `capacity_`, then entries beyond this number
     std::array<u32, 2> first_free_{NONE, NONE};  // first free entries: [0] up to `capacity_`, [1] beyond `capacity_`
-    std::array<Chain, 2> chains_;          // first the rows that a batch may need, then the evictable rows
-    u32 next_candidate_ = NONE;            // where `claim_dirty` continues in the first chain
+    std::array<Chain, 2> chains_;                // first the rows that a batch may need, then the evictable rows
+    u32 next_candidate_ = NONE;                  // where `claim_dirty` continues in the first chain
 };
 
 }  // namespace tierbed

@@ -21,9 +21,9 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
 // An embedding's legal ids.
 struct LegalIds {
     u64 padding;
-    const u64* last_ids;  // [num_tables], each table's last legal id, or null
+    const u64* last_ids;      // [num_tables], each table's last legal id, or null
     const u8* drops_illegal;  // [num_tables], 1 if ids beyond `last_ids` become padding instead of faults; or null
-    u64* dropped_counts;  // [num_tables], counts dropped ids
+    u64* dropped_counts;      // [num_tables], counts dropped ids
     u32 has_padding, num_tables;
 
     // Returns the id's table, or NONE for padding and illegal ids.

@@ -6,8 +6,8 @@
 
 namespace tierbed {
 
-constexpr LineShape SHAPE{TIERBED_DIM,           TIERBED_WIDTH,        TIERBED_LINE_BYTES,
-                          TIERBED_EMBEDDING::TYPE, TIERBED_STATES::TYPE, TIERBED_NUM_16BIT_STATES};
+constexpr LineShape SHAPE{TIERBED_DIM,          TIERBED_WIDTH,           TIERBED_LINE_BYTES, TIERBED_EMBEDDING::TYPE,
+                          TIERBED_STATES::TYPE, TIERBED_NUM_16BIT_STATES};
 
 TIERBED_FN constexpr u32 lanes_for(u32 words) {
     u32 lanes = 1;

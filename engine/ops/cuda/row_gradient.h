@@ -86,7 +86,8 @@ struct RowInput {
 // Calls body(warp, row, input) for rows [0, count). lines: the rows' lines, or null.
 template <class Body>
 TIERBED_FN void for_each_row(const BatchGradients& batch, u64 count, const u64* lines, const Body& body) {
-    for_each_ahead<RowInput>(count, [&](u64 row) { return RowInput::read(batch, lines, row); }, body);
+    for_each_ahead<RowInput>(
+        count, [&](u64 row) { return RowInput::read(batch, lines, row); }, body);
 }
 
 // Sums a row's gradients. sums: the results of `sum_blocks`, by slot.

@@ -7,9 +7,9 @@ using namespace tierbed;
 
 // Writes tables and keys of flagged rows to host memory, at most `capacity` rows.
 extern "C" __global__ void copy_keys_to_host(const u64* hashes, u64 hash_stride, const u32* row_tables,
-                                             u64 table_stride, const i32* flags, const i32* prefix_sums, u64 n, u64 capacity,
-                                             u32* tables,
-                                        u64* keys, const __grid_constant__ SlotHash slot_hash) {
+                                             u64 table_stride, const i32* flags, const i32* prefix_sums, u64 n,
+                                             u64 capacity, u32* tables, u64* keys,
+                                             const __grid_constant__ SlotHash slot_hash) {
     for_each(n, [&](u64 i) {
         const u64 position = static_cast<u64>(prefix_sums[i]) - 1;
         if (!flags[i] || position >= capacity) return;

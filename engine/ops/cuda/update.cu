@@ -18,9 +18,9 @@ constexpr u32 MAX_HYPERPARAMS = 504;
 
 // The values that change from step to step.
 struct StepParams {
-    double hyperparams[MAX_HYPERPARAMS];  // hyper-parameters, clipping limits, numbers for Rates (rule.h); unused elements are 0
-    float scale;               // multiplies gradients
-    u32 step;                  // the embedding's step
+    double hyperparams[MAX_HYPERPARAMS];  // hyper-parameters, limits, numbers for Rates (rule.h), zeros
+    float scale;                          // multiplies gradients
+    u32 step;                             // the embedding's step
 };
 
 }  // namespace
@@ -54,9 +54,9 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 float32_lines, const Body& 
 // Updates all rows. Counts first writes by table. memory [warps of the grid, dim]: scratch. hashes, seed: for rounding.
 extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients batch, const u64* lines,
                                        const u32* tables, const u32* count, const StepParams* step_params,
-                                       const float* sums, float* memory, u64* first_writes, const u32* faults, u64 float32_lines,
-                                       const u64* hashes,
-                                       u64 seed, const __grid_constant__ SlotHash slot_hash) {
+                                       const float* sums, float* memory, u64* first_writes, const u32* faults,
+                                       u64 float32_lines, const u64* hashes, u64 seed,
+                                       const __grid_constant__ SlotHash slot_hash) {
     if (*faults) return;
     const Rule rule(step_params->hyperparams);
     const float scale = step_params->scale;
@@ -82,7 +82,8 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients ba
 template <class Rule>
 TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters before, u32 step, u64 float32_lines) {
     change_line(
-        tile, line, float32_lines, [&](u64 float_line) { catch_up(tile, floats(float_line), SHAPE.dim, rule, before, step); },
+        tile, line, float32_lines,
+        [&](u64 float_line) { catch_up(tile, floats(float_line), SHAPE.dim, rule, before, step); },
         [&](u64 out, u64 decoded) { encode_line(tile, out, decoded, SHAPE, NoNoise{}); });
 }
 

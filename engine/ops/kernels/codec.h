@@ -70,9 +70,8 @@ TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& bod
 // to: a line shaped as `make_float32_shape(shape)`, including the counters
 TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape) {
     const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
-        with_type(type, [&](auto of) TIERBED_INLINE {
-            decode<decltype(of)>(tile, floats(to) + column, from, shape.dim);
-        });
+        with_type(type,
+                  [&](auto of) TIERBED_INLINE { decode<decltype(of)>(tile, floats(to) + column, from, shape.dim); });
     });
     copy_bytes(tile, floats(to) + shape.dim * (1 + shape.num_16bit_states), floats(line) + word,
                (shape.width - word) * 4 + static_cast<u32>(sizeof(RowCounters)));
@@ -95,9 +94,8 @@ TIERBED_FN void set_embedding(Tile tile, u64 line, const float* values, const Li
     if (shape.embedding == FloatType::float32)
         copy_bytes(tile, floats(line), values, shape.dim * 4);
     else
-        with_type(shape.embedding, [&](auto of) TIERBED_INLINE {
-            encode<decltype(of)>(tile, line, values, shape.dim, NoNoise{}, 0);
-        });
+        with_type(shape.embedding,
+                  [&](auto of) TIERBED_INLINE { encode<decltype(of)>(tile, line, values, shape.dim, NoNoise{}, 0); });
 }
 
 }  // namespace tierbed

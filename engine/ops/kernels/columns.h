@@ -23,7 +23,7 @@ struct Matrix {
 };
 
 struct Move {
-    u32 source, target;  // matrix indexes
+    u32 source, target;                // matrix indexes
     u32 source_column, target_column;  // first columns
     u32 num_columns;
 };
@@ -50,7 +50,8 @@ TIERBED_FN void add_columns(const Matrix* sources, const Matrix* targets, u64 ma
         Stored* to = targets[t].row<Stored>(row);
         for (u64 c = 0; c < targets[t].columns; ++c) to[c] = Stored{};
     }
-    const auto add = [](Stored& to, Stored from) TIERBED_INLINE { to = Type::store(Type::load(to) + Type::load(from)); };
+    const auto add = [](Stored& to, Stored from)
+                         TIERBED_INLINE { to = Type::store(Type::load(to) + Type::load(from)); };
     for (u64 m = 0; m < count; ++m) map_columns<Stored>(sources, targets, moves[m], row, add);
 }
 

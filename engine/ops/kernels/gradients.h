@@ -48,7 +48,7 @@ constexpr u32 SUM_BLOCK = 256;
 
 // One lookup's output gradient.
 struct OutputGradient {
-    const void* rows;  // [output rows, dim]
+    const void* rows;      // [output rows, dim]
     u32 first_output_row;  // index of the first row, among the output rows of all lookups
 };
 
@@ -68,7 +68,7 @@ struct OutputGradients {
 
 struct Occurrences {
     const u32* output_rows;  // [count], ascending by position
-    const float* scales;  // [count], or null if all are 1
+    const float* scales;     // [count], or null if all are 1
     u32 count;
     const u32* end;  // end of all rows' occurrences; memory after this row's occurrences may be prefetched too
 };

@@ -48,7 +48,7 @@ TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
 // linear probing, since products keep arithmetic sequences (Patrascu, Thorup: On the k-independence required by linear
 // probing and minwise independence, 2010). `addend`, `fold` and `factor[1]` break such sequences.
 struct SlotHash {
-    u64 addend, table_factor;    // multiples of 256
+    u64 addend, table_factor;   // multiples of 256
     u64 factor[2], inverse[2];  // modulo 2^64
 
     TIERBED_FN u64 operator()(u32 table, u64 key) const {
@@ -69,7 +69,7 @@ struct SlotHash {
 
 private:
     TIERBED_FN static u64 fold(u64 x) { return x ^ (x >> 32 & ~u64{255}); }  // `fold` is its own inverse
-    TIERBED_FN u64 unmix(u32 table, u64 hash) const {  // the row's `mix_key`
+    TIERBED_FN u64 unmix(u32 table, u64 hash) const {                        // the row's `mix_key`
         const u64 x = (fold(reverse_bytes(hash) * inverse[1]) - table * table_factor - addend) * inverse[0];
         return x >> 8 | x << 56;
     }

@@ -18,7 +18,7 @@ namespace tierbed {
 struct Bags {
     const i64* offsets = nullptr;  // [bags + 1] ascending; null if all bags have `length` ids
     u64 length = 1;
-    const u32* features = nullptr;  // [columns], each column's feature; null without features
+    const u32* features = nullptr;        // [columns], each column's feature; null without features
     u32 num_columns = 0, batch_size = 0;  // with features: offsets are [features * batch_size + 1]
 
     // Returns the bag's index in `offsets`.
@@ -135,8 +135,8 @@ TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const
         float product = 0.0f;
         if (bag.inverse[i] >= 0) {
             const auto* row = embedding<Row>(lines[bag.inverse[i]]);
-            product = sum_columns(
-                tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * Row::load(row[c]); });
+            product =
+                sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return Type::load(grad[c]) * Row::load(row[c]); });
             if (bag.is_mean) product = product / rows;
         }
         if (tile.lane == 0) out[i] = product;

@@ -204,9 +204,8 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
                 g = load_block(block, gradient + begin, n);
             else
                 sum_block(block, begin, n);
-            elements.change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
-                rule.element(w, g[j], state, row);
-            });
+            elements.change(n,
+                            [&](float& w, float* state, u32 j) TIERBED_INLINE { rule.element(w, g[j], state, row); });
         });
     synchronise(tile);  // wait until every lane has read the counters and the row states
     if (tile.lane == 0) {

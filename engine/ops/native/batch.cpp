@@ -40,11 +40,11 @@ void for_each_bag(const Chunk& chunk, u32 num_tables, const Body& body) {
     const i64* const offsets =
         bags.features ? bags.offsets + static_cast<u64>(bags.features[chunk.column]) * bags.batch_size : bags.offsets;
     const std::size_t parts = bags.features ? bags.batch_size : arrays.num_bags;
-    std::size_t bag = offsets ? static_cast<std::size_t>(std::upper_bound(offsets, offsets + parts + 1,
-                                                                          static_cast<i64>(chunk.begin)) -
-                                                         offsets) -
-                                    1
-                              : chunk.begin / bags.length;
+    std::size_t bag =
+        offsets ? static_cast<std::size_t>(
+                      std::upper_bound(offsets, offsets + parts + 1, static_cast<i64>(chunk.begin)) - offsets) -
+                      1
+                : chunk.begin / bags.length;
     u32 cyclic = static_cast<u32>(bag % num_tables);
     for (std::size_t i = chunk.begin; i < chunk.end; ++bag) {
         const u32 table = bags.features ? arrays.tables[chunk.column] : arrays.tables ? arrays.tables[bag] : cyclic;
@@ -77,7 +77,7 @@ private:
     const std::vector<Chunk>& chunks_;
     Buffer<Entry> hashed_;                   // a chunk's entries begin at its first position
     std::vector<std::size_t> entry_counts_;  // entries per chunk
-    Buffer<std::size_t> ends_;  // for each chunk and bucket, where the chunk's entries in the bucket end
+    Buffer<std::size_t> ends_;               // for each chunk and bucket, where the chunk's entries in the bucket end
 };
 
 template <class OnIllegal>
@@ -194,8 +194,7 @@ std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks,
         if (!arrays.bags.features && (arrays.tables || tables > 1)) return {};
         const u32 table = arrays.bags.features ? arrays.tables[chunk.column] : 0;
         if (table >= tables)
-            throw std::out_of_range("table id " + std::to_string(table) + " of column " +
-                                    std::to_string(chunk.column));
+            throw std::out_of_range("table id " + std::to_string(table) + " of column " + std::to_string(chunk.column));
         table_chunks[table].push_back(chunk);
     }
     return table_chunks;

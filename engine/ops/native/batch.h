@@ -20,11 +20,11 @@ namespace tierbed {
 
 // One lookup's ids in bags. Each bag is pooled to one output row. Without pooling, every id is a bag.
 struct LookupArrays {
-    const u64* keys;          // [n]
-    const u32* tables;        // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
-    std::size_t num_ids;      // includes ids of features that are not looked up
-    std::size_t num_bags;     // bags, each with one output row
-    Bags bags;                // its offsets ascend from 0 to num_ids
+    const u64* keys;              // [n]
+    const u32* tables;            // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
+    std::size_t num_ids;          // includes ids of features that are not looked up
+    std::size_t num_bags;         // bags, each with one output row
+    Bags bags;                    // its offsets ascend from 0 to num_ids
     std::size_t num_offset_bags;  // includes bags of features that are not looked up
     bool is_pooled;
 };
@@ -71,16 +71,16 @@ struct UniqueRows {
     std::vector<LookupSpan> lookups;
     std::size_t num_positions = 0;
     std::size_t num_output_rows = 0;
-    std::size_t num_unique = 0;             // rows
-    bool is_pooled = false;                 // true if any lookup is pooled
-    Buffer<u64> hashes;                     // [unique]
-    Buffer<u32> tables;                     // [unique]
-    Buffer<u32> id_numbers;                 // [unique], as in Numbering; empty if rows are ordered by bucket
-    Buffer<i32> inverse;                    // [positions], each position's row, -1 for padding
-    Buffer<u32> occurrences;                // [positions - padding], all positions, grouped by row
-    Buffer<u32> occurrence_output_rows;     // [positions - padding], the positions' output rows; empty without pooling
-    Buffer<u32> occurrence_offsets;         // [unique + 1], where each row's occurrences begin
-    std::vector<u64> dropped_counts;        // [tables], how many ids were dropped; empty if all ids are legal
+    std::size_t num_unique = 0;          // rows
+    bool is_pooled = false;              // true if any lookup is pooled
+    Buffer<u64> hashes;                  // [unique]
+    Buffer<u32> tables;                  // [unique]
+    Buffer<u32> id_numbers;              // [unique], as in Numbering; empty if rows are ordered by bucket
+    Buffer<i32> inverse;                 // [positions], each position's row, -1 for padding
+    Buffer<u32> occurrences;             // [positions - padding], all positions, grouped by row
+    Buffer<u32> occurrence_output_rows;  // [positions - padding], the positions' output rows; empty without pooling
+    Buffer<u32> occurrence_offsets;      // [unique + 1], where each row's occurrences begin
+    std::vector<u64> dropped_counts;     // [tables], how many ids were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); illegal ids count as padding
     const Numbering numbering;
 
@@ -127,10 +127,10 @@ public:
     const Buffer<u32>& occurrence_output_rows = shared_->occurrence_output_rows;
     const Buffer<u32>& occurrence_offsets = shared_->occurrence_offsets;
 
-    Buffer<u64> lines;      // [unique], addresses
-    Buffer<u64> lookup_lines;     // [unique], the lines that lookups read; empty if lookups read `lines`
+    Buffer<u64> lines;               // [unique], addresses
+    Buffer<u64> lookup_lines;        // [unique], the lines that lookups read; empty if lookups read `lines`
     bool has_float32_lines = false;  // true if `lines` are float32 though the table stores 16-bit floats
-    Buffer<u64> refused_lines;        // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
+    Buffer<u64> refused_lines;       // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
 
 private:
     Buffer<u64> keys_;

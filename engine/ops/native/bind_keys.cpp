@@ -34,8 +34,7 @@ inline u64 xxh64(const u8* bytes, u64 length, u64 seed) {
         for (const u64 sum : sums) hash = (hash ^ xxh_round(0, sum)) * XXH_1 + XXH_4;
     }
     hash += length;
-    for (; end - bytes >= 8; bytes += 8)
-        hash = rotated(hash ^ xxh_round(0, word_at<u64>(bytes)), 27) * XXH_1 + XXH_4;
+    for (; end - bytes >= 8; bytes += 8) hash = rotated(hash ^ xxh_round(0, word_at<u64>(bytes)), 27) * XXH_1 + XXH_4;
     if (end - bytes >= 4) {
         hash = rotated(hash ^ word_at<u32>(bytes) * XXH_1, 23) * XXH_2 + XXH_3;
         bytes += 4;
@@ -73,7 +72,8 @@ void hash_parts(InVector<u8> bytes, InVector<i64> offsets, u64 seed, OutVector<i
     nb::gil_scoped_release unlocked;
     parallel_ranges(n, STRINGS, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i)
-            out.data()[i] = static_cast<i64>(xxh64(bytes.data() + ends[i], static_cast<u64>(ends[i + 1] - ends[i]), seed));
+            out.data()[i] =
+                static_cast<i64>(xxh64(bytes.data() + ends[i], static_cast<u64>(ends[i + 1] - ends[i]), seed));
     });
 }
 

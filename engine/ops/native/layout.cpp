@@ -4,7 +4,7 @@ namespace tierbed {
 namespace {
 
 LineShape make_shape(u32 dim, const std::vector<u32>& state_widths, std::pair<FloatType, FloatType> types,
-                   u32 num_16bit_states) {
+                     u32 num_16bit_states) {
     u32 width = count_words(types.first, dim);
     for (std::size_t k = 0; k < state_widths.size(); ++k)
         width += k < num_16bit_states ? count_words(types.second, dim) : state_widths[k];

@@ -14,8 +14,8 @@ constexpr std::size_t ROWS = 1024;  // rows or bags per task
 
 // Gathers a lookup's bags [begin, end).
 struct GatherJob {
-    const u64* lines;      // [unique]
-    const i32* inverse;    // [n], each position's row
+    const u64* lines;    // [unique]
+    const i32* inverse;  // [n], each position's row
     std::size_t n;
     Bags bags;
     const float* weights;  // [n] or null
@@ -34,14 +34,14 @@ struct WeightsGradJob {
 
 // Updates a batch's rows [begin, end) by an optimizer rule.
 struct UpdateJob {
-    const u64* lines;     // [unique]
-    const u32* offsets;   // [unique + 1], where each row's occurrences begin
+    const u64* lines;        // [unique]
+    const u32* offsets;      // [unique + 1], where each row's occurrences begin
     const u32* output_rows;  // [occurrences]
     const u32* output_rows_end;
     const float* scales;  // [occurrences] or null
     OutputGradients gradients;
     FloatType type;  // gradient type
-    float scale;  // multiplies each row's sum
+    float scale;     // multiplies each row's sum
     LineShape shape;
     const double* hyperparams;
     u32 step;

@@ -57,8 +57,8 @@ GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t 
 
 // Returns how many bags have about ROWS ids in total.
 std::size_t count_bags_per_task(const LookupArrays& arrays) {
-    return std::max<std::size_t>(
-        ROWS * arrays.num_bags / std::max<std::size_t>({arrays.num_ids, arrays.num_bags, 1}), 1);
+    return std::max<std::size_t>(ROWS * arrays.num_bags / std::max<std::size_t>({arrays.num_ids, arrays.num_bags, 1}),
+                                 1);
 }
 
 // Counts a batch's first writes. Adds each table's count to by_table [layout.num_tables], unless `by_table` is null.
@@ -137,9 +137,8 @@ void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
 }
 
 void use_float32_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows) {
-    add_lines(batch, rows, make_float32_shape(layout.shape), batch.lines, [&](u64 line, std::size_t row) {
-        decode_line(THREAD, line, batch.lines[row], layout.shape);
-    });
+    add_lines(batch, rows, make_float32_shape(layout.shape), batch.lines,
+              [&](u64 line, std::size_t row) { decode_line(THREAD, line, batch.lines[row], layout.shape); });
     batch.has_float32_lines = true;
 }
 
@@ -276,8 +275,7 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
         const double num_rates = static_cast<double>(hyperparams.size() - count);
         fits = hyperparams.size() > count && hyperparams[count] * 2 + 1 == num_rates;
     }
-    if (!fits)
-        throw std::invalid_argument("rule " + name + " needs " + std::to_string(count) + " hyper-parameters");
+    if (!fits) throw std::invalid_argument("rule " + name + " needs " + std::to_string(count) + " hyper-parameters");
     const LineShape& shape = layout.shape;
     if (make_float32_shape(shape).width != shape.dim * (1 + loops.num_element_states) + loops.num_row_states ||
         (shape.num_16bit_states > 0 && shape.num_16bit_states != loops.num_element_states))

@@ -24,8 +24,8 @@ TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
 
 // Looks up the first `count` rows. lines [n] gets the line's address, or 0 if the row is absent. missing [n] gets 1 if
 // the row is absent, otherwise 0. If `numbers` is not null, it gets the line number, or -1 if the row is absent.
-extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u32* tables, const u32* count,
-                                     u64 n, u64* lines, i32* missing, i64* numbers) {
+extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u32* tables, const u32* count, u64 n,
+                                     u64* lines, i32* missing, i64* numbers) {
     const u64 rows = *count;
     for_each_item<PROBE_LANES>(n, [&](Tile tile, u64 i) {
         const u32 row = i < rows ? find_value(tile, index.view, hashes[i], tables[i]) : 0;
@@ -39,11 +39,10 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
 // Gives each missing row a line: the most recently erased lines first, then unused lines. prefix_sums [n]: the running
 // sum of `missing`. Initialises new lines. If `record_only` is set, only marks new lines as never written. `*erased`:
 // the free lines' numbers + 1. If a fault is set or not all rows fit, inserts no row; missing rows get `zero_line`.
-extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased,
-                                       const u64* hashes, const u32* tables, const u32* count, const i32* prefix_sums,
-                                       u64 n, u64* lines, InitialRow initial,
-                                       const __grid_constant__ SlotHash slot_hash, u32 record_only, u64 zero_line,
-                                       u32* faults) {
+extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased, const u64* hashes,
+                                       const u32* tables, const u32* count, const i32* prefix_sums, u64 n, u64* lines,
+                                       InitialRow initial, const __grid_constant__ SlotHash slot_hash, u32 record_only,
+                                       u64 zero_line, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
     const bool fits = used + static_cast<u32>(prefix_sums[n - 1]) <= index.memory.num_lines + free;
     if (*faults || !fits) {
@@ -89,8 +88,8 @@ extern "C" __global__ void count_lookups(const u32* tables, const u32* count, co
 
 // Writes clusters [n]: the number of the nearest free slot before each row. So rows in one run of used slots have the
 // same cluster. A row beyond `count`, or a row with line 0, gets a value larger than any slot number.
-extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines,
-                                         const u32* count, u64 n, i64* clusters) {
+extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines, const u32* count, u64 n,
+                                         i64* clusters) {
     for_each(n, [&](u64 i) {
         u32 position = home_slot(index.view, hashes[i]);
         const bool is_stored = i < *count && lines[i];

@@ -9,7 +9,7 @@ constexpr u32 PROBE_LANES = 8;  // 8 slots are 128 bytes
 
 struct LineSegments {
     const u64* addresses;  // segment k holds 1 << (base_bits + k) lines
-    u64 num_lines;           // lines allocated
+    u64 num_lines;         // lines allocated
     u32 base_bits;
 
     TIERBED_FN u64 address(u64 row) const {

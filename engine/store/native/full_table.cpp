@@ -238,8 +238,9 @@ std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
 std::vector<TableRow> FullTable::list_rows_locked(u32 bucket) const {
     std::vector<TableRow> rows;
     rows.reserve(lines_[bucket].num_used());
-    index_.for_each(bucket,
-                    [&](u32 table, u64 key, u32 row) { rows.push_back({key, line_address(bucket, row), table}); });
+    index_.for_each(bucket, [&](u32 table, u64 key, u32 row) {
+        rows.push_back({key, line_address(bucket, row), table});
+    });
     return rows;
 }
 

@@ -111,7 +111,8 @@ void ReadThreadPool::run_tasks(Call& call) {
 
 void ReadThreadPool::adapt(const Call& call) {
     if (call.num_tasks < cores_) return;  // too few tasks to measure wait and work times
-    const double ratio = static_cast<double>(call.wait_ns) / static_cast<double>(std::max<std::uint64_t>(call.work_ns, 1));
+    const double ratio =
+        static_cast<double>(call.wait_ns) / static_cast<double>(std::max<std::uint64_t>(call.work_ns, 1));
     const double target = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
     thread_target_ = std::clamp<std::size_t>((thread_target_ + static_cast<std::size_t>(target) + 1) / 2, 1, limit_);
 }

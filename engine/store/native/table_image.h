@@ -49,7 +49,7 @@ private:
     LineShape shape_;
     std::array<BeforeImages, BUCKETS> before_images_;
     std::vector<TableRow> rows_;  // the current bucket's rows; a row from a before-image has `line` 0
-    std::size_t next_ = 0;    // the next row to read
+    std::size_t next_ = 0;        // the next row to read
     u32 bucket_ = 0;
     bool is_listed_ = false;
 };

@@ -22,7 +22,8 @@ struct RowSpan {
         std::array<std::size_t, BUCKETS + 1> begin{};
         for (u32 b = 0; b < BUCKETS; ++b) {
             const auto is_in = [&](u64 hash) { return get_bucket(hash) == b; };
-            begin[b + 1] = static_cast<std::size_t>(std::partition_point(hashes + begin[b], hashes + n, is_in) - hashes);
+            begin[b + 1] =
+                static_cast<std::size_t>(std::partition_point(hashes + begin[b], hashes + n, is_in) - hashes);
         }
         return begin;
     }
