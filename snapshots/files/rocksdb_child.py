@@ -18,7 +18,7 @@ FAILED = 255  # the code if RocksDB refused the files; field 2 is how many bytes
 _ROW_BYTES = 20  # bytes of a row without its values; the values are `width` words of 4 bytes
 
 
-def main(core: str, folder: str, width: int, shards: int, chunk_rows: int) -> None:
+def main(core: str, folder: str, width: int, num_shards: int, chunk_rows: int) -> None:
     """Read all rows from RocksDB's files in `folder`, and write them to stdout, at most `chunk_rows` per header."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     spec = spec_from_file_location("_core", core)
@@ -34,7 +34,7 @@ def main(core: str, folder: str, width: int, shards: int, chunk_rows: int) -> No
             width,
             create=False,
             read_only=True,
-            shards=shards,
+            shards=num_shards,
             block_bytes=4096,
             cache_bytes=0,
             buffer_bytes=1 << 20,
