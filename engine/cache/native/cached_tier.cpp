@@ -506,7 +506,7 @@ Metrics CachedTier::metrics() const {
                  {"evictions_dirty", counts_.evictions_dirty},
                  {"overflows", counts_.overflows},
                  {"bytes_in", bytes_in_},
-                 {"bytes_out", bytes_out_ + rows_written_behind * stored_bytes_of(layout_.shape.width)},
+                 {"bytes_out", bytes_out_ + rows_written_behind * compute_stored_bytes(layout_.shape.width)},
                  {"capacity", sets.num_slots()},
                  {"resident_rows", used},
                  {"bytes", sets.bytes()},
