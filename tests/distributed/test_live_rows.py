@@ -172,7 +172,7 @@ def test_snapshots_that_only_one_rank_sees_and_arguments_that_differ_are_refused
         assert kind == "StoreError"
         assert said.startswith("rank 1: ")
         assert "is another folder here than on rank 0" in said
-        assert "give snapshot_path" in said
+        assert "Set snapshot_path" in said
     assert not [name for name in os.listdir(tmp_path / "0" / "rows") if name.startswith(".token")]
     for kind, said in run_kept(2, fails, tmp_path, {}, {1: {"seed": 7, "capacity": 9}}):
         assert kind == "GroupError"

@@ -132,7 +132,7 @@ def test_a_build_without_gradients_does_not_train_in_silence(
     for rows in (1, 2, 3):
         graph(X[:1].expand(rows, 3), *how)
     (message,) = warnings(caplog)
-    assert message.startswith("Built has optimizers and is in training mode")
+    assert message.startswith("Built is in training mode, but nothing is trained")
     assert "loss.backward()" in message
 
 

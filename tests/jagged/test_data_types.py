@@ -64,7 +64,7 @@ def load_a_state_of_float32(rows: MultiTableEmbedding) -> None:
 def test_loads_that_fail_leave_a_copied_snapshot_to_be_converted(tmp_path: Path, store: str, load: Any) -> None:
     put_rows(tmp_path, store=store)
     shutil.copytree(tmp_path / "ebc-d8" / "snapshots", tmp_path / "ebc-d8-bfloat16" / "snapshots")
-    said = r"snapshot 'a', of store folder .*ebc-d8-bfloat16' holds rows of dtype float32, not bfloat16"
+    said = r"snapshot 'a' of store folder .*ebc-d8-bfloat16' holds rows of dtype float32, not bfloat16"
     bags = collection(tmp_path, "BF16", store)
     rows = bags.embedding_of("t")
     with pytest.raises((SnapshotError, RuntimeError), match=r"aa|of dtype float32"):

@@ -57,7 +57,7 @@ def test_an_export_with_an_embedding_is_refused_by_name_not_bound_to_this_proces
         lambda: torch.jit.trace(model, (IDS,)),
     ):
         with pytest.raises(
-            GraphError, match=f"embedding '{model.rows.name}' cannot be exported.*call the embedding before"
+            GraphError, match=f"embedding '{model.rows.name}' cannot be exported.*pass them the embedding's result"
         ):
             export()
     model(IDS)  # nothing of the export is left

@@ -190,7 +190,7 @@ def test_a_variable_that_is_not_set_makes_no_folder_of_its_name(path: str, monke
     [
         ("", "[users]", "it has none"),
         ("[items]\n[others]\n", "[users]", "items, others"),
-        ("users = 3\n", "users", "[name]"),
+        ("users = 3\n", "users", "[embedding name]"),
         ("[users\n", "deploy.toml"),
         ('[users]\nstore = "tape"\n', "deploy.toml", "[users]", "store=", "'tape'"),
         ('[users]\nstore = "device_mem"\nsize = 3\n', "[users]", "size"),
