@@ -75,7 +75,7 @@ def doctor(
 
 
 def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "", **kind: bool) -> Check:
-    """Run `work`. Return a check with the result. If `work` raises, the check has the error and the `consequence`."""
+    """Run `work`. Return a check of the result. If `work` raises, the check gives the error and the `consequence`."""
     try:
         return Check(name, True, work())
     except Exception as error:

@@ -154,7 +154,7 @@ def _sum_disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         for folder, folders, files in os.walk(store):
             folders[:] = [name for name in folders if name != "snapshots"]
             for file in files:
-                with contextlib.suppress(FileNotFoundError):  # a process that has the store open may remove files
+                with contextlib.suppress(FileNotFoundError):  # a process that uses the store may remove files
                     entry["free_bytes"] += os.lstat(os.path.join(folder, file)).st_size
     return list(disks.values())
 

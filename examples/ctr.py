@@ -102,7 +102,7 @@ class Parts(BatchSampler):
 
     def __init__(self, order: Any, size: int, world: World | None, training: bool) -> None:
         self.rank, self.ranks = (0, 1) if world is None else (world.rank, world.size)
-        super().__init__(order, size, drop_last=training and self.ranks > 1)  # an empty part would have no mean loss
+        super().__init__(order, size, drop_last=training and self.ranks > 1)  # an empty part's mean loss is undefined
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch[self.rank :: self.ranks] for batch in super().__iter__())

@@ -43,7 +43,7 @@ def read_clicks(path: Path | None, rows: int) -> Clicks:
 
 
 def criteo_clicks(path: Path, rows: int) -> Clicks:
-    """Read Criteo's display advertising file. A line has a label, 13 counts and 26 hex values, separated by tabs."""
+    """Read Criteo's display advertising file. A line holds a label, 13 counts and 26 hex values, separated by tabs."""
     parsed = list(islice(_criteo_lines(path), rows))
     if not parsed:
         raise ValueError(f"{path} holds no lines")

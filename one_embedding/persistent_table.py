@@ -46,7 +46,7 @@ make_persistent_table_writer = _with_paths(exchange.make_persistent_table_writer
 
 
 def _store_folder(paths: Any) -> Path:
-    """Return the one folder in `paths`. OneFlow's `paths` has one folder per rank; such a list raises OptionError."""
+    """Return the one folder in `paths`. OneFlow's `paths` lists a folder per rank; such a list raises OptionError."""
     folders = list(paths) if isinstance(paths, (list, tuple)) else [paths]
     remedy = "give [<persistent_path>/<embedding name>]"
     if len(folders) != 1 or not isinstance(folders[0], (str, os.PathLike)):

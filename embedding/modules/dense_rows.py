@@ -217,7 +217,7 @@ def _check_states(table: OpenTable, table_id: int, states: Mapping[str, Tensor],
 
 
 def _find_scalar_states(table: OpenTable) -> dict[str, bool]:
-    """Map the name of each optimizer state to True if the state has one number per row."""
+    """Map the name of each optimizer state to True if the state is one number per row."""
     dim, widths = table.spec.dim, table.state.widths
     if table.optimizer is not None:
         dim, widths = 2, table.optimizer.make_row_state(2).widths  # with dim 1, all states have width 1

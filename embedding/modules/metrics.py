@@ -151,7 +151,7 @@ class MetricsCollector:
     def collect(self) -> Iterator[Any]:
         """Yield a family for each metric, with the labels `embedding` and `tier`.
 
-        Latencies also have the label `quantile`; 1 is the longest call. A table's metrics have the labels `embedding`
+        Latencies also carry the label `quantile`; 1 is the longest call. A table's metrics carry the labels `embedding`
         and `table`. `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or
         failed; only a failed embedding also gives a warning.
         """

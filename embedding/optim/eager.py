@@ -41,7 +41,7 @@ from .resumed_rows import ResumedRowsCheck, remember_versions, warn_if_optimizer
 
 log = logging.getLogger("tierbed")
 
-MAX_SHARED_EMBEDDINGS = 62  # largest number of embeddings with a world; a handshake has one bit for each
+MAX_SHARED_EMBEDDINGS = 62  # largest number of embeddings with a world; a handshake sends one bit for each
 STEP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 

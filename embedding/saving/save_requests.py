@@ -105,7 +105,7 @@ class RankRequests(LocalRequests):
         self._take_lock, self._request_lock = Lock(), Lock()
 
     def is_wanted(self) -> bool:
-        """True if rank 0 has a request, and no table of this request is in a step."""
+        """True if rank 0 got a request, and no table of this request is in a step."""
         request = self._request
         if request is None or any(handle.local.table.is_in_step for handle in request.handles):
             return False

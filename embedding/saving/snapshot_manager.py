@@ -50,7 +50,7 @@ class SnapshotManager:
         world: World,
         folder: Path | None,  # the snapshots' folder, seen by all ranks; None for rows in memory
         store: StoreFolder | None,  # the store folder that contains `folder`; set only on rank 0
-        shard: HashShard | None = None,  # this process's shard; None if this process has all rows
+        shard: HashShard | None = None,  # this process's shard; None if this process holds all rows
         close: Callable[[], None] | None = None,  # closes the rows
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
@@ -214,7 +214,7 @@ class SnapshotManager:
             write_and_commit(self.world, op, [save], new, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
-        """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none has the rows.
+        """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none holds the rows.
 
         The saved snapshot never becomes the parent of a user's snapshot. `keep` is the number of older state_dict
         snapshots to keep; None keeps all.
@@ -437,7 +437,7 @@ class SnapshotManager:
         )
 
     def restore(self, pending: RowsReference) -> bool:
-        """Load the rows that a state_dict names, unless they are present. Returns False if no snapshot has the rows."""
+        """Load the rows that a state_dict names, if they are not present. Returns False if no snapshot holds them."""
         op = f"loading the state of embedding {self.name!r}"
         self.world.handshake(op, shared_values={"state_dict": pending._asdict()})
         saved = read_snapshot_reference(self._folder, pending.snapshot)

@@ -349,7 +349,7 @@ class LocalTable:
 
     @property
     def local(self) -> LocalTable:
-        """The LocalTable with this process's rows. This is the object itself, because this process has all rows."""
+        """The LocalTable with this process's rows. This is the object itself, because this process holds all rows."""
         return self
 
     def _release(self) -> None:

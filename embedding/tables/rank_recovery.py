@@ -34,7 +34,7 @@ class _Decision(NamedTuple):
     """Rank 0's decision about which rows to open."""
 
     live: str | None  # the version of the live rows; None if the ranks do not open live rows
-    id: str | None  # the id of the snapshot with these rows, EMPTY without rows; None if no snapshot has the rows
+    id: str | None  # the id of the snapshot with these rows, EMPTY without rows; None if no snapshot holds the rows
     name: str  # the name of the snapshot to load; "" if the ranks load no snapshot
     unusable_reason: str  # why the rows may not be used before a load; "" if the rows may be used
     level: int  # the level of the log message
@@ -106,7 +106,7 @@ class RecoveryDecision:
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return (versions, step). `step` is the last step of this embedding's store, as far as this host knows.
 
-        `versions` has a dict {rank: version} for each sharded store in the group. A dict covers this host's shards.
+        `versions` holds a dict {rank: version} for each sharded store in the group. A dict covers this host's shards.
         """
         self._shared_folder.check_token(self._token)
         versions, step = [], contents.recorded_step

@@ -137,7 +137,7 @@ class StoreOptions(_CommonFields):
     """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
 
     Args:
-        persistent_path: The folder for stored rows. Each embedding has a subfolder with the embedding's name. None
+        persistent_path: The folder for stored rows. Each embedding gets a subfolder with its name. None
             keeps nothing on disk. A leading `~` and variables `${NAME}` are replaced. An unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None means no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
@@ -148,7 +148,7 @@ class StoreOptions(_CommonFields):
             there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together may resume
             from different steps. "pretrained" is like "resume", but does not warn if a new dense part trains with the
             resumed rows. "fresh" always starts empty, even after a clean shutdown, and keeps the snapshots.
-        snapshot_path: The folder for snapshots. Each embedding has its own subfolder. Default: `persistent_path`.
+        snapshot_path: The folder for snapshots. Each embedding gets a subfolder. Default: `persistent_path`.
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.
         admission: Which new rows training keeps. None keeps all rows. With a whole number n, a row is kept when the
@@ -392,7 +392,7 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
-    The file has a TOML table [name]. Its key `store` names the store, such as "cached_ssd". Other keys are arguments of
+    The file holds a TOML table [name]. Its key `store` names the store, such as "cached_ssd". Other keys are arguments of
     the store's maker, `make_*_store_options`. A relative persistent_path starts at the working directory. To check a
     file, run `tierbed store options`.
 

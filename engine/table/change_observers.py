@@ -64,7 +64,7 @@ class ChangeTracker:
         self.parent_id, self._increment_keys = snapshot_id, None
 
     def read_rows(self, top_tier: TopTier[Any], dtype: np.dtype[np.void]) -> Iterator[Change]:
-        """Yield, in chunks, the rows that changed before the last `start_increment`; `top_tier` has their values.
+        """Yield, in chunks, the rows that changed before the last `start_increment`; `top_tier` holds their values.
 
         Buckets ascend. Within a bucket, rows ascend by (table, key), and so do the keys of removed rows. Removed rows
         may include rows that were inserted after the snapshot.
