@@ -392,7 +392,7 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
-    The file holds a TOML table [name]. Its key `store` names the store, such as "cached_ssd". Other keys are arguments of
+    The file holds a TOML table [name]. Its key `store` is the store, such as "cached_ssd". Other keys are arguments of
     the store's maker, `make_*_store_options`. A relative persistent_path starts at the working directory. To check a
     file, run `tierbed store options`.
 
