@@ -46,7 +46,8 @@ class _Announcement:
         copy = torch.clone if processor.defers_errors else _copy_tensor
         self.lookups = [copy_lookup(lookup, copy) for lookup in lookups]
         self.copy_event = processor.record_event()
-        # Comparing ids on a GPU would wait. So lookups in the same memory count as equal; `adopt` checks ids later.
+        # Comparing ids on a GPU would make the CPU wait. Lookups in the same memory therefore count as equal here, and
+        # `adopt` compares the ids later.
         self._memory_keys = [_memory_key(lookup) for lookup in lookups] if processor.defers_errors else None
         self._originals = lookups  # keeps the tensors alive, so no other tensor gets their memory
         self.batch: Any = None  # the whole step's batch, if this is the step's first announcement
@@ -80,9 +81,7 @@ class Prefetcher:
     """Prepares a table's announced batches in order. The thread starts at the first announcement."""
 
     def __init__(self, processor: Processor[Any], top_tier: TopTier[Any], threads: int) -> None:
-        self._processor = processor
-        self._top_tier = top_tier
-        self._threads = threads
+        self._processor, self._top_tier, self._threads = processor, top_tier, threads
         self.counts = dict(ZERO_COUNTS)
         self._announcements: deque[_Announcement] = deque()  # not used yet, oldest first; empty if no thread runs
         self._condition = Condition()
@@ -126,7 +125,8 @@ class Prefetcher:
     def enter_step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
         """Enter a block that pins a step's rows. Yields the step's prepared batch, or None if no batch is prepared.
 
-        Without `lookups`, the block is not a step and uses no announced batch. Raises the error of failed preparation.
+        If `lookups` is None, the block is not a step and uses no announced batch. If the thread failed to prepare this
+        step's batch, raises the thread's error.
         """
         if not self._announcements:
             yield None
@@ -161,8 +161,7 @@ class Prefetcher:
         if thread is None or self._process_id != os.getpid():
             return
         with self._condition:
-            self._thread = None
-            self._num_unmatched = 0
+            self._thread, self._num_unmatched = None, 0
             self._announcements.clear()
             self._condition.notify_all()
         if thread is not current_thread():  # a garbage collection in the thread itself may close the table
@@ -189,7 +188,10 @@ class Prefetcher:
             if not wait_for(self._condition, lambda: first.is_known or first.error, self._thread):
                 while len(self._announcements) > self._num_per_step:  # later steps are not prefetched
                     self._announcements.pop()
-                first.error = MemoryError("the prefetch thread died without raising an error")
+                first.error = MemoryError(
+                    "the prefetch thread ended without an error, probably because memory ran out; free memory or "
+                    "announce fewer batches"
+                )
             if first.error is None:
                 self._num_unmatched = 0
                 self.counts["prefetch_hits"] += 1

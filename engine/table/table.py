@@ -70,7 +70,7 @@ class PinnedBatch:
             return self.table.processor.gather(self.batch, index, self.lookups[index], weights, self.dtype, out)
 
     def weights_grad(self, index: int, grad: Tensor) -> Tensor:
-        """Returns the gradient of a lookup's weights, in the shape of the ids. `grad` has the result's shape."""
+        """Returns the gradient of the weights, in the ids' shape. grad: the gradient of what `gather` returned."""
         with self.table.lock:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.batch, index, self.lookups[index], grad)
@@ -308,9 +308,10 @@ class OpenTable:
     def require_top_tier(self) -> TopTier[Any]:
         """Returns the top tier. Raises ClosedError if the table is closed, StoreError if the table is inconsistent."""
         if self.stack is None:
-            raise (RowsReplacedError if self.is_replaced else ClosedError)(
-                f"embedding {self.spec.name!r} was closed or its rows were replaced; use the embedding again"
-            )
+            label = f"embedding {self.spec.name!r}"
+            if self.is_replaced:
+                raise RowsReplacedError(f"a load replaced the rows of {label} during this call; repeat the call")
+            raise ClosedError(f"{label} was closed; create it again")
         if self.failure is not None:
             raise StoreError(
                 f"embedding {self.spec.name!r} failed in the middle of a write ({self.failure!r}); load a snapshot, "
@@ -361,7 +362,7 @@ class OpenTable:
         """Deduplicate the ids, fetch their rows and pin them. Gathered rows and gradients have `dtype`.
 
         Uses a prefetched batch if there is one. Otherwise `dedup_from` goes to `Processor.make_batch`. If `pin` raises
-        CapacityError, nothing is pinned. A `row_step` around pin and update defers signals.
+        CapacityError, nothing is pinned. To defer signals until the update is done, call both inside a `row_step`.
         """
         self.yield_to_reader()
         with self.lock:
