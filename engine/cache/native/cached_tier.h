@@ -1,4 +1,7 @@
-// A write-back cache above a slower tier. A cache serves steps, or is the slower tier of another cache.
+// A write-back cache above a slower tier. Steps use a cache directly, or it serves as the lower tier of another cache.
+//
+// A cache keeps rows in slots. A set is 64 slots, and a row's hash chooses the row's set (cache_set.h). The window
+// records which announced batches need which rows (directory.h).
 //
 // Batches get numbers when they are announced or pinned, and end in the order of their numbers. `place_batch` looks up
 // a batch's rows, pins them, chooses victims for missing rows and reads the missing rows from the lower tier.
@@ -8,9 +11,9 @@
 // Above a tier on disk, evicted dirty rows move to the overflow area, and the write-behind thread writes them back.
 // Above a tier in memory, `place_batch` writes evicted rows back. The overflow area also holds rows without a slot.
 //
-// Threads take three mutexes in this order: placement, directory, queue. The first is held to fetch or write back
-// rows. The second guards the sets, the overflow area and the window. The third guards the queue of batches. Lines
-// need no lock: a pinned row's line belongs to its step, and a missing row's line to the thread that places the row.
+// Threads lock three mutexes in this order: `placement_mutex` to place, copy, flush or erase rows; `directory_mutex` to
+// use the sets, the overflow area and the window; `queue_mutex` to use the queue of batches. Lines need no lock: a
+// pinned row's line belongs to the row's step, and a missing row's line to the thread that places the row.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -54,7 +57,8 @@ public:
     // Returns how many rows are not in the cache, and how many rows are in no tier.
     std::pair<std::size_t, std::size_t> peek(Batch& batch);
 
-    // `write` makes rows resident, `read` does not. With announced or pinned batches, `write` and counted reads throw.
+    // `write` makes rows resident, `read` does not. While any batch is announced or pinned, `write` throws, and so does
+    // `read` with `counts_as_use`.
     void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
@@ -94,27 +98,30 @@ private:
     };
     enum class Purpose { prefetch, step, write };
 
-    // The next two functions need the lock `queue_mutex`.
+    // The caller must hold `queue_mutex` for the next two functions.
     AnnouncedBatch* find_announced(u32 number);  // returns null if the batch was cancelled
     void update_last_completed();
-    // These calls need the lock `placement_mutex`. Reads and writes are between `begin_internal_batch` and `end_...`.
+    // The caller must hold `placement_mutex` for the next functions. `begin_internal_batch` gives a number to a
+    // `write`, or to a `read` with `counts_as_use`. `end_internal_batch` ends this batch.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetch might need too much of the overflow area now.
     bool place_batch(const RequestedRows& requested, u32 number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Takes the locks. Writes back up to `max_rows` of the dirty rows that `for_each` visits. True if others remain.
-    template <class ForEach>
-    bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Copies resident rows to the lines `to`, and returns the missing rows.
     std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* to, bool counts_as_use);
-    // The next three functions also need the lock `directory_mutex`.
+    // The caller must hold `placement_mutex` and `directory_mutex` for the next three functions.
     void write_back_overflow();
     void write_back_victims();
     void write_back(const RowSpan& rows);
-    // Needs no lock. Fills lines from the lower tier or with initial values. Returns each row's `updates`.
+    // Writes back up to `max_rows` of the dirty rows that `for_each` visits. Returns true if dirty rows remain. The
+    // caller must hold no lock, because this function locks `placement_mutex` and `directory_mutex`.
+    template <class ForEach>
+    bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
+    // Fills lines from the lower tier or with initial values. Returns each row's `updates`. Needs no lock.
     std::vector<u32> read_lower_tier(const RowSpan& rows, bool counts_as_use);
-    // Returns the overflow area's limits before `added` rows arrive. Write-back keeps half of it free for a batch.
+    // Returns the limits to which write-back must shrink the overflow area before `added` rows arrive. These limits
+    // keep about half of the area free for a batch.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
         const std::size_t rest = overflow_rows_ - std::min(overflow_rows_, added);

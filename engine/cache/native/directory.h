@@ -162,13 +162,13 @@ struct RequestedRows {
 struct Miss {
     u32 row;         // index in the batch
     u32 old_entry;   // the row's entry in the overflow area; NONE if the row must be fetched
-    u32 last_batch;  // the last batch that touched `old_entry`; this batch uses the entry's line until the batch ends
-    u32 next_batch = 0;         // the next batch that needs the row; 0 for none
-    u32 slot = NONE;            // the slot the row gets
-    u32 new_entry = NONE;       // the overflow entry that the row gets if it gets no slot
-    bool is_slot_free = false;  // the slot was free: there is no victim
+    u32 last_batch;  // the last batch that touched `old_entry`; the batch may use the entry's line until the batch ends
+    u32 next_batch = 0;         // the next batch that needs the row; 0 if no announced batch needs the row
+    u32 slot = NONE;            // the slot that the row gets; NONE if the row goes to the overflow area
+    u32 new_entry = NONE;       // the overflow entry that a fetched row gets if the row gets no slot
+    bool is_slot_free = false;  // true if the slot was free, so that no row is evicted
     bool is_victim_dirty = false;
-    Way displaced_way{};  // the evicted row's way; the missing row's way if it gets no slot
+    Way displaced_way{};  // the evicted row's way; if no row is evicted, the missing row's own way
 };
 
 struct CacheCounts {
@@ -196,7 +196,8 @@ public:
     // Chooses a slot for each miss. The sooner an announced batch needs a row, the earlier the row gets a slot.
     void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
     void undo_victims();
-    // Gives each miss its line. Rows in the overflow area keep their values. keep_victims: move dirty victims there.
+    // Gives each missing row its line. A row that was in the overflow area keeps its values.
+    // keep_victims: move dirty victims to the overflow area instead of overwriting them.
     void place_misses(const RequestedRows& batch, bool keep_victims);
     // Records how many updates each fetched row has in the lower tier.
     void set_fetched(const u32* updates);
