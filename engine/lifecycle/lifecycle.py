@@ -1,7 +1,6 @@
 """Decides which new rows a table keeps, and which rows it deletes because they expired or the table is full.
 
-The ledger (`native/ledger.h`) makes these decisions step by step, from the counts and ages of written rows. A removed
-row is treated like a row that was never written.
+The ledger (`native/ledger.h`) decides step by step, by written rows' counts and ages. Removed rows count as unwritten.
 """
 
 from __future__ import annotations

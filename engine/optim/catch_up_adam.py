@@ -131,8 +131,7 @@ class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     (L2), all missed steps are applied one by one.
 
     Raises:
-        OptimizerError: `amsgrad=True`, or `eps=0`. With `eps=0`, the missed steps of a row written by `put` would be
-            0 / 0, because its moments are 0.
+        OptimizerError: `amsgrad=True`, or `eps=0`. With `eps=0`, a missed step of a row with moments 0 would be 0 / 0.
     """
 
 

@@ -5,21 +5,22 @@ A kernel is C++ text with named inputs, similar to `cupy.ElementwiseKernel`. A f
 Its arguments may use OTHER's fields. This module can read such kernels without importing the files. The build runs this
 file as a script, `python kernel.py OUTPUT`, without torch and NumPy. For a GPU, `generate_header()` runs at run time.
 
-A kernel's bodies, and the names that each may use:
+A kernel's bodies in the order in which they run for a row, each with the names that it may use:
 
-    row       before the elements, once per row: sets `row_values`
-              row_states      of this row; the body updates them
-              total, dim      the sum of `term` over the row's elements (kernels/gradients.h), and their number
-    element   once per element: updates w and element states
-              w, g            the weight, and the row's summed and clipped gradient
-              element states  of this element
-              row_values      set by `row`
-              first, step     true if the row was never written; the embedding's step, from 1
-    row_from_norms  after the elements, once per row: sets `row_values`
-              norms           by name: sums over the row's elements, from w and g as `element` left them
-    second_pass  once per element: same names as `element`, whose g it sees; row_values also from `row_from_norms`
-    any       hyperparams          float32, rounded once from double; `doubles` stay double
-              functions       in kernels/rule.h
+    row: runs once per row, and sets `row_values`.
+        row_states: the row's states. The body updates them.
+        total, dim: the sum of `term` over the row's elements (kernels/gradients.h), and the number of elements.
+    element: runs once per element, and updates `w` and the element's states.
+        w, g: the weight, and the summed and clipped gradient.
+        row_values: as `row` set them.
+        first, step: true if the row was never written, and the embedding's step, which counts from 1.
+    row_from_norms: runs once per row, and sets `row_values`.
+        norms: each norm is a variable with the norm's name. Its value is the sum of the norm's term over the row's
+            elements, computed from the `w` and `g` that `element` left.
+    second_pass: runs once per element, and may use the same names as `element`.
+        g, row_values: `g` as `element` left it, and `row_values` as `row` or `row_from_norms` set them.
+    All bodies may also use the functions in kernels/rule.h and the hyper-parameters. Hyper-parameters are float32,
+    rounded once from double. The hyper-parameters in `doubles` stay double.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ class CatchUp:
     begin: str  # runs once; may use `last`, the step of the row's last update
     step: str  # runs for each step up to `limit`, before `element`; `rate` is the step's learning rate (past_rates.py)
     element: str  # runs for each element; updates w and element states
-    # For the steps beyond `limit`, `rest` and then `rest_element` run: once if these steps have the same learning rate,
-    # otherwise several times. In these two bodies, `rest` is the number of steps, `rate` is the mean of their learning
-    # rates, and `is_constant` is true if these rates are equal.
+    # The bodies `rest` and `rest_element` handle the steps beyond `limit`. Both run once if all these steps have the
+    # same learning rate, otherwise several times. Inside both bodies, the variable `rest` (not the body) is the number
+    # of steps, `rate` is the mean of the steps' learning rates, and `is_constant` is true if these rates are equal.
     rest: str = ""
     rest_element: str = ""
     # Missed steps of a row that was never written: "" skips them, "steps" applies them, "rest" applies all by `rest`.

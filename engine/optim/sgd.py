@@ -15,9 +15,7 @@ from .kernel import Kernel
 from .rule import Rule
 
 SGD = Kernel(
-    name="sgd",
-    hyperparams="lr weight_decay maximize",
-    element="w = w - lr * decayed(g, w, weight_decay, maximize);",
+    name="sgd", hyperparams="lr weight_decay maximize", element="w = w - lr * decayed(g, w, weight_decay, maximize);"
 )
 
 SGD_MOMENTUM = Kernel(

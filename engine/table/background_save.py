@@ -86,8 +86,7 @@ class BackgroundSave:
         self._hurry_event = Event()  # set when another thread starts to wait for the save
         self._end_event = Event()
         self._error: BaseException | None = None
-        self._is_error_raised = False
-        self.image = image
+        self._is_error_raised, self.image = False, image
         self._thread = Thread(target=self._run, args=(write,), name="tierbed-save")
         self._thread.start()
 

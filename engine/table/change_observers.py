@@ -131,8 +131,7 @@ class ChangeObservers:
     def open_image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
         """Open an image of all current rows. Another thread may read the image while the rows change.
 
-        `max_bytes` limits the memory for before-images; at the limit, steps wait for the reader. Raises StoreError, for
-        example if another image is open.
+        max_bytes: memory limit for before-images. At the limit, steps wait for the reader. Raises StoreError.
         """
         with self._table.lock, uninterrupted():
             top_tier = self._table.prepare_top_tier()

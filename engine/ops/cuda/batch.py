@@ -75,7 +75,7 @@ class Faults:
         )
 
     def check(self) -> None:
-        """Wait for the device and raise the error if there is a fault: InputError or CapacityError."""
+        """Wait for the device. Raises InputError or CapacityError if the device found a fault."""
         if error := self.take_error(self.read(wait=True)):
             raise error
 

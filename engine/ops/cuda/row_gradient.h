@@ -1,9 +1,8 @@
 // Sums the gradients of a batch's rows. Compiled for one gradient type (TIERBED_GRADIENTS).
 //
-// One warp works on one row. It sums gradients in blocks of SUM_BLOCK occurrences. Blocks after the first were already
-// summed by the kernel `sum_blocks`, with one warp per block. Block sums are added in order, so the result equals a
-// single thread's result. Block b of a row whose occurrences begin at `offset` has slot offset / SUM_BLOCK + b. Blocks
-// with b > 0 have distinct slots.
+// One warp works on one row, and sums gradients in blocks of SUM_BLOCK occurrences. The kernel `sum_blocks` has already
+// summed blocks after the first, with one warp per block. Block sums are added in order, so the result equals a single
+// thread's. If a row's occurrences begin at `offset`, block b uses slot offset / SUM_BLOCK + b, distinct for b > 0.
 #pragma once
 #include "items.h"
 #include "layout.h"

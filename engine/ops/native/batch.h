@@ -20,19 +20,21 @@ namespace tierbed {
 
 // One lookup's ids in bags. Each bag is pooled to one output row. Without pooling, every id is a bag.
 struct LookupArrays {
-    const u64* keys;              // [n]
-    const u32* tables;            // [bags], or [columns] with features; null if bag b belongs to table b % num_tables
-    std::size_t num_ids;          // includes ids of features that are not looked up
-    std::size_t num_bags;         // bags, each with one output row
-    Bags bags;                    // its offsets ascend from 0 to num_ids
-    std::size_t num_offset_bags;  // includes bags of features that are not looked up
+    const u64* keys;  // [n]
+    // The table of each bag [bags]. If the lookup has features (see pool.h), the table of each column [columns]. Null
+    // means that bag b belongs to table b % num_tables.
+    const u32* tables;
+    std::size_t num_ids;          // the number of ids, including ids of features that are not looked up
+    std::size_t num_bags;         // the number of bags that are looked up; each bag has one output row
+    Bags bags;                    // the bags' offsets ascend from 0 to num_ids
+    std::size_t num_offset_bags;  // the number of bags, including bags of features that are not looked up
     bool is_pooled;
 };
 
 // The ids that a table accepts.
 struct LegalIds {
     std::vector<u64> last_ids;        // [tables]; empty if all ids are legal
-    std::vector<bool> drops_illegal;  // [tables], true if ids beyond `last_ids` become padding instead of errors
+    std::vector<bool> drops_illegal;  // [tables], true if ids above the table's last id become padding, not errors
 };
 
 // Rows grouped by bucket, and ordered by position within each bucket.
@@ -46,7 +48,7 @@ BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n);
 
 // A batch's unique rows by bucket.
 struct BucketOrder {
-    Buffer<u32> rows;  // [unique], rows by bucket; empty if the batch's rows are in this order
+    Buffer<u32> rows;  // [unique], the rows in bucket order; empty if the batch's rows already are in bucket order
     std::array<std::size_t, BUCKETS + 1> bucket_offsets{};
 
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
@@ -59,7 +61,7 @@ struct UniqueRows {
     UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, std::optional<u64> padding,
                const LegalIds& legal);
 
-    // A lookup's arrays without its ids and table ids.
+    // A lookup's arrays, without the ids and table ids.
     struct LookupSpan {
         std::size_t first_position;    // the lookup's first position
         std::size_t first_output_row;  // the lookup's first row among all output rows
@@ -71,17 +73,17 @@ struct UniqueRows {
     std::vector<LookupSpan> lookups;
     std::size_t num_positions = 0;
     std::size_t num_output_rows = 0;
-    std::size_t num_unique = 0;          // rows
-    bool is_pooled = false;              // true if any lookup is pooled
-    Buffer<u64> hashes;                  // [unique]
-    Buffer<u32> tables;                  // [unique]
-    Buffer<u32> id_numbers;              // [unique], as in Numbering; empty if rows are ordered by bucket
-    Buffer<i32> inverse;                 // [positions], each position's row, -1 for padding
-    Buffer<u32> occurrences;             // [positions - padding], all positions, grouped by row
-    Buffer<u32> occurrence_output_rows;  // [positions - padding], the positions' output rows; empty without pooling
-    Buffer<u32> occurrence_offsets;      // [unique + 1], where each row's occurrences begin
+    std::size_t num_unique = 0;  // the number of unique rows; "unique" in the shapes below
+    bool is_pooled = false;      // true if any lookup is pooled
+    Buffer<u64> hashes;          // [unique]
+    Buffer<u32> tables;          // [unique]
+    Buffer<u32> id_numbers;      // [unique], the rows' numbers in `numbering`; empty if rows are ordered by bucket
+    Buffer<i32> inverse;         // [positions], the row at each position; -1 if the position is padding
+    Buffer<u32> occurrences;     // [positions - padding], the positions without padding, grouped by row
+    Buffer<u32> occurrence_output_rows;  // [positions - padding], each occurrence's output row; empty without pooling
+    Buffer<u32> occurrence_offsets;      // [unique + 1], the index in `occurrences` where each row's occurrences begin
     std::vector<u64> dropped_counts;     // [tables], how many ids were dropped; empty if all ids are legal
-    std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); illegal ids count as padding
+    std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); an illegal id counts as padding
     const Numbering numbering;
 
     // Thread-safe; the first call may sort rows.
@@ -105,7 +107,7 @@ public:
     const BucketOrder& buckets() const { return shared_->buckets(); }
     u64 key(std::size_t row) const { return get_key(tables[row], hashes[row]); }
     u64 row_hash(std::size_t row) const { return slot_hash.row_hash(tables[row], hashes[row]); }
-    // The keys [unique], computed by the first call.
+    // Returns the keys [unique]. The first call computes them.
     Buffer<u64>& keys();
     // Allocates `n` lines that live as long as the batch. Returns their addresses.
     std::vector<u64> allocate(std::size_t n, const LineShape& shape);

@@ -15,8 +15,7 @@ namespace nb = nanobind;
 
 namespace tierbed {
 
-// An array argument that is never converted: a wrong dtype or layout raises TypeError. nanobind would pass a converted
-// copy, and results written to it would be lost.
+// An array argument that is never converted, because results in a converted copy would be lost. Raises TypeError.
 template <class... Annotations>
 struct Exact : nb::ndarray<Annotations...> {
     using nb::ndarray<Annotations...>::ndarray;

@@ -12,8 +12,7 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
-// Consecutive numbers for an embedding's ids, table after table. Empty if a table has no last id, or if there are more
-// than MAX_IDS ids.
+// Numbers an embedding's ids consecutively, table after table. Empty if a table lacks a last id, or above MAX_IDS ids.
 class Numbering {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;

@@ -15,8 +15,7 @@ std::uint64_t now(clockid_t clock) {
     return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(time.tv_nsec);
 }
 
-// Returns how many blocks this thread has read from disk. Only tasks that read blocks count as waiting for the disk;
-// other tasks may have waited for a core.
+// Returns how many blocks this thread has read from disk. A task that reads no block may only have waited for a core.
 long blocks_read() {
     rusage usage;
     getrusage(RUSAGE_THREAD, &usage);

@@ -30,12 +30,10 @@ struct RocksOptions {
 
 bool uses_block_cache(const RocksOptions& options);
 
-// Returns the options for a shard with rows of `row_bytes`, except the cache and statistics that all shards share.
-// Throws as `check_options` does.
+// Returns a shard's options, except the cache and statistics that all shards share. Throws as `check_options` does.
 rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes);
 
-// Throws std::invalid_argument if this build of RocksDB lacks an option. engine/options/rocksdb_options.py lists the
-// options that users may set.
+// Throws std::invalid_argument if this RocksDB lacks one of the options (engine/options/rocksdb_options.py).
 void check_options(const NamedOptions& user_options);
 
 // Parses RocksDB's options string into names and values. Throws std::invalid_argument.

@@ -8,8 +8,9 @@
 //
 // Failures throw std::runtime_error with the folder, RocksDB's status and a remedy. Two failures have lasting effects.
 // If the disk is too full to open a database for writing, the database opens read-only until `make_writable`. If a
-// RocksDB call ends with an exception, for example because memory ran out, RocksDB's locks may stay taken.
-// Then the tier has failed: all calls throw, and `close` leaves the databases open behind a `Fence`.
+// RocksDB call ends with an exception, for example because memory ran out, RocksDB's locks may stay taken. Then the
+// tier has failed, and all its calls throw. `close` cannot close a failed tier's databases safely, so it leaves them
+// open. A `Fence` then stops the databases from changing their folders (rocksdb_fence.h).
 #pragma once
 #include <atomic>
 #include <memory>
@@ -66,8 +67,7 @@ public:
     void make_writable();
     // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
     void compact();
-    // Flushes, and returns the files with all rows written so far. RocksDB deletes no such file until `release_files`.
-    // Only one caller at a time may hold files.
+    // Flushes, and returns the files with all rows, to one caller at a time. Files are kept until `release_files`.
     std::vector<DatabaseFile> hold_files();
     void release_files();
     void close();  // before `close`, close all scans; after `close`, call no other method

@@ -33,8 +33,7 @@ struct RowSpan {
 class Tier {
 public:
     virtual ~Tier() = default;
-    // Copies rows to their lines. Writes `is_hit` [n]: true if the tier has the row. If not, the row's line does not
-    // change. counts_as_use: true to count the read as a use.
+    // Copies rows to their lines, except rows that the tier lacks. Sets `is_hit` [n]. counts_as_use: count a use.
     virtual void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
