@@ -70,8 +70,7 @@ class NamedArrays:
     """The arrays in an open file, by name. metadata: the text that the file stores under the name METADATA."""
 
     def __init__(self, columns: Mapping[str, Column], metadata: str | None = None) -> None:
-        self.columns = columns
-        self.metadata = metadata
+        self.columns, self.metadata = columns, metadata
         self.column_types = {name: (column.dtype_name, column.shape) for name, column in columns.items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
@@ -155,8 +154,7 @@ class _NpyColumn:
         if min(self.shape, default=0) < 0:
             raise ValueError(f"array {name!r} has the invalid shape {self.shape}")
         self._by_columns = by_columns and len(self.shape) > 1
-        self._name = name
-        self._position = 0
+        self._name, self._position = name, 0
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
         if self._by_columns:

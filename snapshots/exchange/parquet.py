@@ -75,8 +75,7 @@ class ParquetReader:
     """The rows in an open Parquet file. column_types: each column's dtype name and shape."""
 
     def __init__(self, file: Any, pa: Any) -> None:
-        self._file = file
-        self._pa = pa
+        self._file, self._pa = file, pa
         metadata = (file.schema_arrow.metadata or {}).get(METADATA.encode())
         self.metadata = None if metadata is None else metadata.decode()
         self.column_types = {field.name: self._shape(field) for field in file.schema_arrow}

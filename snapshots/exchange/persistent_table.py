@@ -34,8 +34,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
     def __init__(self, snapshot: Snapshot, storage_dim: int, table_ids: bool) -> None:
         self._name, self._closed = snapshot.name, False
         self._columns = Columns(snapshot.description)
-        self._dim = storage_dim
-        self._table_ids = table_ids
+        self._dim, self._table_ids = storage_dim, table_ids
         chunks = snapshot.chunks()
         is_whole = storage_dim == self._columns.storage_dim
         self._chunks = chunks if is_whole else catch_up_rows(snapshot.description, chunks)

@@ -26,13 +26,11 @@ class RowSorter:
 
     If several rows share (table, key), only the row added last is yielded. Rows wait in temporary files, one per
     bucket, in `folder`. The folder is created if missing, and needs disk space for all rows. The files are nameless, so
-    the kernel removes them when the process ends. Each bucket, about 1/64 of all rows, is sorted in memory; this needs
-    a few times the bucket's size.
+    the kernel removes them when the process ends. Sorting a bucket, 1/64 of all rows, needs a few times its memory.
     """
 
     def __init__(self, folder: Path, dtype: np.dtype[np.void]) -> None:
-        self._folder = folder
-        self._dtype = dtype
+        self._folder, self._dtype = folder, dtype
         self._limit = chunk_rows(dtype.itemsize)
         self._files: dict[int, IO[bytes]] = {}
 

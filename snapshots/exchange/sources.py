@@ -72,7 +72,7 @@ class Source:
         states: Iterable[str] = (),
         padding_idx: int | None = None,
     ) -> None:
-        """parts: a function that chooses the tables among the file's arrays. InputError, SnapshotError, OptionError."""
+        """parts: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
         self.what = what  # names the source in error messages
         self.states = frozenset(states)  # names of optimizer states that were passed for dense tables
         self.padding_idx = padding_idx  # the padding_idx if the source is an `nn.Embedding`

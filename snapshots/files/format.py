@@ -168,10 +168,10 @@ class Parent:
 
 @dataclasses.dataclass(frozen=True)
 class RocksDBFiles:
-    """A RocksDB checkpoint's files. shards: the number of databases. files: {`shard-N/<file>`: `bytes`, `crc32c`}."""
+    """The files of a RocksDB checkpoint."""
 
-    shards: int
-    files: dict[str, dict[str, int]]
+    shards: int  # the number of databases
+    files: dict[str, dict[str, int]]  # maps shard-N/<file> to the file's `bytes` and `crc32c`
 
 
 @dataclasses.dataclass(frozen=True)

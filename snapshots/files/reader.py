@@ -65,16 +65,16 @@ def read_all(chunks: Chunks) -> None:
 class Snapshot:
     """A finished snapshot. `open` reads the manifest; `chunks` and `verify` read and check the rows.
 
-    shard: read only this shard's rows; None reads all rows. shard_rows: {snapshot name: number of the shard's rows} for
-    each snapshot in the chain. Manifests lack these numbers, so `chunks` counts rows and fills `shard_rows` at the end.
+    Args:
+        shard: read only this shard's rows; None reads all rows.
+        shard_rows: receives the number of the shard's rows in each snapshot of the chain, by snapshot name. Manifests
+            do not store these numbers, so they are known only after all of `chunks` has been read.
     """
 
     def __init__(
         self, folder: Path, manifest: Manifest, shard: HashShard | None = None, shard_rows: dict[str, int] | None = None
     ) -> None:
-        self.folder = folder
-        self.manifest = manifest
-        self.shard = shard
+        self.folder, self.manifest, self.shard = folder, manifest, shard
         self.shard_rows = {} if shard_rows is None else shard_rows
 
     @classmethod
@@ -416,7 +416,7 @@ def find_snapshot_name(folder: Path, id: str) -> str | None:
 
 
 def find_snapshot(folder: Path, id: str) -> Snapshot:
-    """Returns the snapshot with this id in a folder, preferably under a name that a user chose. SnapshotError."""
+    """Returns the snapshot with this id, preferably under a name that a user chose. Raises SnapshotError."""
     snapshots, damaged = list_snapshots(folder)
     matches = sorted((s for s in snapshots if s.manifest.id == id), key=lambda snapshot: snapshot.name.endswith(id))
     if matches:

@@ -343,7 +343,7 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder for the snapshot `folder`. The `with` block must call `finish`. SnapshotError."""
+    """Yield a temporary folder for the snapshot `folder`. The block must call `finish`. Raises SnapshotError."""
     folder = Path(folder)
     with NewSnapshots() as new:
         temporary = new.begin(folder, description, overwrite)

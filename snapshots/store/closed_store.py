@@ -164,7 +164,7 @@ def load_into_stores(
 
 
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
-    """Check a load, but read no rows. Returns `selection` with the dtypes to convert to. StoreError, SnapshotError."""
+    """Check a load, but read no rows. Adds dtypes to `selection`. Raises StoreError, SnapshotError."""
     marker = store.clean_marker
     linked_stores = [] if store.live_path.exists() else read_linked_stores(store.snapshots)
     if linked_stores:
@@ -228,7 +228,7 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
 
 @contextmanager
 def scan_live_rows(store: StoreFolder, marker: dict[str, Any]) -> Iterator[Chunks]:
-    """Yield a scan, like `Tier.scan`, of the live rows that a clean marker describes. SnapshotError, StoreError."""
+    """Yield a scan, like `Tier.scan`, of the live rows that `marker` describes. Raises SnapshotError, StoreError."""
     with _open_live(store, marker) as (scan, _):
         yield scan()
 

@@ -129,7 +129,7 @@ class StoreFolder(FolderState):
         self.mark = Mark.parse(data)
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
-        """Write the clean marker, once live rows are durable. Its field `live` says how rows are stored. StoreError."""
+        """Write the clean marker, once live rows are durable. `live` says how rows are stored. Raises StoreError."""
         self.change(clean_marker=description, ranks_record=None)
         self._forget_step()
 

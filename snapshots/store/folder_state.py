@@ -48,7 +48,7 @@ class FolderState:
 
     @property
     def clean_marker(self) -> Marker | None:
-        """The live rows' clean marker. None if there are no clean live rows, or if MARK is damaged. StoreError."""
+        """The live rows' clean marker; None if there are no clean live rows, or MARK is damaged. Raises StoreError."""
         return self.mark.clean_marker
 
     @cached_property
@@ -140,7 +140,7 @@ def find_shards(store: Path, num_ranks: int, among: Iterable[int] | None = None)
 
 
 def read_clean_markers(store: Path, num_ranks: int, among: Iterable[int] | None = None) -> dict[int, Marker | None]:
-    """Returns {rank: clean marker} for the shards on this host; None for an unclean or misplaced shard. StoreError."""
+    """Returns {rank: clean marker} for this host's shards; None for unclean or misplaced ones. Raises StoreError."""
     markers: dict[int, Marker | None] = {}
     for rank, shard in find_shards(store, num_ranks, among).items():
         share = (shard.clean_marker or {}).get(SHARD)

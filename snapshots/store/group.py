@@ -54,7 +54,7 @@ _changing = RLock()  # held while a thread changes groups and records
 
 
 class Clock:
-    """Counts this process's moments, that is, points between two steps."""
+    """Numbers the moments when this process began a save or finished a load. Other moments get no number."""
 
     moment = 0
 
@@ -117,7 +117,10 @@ class Member(MemberRows):
             return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
-        """Record durably that rows (if `replaces`, all rows) will change. The table must be locked. StoreError."""
+        """Record durably that the store's rows are about to change. The caller must hold the table's lock.
+
+        replaces: True if all rows will be replaced. A `broken` store allows only such a change. Raises StoreError.
+        """
         if self.broken and not replaces:
             raise StoreError(self.broken)
         with _changing:
@@ -178,11 +181,11 @@ class Member(MemberRows):
             group.write({self.id: entry}, trained=group.record.trained - {self.id})
 
     def copy_to(self, mark_folder: StoreFolder, ranks_record: RanksRecord | None = None) -> None:
-        """Copy the record, or the link to the record file, into a second MARK, with `ranks_record`. StoreError."""
+        """Copy the record, or the link to the record file, into another folder's MARK. Raises StoreError."""
         self.group.file.write_mark(mark_folder, self.id, ranks_record=ranks_record)
 
     def move_to(self, mark_folder: StoreFolder, ranks_record: RanksRecord | None = None) -> None:
-        """Move the record, or the link to its file, into another MARK. ranks_record: None without ranks. StoreError."""
+        """Move the record, or the link to the record file, into another folder's MARK. Raises StoreError."""
         if mark_folder is not self.mark_folder:
             self.copy_to(mark_folder, ranks_record)
             self.mark_folder.change(store_id="", record=None, link=None, old={}, ranks_record=None)
@@ -246,7 +249,8 @@ class Group:
         self.rows = dict(rows or {})  # by store id: all stores if the group is locked, else only open stores
         self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # the stores that are open in this process
-        # the option `open` of the store opened last, except that "mixed" stays; does not change while locked
+        # The `open` option of the store that was opened last. Once the mode is "mixed", it stays "mixed". The mode does
+        # not change while the group is locked.
         self.mode = "resume"
 
     @property

@@ -43,8 +43,10 @@ class RecordError(StoreError):
 class GroupFile:
     """The record of a store's training group, as read from disk. Raises StoreError.
 
-    shards: the versions of ranks' shards. Default: the shards on this host. beside: more store folders to try, if a
-    member's folder was moved. is_alone: treat the store as new and without a group, even if MARK names a group.
+    Args:
+        shards: the versions of ranks' shards. Default: the shards on this host.
+        beside: more store folders to try, if a member's folder was moved.
+        is_alone: treat the store as new and without a group, even if MARK names a group.
     """
 
     def __init__(
@@ -246,8 +248,7 @@ class GroupFile:
     def choose_entries(self) -> dict[str, Entry]:
         """Choose the durable rows for each member's next open, given that no process trains the group.
 
-        Raises StoreError if there is no moment for which every member has durable rows. Raises SnapshotError if a
-        damaged snapshot makes the choice uncertain.
+        Raises StoreError if members' durable rows share no moment, SnapshotError if damage leaves this uncertain.
         """
         members, record, commit = self.members(), self.record, self.record.commit
         for id, folder in members.items():

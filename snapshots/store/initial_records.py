@@ -19,10 +19,10 @@ MISSING_SNAPSHOT_ID = "unknown"  # the id of a snapshot that no folder has
 
 
 class OldGroup(NamedTuple):
-    """A training group as an earlier version stored it. id: this store's. others: other stores' locations, by id."""
+    """A training group as an earlier version stored it."""
 
-    id: str
-    others: dict[str, Location]
+    id: str  # this store's id
+    others: dict[str, Location]  # the other stores' locations, by store id
 
     @classmethod
     def read(cls, mark: Mark) -> OldGroup | None:
@@ -48,7 +48,7 @@ def _yield_candidates(recovery_folder: FolderState) -> Iterator[tuple[str, bool]
 
 
 def make_store_record(id: str, folder: FolderState, version: str | None, shards: Mapping[int, str | None]) -> Record:
-    """Returns the record of a new store or a store trained alone. version: of its rows. shards: versions by rank."""
+    """Returns the record of a store that is new or trained alone. The rows have `version`, or versions by rank."""
     ranks_record = folder.recovery_folder.mark.ranks_record
     ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
     candidates = [*_yield_candidates(folder.recovery_folder)]

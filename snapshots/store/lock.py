@@ -21,7 +21,7 @@ os.register_at_fork(after_in_child=_close_after_fork)
 
 
 class InUseError(Exception):
-    """A process has already locked the file. holder: its id, or "unknown". user: `FileLock.user`, or "" if unknown."""
+    """A process has already locked the file. holder: the process's id or "unknown". user: `FileLock.user` or ""."""
 
     def __init__(self, holder: str, user: str = "") -> None:
         super().__init__(holder)

@@ -6,9 +6,9 @@ other live rows may contain half of a step.
 
 A *moment* is a point between two steps. The *record* is a small file with an *entry* for each store. An entry names
 durable rows, such as a snapshot. When the record was written, the store's rows were equal to these durable rows. Saves,
-loads and closes write the record. Of all steps, only the first writes the record: it removes the live rows from the
-entry, because the step is about to change these rows. The record also names two sets of snapshots. The *commit* has one
-snapshot of each store. All these snapshots are of the same moment, as new as possible. `before` is the previous commit.
+loads and closes write the record. The first step after the group is locked also writes the record. That first step is
+about to change the live rows, so it removes them from the entry. Later steps write nothing. The record also names two
+sets of snapshots. The *commit* is one snapshot per store, all of the newest common moment; `before` is the old commit.
 
 On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise all stores go back to
 the commit. If a snapshot of the commit was removed, all stores go back to `before` instead. `next_record` computes the
@@ -73,7 +73,8 @@ class Record:
     places: Mapping[str, Location] = field(default_factory=dict)  # empty if the file MARK contains the record
     trained: frozenset[str] = frozenset()  # stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
-    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # skipped sequences: (low, high]
+    # for each store, the range (low, high] of sequence numbers of the snapshots that recovery skipped
+    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     joining: bool = False  # groups are being joined or split, so only stores whose MARK names this record are members
 
     @property
@@ -120,7 +121,7 @@ class Files(NamedTuple):
 
 @dataclass(eq=False)
 class Interval:
-    """A store had a snapshot's rows from moment `first` to `last`. Kept only in the process that locks the group."""
+    """The moments from `first` to `last`, both included, at which a store's rows equalled one snapshot."""
 
     snapshot: str  # the snapshot's id; "" until the save has ended
     first: int
@@ -148,7 +149,7 @@ def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | Non
 
 
 def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, SnapshotIds] | None:
-    """Find the newest moment that snapshots of all stores share. Returns the moment and these snapshots."""
+    """Find the newest moment, up to the current moment `clock`, that snapshots of all stores share. Returns both."""
     for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
         snapshots = {
             x: next((s.snapshot for s in reversed(store) if s.snapshot and s.first <= moment <= s.last), "")

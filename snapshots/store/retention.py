@@ -36,7 +36,7 @@ def plan_prune(
     recovery_snapshots: Collection[str] = (),
     state_snapshots: Collection[str] = (),
 ) -> PrunePlan:
-    """Decide which `snapshots` a prune keeps. Parents of a kept snapshot are kept too. OptionError, SnapshotError.
+    """Decide which snapshots a prune keeps, including their parents. Raises OptionError, SnapshotError.
 
     Args:
         snapshots: all snapshots, from oldest to latest.
@@ -77,7 +77,7 @@ def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) 
 
 
 def list_needed(store: FolderState) -> set[str]:
-    """Returns names of snapshots needed by this store or others that share them. SnapshotError, StoreError."""
+    """Returns names of snapshots that this store or a sharing store needs. Raises SnapshotError, StoreError."""
     ids = {id for f in map(find_group_file, store.sharing_stores) for id in find_needed_ids(f.record, f.store_id)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {find_snapshot(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
@@ -132,7 +132,7 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
 
 
 def keep_replaced(folder: Path) -> None:
-    """Link a snapshot under a second name before an overwrite, because recovery may need it. SnapshotError."""
+    """Link a snapshot under a second name before an overwrite, as recovery may need it. Raises SnapshotError."""
     snapshot = Snapshot.open(folder)
     link = folder.with_name(f"{REPLACED_PREFIX}{snapshot.manifest.id}")
     if not link.is_dir():  # a failed save may have left this link
