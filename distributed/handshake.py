@@ -35,8 +35,11 @@ class HandshakeResult(NamedTuple):
 class Handshake:
     """One exchange of headers between all ranks, in flight until `wait` returns.
 
-    op: the operation that every rank must be about to begin. shared_values: values by name, equal on all ranks. counts:
-    how many items go from this rank to each rank. payload: a number for all ranks. wants_more: request one more call.
+    Args:
+        op: the operation that every rank must be about to begin.
+        shared_values: values by name, which must be equal on all ranks.
+        counts: how many items go from this rank to each rank.
+        payload, wants_more: a number for all ranks, and True to request one more call.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Buffers and exchanges for the rows and ids that ranks send to each other.
 
 A rank sends the unique ids that it looks up to the ids' owners, and receives the rows. A buffer contains one block per
-rank, in rank order. The exception is this rank's own block: it is last, because it is not sent.
+rank. The other ranks' blocks come first, in rank order. This rank's own block is last, because it is not sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .world import World
 
 @dataclass
 class Traffic:
-    """What this rank sent and received. Bytes count ids, rows and gradients, but not headers."""
+    """What this rank sent and received. Bytes count ids, rows and gradients, but not handshakes."""
 
     ids_sent: int = 0
     ids_received: int = 0
@@ -84,7 +84,7 @@ class LocalBatch:
 
 
 class IdExchange:
-    """Exchanges ids, after the headers. `wait` returns the ids of the rows that each rank requests from this rank."""
+    """Exchanges ids. The handshake (handshake.py) has already exchanged the counts."""
 
     def __init__(self, world: World, op: str, local: LocalBatch, counts: list[int], traffic: Traffic) -> None:
         """counts: how many ids come from each rank, this rank included."""

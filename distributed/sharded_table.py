@@ -118,8 +118,7 @@ class ShardedBatch:
     def send(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
         """Sum the gradients per unique row, and start to send the sums to the owners.
 
-        Errors are raised on this rank alone. A rank that failed here calls `send_nothing`, and reports its error in the
-        handshake that precedes the update.
+        Errors are raised on this rank alone. A rank that failed calls `send_nothing`; the next handshake reports it.
         """
         all_weights = weights or [None] * len(self.lookups)
         with self._while_pinned():

@@ -161,8 +161,7 @@ class World(RankGroup):
         """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
         Args:
-            x: a dense tensor of numbers. Dimension 0 may differ between ranks; dtype and other dimensions must not. A
-                tensor without dimensions is treated as a tensor of length 1.
+            x: a dense tensor of numbers. Only dimension 0 may differ between ranks. A scalar counts as a tensor [1].
 
         Returns:
             A tensor on the device of `x`, with the same values on all ranks.

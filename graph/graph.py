@@ -141,8 +141,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         Args:
             optimizer: a torch optimizer over parameters of this graph.
-            lr_sch: a scheduler created with `optimizer`. The graph steps the scheduler after each step of its
-                optimizer. Default: None.
+            lr_sch: a scheduler created with `optimizer`, stepped after each step of `optimizer`. Default: None.
 
         Raises:
             OptimizerError: `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,

@@ -290,8 +290,7 @@ def is_reached(leaf: Tensor, grad_error: str) -> bool:
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
-    """True if the running backward pass reaches the embedding's parameter. In a trace, this is unknown, and the result
-    is True.
+    """True if the running backward pass reaches the embedding's parameter, or if a trace leaves this unknown.
 
     Raises GraphError for torch.autograd.grad of the parameter itself, and for create_graph=True.
     """

@@ -47,8 +47,7 @@ log = logging.getLogger("tierbed")
 class MultiTableMultiColumnEmbedding(KeyedRows):
     """Hashed embedding tables whose rows consist of several concatenated columns with different widths.
 
-    The arguments are the same as for `MultiTableEmbedding`, except that `embedding_dim` may be a list with each
-    column's width.
+    The arguments are the same as for `MultiTableEmbedding`, but `embedding_dim` may be a list of the columns' widths.
     """
 
     _has_columns = True  # True if embedding_dim may be a list of column widths

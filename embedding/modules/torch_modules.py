@@ -254,8 +254,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
     The other arguments are the same as for `Embedding`.
 
     Raises:
-        OptionError: an argument is invalid, or mode="max", `max_norm` or `scale_grad_by_freq` is given; they are not
-            supported.
+        OptionError: an argument is invalid or not supported: mode="max", `max_norm` or `scale_grad_by_freq`.
     """
 
     def __init__(

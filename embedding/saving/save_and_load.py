@@ -79,9 +79,8 @@ def _choose_kind(manager: Any) -> str:
 def load_together(world: World, managers: SnapshotManagers, name: str) -> list[LoadReport]:
     """Replace all rows of each table by the table's snapshot `name`. All ranks call this.
 
-    All snapshots are verified before a row is replaced. Raises SnapshotError (also for snapshots of different steps),
-    StoreError, OptimizerError. If a load fails after other loads replaced rows, no store can be written or saved until
-    every store is loaded.
+    All snapshots are verified before a row is replaced. If a load fails after other loads replaced rows, no store can
+    be written until every store is loaded. Raises SnapshotError (also if steps differ), StoreError, OptimizerError.
     """
     op = f"loading snapshot {name!r} of {len(managers)} embeddings"
     _finish_saving(world, op, managers)

@@ -428,8 +428,7 @@ class SnapshotManager:
     def rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        If the snapshot named by `self.last` has these rows, the reference names that snapshot. Raises earlier steps'
-        deferred errors.
+        If the snapshot `self.last` has these rows, the reference names it. Raises earlier steps' deferred errors.
         """
         step = self.local.step
         return make_reference(

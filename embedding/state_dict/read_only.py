@@ -1,7 +1,6 @@
 """Read-only copies of rows and optimizer states.
 
-In FBGEMM and TorchRec, writing to a tensor of rows writes to the table. In tierbed, such a write would only change a
-copy, so it raises an error.
+In FBGEMM and TorchRec, writing to a tensor of rows changes the table. In tierbed, the tensor is a copy: a write raises.
 """
 
 from __future__ import annotations

@@ -140,8 +140,7 @@ def fit_selection(
 ) -> tuple[Selection, list[str]]:
     """Restrict a selection of a snapshot's rows to rows that fit the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding rows, and raise if other rows do not fit. Raises InputError. Also raises the errors
-    of `check_stored_rows`.
+    strict: leave out only padding rows. Raises InputError if other rows do not fit, and as `check_stored_rows` does.
     """
     remarks: list[str] = []
     names, selected = table_names.read_table_names(stored), selection.tables

@@ -35,11 +35,14 @@ log = logging.getLogger("tierbed")
 
 
 class LocalTable:
-    """Opens a table and keeps it open.
+    """Opens a table and keeps it open. Raises StoreError, OptionError, OptimizerError.
 
     A new table replaces the old one when rows are loaded, moved to another device, or need room for optimizer state.
-    shard: this process's part of the rows; None for all rows. planner: chooses the rows to open with; `plan_open` by
-    default. for_load: the rows are about to be replaced. Raises StoreError, OptionError, OptimizerError.
+
+    Args:
+        shard: this process's part of the rows; None for all rows.
+        planner: chooses the rows to open with. Default: `plan_open`.
+        for_load: True if a load is about to replace the rows.
     """
 
     def __init__(

@@ -392,8 +392,9 @@ class TablePersistence:
     ) -> tuple[OpenTable, LoadReport]:
         """Load a snapshot's rows, or a selection, into a new table. Closes `old_table` once all rows are verified.
 
-        on_verified: called before `old_table` closes; if it raises, nothing has changed. is_replaced: another load is
-        about to replace the rows.
+        Args:
+            on_verified: called before `old_table` closes. If `on_verified` raises, nothing has changed.
+            is_replaced: True if another load is about to replace the rows.
         """
         report, ids = LoadReport(), LoadedIdCounter(self.spec, counts_ids=not is_replaced)
         description = {**snapshot.description, "rows": snapshot.manifest.rows}

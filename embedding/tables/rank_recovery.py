@@ -46,8 +46,11 @@ class RecoveryDecision:
 
     Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `finish`. The constructor
     raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
-    `shared_folder` is the store folder as this rank sees it. `mode` and `for_load` are as in `open_store`. `group` is
-    the embedding's `TrainingGroup`.
+
+    Args:
+        shared_folder: the store folder as this rank sees it.
+        mode, for_load: as in `open_store`.
+        group: the embedding's `TrainingGroup`.
     """
 
     def __init__(

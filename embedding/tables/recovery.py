@@ -222,8 +222,10 @@ class RankShard:
 class RowsVersion:
     """Counts the collective writes to a shard, so that ranks can compare the versions of their shards.
 
-    run_id: the id of the run that started with no rows or with a snapshot. num_writes: the number of collective writes
-    since then. version: identifies the rows; it is equal on all ranks and in the next run.
+    Attributes:
+        run_id: the id of the run that started with no rows or with a snapshot.
+        num_writes: the number of collective writes since that start.
+        version: identifies the rows; equal on all ranks and in the next run.
     """
 
     def __init__(self, shard: RankShard) -> None:

@@ -30,9 +30,8 @@ _INTEGERS = ("table", "key", "updates", "step")
 class RowTensors:
     """Rows in their stored form, in the order of a scan.
 
-    `tensors` contains one tensor for each of TENSOR_NAMES. `embedding` is [n, dim] in the rows' dtype. `state` is
-    float32 [n, total width of all states]. `description` is JSON as uint8. All other tensors are int64 [n]; `key`
-    contains the 64 bits of each key.
+    `tensors` contains a tensor for each of TENSOR_NAMES. `embedding` is [n, dim] in the rows' dtype. `state` is float32
+    [n, total width of states]. `description` is JSON as uint8. Other tensors are int64 [n]; `key` stores uint64 bits.
     """
 
     description: dict[str, Any]

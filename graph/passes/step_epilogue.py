@@ -201,8 +201,7 @@ class StepEpilogue:
         return [parameter for sums in self._dense_grads.values() for parameter in sums]
 
     def clear(self) -> None:
-        self.num_waiting = 0
-        self.has_batch = False
+        self.num_waiting, self.has_batch = 0, False
         self._dense_grads.clear()
         self._row_grads.clear()
 

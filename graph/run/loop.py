@@ -173,10 +173,13 @@ class Run(Iterator[Any]):
         progress: RunProgress,
         abandoned_runs: list[None],
     ) -> None:
-        """ahead: None means 8 if a thread can hide row reads, else 0. If caches of SSD rows rarely miss, None means 0.
+        """Prepare a run. The first `next` draws the first batch.
 
-        find_lookups: returns the lookups of a call, given the call's arguments.
-        abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
+        Args:
+            ahead: how many batches to look ahead. None chooses: 8 if a prefetch thread can hide the reads, 0 if it
+                cannot or if the caches above the SSD rarely miss.
+            find_lookups: returns the lookups of a call, given the call's arguments.
+            abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
         """
         if uneven not in UNEVEN_MODES:
             raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN_MODES))}")
@@ -211,8 +214,7 @@ class Run(Iterator[Any]):
         self._op_name = f"run of {type(graph).__name__}"
         self._has_started = self._has_ended = False
         self._num_mismatches = self._world.num_mismatches
-        self._num_steps = 0
-        self._progress_bar = progress
+        self._num_steps, self._progress_bar = 0, progress
         self._finalizer = weakref.finalize(self, _end_abandoned, abandoned_runs, progress)
         self._finalizer.atexit = False
 

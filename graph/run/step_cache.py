@@ -1,8 +1,9 @@
 """Caches the compiled steps of a graph, and finds a step that accepts a call.
 
-A new signature normally gets a static-shape step. Calls that differ only in tensor sizes form a family: the first
-sizes of a family get static-shape steps, and after that one dynamic-shape step serves all further sizes. Containers
-such as `JaggedTensor` declare dimensions that are dynamic from the first call on.
+A static-shape step accepts only the tensor sizes it was compiled for; a dynamic-shape step also accepts others. A new
+signature normally gets a static-shape step. Calls that differ only in tensor sizes form a family: the first sizes of a
+family get static-shape steps, and after that one dynamic-shape step serves all further sizes. Containers such as
+`JaggedTensor` declare dimensions that are dynamic from the first call on.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class _ShapeFamily:
         return dims | call.dynamic_dims
 
     def record_compiled(self, name: str, call: Call) -> None:
-        """Record the sizes of a call whose step was compiled. In the step, only container dimensions may be dynamic."""
+        """Record the sizes of a call for which a step was just compiled.
+
+        Call this only if no dimension of the step is dynamic except dimensions that containers declare.
+        """
         if self.num_failed_tries == MAX_DYNAMIC_TRIES and not self.dynamic_steps and not self.has_warned:
             self.has_warned = True
             log.warning(

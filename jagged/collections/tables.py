@@ -332,8 +332,7 @@ class TableCollection(TableModule):
     def load_torchrec_optimizer_state(self, state: Mapping[str, Any], step: int | None = None) -> None:
         """Load optimizer state from `to_torchrec_optimizer_state` or from TorchRec's `optimizer.state_dict()`.
 
-        Call this method last: first make the optimizer with the collection's parameters, then load the rows. The method
-        writes all rows of each table.
+        Call this method last: first make the optimizer, then load the rows. The method writes all rows of each table.
 
         Args:
             state: The state. Names may have a prefix from enclosing modules.

@@ -1,7 +1,6 @@
 """Gives rows the optimizers that TorchRec would fuse into its sharded modules.
 
-TorchRec passes a fused optimizer's settings to FBGEMM. FBGEMM's formulas and defaults then apply, whichever
-optimizer class the user named.
+TorchRec passes a fused optimizer's settings to FBGEMM, so FBGEMM's formulas apply to any class the user named.
 """
 
 from __future__ import annotations
