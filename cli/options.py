@@ -110,7 +110,7 @@ def _find_memory(options: StoreOptions) -> dict[str, int | str | None]:
 def _find_disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
     """Return the paths of rows and snapshots, the free bytes at both, and the bytes that all rows need, if known.
 
-    Returns None if rows are not stored on disk. Raises OptionError for an invalid path or if the disk is too small.
+    Return None if rows are not stored on disk. Raises OptionError for an invalid path or if the disk is too small.
     """
     from ..engine.row_format import row_dtype
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,10 +46,7 @@ def stat(store: Store, as_json: Json = False) -> None:
             "on disk": ", ".join(f"{output.format_size(count)} {part}" for part, count in status.bytes.items()),
             "recovery": output.escape(status.recovery_snapshot or "none"),
             **({"trained together with": ", ".join(map(output.escape, status.partners))} if status.partners else {}),
-            **{
-                f"record of {output.escape(member.name)}": _describe_member(member, status.partners)
-                for member in status.group
-            },
+            **{f"record of {output.escape(member.name)}": _describe_member(member) for member in status.group},
             "a restart": _describe_restart(status),
         }
     )
@@ -69,11 +66,11 @@ def detach(store: Store, as_json: Json = False) -> None:
     if as_json:
         output.print_json({"detached": result.problem is not None or bool(result.others), **result._asdict()})
     elif result.problem is not None:
-        print(f"detached, without its group's record: {output.escape(result.problem)}")
+        print(f"detached; the group's record could not be used: {output.escape(result.problem)}")
     elif result.others:
         print(f"detached from {', '.join(map(output.escape, result.others))}")
     else:
-        print("nothing to detach: it is trained alone")
+        print("nothing to detach: this store is not in a training group")
 
 
 def compact(
@@ -101,7 +98,7 @@ def compact(
         figures = dict(zip(("bytes_before", "bytes_after"), sizes or (None, None), strict=True))
         output.print_json({"merged": sizes is not None, **figures, "seconds": seconds})
     elif sizes is None:
-        print("nothing to merge: the live rows are row files, which every close rewrites")
+        print("nothing to merge: this store does not use RocksDB. Its row files are rewritten at every close")
     else:
         before, after = map(output.format_size, sizes)
         print(f"merged: {before} before, {after} after, in {output.format_seconds(seconds)}")
@@ -191,14 +188,14 @@ def _describe_live_rows(status: StoreStatus) -> str | None:
     return {None: "none", "rows": "row files", "rocksdb": "RocksDB"}.get(status.live_kind, status.live_kind)
 
 
-def _describe_member(member: MemberStatus, partners: Sequence[str]) -> str:
+def _describe_member(member: MemberStatus) -> str:
     step = "an unknown step" if member.step is None else f"step {member.step:,}"
     snapshot = [f"snapshot {output.escape(member.snapshot)}"] if member.snapshot else []
     saved = " and ".join(["live rows"] * member.has_live_rows + snapshot)
     now = f"{saved or 'no rows'} of {step}" if saved or member.step == 0 else "rows that are not saved"
     common = output.escape(member.common or "no rows")
     common_step = "" if member.common_step is None else f" of step {member.common_step:,}"
-    return f"{now}; {'with the others' if partners else 'after a kill'} {common}{common_step}"
+    return f"{now}; after a kill, it restarts from {common}{common_step}"
 
 
 def _describe_restart(status: StoreStatus) -> str:
@@ -228,7 +225,7 @@ def _describe_source(restart: Restart) -> str:
 
 
 def _run_in_thread(work: Callable[[], Any], advance: Callable[[int], None]) -> Any:
-    """Run `work` in a thread, so that the progress bar moves and Ctrl-C works meanwhile. Returns the result."""
+    """Run `work` in a thread, so that the progress bar moves and Ctrl-C works meanwhile. Return the result."""
     from concurrent.futures import ThreadPoolExecutor, wait
 
     pool = ThreadPoolExecutor(1)  # not in a `with` block, because its end would wait for the thread even after Ctrl-C

@@ -1,6 +1,6 @@
 """`World`: the processes that share embedding rows, and the collective calls that these processes make.
 
-Every operation across ranks begins with a handshake. In a world of one process, collective calls are plain calls.
+Every operation across ranks begins with a handshake, in which ranks compare what they are about to do (`Handshake`).
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def make_default_group(timeout: float) -> None:
     except RuntimeError as error:
         if isinstance(error, GroupError):
             raise
-        raise GroupError(f"the ranks of this job did not all start within {limit}, or one was lost: {error}") from None
+        problem = f"the ranks of this job did not all start within {limit}, or one was lost: {error}"
+        raise GroupError(f"{problem}; check the ranks' logs and MASTER_ADDR, or raise World's timeout") from None
 
 
 def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
@@ -81,26 +82,28 @@ def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> 
         if store.check([f"{start}/{token}"]):
             return PrefixStore(start, store)
         sleep(POLL_SECONDS)
-    raise GroupError(f"rank 0 did not answer in {timeout}: this job did not start", [0])
+    problem = f"rank {rank} waited {timeout} for rank 0, so the job did not start"
+    raise GroupError(f"{problem}; check that rank 0 runs and is reachable, or raise World's timeout", [0])
 
 
 class World(RankGroup):
     """The ranks that share embedding rows. Each rank keeps one shard of every embedding.
 
-    Every rank creates the world, and calls `gather` and `sum` from a single thread, in the same order as other ranks.
-    The world creates its own process group, so its traffic never mixes with a program's other collectives. If a rank
-    does not answer within `timeout` seconds, the world is aborted. Every later call then raises GroupError.
+    Every rank creates the world. `gather` and `sum` are collective: every rank calls them in the same order, from a
+    single thread. The world creates its own process group, so its traffic never mixes with a program's other
+    collectives. If a rank does not answer within `timeout` seconds, the world is aborted. Every later call then raises
+    GroupError. docs/glossary.md explains tierbed's terms.
 
     Args:
-        group: the process group whose ranks share rows. Default: torch's default group. If there is no default group,
-            this process alone.
-        timeout: seconds to wait for other ranks. Default: 600.
-        rows: dtype for sending rows: float32, bfloat16 or float16. Default: float32.
-        grads: dtype for sending gradients: float32, bfloat16 or float16. Default: float32.
+        group: The process group whose ranks share rows. Default: torch's default group, or this process alone if there
+            is no default group.
+        timeout: Seconds to wait for other ranks. Default: 600.
+        rows: The dtype for sending rows: float32, bfloat16 or float16. Default: float32.
+        grads: The dtype for sending gradients: float32, bfloat16 or float16. Default: float32.
 
     Raises:
-        OptionError: an argument is wrong, or `group` lacks a Gloo backend.
-        GroupError: the ranks cannot connect to each other.
+        OptionError: If an argument is wrong, or `group` lacks a Gloo backend.
+        GroupError: If the ranks cannot connect to each other.
     """
 
     @validate_arguments("group", "rows", "grads")
@@ -138,17 +141,16 @@ class World(RankGroup):
     def from_env(cls, group: dist.ProcessGroup | None = None, *, timeout: float = 600, **dtypes: torch.dtype) -> World:
         """Create a world from torchrun's environment variables.
 
-        If the variables are set and no default process group exists, creates this group first. A process that
-        torchrun did not start becomes a world of one process.
+        If the variables are set, this creates torch's default process group, unless it exists. A process that torchrun
+        did not start becomes a world of one process.
 
         Args:
-            group: as for `World`.
-            timeout: as for `World`.
+            group, timeout: As for `World`.
             **dtypes: `rows` and `grads`, as for `World`.
 
         Raises:
-            OptionError: an environment variable is missing, or an argument is wrong.
-            GroupError: a rank is missing or cannot be reached.
+            OptionError: If an environment variable is missing, or an argument is wrong.
+            GroupError: If a rank is missing or cannot be reached.
         """
         if not dist.is_initialized() and ("RANK" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
             missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
@@ -161,14 +163,14 @@ class World(RankGroup):
         """Concatenate the tensors of all ranks along dimension 0, in rank order.
 
         Args:
-            x: a dense tensor of numbers. Only dimension 0 may differ between ranks. A scalar counts as a tensor [1].
+            x: A dense tensor of numbers. Only dimension 0 may differ between ranks. A scalar counts as a tensor [1].
 
         Returns:
             A tensor on the device of `x`, with the same values on all ranks.
 
         Raises:
-            InputError: on all ranks, if any rank passes something other than a dense tensor of numbers.
-            GroupError: on all ranks, if dtypes or shapes differ, or if the world is aborted.
+            InputError: On all ranks, if any rank passes something other than a dense tensor of numbers.
+            GroupError: On all ranks, if dtypes or shapes differ, or if the world is aborted.
         """
         return torch.cat(self._gather_tensors("gather", x, 1))
 
@@ -176,13 +178,13 @@ class World(RankGroup):
         """Add the tensors of all ranks, in rank order.
 
         Args:
-            x: a dense tensor of numbers, with the same shape and dtype on all ranks.
+            x: A dense tensor of numbers, with the same shape and dtype on all ranks.
 
         Returns:
             A tensor on the device of `x`, with the same values on all ranks.
 
         Raises:
-            InputError, GroupError: as for `gather`.
+            InputError, GroupError: As for `gather`.
         """
         total, *others = self._gather_tensors("sum", x, 0)
         for other in others:

@@ -89,8 +89,8 @@ class Graph(ModelSnapshots, HasBuild):
     - the gradient mode and the autocast mode
     - Python values that `build` reads, such as a dropout's `p` or a global
 
-    docs/graph.md lists the few values that a graph cannot track. Parameters, buffers and closure tensors are read at
-    every call. The graph keeps the 64 most recently used compiled steps.
+    docs/graph.md lists the few values that a graph cannot track, and docs/glossary.md explains tierbed's terms.
+    Parameters, buffers and closure tensors are read at every call. The 64 most recently used compiled steps are kept.
 
     Example:
 
@@ -140,11 +140,11 @@ class Graph(ModelSnapshots, HasBuild):
         at every step, so learning rate schedulers work.
 
         Args:
-            optimizer: a torch optimizer over parameters of this graph.
-            lr_sch: a scheduler created with `optimizer`, stepped after each step of `optimizer`. Default: None.
+            optimizer: A torch optimizer over parameters of this graph.
+            lr_sch: A scheduler created with `optimizer`, stepped after each step of `optimizer`. Default: None.
 
         Raises:
-            OptimizerError: `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,
+            OptimizerError: If `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,
                 or another optimizer of this graph already holds one of the parameters.
         """
         self.__optimizers.add(optimizer, lr_sch)
@@ -166,34 +166,32 @@ class Graph(ModelSnapshots, HasBuild):
         A row that is looked up several times counts once, with its summed gradient, as in a dense `nn.Embedding`.
 
         Args:
-            max_norm: the largest norm, or None to turn clipping off.
+            max_norm: The largest norm, or None to turn clipping off.
         """
         limit = check_positive("max_norm", max_norm)
         self.__check_cuda_graph("clip_grad_norm", limit is not None)
         self.__epilogue.max_norm = limit
 
     def clip_grad_value(self, clip_value: float | None) -> None:
-        """Clip every element of all gradients to [-clip_value, clip_value].
-
-        A row's gradient is first summed over all lookups of the row.
+        """Clip every gradient element to [-clip_value, clip_value]. A row's gradient is first summed over its lookups.
 
         Args:
-            clip_value: the largest absolute value, or None to turn clipping off.
+            clip_value: The largest absolute value, or None to turn clipping off.
         """
         self.__epilogue.clip_value = check_positive("clip_value", clip_value)
 
     def accumulate_grads(self, steps: int, mean: bool = False) -> None:
         """Sum the gradients of `steps` calls before parameters and rows are updated.
 
-        The first `steps - 1` calls only read rows; the last call fetches and pins the rows of all calls. A row's
-        gradient is first summed within each call, in float32, and then over the calls in order.
+        The first `steps - 1` calls leave the rows unchanged. The last call fetches the rows of all calls into the cache
+        at once. A row's gradient is first summed within each call, in float32, and then over the calls in order.
 
         Args:
-            steps: the number of calls per update.
-            mean: divide the sums by `steps`. Default: False.
+            steps: The number of calls per update.
+            mean: Divide the sums by `steps`. Default: False.
 
         Raises:
-            OptimizerError: `steps` is not a positive integer, or gradients of earlier calls wait for their update.
+            OptimizerError: If `steps` is not a positive integer, or gradients of earlier calls wait for their update.
         """
         self.__check_cuda_graph("accumulate_grads", as_int(steps, minimum=2) is not None)
         self.__epilogue.set_accumulation(steps, mean)
@@ -209,10 +207,10 @@ class Graph(ModelSnapshots, HasBuild):
         nothing and lowers the scale.
 
         Args:
-            scaler: the gradient scaler, or None to remove it.
+            scaler: The gradient scaler, or None to remove it.
 
         Raises:
-            OptimizerError: `scaler` is neither a `torch.amp.GradScaler` nor None.
+            OptimizerError: If `scaler` is neither a `torch.amp.GradScaler` nor None.
         """
         if scaler is not None:
             if not isinstance(scaler, GradScaler):
@@ -229,7 +227,7 @@ class Graph(ModelSnapshots, HasBuild):
         not compiled. Results equal eager results up to rounding. If compiling fails, a call raises GraphError.
 
         Args:
-            **options: options of TorchInductor.
+            **options: Options of TorchInductor.
         """
         self.__check_cuda_graph("compile_dense", True)
         self.__inductor = options
@@ -238,14 +236,14 @@ class Graph(ModelSnapshots, HasBuild):
     def cuda_graph(self, enabled: bool = True) -> None:
         """Capture each training step as a CUDA graph at its fourth call, and replay it from then on.
 
-        Results are bit-identical to uncaptured steps. All embeddings must be in `device_mem` with a capacity, on the
-        step's CUDA device (docs/graph.md). A call raises GraphError or OptionError if its step cannot be captured.
+        Results are bit-identical to uncaptured steps. All embeddings must use a `device_mem` store with a `capacity`
+        and be on the same CUDA device as the step. Steps that cannot be captured raise GraphError or OptionError.
 
         Args:
             enabled: False stops capturing and replaying. Default: True.
 
         Raises:
-            OptionError: the graph uses `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
+            OptionError: If the graph uses `clip_grad_norm`, `accumulate_grads`, `set_grad_scaler` or `compile_dense`.
         """
         epilogue, scaler = self.__epilogue, self.__epilogue.scaler
         self.__check_cuda_graph("clip_grad_norm", epilogue.max_norm is not None, enabled)
@@ -255,14 +253,12 @@ class Graph(ModelSnapshots, HasBuild):
         self.__uses_cuda_graph = enabled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and return the result of `build` with tensors detached.
-
-        The graph stays usable after an exception.
+        """Run one step and return the result of `build`, detached. The graph stays usable after an exception.
 
         Raises:
-            GraphError: `build` does something that a static graph cannot express.
-            OptimizerError: backward() reaches a parameter that no optimizer holds.
-            Exception: any error that `build`, an op or a store raises.
+            GraphError: If `build` does something that a static graph cannot express.
+            OptimizerError: If backward() reaches a parameter that no optimizer holds.
+            Exception: Any error that `build`, an op or a store raises.
         """
         if DistributedDataParallel._active_ddp_module is not None:
             check_not_in_ddp(self)
@@ -292,19 +288,19 @@ class Graph(ModelSnapshots, HasBuild):
 
         The returned iterator yields the result of `build` for each batch. A plain loop that calls `graph(*batch)`
         gives the same results. While a step runs, up to `ahead` later batches are drawn, their ids deduplicated, and
-        their rows fetched and pinned in the cache. The cache prefers to evict rows that these batches do not need.
+        their rows fetched into the cache and pinned: a pinned row is not evicted. Other rows are evicted first.
 
         Args:
-            batches: a DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
+            batches: A DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
                 is the single argument of `build`.
-            ahead: how many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. If rows are
-                on SSD, the default is 8 while caches miss rows, and otherwise 0. If all rows are in memory, it is 0.
+            ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. On one CPU
+                process: 8 while the caches of an SSD store miss rows, otherwise 0.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
-            uneven: if the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
+            uneven: If the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
                 "join", a rank without a batch joins the steps of the other ranks. Default: "stop".
 
         Raises:
-            InputError: an argument is wrong.
+            InputError: If an argument is wrong.
         """
         label = progress if isinstance(progress, str) else type(self).__name__ * bool(progress)
         bar, epilogue = RunProgress(batches, label), self.__epilogue
@@ -318,15 +314,14 @@ class Graph(ModelSnapshots, HasBuild):
         The results are bit-identical to `run(batches, ahead=ahead)`, and the same errors are raised.
 
         Args:
-            batches: as for `run`.
-            steps: run at most this many batches. Default: all batches.
-            ahead: as for `run`.
+            batches, ahead: As for `run`.
+            steps: Run at most this many batches. Default: all batches.
 
         Returns:
             A `Profile`. `print` shows time by stage; `by_op()` and `chrome_trace(path)` show each op.
 
         Raises:
-            InputError: `steps` is not a positive integer.
+            InputError: If `steps` is not a positive integer.
         """
         if steps is not None and as_int(steps, 1, sys.maxsize) is None:
             raise InputError(f"steps={steps!r}: give a whole number > 0, or None for all batches")
@@ -347,13 +342,13 @@ class Graph(ModelSnapshots, HasBuild):
         files behind and keeps the old checkpoint.
 
         Args:
-            path: the new folder.
-            overwrite: atomically replace an existing checkpoint, once the new checkpoint is durable. Default: False.
+            path: The new folder.
+            overwrite: Atomically replace an existing checkpoint, once the new checkpoint is durable. Default: False.
 
         Raises:
-            SnapshotError: `path` exists or cannot be written.
-            GraphError: a checkpoint cannot hold the state.
-            InputError: `path` is not a path.
+            SnapshotError: If `path` exists or cannot be written.
+            GraphError: If a checkpoint cannot hold the state.
+            InputError: If `path` is not a path.
         """
         folder = checkpoint.check_save(self, path, overwrite)
         check_nothing_accumulated(self.__epilogue)
@@ -372,15 +367,15 @@ class Graph(ModelSnapshots, HasBuild):
         With `optimizers=False` or `convert=True`, recovery after a kill still uses the snapshot from before the load.
 
         Args:
-            path: the checkpoint's folder.
+            path: The checkpoint's folder.
             optimizers: False loads only parameters, buffers and row weights, for a graph with other optimizers or
                 none. Default: True.
             convert: True converts saved rows to the embeddings' dtype and state_dtype. A wider dtype is exact; a
                 narrower dtype rounds to nearest even. Default: False.
 
         Raises:
-            SnapshotError: the checkpoint is missing, damaged, or belongs to another graph.
-            InputError: `path` is not a path, or a saved number does not fit the narrower dtype.
+            SnapshotError: If the checkpoint is missing, damaged, or belongs to another graph.
+            InputError: If `path` is not a path, or a saved number does not fit the narrower dtype.
         """
         check_flags(InputError, optimizers=optimizers, convert=convert)
 
@@ -416,11 +411,11 @@ class Graph(ModelSnapshots, HasBuild):
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
 
         Args:
-            path: the file, in Mermaid format. GitHub, GitLab, editors and mermaid.live render it.
+            path: The file, in Mermaid format. GitHub, GitLab, editors and mermaid.live render it.
 
         Raises:
-            GraphError: the graph has not been called yet.
-            InputError: `path` is not a path.
+            GraphError: If the graph has not been called yet.
+            InputError: If `path` is not a path.
         """
         _, step = self.__last_signature_and_step
         if step is None:

@@ -46,18 +46,18 @@ def save_checkpoint(
     torch.compile's wrapper, so the checkpoint loads with or without wrappers.
 
     Args:
-        path: the new folder.
-        model: any module. The rows of all its embeddings are saved, all from the same step.
-        optimizers: one or several optimizers. Pass an EagerOptimizer, not the optimizer it wraps. Default: none.
-        schedulers: learning rate schedulers of torch. Default: none.
-        scaler: a `torch.amp.GradScaler`, or None. Default: None.
-        extra: a dict of other plain values and tensors, such as the epoch. `load_checkpoint` returns it.
-        overwrite: replace an existing checkpoint atomically. Default: False.
+        path: The new folder.
+        model: Any module. The rows of all its embeddings are saved, all from the same step.
+        optimizers: One or several optimizers. Pass an EagerOptimizer, not the optimizer it wraps. Default: none.
+        schedulers: Learning rate schedulers of torch. Default: none.
+        scaler: A `torch.amp.GradScaler`, or None. Default: None.
+        extra: A dict of other plain values and tensors, such as the epoch. `load_checkpoint` returns it.
+        overwrite: Replace an existing checkpoint atomically. Default: False.
 
     Raises:
-        SnapshotError: `path` exists or cannot be written.
-        GraphError: a checkpoint cannot hold the state, or row gradients still wait for `step()`.
-        InputError: an argument is of the wrong type.
+        SnapshotError: If `path` exists or cannot be written.
+        GraphError: If a checkpoint cannot hold the state, or row gradients still wait for `step()`.
+        InputError: If an argument is of the wrong type.
     """
     model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
     for m in model.modules():
@@ -89,19 +89,18 @@ def load_checkpoint(
     The next steps are the same as if training had never stopped. Everything is checked before anything is replaced.
 
     Args:
-        path: the checkpoint's folder.
-        model: the model, as for `save_checkpoint`.
-        optimizers: as many as in the call of `save_checkpoint`, in the same order.
-        schedulers: as many as in the call of `save_checkpoint`, in the same order.
-        scaler: a GradScaler, if the checkpoint has one.
+        path: The checkpoint's folder.
+        model: The model, as for `save_checkpoint`.
+        optimizers, schedulers: As many as in the call of `save_checkpoint`, in the same order.
+        scaler: A GradScaler, if the checkpoint has one.
         convert: True converts rows to embeddings of another dtype, as `Graph.load` does. Default: False.
 
     Returns:
         The dict that was saved as `extra`.
 
     Raises:
-        SnapshotError: the checkpoint is missing, damaged, or belongs to another model.
-        InputError: an argument is of the wrong type.
+        SnapshotError: If the checkpoint is missing, damaged, or belongs to another model.
+        InputError: If an argument is of the wrong type.
     """
     check_flags(InputError, convert=convert)
     model, training_state = _prepare_training(model, optimizers, schedulers, scaler)

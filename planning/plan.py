@@ -96,18 +96,18 @@ class Plan:
         self.uses = _estimate_counts(uses.table[self._counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
-        """Returns how many rows a cache of `budget_mb` MiB holds. Raises OptionError below MIN_CACHE_ROWS rows."""
+        """Return how many rows a cache of `budget_mb` MiB holds. Raises OptionError below MIN_CACHE_ROWS rows."""
         budget = as_number(budget_mb)
         if budget is None or not self.bytes(MIN_CACHE_ROWS) / MB <= budget < 1 << 40:
             raise OptionError(f"budget_mb={budget_mb!r}: give a number of MiB >= {self.bytes(MIN_CACHE_ROWS) / MB:.3f}")
         return int(budget * MB) // self.bytes(WAYS) * WAYS
 
     def bytes(self, rows: int) -> int:
-        """Returns how many bytes a cache for `rows` rows needs, including its metadata."""
+        """Return how many bytes a cache for `rows` rows needs, including its metadata."""
         return rows * (self.line_bytes + LINE_OVERHEAD_BYTES)
 
     def overflow_mb(self, budget_mb: float) -> float:
-        """Returns the default `overflow_mb` for a `cached_ssd` store whose cache has `budget_mb` MiB.
+        """Return the default `overflow_mb` for a `cached_ssd` store whose cache has `budget_mb` MiB.
 
         The default is the smaller of `budget_mb` and 192 MiB, but at least twice the size of the largest batch.
         """
@@ -122,7 +122,7 @@ class Plan:
         table: int | None = None,
         overflow_mb: float = 0,
     ) -> float:
-        """Returns a cache's predicted hit rate, from 0 to 1.
+        """Return a cache's predicted hit rate, from 0 to 1.
 
         Args:
             budget_mb: The cache size in MiB.
@@ -147,9 +147,9 @@ class Plan:
         return self._predict_mean(lines + int(overflow * MB) // self._overflow_row_bytes // 2, self._table_mask(table))
 
     def division(self, capacity: int | None = None) -> MemorySplit:
-        """Returns how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
+        """Return how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
 
-        capacity: the store option. Other options have their defaults. Raises OptionError if `memory_mb` is None.
+        `capacity` is the store option. Other options have their defaults. Raises OptionError if `memory_mb` is None.
         """
         if self.memory_mb is None:
             raise OptionError(
@@ -160,7 +160,7 @@ class Plan:
         return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=None)
 
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
-        """Returns miss ratios for cache sizes from MIN_CACHE_ROWS to twice the trace's distinct rows.
+        """Return miss ratios for cache sizes from MIN_CACHE_ROWS to twice the trace's distinct rows.
 
         Args:
             table: Count only this table's rows. The cache is still shared by all tables.
@@ -318,7 +318,7 @@ def _estimate_counts(tables: NDArray[np.int64], count: int, rate: float) -> NDAr
 
 
 def _read_ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int]:
-    """Returns a batch's keys [n], its table ids [n] or None, and the length of the ids' first dimension."""
+    """Return a batch's keys [n], its table ids [n] or None, and the length of the ids' first dimension."""
     ids, table_ids = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     keys = _read_integers(ids, f"{where}: ids")
     length = len(keys) if keys.ndim else 1
@@ -390,7 +390,7 @@ class RankPlan:
             self.ids[rank] += self._count_owned(part)
 
     def bytes(self, rows: torch.dtype = torch.float32, grads: torch.dtype = torch.float32) -> I64:
-        """Returns the bytes that rank i sends to rank j for ids, rows and gradients: int64 [size, size].
+        """Return the bytes that rank i sends to rank j for ids, rows and gradients: int64 [size, size].
 
         rows, grads: the dtypes of sent rows and of sent gradients, as for `World`. Message headers are not included;
         they need at most 1 KiB per pair of ranks and step. Raises OptionError if a dtype is not supported.
@@ -424,5 +424,5 @@ class RankPlan:
         )
 
     def _count_owned(self, batch: _core.Batch) -> I64:
-        """Returns how many of a batch's unique rows each rank owns: int64 [size]."""
+        """Return how many of a batch's unique rows each rank owns: int64 [size]."""
         return np.bincount(_core.owners(batch.tables, batch.keys, self.size), minlength=self.size)

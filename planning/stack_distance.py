@@ -139,7 +139,7 @@ class Model:
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """Returns for each use [n] the probability that a cache for `lines` rows holds the row.
+        """Return for each use [n] the probability that a cache for `lines` rows holds the row.
 
         A row that the previous batch used is a hit: if it did not fit into its group, it is in the overflow area.
         """
@@ -161,7 +161,7 @@ class Model:
 
 
 def hash_rows(tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Returns the engine's hash (kernels/hash.h) of rows [n]."""
+    """Return the engine's hash (kernels/hash.h) of rows [n]."""
     x = keys ^ ((tables.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

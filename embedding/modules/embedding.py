@@ -130,25 +130,26 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         rows that a lookup read.
 
         Args:
-            ids: integers of any shape, of `key_type` or a dtype that fits into it.
-            table_ids: the table of each id, as integers or a list of names. Broadcast to ids.shape, or to the bags'
-                shape. With several tables and no table_ids, the last dimension of that shape lists the tables.
-            offsets: int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
-                [n]. Without offsets, the last dimension of ids [..., L] is a bag.
-            pooling: "sum" or "mean", over each bag's rows without padding_idx. None to return all rows.
-            weights: float32 with the shape of ids, to multiply rows before pooling. A weighted mean divides by the
+            ids: Integers of any shape, of `key_type` or a dtype that fits into it.
+            table_ids: The table of each id, as integers or a list of names. Must broadcast to ids.shape, or
+                to the bags' shape when pooling. If omitted with several tables, index t of the last dimension of that
+                shape selects table t.
+            offsets: Int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
+                [n]. When pooling without offsets, each ids[..., :] is one bag.
+            pooling: "sum" or "mean" of each bag's rows, without padding_idx. None returns all rows.
+            weights: Float32 with the shape of ids, to multiply rows before pooling. A weighted mean divides by the
                 number of ids that are not padding.
-            features: indices of the features to look up, without repeats. `offsets` [num_features * batch + 1] then
+            features: Indices of the features to look up, without repeats. `offsets` [num_features * batch + 1] then
                 lists the bags of feature 0, then of feature 1, and so on. `table_ids` has one entry per listed feature.
-            num_features: the number of features that `offsets` covers. Default: len(features).
+            num_features: The number of features that `offsets` covers. Default: len(features).
 
         Returns:
             A tensor of dtype `output_dtype`. Its shape is ids.shape + (dim,) without pooling, the bags' shape + (dim,)
             with pooling, and (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
 
         Raises:
-            InputError: an argument is invalid, or an id is out of range.
-            StoreError: the store cannot be opened or read.
+            InputError: If an argument is invalid, or an id is out of range.
+            StoreError: If the store cannot be opened or read.
         """
         ops.refuse_export(self.name)
         with self.raise_on_all_ranks():
@@ -191,19 +192,19 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         features: Sequence[int] | None = None,
         num_features: int | None = None,
     ) -> None:
-        """Announce the lookup of a later training step. A thread prefetches the lookup's rows while earlier steps run.
+        """Announce a later step. A thread fetches the step's rows into the store's cache while earlier steps run.
 
-        Announce steps in the order in which they will run, any number of steps ahead. Announcements never change
-        results. If a step was not announced or looks up other ids, the step runs without prefetch. A cache over a
-        slower tier keeps the rows that the announced steps need soonest. On CUDA, the thread uses a second stream.
+        Announce steps in the order in which they will run, any number of steps ahead. Results never change. A step that
+        was not announced, or looks up other ids, runs without prefetch. If the store has a cache, the cache keeps the
+        rows that the announced steps need soonest. On a GPU, the thread copies rows on a separate CUDA stream.
 
         Args:
-            ids, table_ids, offsets, pooling, features, num_features: as in the lookup.
+            ids, table_ids, offsets, pooling, features, num_features: As in the lookup.
 
         Raises:
-            InputError: an argument is invalid.
-            OptimizerError: the stored rows do not match the optimizer.
-            StoreError: the store cannot be opened or read.
+            InputError: If an argument is invalid.
+            OptimizerError: If the stored rows do not match the optimizer.
+            StoreError: If the store cannot be opened or read.
         """
         with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
@@ -221,18 +222,18 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Other tables keep their rows. If this raises, nothing has changed.
 
         Args:
-            weights: floats [rows, dim], by table index or name.
-            states: optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number
+            weights: Floats [rows, dim], by table index or name.
+            states: Optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number
                 per row. If None, the optimizer starts with new state.
-            step: how many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
-                must be the embedding's own step. Default: the largest `step` (torch) or `iter` (FBGEMM) in `states`. If
-                `states` contains no step, the default is the embedding's own step, with a warning if the optimizer
-                counts steps. If `states` is empty and `weights` contains all tables, the default is 0.
+            step: How many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
+                must be the embedding's current step. By default, the first that applies: the largest `step` (torch) or
+                `iter` (FBGEMM) in `states`; 0, if `states` is empty and `weights` has all tables; otherwise the current
+                step. If `states` has no step and the optimizer counts steps, using the current step gives a warning.
 
         Raises:
-            InputError: a table, shape or dtype is wrong, or `step` is missing.
-            OptimizerError: `states` is given, but the embedding's optimizer is stateless.
-            StoreError, SnapshotError: the rows cannot be stored.
+            InputError: If a table, shape or dtype is wrong, or the optimizer counts steps and no step is known.
+            OptimizerError: If `states` is given, but the embedding's optimizer is stateless.
+            StoreError, SnapshotError: If the rows cannot be stored.
         """
         with self.raise_on_all_ranks():
             tensors = convert_dense(self, weights, states or {}, step)
@@ -279,11 +280,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def __getstate__(self) -> dict[str, Any]:
         raise StoreError(
-            f"embedding {self.name!r} cannot be copied or pickled: its rows live in a store; create an embedding with "
-            "another name, and carry rows over by save_snapshot or put. To save a model, use graph.save, "
-            "save_checkpoint or state_dict(). If the store has a folder, state_dict() contains no rows; to save "
-            "a snapshot by state_dict(), set state_dict_snapshots=True in the store options. For averages "
-            "(AveragedModel), average what tierbed.to_dense_state_dict(model) returns"
+            f"embedding {self.name!r} cannot be copied or pickled, because its rows are in a store. To copy it, create "
+            "an embedding with another name, and load a snapshot or use put. To save a model, call graph.save or "
+            "save_checkpoint. To average models, average tierbed.to_dense_state_dict(model)"
         )
 
     def extra_repr(self) -> str:
@@ -444,31 +443,33 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
     """Hashed embedding tables in one store, looked up by (table, id).
 
     Tables grow: training inserts rows for new ids. The same id in two tables is two rows. The store opens at the first
-    use, on the module's device, and moves with the module.
+    use, on the module's device, and moves with the module. `parameters()` contains one small parameter, the shadow
+    parameter. Optimizers and autograd use it in place of the rows. docs/glossary.md explains tierbed's terms.
 
     Args:
-        name: also names the store's folder under `persistent_path`. If None, the embedding is named after its path
+        name: Also names the store's folder under `persistent_path`. If None, the embedding is named after its path
             in the model. An EagerOptimizer, Graph, DistributedModelParallel or checkpoint of the model sets this name.
-        embedding_dim: a row's width.
-        dtype: the stored rows' dtype, torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows
+        embedding_dim: A row's width.
+        dtype: The stored rows' dtype, torch.float32, bfloat16 or float16. Arithmetic is float32. Training rounds rows
             to 16 bits stochastically; everything else rounds to nearest even.
-        key_type: ids are torch.int32, int64 or uint64. Every value is a legal id.
-        tables: a list with `make_table_options(...)` for each table. Lookups select tables by index, or by name if
-            named. None: a single table with `default_initializer`.
-        store_options: the result of a `make_*_store_options` function, or the dict that the function prints.
-        default_initializer: initial rows if `tables` is None. Default: normal(0, 0.05).
-        padding_idx: an id without a row. Lookups of this id return zeros, and the id gets no gradient.
-        seed: initial rows depend only on (seed, table, id, column), so embeddings with one seed start with equal rows.
-            Default: the stored rows' seed, or the name's CRC-32. Embeddings without a name get different seeds in the
-            order of first use. Embeddings with a `world` are counted separately, so that ranks agree.
-        output_dtype: dtype of lookup results and of their gradients: torch.float32, float16 or bfloat16.
-        world: a `World` whose ranks share the rows. Default: all rows are in this process.
-        state_dtype: torch.float32 or bfloat16, for optimizer states with one number per element.
+        key_type: The ids' dtype: torch.int32, int64 or uint64. Every value is a legal id.
+        tables: A list with `make_table_options(...)` for each table. Lookups select tables by index, or by name if
+            named. None means a single table with `default_initializer`.
+        store_options: The result of a `make_*_store_options` function, or the dict that the function prints.
+        default_initializer: Initial rows if `tables` is None. Default: normal(0, 0.05).
+        padding_idx: An id without a row. Lookups of this id return zeros, and the id gets no gradient.
+        seed: Initial rows depend only on (seed, table, id, column), so embeddings with one seed start with equal rows.
+            Default: the seed of rows already stored, otherwise the CRC-32 of the name. If the name is None, the seed
+            depends on how many unnamed embeddings were used before this one. Embeddings with a `world` have their own
+            count, so all ranks choose the same seeds.
+        output_dtype: The dtype of lookup results and their gradients: torch.float32, float16 or bfloat16.
+        world: A `World` whose ranks share the rows. Default: all rows are in this process.
+        state_dtype: The dtype of optimizer states with one number per element: torch.float32 or bfloat16.
 
     Raises:
-        OptionError: an argument is invalid.
+        OptionError: If an argument is invalid.
 
-    Example::
+    Example:
 
         >>> users = tierbed.make_table_options(tierbed.make_normal_initializer(0.0, 0.05), name="user")
         >>> items = tierbed.make_table_options(tierbed.make_normal_initializer(0.0, 0.05), name="item")

@@ -48,7 +48,7 @@ class KeyedRows(SnapshotEmbedding):
         """Count the rows that training, `put` or a load has written, except rows that were removed since.
 
         Raises:
-            InputError, CapacityError: an earlier step's deferred error.
+            InputError, CapacityError: If an earlier step failed, and its error was deferred.
         """
         return self.table_handle().table.size()
 
@@ -57,8 +57,8 @@ class KeyedRows(SnapshotEmbedding):
         """Read rows without inserting new ones. An unknown key gets its initial row.
 
         Args:
-            keys: a tensor of `key_type`, an array or a list.
-            table_ids: the table of each key, as in a lookup.
+            keys: A tensor of `key_type`, an array or a list.
+            table_ids: The table of each key, as in a lookup.
 
         Returns:
             Rows with the shape keys.shape + (dim,).
@@ -71,13 +71,13 @@ class KeyedRows(SnapshotEmbedding):
         """Write rows and insert new ones. If a key is repeated, its last row wins. Optimizer state is unchanged.
 
         Args:
-            keys: as in `get`.
-            rows: float32, with the shape keys.shape + (dim,).
-            table_ids: the table of each key, as in a lookup.
-            allow_nonfinite: if True, accept infinities and NaN.
+            keys: As in `get`.
+            rows: Float32 with the shape keys.shape + (dim,).
+            table_ids: The table of each key, as in a lookup.
+            allow_nonfinite: If True, accept infinities and NaN.
 
         Raises:
-            InputError: an argument is invalid; nothing is written.
+            InputError: If an argument is invalid; nothing is written.
         """
         with self.raise_on_all_ranks():
             lookup = self._make_lookup(keys, table_ids)
@@ -101,7 +101,7 @@ class KeyedRows(SnapshotEmbedding):
         "Delete" in docs/lifecycle.md lists the steps that remove a row from all files.
 
         Args:
-            ids, table_ids: as in `get`.
+            ids, table_ids: As in `get`.
 
         Returns:
             How many rows were deleted.
@@ -137,7 +137,7 @@ class KeyedRows(SnapshotEmbedding):
         """Rewrite RocksDB's files without replaced and deleted rows.
 
         Raises:
-            StoreError: the store is not a cached_ssd store.
+            StoreError: If the store is not a cached_ssd store.
         """
         table = self.table_handle().open_table
         if self.store_options.store != "cached_ssd":
@@ -168,8 +168,8 @@ class KeyedRows(SnapshotEmbedding):
         """Show where a row is now, for people to read. Changes nothing.
 
         Args:
-            key: the row's id.
-            table: index or name of the row's table. Optional if there is only one table.
+            key: The row's id.
+            table: Index or name of the row's table. Optional if there is only one table.
 
         Returns:
             A dict with the row's table and key, and:
@@ -181,7 +181,7 @@ class KeyedRows(SnapshotEmbedding):
               that the next tier holds an older row. `pinned` means that a step or a prefetch keeps the row cached.
 
         Raises:
-            InputError: the key or the table is invalid.
+            InputError: If the key or the table is invalid.
         """
         key, number = check_row(self.spec, key, table)
         tiers, why = locate(self.table_handle().open_table, self._make_lookup([key], number))

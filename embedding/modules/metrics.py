@@ -127,13 +127,13 @@ class MetricsCollector:
     """Collects embeddings' metrics for a `prometheus_client` registry, whenever they are requested.
 
     Args:
-        embeddings: the embeddings, each as a separate argument.
+        embeddings: The embeddings, each as a separate argument.
 
     Raises:
-        OptionError: `prometheus_client` is not installed.
-        InputError: an argument is not an embedding, or two embeddings share a name.
+        OptionError: If `prometheus_client` is not installed.
+        InputError: If an argument is not an embedding, or two embeddings share a name.
 
-    Example::
+    Example:
 
         >>> prometheus_client.REGISTRY.register(MetricsCollector(embedding))
         >>> prometheus_client.start_http_server(9100)
@@ -203,13 +203,13 @@ def write_tensorboard(writer: Any, *embeddings: MultiTableMultiColumnEmbedding, 
     not used yet adds nothing. An embedding that fails gives a warning.
 
     Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`.
-        embeddings: the embeddings, each as a separate argument.
-        step: position on the x axis. Default: the embedding's step.
+        writer: A `torch.utils.tensorboard.SummaryWriter`.
+        embeddings: The embeddings, each as a separate argument.
+        step: Position on the x axis. Default: the embedding's step.
 
     Raises:
-        ClosedError: an embedding was closed.
-        InputError: `writer` is not a writer, an argument is not an embedding, or two embeddings share a name.
+        ClosedError: If an embedding was closed.
+        InputError: If `writer` is not a writer, an argument is not an embedding, or two embeddings share a name.
     """
     if not hasattr(writer, "add_scalar"):
         raise InputError(f"writer={writer!r}: give a torch.utils.tensorboard.SummaryWriter")

@@ -121,7 +121,7 @@ class TorchTable(MultiTableEmbedding):
         assigning the attribute raises InputError; in torch.compile such writes are dropped.
 
         Raises:
-            InputError: the table takes any id, or has more than 2**26 elements.
+            InputError: If the table takes any id, or has more than 2**26 elements.
         """
         rows = self.num_embeddings
         if rows is None:
@@ -152,9 +152,9 @@ class TorchTable(MultiTableEmbedding):
         """Replace the rows, as `MultiTableEmbedding.load_dense` does.
 
         Args:
-            weights: the tensor [num_embeddings, embedding_dim], or {0: tensor}.
-            states: optimizer states by name, or {0: states}.
-            step: how many steps trained the rows.
+            weights: The tensor [num_embeddings, embedding_dim], or {0: tensor}.
+            states: Optimizer states by name, or {0: states}.
+            step: How many steps trained the rows.
         """
         by_table = {0: weights} if isinstance(weights, Tensor) else weights
         super().load_dense(by_table, {0: states} if states and 0 not in states else states, step)
@@ -168,7 +168,7 @@ class TorchTable(MultiTableEmbedding):
         """Return the state_dict of torch's module: {"weight": [num_embeddings, embedding_dim]}, a copy of the rows.
 
         Raises:
-            InputError: the table takes any id.
+            InputError: If the table takes any id.
         """
         if self.num_embeddings is None:
             raise InputError(f"embedding {self.name!r} takes any id, so it has no dense tensor; use chunks()")
@@ -183,12 +183,12 @@ class TorchTable(MultiTableEmbedding):
         """Create a module from existing rows, as torch.nn.Embedding.from_pretrained does.
 
         Args:
-            embeddings: floats [num_embeddings, embedding_dim].
-            freeze: if True, training leaves the rows as they are.
-            arguments, options: the constructor's other arguments.
+            embeddings: Floats [num_embeddings, embedding_dim].
+            freeze: If True, training leaves the rows as they are.
+            arguments, options: The constructor's other arguments.
 
         Raises:
-            InputError: `embeddings` is not a 2-D tensor.
+            InputError: If `embeddings` is not a 2-D tensor.
         """
         if not isinstance(embeddings, Tensor) or embeddings.dim() != 2:
             raise InputError("embeddings: give a tensor [num_embeddings, embedding_dim]")
@@ -200,24 +200,24 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     """A drop-in torch.nn.Embedding over a tierbed store. Train it with an `EagerOptimizer` or in a `Graph`.
 
     Args:
-        num_embeddings: the number of ids; ids start at 0. None for a table that takes any id and grows.
-        embedding_dim: how many elements a row has.
-        padding_idx: id whose row gets no gradient from lookups. The row starts as zeros; as in torch, you may load
+        num_embeddings: The number of ids; ids start at 0. None for a table that takes any id and grows.
+        embedding_dim: How many elements a row has.
+        padding_idx: Id whose row gets no gradient from lookups. The row starts as zeros; as in torch, you may load
             other values into it.
-        sparse: ignored; gradients always cover only the rows that were looked up.
-        device: where lookups run: "cpu", "cuda" or "meta".
-        dtype: the dtype of rows and results, torch.float32, float16 or bfloat16. Default: torch's default dtype.
-        store: the result of a `make_*_store_options` function, the dict that the function prints, or the path of a
+        sparse: Ignored; gradients always cover only the rows that were looked up.
+        device: Where lookups run: "cpu", "cuda" or "meta".
+        dtype: The dtype of rows and results, torch.float32, float16 or bfloat16. Default: torch's default dtype.
+        store: The result of a `make_*_store_options` function, the dict that the function prints, or the path of a
             TOML file. The file's section [name] is used; without `name`, its only section. Default: host memory.
-        name: the embedding's name, also used for the store's folder. Default: the module's path in the model.
-        initializer: initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
-        seed: for initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
-        world: a `World` whose ranks share the rows. Default: all rows are in this process.
+        name: The embedding's name, also used for the store's folder. Default: the module's path in the model.
+        initializer: Initial rows, from a `make_*_initializer` function. Default: normal(0, 1), as in torch.
+        seed: For initial rows, as in `MultiTableEmbedding`. torch.manual_seed does not change them.
+        world: A `World` whose ranks share the rows. Default: all rows are in this process.
 
     Raises:
-        OptionError: an argument is invalid, or `max_norm` or `scale_grad_by_freq` is given; they are not supported.
+        OptionError: If an argument is invalid, or `max_norm` or `scale_grad_by_freq` is given; they are not supported.
 
-    Example::
+    Example:
 
         >>> embedding = tierbed.Embedding(10, 3)
         >>> embedding(torch.tensor([[1, 2, 4], [4, 3, 9]])).shape
@@ -228,13 +228,13 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
         """Look up rows.
 
         Args:
-            input: integer ids of any shape.
+            input: Integer ids of any shape.
 
         Returns:
             Rows with the shape input.shape + (embedding_dim,).
 
         Raises:
-            InputError: `input` has another dtype, or an id is out of range.
+            InputError: If `input` has another dtype, or an id is out of range.
         """
         rows = MultiTableEmbedding.forward(self, input)  # faster than super()
         if self.padding_idx is None or not rows.requires_grad:
@@ -247,14 +247,14 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
     """A drop-in torch.nn.EmbeddingBag over a tierbed store. Train it with an `EagerOptimizer` or in a `Graph`.
 
     Args:
-        mode: how to pool a bag: "sum" or "mean".
-        include_last_offset: if True, offsets contain one more element, the end of the last bag.
-        padding_idx: id to leave out of bags. The id's row starts as zeros.
+        mode: How to pool a bag: "sum" or "mean".
+        include_last_offset: If True, offsets contain one more element, the end of the last bag.
+        padding_idx: Id to leave out of bags. The id's row starts as zeros.
 
     The other arguments are the same as for `Embedding`.
 
     Raises:
-        OptionError: an argument is invalid or not supported: mode="max", `max_norm` or `scale_grad_by_freq`.
+        OptionError: If an argument is invalid or not supported: mode="max", `max_norm` or `scale_grad_by_freq`.
     """
 
     def __init__(
@@ -278,15 +278,15 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         """Look up bags of ids, and sum or average each bag's rows.
 
         Args:
-            input: integer ids. With `offsets`: [n], all bags in sequence. Without `offsets`: [bags, L], a bag per row.
-            offsets: each bag's first index, int64 or int32 [bags]; [bags + 1] with `include_last_offset`.
-            per_sample_weights: floats with the shape of input, to multiply rows with. For mode="sum" only.
+            input: Integer ids. With `offsets`: [n], all bags in sequence. Without `offsets`: [bags, L], a bag per row.
+            offsets: Each bag's first index, int64 or int32 [bags]; [bags + 1] with `include_last_offset`.
+            per_sample_weights: Floats with the shape of input, to multiply rows with. For mode="sum" only.
 
         Returns:
             Pooled rows [bags, embedding_dim]; zeros for an empty bag.
 
         Raises:
-            InputError: a shape or dtype is wrong, or an id is out of range.
+            InputError: If a shape or dtype is wrong, or an id is out of range.
         """
         offsets, weights, pooling = self._complete_offsets(input, offsets), per_sample_weights, self.mode
         if weights is not None:
@@ -319,7 +319,7 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
         """Announce the lookup of a later training step, as `MultiTableEmbedding.prefetch` does.
 
         Args:
-            input, offsets: as in `forward`.
+            input, offsets: As in `forward`.
         """
         pooling = self.mode if self.padding_idx is None else "sum"  # the same pooling as in forward
         super().prefetch(input, None, self._complete_offsets(input, offsets), pooling)
@@ -332,7 +332,7 @@ def to_dense_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
     """Return the state_dict that `model` would have with torch's modules: each embedding's rows are its `weight`.
 
     Raises:
-        InputError: a table takes any id.
+        InputError: If a table takes any id.
     """
     modules = model.named_modules(remove_duplicate=False)
     tables = {f"{path}." if path else "": module for path, module in modules if isinstance(module, TorchTable)}

@@ -72,14 +72,14 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     parameters are not exchanged: wrap the dense modules in a DistributedDataParallel.
 
     Args:
-        optimizer: a torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
-        module: the model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
+        optimizer: A torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
+        module: The model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
 
     Raises:
-        OptimizerError: `optimizer` is unsupported, or lacks an embedding of `module`. Also raised if an older
+        OptimizerError: If `optimizer` is unsupported, or lacks an embedding of `module`. Also raised if an older
             EagerOptimizer has unapplied gradients, or if ranks share `module`, but not the embeddings' rows.
 
-    Example::
+    Example:
 
         >>> optimizer = EagerOptimizer(torch.optim.Adam(model.parameters()), model)
         >>> for batch in loader:
@@ -191,18 +191,17 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         Each of these rows is updated once. Embeddings that backward() did not reach keep their rows and step counts.
 
         Args:
-            closure: runs forward() and backward() and returns the loss. Called first, as in torch's optimizers.
+            closure: Runs forward() and backward() and returns the loss. Called first, as in torch's optimizers. With a
+                world, an exception in one rank's closure is raised on all ranks.
 
         Returns:
             The result of `closure`, or None.
 
         Raises:
-            StoreError, CapacityError, InputError: rows cannot be fetched; no row has changed.
-            GraphError: the call is in `build` of a graph, or another thread trains the rows.
-            OptimizerError: a newer EagerOptimizer trains an embedding; or an earlier step raised during one rank's
-                updates. In the second case, load the rows, and call `load_state_dict()`.
-
-        If the closure raises on one rank, all ranks raise.
+            StoreError, CapacityError, InputError: If rows cannot be fetched. In this case, no row has changed.
+            GraphError: If the call is in `build` of a graph, or another thread trains the rows.
+            OptimizerError: If a newer EagerOptimizer trains an embedding. Also if an earlier step raised during one
+                rank's updates; in this case, load the rows, and call `load_state_dict()`.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -240,13 +239,13 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Drop all gradients.
 
         Args:
-            set_to_none: as in torch, for dense parameters. The gradients of rows are always dropped.
+            set_to_none: As in torch, for dense parameters. The gradients of rows are always dropped.
         """
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "after zero_grad(set_to_none=False), step() with momentum moves dense parameters that get no gradient, "
-                "as in torch. Rows that get no gradient stay. Leave set_to_none out, so that such parameters stay too"
+                "after zero_grad(set_to_none=False), momentum still changes dense parameters that get no gradient, as "
+                "in torch, but it does not change such rows. To treat both alike, call zero_grad() without set_to_none"
             )
         for embedding, _ in self._pairs:
             check_not_traced(embedding)
@@ -261,16 +260,16 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         times counts once, with its summed gradient, as in `Graph.clip_grad_norm`.
 
         Args:
-            parameters: dense parameters, and parameters of this optimizer's embeddings.
-            max_norm: the largest allowed norm, a number or a 0-d tensor. `inf` only measures the norm.
+            parameters: Dense parameters, and parameters of this optimizer's embeddings.
+            max_norm: The largest allowed norm, a number or a 0-d tensor. `inf` only measures the norm.
 
         Returns:
             The norm before scaling, a float32 scalar on the CPU.
 
         Raises:
-            OptimizerError: `max_norm` is neither inf nor a positive float32; the rows belong to another
+            OptimizerError: If `max_norm` is neither inf nor a positive float32; the rows belong to another
                 EagerOptimizer; or ranks share the rows.
-            InputError: a gradient was changed in place.
+            InputError: If a gradient was changed in place.
         """
         limit = as_number(max_norm.item() if isinstance(max_norm, Tensor) and max_norm.dim() == 0 else max_norm)
         if limit is None or not (MIN_VALUE <= limit < MAX_VALUE or limit == math.inf):
@@ -286,10 +285,9 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "clip_grad_norm_ got a sparse gradient, as nn.Embedding(sparse=True) makes; leave its parameter out, "
                 "or make the module with sparse=False"
             )
-        for name in (
-            gradients.embedding.name for gradients in rows if trainers.get(gradients.embedding.op_id) is not self
-        ):
-            raise OptimizerError(f"embedding {name!r} is trained by another EagerOptimizer; call its clip_grad_norm_")
+        embeddings = [gradients.embedding for gradients in rows]
+        if others := [embedding.name for embedding in embeddings if trainers.get(embedding.op_id) is not self]:
+            raise OptimizerError(f"another EagerOptimizer trains embedding {others[0]!r}; call its clip_grad_norm_")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._pairs):
             raise OptimizerError(
                 "clip_grad_norm_ cannot clip rows that ranks share, because step() sums the ranks' gradients later. "
@@ -319,7 +317,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         """Load a copy of a state_dict into the wrapped optimizer. The tensors in `state_dict` stay as they are.
 
         Raises:
-            OptimizerError: the state_dict contains state for dense rows; give it to the embedding's `load_dense`.
+            OptimizerError: If the state_dict contains state for dense rows; give it to the embedding's `load_dense`.
         """
         for index, embedding in self._index_embeddings().items():
             for name, value in state_dict.get("state", {}).get(index, {}).items():

@@ -39,7 +39,7 @@ def remember_run_ids(parameters: Iterable[Tensor], embeddings: Iterable[Snapshot
 
 
 def warn_if_optimizer_lacks_state(embedding: SnapshotEmbedding) -> bool:
-    """Warn if rows have optimizer state that dense parameters in a new optimizer lack. Returns True if it warned."""
+    """Warn if rows have optimizer state that dense parameters in a new optimizer lack. Return True if it warned."""
     handle: Any = embedding.table_handle()
     table = handle.open_table
     has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)

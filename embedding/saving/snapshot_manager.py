@@ -180,7 +180,7 @@ class SnapshotManager:
             _, parent = begin_save(self.require_store(), name, kind, source, overwrite, new)
             return None if parent is None else parent.name
 
-        parent_name = self.world.call_on_rank_0(f"{op}: begun", begin)
+        parent_name = self.world.call_on_rank_0(f"{op} (begin)", begin)
         if parent_name is not None:
             parent = self.world.call_on_all_ranks(
                 op, lambda: self._shard_of(parent or open_snapshot(self.folder / parent_name))
@@ -200,7 +200,7 @@ class SnapshotManager:
             capture = None if member is None else member.capture()
             new.begin(path, source.description)
 
-        self.world.call_on_rank_0(f"{op}: begun", begin)
+        self.world.call_on_rank_0(f"{op} (begin)", begin)
         on_saved = self.local.save_callback()
         return TableSave(self.local.table, capture, path, kind, source, None, self._shard, True, on_saved)
 
@@ -234,7 +234,7 @@ class SnapshotManager:
                 path = link_state_snapshot(self.require_store(), self.member.current_entry.snapshot, keep)
                 return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
 
-            name, is_new = self.world.call_on_rank_0(f"{op}: its name", find)
+            name, is_new = self.world.call_on_rank_0(f"{op} (choose the name)", find)
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
                 kind = "checkpoint" if has_files else "full"  # an incremental one would prevent replacing its parent
@@ -275,7 +275,7 @@ class SnapshotManager:
         if error is not None and self.world.failure is not None:
             raise error
         interrupted = not isinstance(error, Exception | None)
-        self.world.handshake(f"{self._saving.label}: waited for", error if interrupted else None)
+        self.world.handshake(f"{self._saving.label} (wait for the save)", error if interrupted else None)
         self._saving = None
 
     def drop_saving(self) -> None:
@@ -346,7 +346,7 @@ class SnapshotManager:
                 self._mark_lost(snapshot.name)
             raise error
         if error is not None and not has_voted:
-            world.handshake(f"{op}: its rows", error)
+            world.handshake(f"{op} (verify rows)", error)
 
         def report_counts() -> list[int]:
             if report is None:
@@ -354,7 +354,7 @@ class SnapshotManager:
             return [report.rows, report.left_out]
 
         try:
-            counts = world.all_gather_object(f"{op}: done", report_counts)
+            counts = world.all_gather_object(f"{op} (count rows)", report_counts)
         except BaseException:
             problem = self._mark_lost(snapshot.name)
             if world.failure is None:  # after a failed collective, ranks close separately
@@ -371,24 +371,23 @@ class SnapshotManager:
         with ExitStack() as recording:
             if id is not None:  # from here on, the next run loads the snapshot even after a kill
                 loads = {} if member is None else {member: id}
-                world.call_on_all_ranks(f"{op}: noted", lambda: recording.enter_context(record_load(loads)))
-            writes = world.all_gather_object(f"{op}: marks", lambda: self.local.begin_load(records_change=not is_whole))
+                world.call_on_all_ranks(f"{op} (record the load)", lambda: recording.enter_context(record_load(loads)))
+            mark = f"{op} (mark stores as loading)"
+            writes = world.all_gather_object(mark, lambda: self.local.begin_load(records_change=not is_whole))
             self.local.record_load_as_write(max(writes), id)  # a rank that failed may have missed writes
             if member is not None:
                 member.mark_replaced(id)
 
     def _mark_lost(self, name: str) -> str:
-        """Mark the rows as failed, so that the next run does not take old rows for loaded rows. Returns the error."""
-        problem = (
-            f"embedding {self.name!r}: loading snapshot {name!r} failed during its changes, so its rows are closed"
-        )
-        self.local.mark_failed(StoreError(problem))
+        """Mark the rows as failed. Otherwise the next run could use the old rows as if they had been loaded."""
+        problem = f"embedding {self.name!r}: loading snapshot {name!r} failed after some rows were replaced"
+        self.local.mark_failed(StoreError(f"{problem}; close the embedding, and create it again"))
         return problem
 
     def _close_all(self, problem: str) -> None:
         """Close the rows after a load that only some ranks completed. Every rank calls this."""
         next_run = f"recovers from snapshot {self.last!r}" if self.last else "begins empty"
-        log.error("%s on all ranks; create it again, and it %s", problem, next_run)
+        log.error("%s. The embedding is closed on all ranks. If you create it again, it %s", problem, next_run)
         _, error = try_call(self._close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
@@ -508,5 +507,6 @@ def open_snapshot(path: Path) -> Snapshot:
 def no_folder_error(name: str) -> SnapshotError:
     """Return the error for an embedding without a store folder."""
     return SnapshotError(
-        f"embedding {name!r} has no persistent_path, so snapshots have no folder; give one in its store options"
+        f"embedding {name!r} has no persistent_path, so it has no folder for snapshots; set persistent_path in its "
+        "store options"
     )

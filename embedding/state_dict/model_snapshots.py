@@ -36,16 +36,16 @@ class ModelSnapshots(RowLoadingMixin):
         If this raises, no snapshot was saved, unless the error says otherwise.
 
         Args:
-            snapshot_name, kind, background, overwrite: as in `MultiTableEmbedding.save_snapshot`. With
+            snapshot_name, kind, background, overwrite: As in `MultiTableEmbedding.save_snapshot`. With
                 kind="incremental", an embedding without a parent snapshot is saved full.
 
         Returns:
             A `SaveHandle` for a save in the background, otherwise None.
 
         Raises:
-            SnapshotError: the name is invalid or taken, or an embedding has no persistent_path.
-            StoreError: rows cannot be read or written.
-            OptionError: `kind` is invalid or does not fit, or the embeddings have different worlds.
+            SnapshotError: If the name is invalid or taken, or an embedding has no persistent_path.
+            StoreError: If rows cannot be read or written.
+            OptionError: If `kind` is invalid or does not fit, or the embeddings have different worlds.
         """
         managers, world = self._list_managers(), _find_world(self._require_embeddings())
         return save_together(world, managers, snapshot_name, kind, overwrite, background)
@@ -56,15 +56,15 @@ class ModelSnapshots(RowLoadingMixin):
         All snapshots are verified before a row is replaced.
 
         Args:
-            snapshot_name: the snapshots' name.
+            snapshot_name: The snapshots' name.
 
         Returns:
             A `LoadReport` for each embedding.
 
         Raises:
-            SnapshotError: a snapshot is missing, damaged or does not fit, or the snapshots are of different steps.
-            StoreError: a store cannot be read or written.
-            OptimizerError: a snapshot contains another optimizer's state.
+            SnapshotError: If a snapshot is missing, damaged or does not fit, or the snapshots are of different steps.
+            StoreError: If a store cannot be read or written.
+            OptimizerError: If a snapshot contains another optimizer's state.
         """
         managers, world = self._list_managers(for_load=True), _find_world(self._require_embeddings())
         reports = load_together(world, managers, snapshot_name)
@@ -86,7 +86,7 @@ class ModelSnapshots(RowLoadingMixin):
         """Remove old snapshots of all embeddings.
 
         Args:
-            keep_last, keep_every: as in `MultiTableEmbedding.prune_snapshots`.
+            keep_last, keep_every: As in `MultiTableEmbedding.prune_snapshots`.
 
         Returns:
             The names of the removed snapshots, by embedding.

@@ -62,8 +62,8 @@ class RowLoadingMixin:
         """Load a state_dict, as torch does.
 
         Args:
-            state_dict, assign: as in torch.
-            strict: as in torch. If False and the state_dict's rows cannot be loaded, warn and keep the present rows.
+            state_dict, assign: As in torch.
+            strict: As in torch. If False and the state_dict's rows cannot be loaded, warn and keep the present rows.
         """
         with _set_row_mode(_KEEP_ROWS) if strict is False and not are_rows_excluded() else nullcontext():
             return super().load_state_dict(state_dict, strict, assign)  # type: ignore[misc]
@@ -140,11 +140,11 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """Save all rows with their optimizer state in the store folder. The snapshot is durable on return.
 
         Args:
-            snapshot_name: the snapshot's name, used for its folder.
+            snapshot_name: The snapshot's name, used for its folder.
             kind: "full"; "incremental" for changes since the last saved or loaded snapshot; or "checkpoint" for links
                 to the RocksDB files of a cached_ssd store. See docs/snapshots.md.
-            background: if True, return immediately. A thread saves the rows as they are now.
-            overwrite: if True, atomically replace a snapshot with that name, once the new snapshot is durable. The
+            background: If True, return immediately. A thread saves the rows as they are now.
+            overwrite: If True, atomically replace a snapshot with that name, once the new snapshot is durable. The
                 parent of another snapshot cannot be replaced.
 
         Returns:
@@ -152,9 +152,9 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             the save's error. Otherwise None.
 
         Raises:
-            SnapshotError: the name is invalid or taken, or the embedding has no persistent_path.
-            StoreError: the rows cannot be read or written.
-            OptionError: `kind` is invalid, or does not fit the store or the other arguments.
+            SnapshotError: If the name is invalid or taken, or the embedding has no persistent_path.
+            StoreError: If the rows cannot be read or written.
+            OptionError: If `kind` is invalid, or does not fit the store or the other arguments.
         """
         with self.raise_on_all_ranks():
             check_flags(OptionError, background=background, overwrite=overwrite)
@@ -175,22 +175,22 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         The snapshot is checked first. If this raises, the rows stay as they are.
 
         Args:
-            snapshot_name: the snapshot's name.
-            tables: indices or names of the tables to load. Default: all.
-            where: a function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
-            strict: if True, raise unless the whole snapshot fits. If False, leave out a stored table if the embedding
+            snapshot_name: The snapshot's name.
+            tables: Indices or names of the tables to load. Default: all.
+            where: A function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
+            strict: If True, raise unless the whole snapshot fits. If False, leave out a stored table if the embedding
                 has no table of this name. Also leave out another optimizer's state. `remarks` lists what is left out.
-            weights_only: if True, leave out the optimizer state. The optimizer may differ, and starts with new state.
-            convert: if True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
+            weights_only: If True, leave out the optimizer state. The optimizer may differ, and starts with new state.
+            convert: If True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
 
         Returns:
             A `LoadReport` with the number of loaded rows, and remarks.
 
         Raises:
-            SnapshotError: the snapshot is missing or damaged, or does not fit the tables.
-            StoreError: the snapshot's tables have other names.
-            OptimizerError: the snapshot contains another optimizer's state.
-            InputError: the selection is invalid, or a number is too large for a narrower dtype.
+            SnapshotError: If the snapshot is missing or damaged, or does not fit the tables.
+            StoreError: If the snapshot's tables have other names.
+            OptimizerError: If the snapshot contains another optimizer's state.
+            InputError: If the selection is invalid, or a number is too large for a narrower dtype.
         """
         with self.raise_on_all_ranks():
             check_flags(InputError, strict=strict, weights_only=weights_only, convert=convert)
@@ -205,11 +205,11 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """Check the arguments of a later `save_snapshot`, for example before a long training run.
 
         Args:
-            snapshot_name, kind, overwrite: as in `save_snapshot`.
+            snapshot_name, kind, overwrite: As in `save_snapshot`.
 
         Raises:
-            SnapshotError: the name is invalid or taken. With `overwrite`: the existing snapshot cannot be replaced.
-            OptionError: `kind` is invalid or does not fit the store.
+            SnapshotError: If the name is invalid or taken. With `overwrite`: the existing snapshot cannot be replaced.
+            OptionError: If `kind` is invalid or does not fit the store.
         """
         with self.raise_on_all_ranks():
             check_flags(OptionError, overwrite=overwrite)
@@ -220,8 +220,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """Remove old snapshots from the store folder.
 
         Args:
-            keep_last: how many snapshots to keep, counted from the latest.
-            keep_every: also keep the first snapshot at or after each multiple of this number of steps.
+            keep_last: How many snapshots to keep, counted from the latest.
+            keep_every: Also keep the first snapshot at or after each multiple of this number of steps.
 
         Always keeps `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots.
 
@@ -229,8 +229,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             The removed snapshots' names.
 
         Raises:
-            OptionError: an argument is invalid.
-            SnapshotError: a snapshot cannot be read or removed, or the embedding has no persistent_path.
+            OptionError: If an argument is invalid.
+            SnapshotError: If a snapshot cannot be read or removed, or the embedding has no persistent_path.
         """
         with self.raise_on_all_ranks():
             handle = self.table_handle()

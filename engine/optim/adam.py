@@ -41,7 +41,7 @@ ADAMW = replace(
 
 
 def compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
-    """Returns the hyper-parameters of both rules as Python floats (double). The kernel rounds them to float32 once."""
+    """Return the hyper-parameters of both rules as Python floats (double). The kernel rounds them to float32 once."""
     lr = float(group["lr"])
     beta1, beta2 = map(float, group["betas"])
     return {

@@ -19,7 +19,7 @@ MIN_VALUE, MAX_VALUE = 2.0**-126, 2.0**127  # range of positive numbers that flo
 
 
 def read_number(group: ParamGroup, name: str, low: float = 0.0, high: float = MAX_VALUE) -> float:
-    """Returns a param group's setting. Raises OptimizerError unless the setting is at least `low` and below `high`."""
+    """Return a param group's setting. Raises OptimizerError unless the setting is at least `low` and below `high`."""
     value: Any = group[name]
     try:
         setting = float(value)
@@ -31,7 +31,7 @@ def read_number(group: ParamGroup, name: str, low: float = 0.0, high: float = MA
 
 
 def check_positive(name: str, value: float | None) -> float | None:
-    """Returns `value`. Raises OptimizerError unless it is None, or a positive number that is normal in float32."""
+    """Return `value`. Raises OptimizerError unless it is None, or a positive number that is normal in float32."""
     if value is None:
         return None
     number = as_number(value)
@@ -41,7 +41,7 @@ def check_positive(name: str, value: float | None) -> float | None:
 
 
 def read_betas(group: ParamGroup) -> tuple[float, float]:
-    """Returns the setting `betas`. Raises OptimizerError unless both numbers are at least 0 and below 1."""
+    """Return the setting `betas`. Raises OptimizerError unless both numbers are at least 0 and below 1."""
     value: Any = group["betas"]
     try:
         first, second = map(float, value)
@@ -53,7 +53,7 @@ def read_betas(group: ParamGroup) -> tuple[float, float]:
 
 
 def read_choice(group: ParamGroup, name: str, choices: tuple[str, ...]) -> str:
-    """Returns a param group's setting. Raises OptimizerError unless the setting is one of `choices`."""
+    """Return a param group's setting. Raises OptimizerError unless the setting is one of `choices`."""
     value: Any = group[name]
     if value not in choices:
         raise OptimizerError(f"param group: {name}={value!r}; give one of {', '.join(map(repr, choices))}")
@@ -97,7 +97,7 @@ class DenseOptimizer(CheckedOptimizer):
             The result of `closure`, or None.
 
         Raises:
-            OptimizerError: A gradient is sparse. In this case, no parameter changes.
+            OptimizerError: If a gradient is sparse. In this case, no parameter changes.
         """
         loss = None
         if closure is not None:
@@ -133,13 +133,13 @@ class DenseAdam(DenseOptimizer):
 
     @staticmethod
     def second_moment_input(squares: Tensor) -> Tensor:
-        """Returns the values that the second moment averages: by default, the squared gradients."""
+        """Return the values that the second moment averages: by default, the squared gradients."""
         return squares
 
     def update_moments(
         self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup
     ) -> tuple[dict[str, float], Tensor, Tensor]:
-        """Update a parameter's step count and moments. Returns (hyper-parameters, first moment, its divisor)."""
+        """Update a parameter's step count and moments. Return (hyper-parameters, first moment, its divisor)."""
         if not state:
             state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
         count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
@@ -152,12 +152,12 @@ class DenseAdam(DenseOptimizer):
 
 
 def compute_row_mean(squares: Tensor) -> Tensor:
-    """Returns the mean over the last dimension, and keeps that dimension with size 1."""
+    """Return the mean over the last dimension, and keeps that dimension with size 1."""
     return squares.mean(-1, keepdim=True)
 
 
 def compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
-    """Returns `adam.compute_hyperparams` and the group's checked settings. Raises OptimizerError."""
+    """Return `adam.compute_hyperparams` and the group's checked settings. Raises OptimizerError."""
     read_betas(group)
     settings = {name: read_number(group, name) for name in ("lr", "eps", "weight_decay")}
     return {**settings, **adam.compute_hyperparams(group, step)}

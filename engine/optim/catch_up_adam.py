@@ -1,4 +1,4 @@
-"""Adam and AdamW that update rows lazily, but give them the values of dense torch.optim.Adam and AdamW.
+"""Lazy Adam and AdamW. A row that is updated late still gets the values that torch's dense Adam or AdamW would give it.
 
 A row is written only in steps that touch the row. When the row is next looked up or updated, in step t, its missed
 steps are applied first. A missed step s < t has a gradient of zero, and uses the lr of step s:
@@ -12,11 +12,11 @@ With weight decay, a row that was never written has missed all steps before t.
 
 CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
 The other rules apply at most `terms` steps one by one. For the remaining steps, they multiply m and v by powers of
-beta1 and beta2, and w by a power of the decay. In the remaining steps, all other changes of w are neglected. If the
-first missed step changes w by d, the j-th step after it changes w by at most d * r^j * sqrt(1 + j). Here r is
-beta1 / sqrt(beta2), and sqrt(1 + j) bounds the growth of sqrt(1 - beta2^s). `terms` is chosen so that the neglected
-changes sum to less than d * 2^-24. This sum is below the rounding error of the first step. The bias corrections keep
-beta1^s and beta2^s as doubles, and update them in each step. OneFlow's SmartDecayAdam is similar.
+beta1 and beta2, and w by a power of the decay. The remaining steps change w only by the decay; their other changes are
+dropped as negligible. Suppose the first missed step changes w by d, and r = beta1 / sqrt(beta2). Then step j after it
+changes w by at most d * r^j * sqrt(1 + j), where sqrt(1 + j) bounds the growth of sqrt(1 - beta2^s). `terms` is chosen
+so that the dropped changes sum to less than d * 2^-24, below the rounding error of the first step. The bias
+corrections keep beta1^s and beta2^s as doubles, and update them in each step. OneFlow's SmartDecayAdam is similar.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     (L2), all missed steps are applied one by one.
 
     Raises:
-        OptimizerError: `amsgrad=True`, or `eps=0`. With `eps=0`, a missed step of a row with moments 0 would be 0 / 0.
+        OptimizerError: If `amsgrad=True`, or `eps=0`. With `eps=0`, a missed step of a row with moments 0 would be 0 / 0.
     """
 
 
@@ -145,7 +145,7 @@ class CatchUpAdamW(CheckedOptimizer, torch.optim.AdamW):
 
 @cache
 def count_terms(beta1: float, beta2: float) -> int:
-    """Returns the number of missed steps to apply one by one; `MAX_MISSED` if later steps never become negligible."""
+    """Return the number of missed steps to apply one by one; `MAX_MISSED` if later steps never become negligible."""
     ratio = beta1 / math.sqrt(beta2) if beta2 else math.inf
 
     def is_negligible(count: int) -> bool:  # a geometric series bounds the steps after the first `count`

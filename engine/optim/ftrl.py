@@ -57,7 +57,7 @@ class Ftrl(DenseOptimizer):
             in OneFlow's kernel. With a negative exponent, steps grow as the accumulator grows.
 
     Raises:
-        OptimizerError: An argument is out of range. `lr_power` may be -8 to 8. The other numbers may not be negative.
+        OptimizerError: If an argument is out of range. `lr_power` may be -8 to 8; other numbers may not be negative.
     """
 
     def __init__(

@@ -98,7 +98,7 @@ class Kernel:
 
 
 def find_kernels(folder: Path = Path(__file__).parent) -> list[Kernel]:
-    """Returns the kernels in a folder's files, sorted by name. Raises ValueError if an argument is not a literal."""
+    """Return the kernels in a folder's files, sorted by name. Raises ValueError if an argument is not a literal."""
     kernels = []
     for path in folder.glob("*.py"):
         names: dict[str, Any] = {"__builtins__": {}, "Kernel": Kernel, "CatchUp": CatchUp, "replace": replace}
@@ -116,7 +116,7 @@ def find_kernels(folder: Path = Path(__file__).parent) -> list[Kernel]:
 
 @cache
 def load_kernels() -> dict[str, Kernel]:
-    """Returns the kernels in this folder by name, without loading torch."""
+    """Return the kernels in this folder by name, without loading torch."""
     by_name = {str(kernel.name): kernel for kernel in find_kernels()}
     if not by_name:
         folder = str(Path(__file__).parent)
@@ -125,7 +125,7 @@ def load_kernels() -> dict[str, Kernel]:
 
 
 def generate_header() -> str:
-    """Returns the C++ text: a struct for each rule, and the list `AllRules`."""
+    """Return the C++ text: a struct for each rule, and the list `AllRules`."""
     kernels = find_kernels()
     names = ", ".join(make_struct_name(kernel.name) for kernel in kernels)
     structs = "\n".join(_define_struct(kernel) for kernel in kernels)
@@ -216,7 +216,7 @@ def _make_references(states: dict[str, str], fields: dict[str, str], owner: str 
 
 
 def _define_function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
-    """Returns the C++ text of a member function, without unused references and without names of unused arguments."""
+    """Return the C++ text of a member function, without unused references and without names of unused arguments."""
     lines = [line.strip() for line in body.strip().splitlines()]
     lines = [f"auto& {name} = {target};" for name, target in references.items() if _uses(body, name)] + lines
     text = "\n".join(lines)

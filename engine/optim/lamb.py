@@ -77,7 +77,7 @@ class LAMB(DenseAdam):
         maximize: Maximize the loss instead of minimizing it.
 
     Raises:
-        OptimizerError: An argument is negative, or a beta is not below 1.
+        OptimizerError: If an argument is negative, or a beta is not below 1.
     """
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:

@@ -53,7 +53,7 @@ class LarsSGD(DenseOptimizer):
         maximize: Maximize the loss instead of minimizing it.
 
     Raises:
-        OptimizerError: An argument is negative.
+        OptimizerError: If an argument is negative.
     """
 
     def __init__(

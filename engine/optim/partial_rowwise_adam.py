@@ -53,7 +53,7 @@ class PartialRowWiseAdam(DenseAdam):
         maximize: Maximize the loss instead of minimizing it.
 
     Raises:
-        OptimizerError: An argument is negative, or a beta is not below 1.
+        OptimizerError: If an argument is negative, or a beta is not below 1.
     """
 
     second_moment_input = staticmethod(compute_row_mean)

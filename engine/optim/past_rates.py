@@ -21,7 +21,7 @@ Knot = tuple[float, float]
 
 
 def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
-    """Returns the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyper` returned."""
+    """Return the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyper` returned."""
     past = numbers[_limits_end(kernel) + 1 :]
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hyperparams.index("lr")]
 
@@ -29,7 +29,7 @@ def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], fl
 def append_past_rates(
     kernel: Kernel, numbers: list[float], previous: Sequence[float], step: int, warn: Callable[[float], object] = abs
 ) -> list[float]:
-    """Returns the `numbers` of a step, followed by the learning rates of earlier steps.
+    """Return the `numbers` of a step, followed by the learning rates of earlier steps.
 
     `previous`: see `RowOptimizer.compute_hyperparams`. When knots are dropped, `warn` gets the largest change of a past
     rate, relative to the largest rate.
@@ -60,12 +60,12 @@ def _limits_end(kernel: Kernel) -> int:
 
 
 def interpolate(a: Knot, b: Knot, step: float) -> float:
-    """Returns the rate of a step, interpolated between two knots."""
+    """Return the rate of a step, interpolated between two knots."""
     return a[1] + (b[1] - a[1]) * ((step - a[0]) / (b[0] - a[0]))
 
 
 def _drop_knots(knots: list[Knot]) -> float:
-    """Drop `NUM_DROPPED` knots of the older half. Returns the largest change of a knot's rate."""
+    """Drop `NUM_DROPPED` knots of the older half. Return the largest change of a knot's rate."""
 
     def find_change(index: int) -> float:  # change of the rates' sum if this knot is dropped
         a, knot, b = knots[index - 1 : index + 2]

@@ -54,7 +54,7 @@ class RowOptimizer:
     def compute_hyperparams(
         self, step: int, clip_value: float | None = None, previous: Sequence[float] | None = None
     ) -> list[float]:
-        """Returns the rule's numbers for one step (counted from 1): hyper-parameters, limits, past learning rates.
+        """Return the rule's numbers for one step (counted from 1): hyper-parameters, limits, past learning rates.
 
         `clip_value` clips each gradient element, in addition to the group's `clip_grad_value`. A rule that catches up
         needs `previous`: the result for the previous step, or [] if another rule ran that step. `previous=None` omits
@@ -91,7 +91,7 @@ class RowOptimizer:
             )  # fmt: skip
 
     def compute_numbers(self, step: int) -> dict[str, float]:
-        """Returns the numbers of `compute_hyperparams(step)` by name, such as `lr`."""
+        """Return the numbers of `compute_hyperparams(step)` by name, such as `lr`."""
         return dict(zip((*self._hyperparam_names, *LIMITS), self.compute_hyperparams(step), strict=False))
 
     def depends_on_step(self) -> bool:
@@ -139,7 +139,7 @@ class RowOptimizer:
         self._checked_settings = None if changes_inside else settings
 
     def make_row_state(self, dim: int, state_type: str = "float32") -> RowState:
-        """Returns the state of a row with `dim` elements. `state_type` is the dtype of element states."""
+        """Return the state of a row with `dim` elements. `state_type` is the dtype of element states."""
         kernel = self._rule.kernel
         types = (state_type,) * len(kernel.element_states) + ("float32",) * len(kernel.row_states)
         types = types if state_type != "float32" and kernel.element_states else ()
@@ -168,7 +168,7 @@ def warn_if_lazy(optimizers: Iterable[RowOptimizer]) -> None:
 
 
 def _unwrap_optimizer(optimizer: Any, group: ParamGroup) -> torch.optim.Optimizer:
-    """Returns the optimizer of `group`. If `optimizer` is a wrapper such as TorchRec's KeyedOptimizer, unwraps it."""
+    """Return the optimizer of `group`. If `optimizer` is a wrapper such as TorchRec's KeyedOptimizer, unwraps it."""
     kind = type(optimizer)
     clips = any(base.__module__ == "torchrec.optim.clipping" for base in kind.__mro__)
     if clips and optimizer._clipping.name != "NONE":
@@ -216,7 +216,7 @@ def _find_rule(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule:
 
 
 def _public_name(kind: type) -> str:
-    """Returns a class's name as users import it, from the outermost package that exports it."""
+    """Return a class's name as users import it, from the outermost package that exports it."""
     parts = kind.__module__.split(".")
     if parts[:-1] == __name__.split(".")[:-1]:
         return f"{parts[0]}.optim.{kind.__qualname__}"

@@ -33,11 +33,11 @@ class RowState:
         return (types[0] if types else "float32"), len(types)
 
     def make_row_format(self, dim: int, dtype: str) -> RowFormat:
-        """Returns the format of a row whose embedding has `dim` numbers in `dtype`."""
+        """Return the format of a row whose embedding has `dim` numbers in `dtype`."""
         return RowFormat(dim, dtype, self.names, self.widths, self.types or None)
 
     def describe(self) -> dict[str, Any]:
-        """Returns the state as plain values, to be stored in MARK and in snapshots."""
+        """Return the state as plain values, to be stored in MARK and in snapshots."""
         return {
             "optimizer": self.rule,
             "states": list(self.names),

@@ -52,7 +52,7 @@ class RowWiseAdagrad(DenseOptimizer):
         initial_accumulator_value: The initial value of the accumulator.
 
     Raises:
-        OptimizerError: A number is negative, or `weight_decay_mode` is neither "l2" nor "decoupled".
+        OptimizerError: If a number is negative, or `weight_decay_mode` is neither "l2" nor "decoupled".
     """
 
     def __init__(

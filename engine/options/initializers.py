@@ -46,7 +46,7 @@ class Initializer(PlainDict):
             self._set(item.name, number)
 
     def entry(self) -> InitializerEntry:
-        """Returns the initializer as (kind, parameters, quantiles) for `_core.Layout`."""
+        """Return the initializer as (kind, parameters, quantiles) for `_core.Layout`."""
         raise NotImplementedError
 
     @property
@@ -60,7 +60,7 @@ class UniformInitializer(Initializer):
     """Initializes new rows uniformly from [low, high].
 
     Raises:
-        OptionError: `low > high`, or one of `low`, `high` and `high - low` overflows float32.
+        OptionError: If `low > high`, or one of `low`, `high` and `high - low` overflows float32.
     """
 
     type: str = field(default="uniform", init=False)
@@ -99,7 +99,7 @@ class NormalInitializer(Initializer):
         std: The standard deviation; 0 initializes every element with the mean.
 
     Raises:
-        OptionError: `std < 0`, or float32 cannot hold `mean` plus or minus 7 standard deviations.
+        OptionError: If `std < 0`, or float32 cannot hold `mean` plus or minus 7 standard deviations.
     """
 
     type: str = field(default="normal", init=False)
@@ -136,7 +136,7 @@ class TruncNormalInitializer(NormalInitializer):
         b: The upper bound, an absolute value (not a multiple of `std`).
 
     Raises:
-        OptionError: `std < 0`, `a >= b`, the probability of [a, b] is below 1e-6, or float32 cannot hold the values.
+        OptionError: If `std < 0`, `a >= b`, the probability of [a, b] is below 1e-6, or float32 cannot hold the values.
     """
 
     type: str = field(default="trunc_normal", init=False)
@@ -164,7 +164,7 @@ class TruncNormalInitializer(NormalInitializer):
 
 @lru_cache(maxsize=1024)
 def _truncation_quantiles(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
-    """Returns (q0, q1), the smallest and the largest quantile whose unrounded value lies in [a, b]."""
+    """Return (q0, q1), the smallest and the largest quantile whose unrounded value lies in [a, b]."""
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
         return (0.0, 1.0) if a <= mean <= b else (0.0, 0.0)
@@ -174,7 +174,7 @@ def _truncation_quantiles(mean: float, std: float, a: float, b: float) -> tuple[
 
 
 def _bisect(is_reached: Callable[[float], bool]) -> tuple[float, float]:
-    """Bisect [0, 1] in at most 100 steps. Returns (low, high), two floats around the threshold of `is_reached`."""
+    """Bisect [0, 1] in at most 100 steps. Return (low, high), two floats around the threshold of `is_reached`."""
     low, high = 0.0, 1.0
     for _ in range(100):
         middle = low + (high - low) / 2
@@ -201,7 +201,7 @@ def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
     if isinstance(options, Initializer):
         return options
     if not isinstance(options, Mapping):
-        raise OptionError(f"initializer {options!r}: make one with make_uniform_initializer or another maker")
+        raise OptionError(f"initializer {options!r}: give the result of a make_*_initializer function")
     arguments = dict(options)
     kind = arguments.pop("type", None)
     if kind not in _INITIALIZERS:
@@ -263,7 +263,7 @@ def make_column_options(initializer: Mapping[str, Any]) -> ColumnOptions:
         initializer: An initializer, its printed form as a dict, or column options.
 
     Raises:
-        OptionError: The type or value of `initializer` is wrong.
+        OptionError: If the type or value of `initializer` is wrong.
     """
     if isinstance(initializer, Mapping) and set(initializer) == {"initializer"}:
         initializer = initializer["initializer"]
@@ -287,7 +287,7 @@ def make_table_options(
             as padding and counts it in the metric `dropped`.
 
     Raises:
-        OptionError: An argument's type or value is wrong.
+        OptionError: If an argument's type or value is wrong.
     """
     options: dict[str, Any] = {"name": name, "ids": ids, "bad_ids": bad_ids}
     if isinstance(param, Mapping) and set(param) - set(ID_OPTIONS) in ({"initializer"}, {"columns"}):
@@ -323,7 +323,7 @@ class InitialValues(NamedTuple):
 def as_arrays(
     tables: Sequence[AnyTableOptions], columns: Sequence[int]
 ) -> tuple[list[int], NDArray[np.float32], NDArray[np.float64]]:
-    """Returns (kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, with n = len(tables) * len(columns).
+    """Return (kinds, parameters [n, 2], quantiles [n, 2]) for `_core.Layout`, with n = len(tables) * len(columns).
 
     `columns` holds one width per column group. Raises OptionError unless each table has one option per group.
     """

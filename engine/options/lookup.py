@@ -114,7 +114,7 @@ def check_lookup(
 def _feature_columns(
     spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any
 ) -> tuple[int, ...] | None:
-    """Returns `Lookup.feature_columns`. `features` lists the feature of each result column. Raises InputError."""
+    """Return `Lookup.feature_columns`. `features` lists the feature of each result column. Raises InputError."""
     if features is None:
         if num_features is not None:
             remedy = "give features, the numbers of the features to look up, or leave num_features out"
@@ -178,7 +178,7 @@ def _check_tables_in_order(spec: TableSpec, lookup: Lookup) -> None:
 
 
 def check_row(spec: TableSpec, key: Any, table: Any) -> tuple[int, int]:
-    """Returns the key and its table's number. `table` may be None if there is only one table. Raises InputError."""
+    """Return the key and its table's number. `table` may be None if there is only one table. Raises InputError."""
     if as_int(key) is None:
         raise _error(spec, "key", f"got {key!r}; give one whole number")
     if table is None and spec.num_tables == 1:
@@ -202,7 +202,7 @@ def check_weights(spec: TableSpec, lookup: Lookup, weights: Any) -> None:
 
 
 def check_output_dtype(dtype: Any) -> torch.dtype:
-    """Returns the dtype. Raises OptionError if lookups cannot return this dtype."""
+    """Return the dtype. Raises OptionError if lookups cannot return this dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
         raise OptionError(f"output_dtype={dtype!r}: give torch.float32, torch.float16 or torch.bfloat16")
     return dtype
@@ -236,7 +236,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
 
 
 def _suggest_conversion(ids: Tensor, spec: TableSpec) -> str:
-    """Returns advice for ids in another dtype: how to convert them, or what to do if conversion would change them."""
+    """Return advice for ids in another dtype: how to convert them, or what to do if conversion would change them."""
     if {ids.dtype, spec.key_type} == {torch.int64, torch.uint64}:
         return f"give the same 64 bits as ids.view({spec.key_type})"  # .to() differs between CPUs if values >= 2**63
     if ids.dtype in KEY_TYPES and ids.dtype.itemsize > spec.key_type.itemsize:
@@ -278,7 +278,7 @@ def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) ->
 
 @cache
 def _cached_scalar(value: int, device: torch.device) -> Tensor:
-    """Returns the same tensor for the same value. So even in a trace, one can see that two table ids are equal."""
+    """Return the same tensor for the same value. So even in a trace, one can see that two table ids are equal."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.full((), value, dtype=torch.int64, device=device)
 

@@ -104,7 +104,7 @@ _REMEDIES = {
 
 
 def format_options(options: Mapping[str, Any] | str | None) -> str:
-    """Returns RocksDB's options string, `name=value;name={name=value}`, from a dict or a string. Raises OptionError."""
+    """Return RocksDB's options string, `name=value;name={name=value}`, from a dict or a string. Raises OptionError."""
     if options is None:
         return ""
     if isinstance(options, Mapping):
@@ -122,7 +122,7 @@ def format_options(options: Mapping[str, Any] | str | None) -> str:
 
 
 def format_allowed(allowed: AllowedValues) -> str:
-    """Returns the values that an option may have, as text for messages and docs."""
+    """Return the values that an option may have, as text for messages and docs."""
     ranges = [
         _format_number(low) if low == high else f"{_format_number(low)} to {_format_number(high)}"
         for low, high in (values for values in allowed if not isinstance(values, str))

@@ -93,7 +93,7 @@ class PlainDict(Mapping[str, Any]):
         return OptionError(f"{name}={getattr(self, name)!r}: {problem}")
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns nested plain dicts and lists, ready for msgpack or JSON."""
+        """Return nested plain dicts and lists, ready for msgpack or JSON."""
         return {name: _to_plain(value) for name, value in self.items()}
 
 
@@ -134,7 +134,7 @@ class _HostCacheFields(_CommonFields):
 
 @options_class
 class StoreOptions(_CommonFields):
-    """The options that all stores share. docs/lifecycle.md explains `eviction`, `admission` and `ttl_steps`.
+    """The options that all stores share. docs/lifecycle.md explains row deletion; docs/glossary.md explains terms.
 
     Args:
         persistent_path: The folder for stored rows. Each embedding gets a subfolder with its name. None
@@ -145,9 +145,9 @@ class StoreOptions(_CommonFields):
         storage_dim: The row size in floats. Like `size_factor`, this argument only checks the row size.
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
-            there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together may resume
-            from different steps. "pretrained" is like "resume", but does not warn if a new dense part trains with the
-            resumed rows. "fresh" always starts empty, even after a clean shutdown, and keeps the snapshots.
+            there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together (a
+            training group) may differ in step. "pretrained" is like "resume", but does not warn if a new dense part
+            trains with the resumed rows. "fresh" starts empty, even after a clean shutdown, and keeps the snapshots.
         snapshot_path: The folder for snapshots. Each embedding gets a subfolder. Default: `persistent_path`.
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.
@@ -160,7 +160,7 @@ class StoreOptions(_CommonFields):
             Without a `persistent_path`, `state_dict()` contains the rows themselves.
 
     Raises:
-        OptionError: A value is wrong, or options contradict each other.
+        OptionError: If a value is wrong, or options contradict each other.
     """
 
     open: str = "resume"
@@ -190,7 +190,7 @@ class StoreOptions(_CommonFields):
             self._set_int(name, "a whole number > 0 and < 2**63", 1, (1 << 63) - 1)
         size = as_int(self.physical_block_size, 512, 1 << 20)
         if size is None or size & (size - 1):
-            remedy = "give a power of two from 512 to 1048576 bytes, as the disk's block"
+            remedy = "give the disk's block size: a power of two from 512 to 1048576"
             raise self._make_error("physical_block_size", remedy)
         self._set("physical_block_size", size)
         check_choice("open", self.open, OPEN_MODES)
@@ -251,9 +251,9 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
         cache_policy: Which row to evict from a full cache set: "lru" (the least recently used row) or "lfu" (the row
             used in the fewest steps). A row that an announced step needs is not evicted.
         overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
-            into their set. With RocksDB, rows that wait for write-back may fill up to half of the area, and make room
-            if other rows need it. If the area is full, prefetches and evictions wait, but a step gets what it needs.
-            Default: the cache size, but at most 64 MiB (192 MiB with RocksDB). The default grows to fit two batches.
+            into their set. With RocksDB, up to half of the area may hold rows that wait to be written to disk. If the
+            area is full, prefetch and eviction wait; a step gets the memory it needs, even beyond the limit. Default:
+            the cache size, at most 64 MiB (192 MiB with RocksDB), or two batches if these are larger.
     """
 
     store: str = field(default="cached_host_mem", init=False)
@@ -274,7 +274,7 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
         return None if "auto" in caches else sum(to_mb(mb) + self.compute_overflow_mb(to_mb(mb)) for mb in caches)
 
     def compute_overflow_mb(self, cache_mb: float) -> float:
-        """Returns the overflow area's MiB for a cache of `cache_mb` MiB. The area may grow with the batches."""
+        """Return the overflow area's MiB for a cache of `cache_mb` MiB. The area may grow with the batches."""
         return compute_default_overflow_mb(self.store, cache_mb) if self.overflow_mb is None else self.overflow_mb
 
 
@@ -294,8 +294,8 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads for each of three tasks: reading rows, prefetch, and write-back. By
-            default, up to 64 threads read rows, depending on the disk. Prefetch and write-back each use half of the
-            cores, up to 4.
+            default, up to 64 threads read rows, depending on the disk. Prefetch and write-back each use as many
+            threads as half of the cores, at most 4.
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.
@@ -342,7 +342,7 @@ def compute_default_overflow_mb(store: str, cache_mb: float) -> float:
 
 
 def to_mb(budget: Budget) -> float:
-    """Returns a budget as a number. The caller has already replaced "auto"."""
+    """Return a budget as a number. The caller has already replaced "auto"."""
     assert budget != "auto"
     return budget
 
@@ -373,7 +373,8 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
     if isinstance(options, StoreOptions):
         return options
     if not isinstance(options, Mapping):
-        raise OptionError(f"{where}={options!r}: make one with make_device_mem_store_options or another maker")
+        example = "make_device_mem_store_options()"
+        raise OptionError(f"{where}={options!r}: give the result of a make_*_store_options function, such as {example}")
     arguments = dict(options)
     store = arguments.pop("store", None)
     if not isinstance(store, str) or store not in STORES:
@@ -393,7 +394,7 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
     The file holds a TOML table [name]. Its key `store` is the store, such as "cached_ssd". Other keys are arguments of
-    the store's maker, `make_*_store_options`. A relative persistent_path starts at the working directory. To check a
+    the store's `make_*` function. A relative persistent_path starts at the working directory. To check a
     file, run `tierbed store options`.
 
     Args:
@@ -401,7 +402,7 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
         name: The embedding's name.
 
     Raises:
-        OptionError: The file or the table is missing, the TOML is invalid, or an option is unknown or wrong.
+        OptionError: If the file or the table is missing, the TOML is invalid, or an option is unknown or wrong.
     """
     tables, file = read_store_options(path), f"store options file {os.fspath(path)!r}"
     if name not in tables:

@@ -25,7 +25,7 @@ def is_table_name(name: Any) -> bool:
 
 
 def check_table_name(name: Any) -> str | None:
-    """Returns the name. Raises OptionError if the name is neither None nor legal for a table."""
+    """Return the name. Raises OptionError if the name is neither None nor legal for a table."""
     if name is not None and not is_table_name(name):
         raise OptionError(
             f"table name={name!r}: give None, or 1 to {MAX_LENGTH} printable characters, not only digits, without "
@@ -45,12 +45,12 @@ def check_distinct(names: Names) -> None:
 
 
 def table_labels(names: Names) -> tuple[str, ...]:
-    """Returns a unique label for each table, for messages and metrics: its name, or its number if it is unnamed."""
+    """Return a unique label for each table, for messages and metrics: its name, or its number if it is unnamed."""
     return tuple(table_label(index, names) for index in range(len(names)))
 
 
 def table_label(table: int, names: Names) -> str:
-    """Returns one table's label. `names` may lack the table, because an imported file may contain more tables."""
+    """Return one table's label. `names` may lack the table, because an imported file may contain more tables."""
     return describe_table(table, names).get("table_name", str(table))
 
 
@@ -59,32 +59,32 @@ def read_table_names(description: Mapping[str, Any]) -> tuple[str | None, ...]:
 
 
 def find_table(table: Any, names: Names) -> int | None:
-    """Returns a table's number, given its number or name, or None if there is no such table."""
+    """Return a table's number, given its number or name, or None if there is no such table."""
     if isinstance(table, str):
         return names.index(table) if table in names else None
     return as_int(table, 0, len(names) - 1)
 
 
 def format_choices(names: Names) -> str:
-    """Returns the values that `find_table` accepts, as text for messages."""
+    """Return the values that `find_table` accepts, as text for messages."""
     quoted = [repr(name) for name in names if name is not None]
     return ", ".join([f"0 to {len(names) - 1}", *([f"or by name {quoted[0]}", *quoted[1:]] if quoted else [])])
 
 
 def describe_table(table: int, names: Names) -> dict[str, Any]:
-    """Returns {"table": number}, and also "table_name" if the table is named."""
+    """Return {"table": number}, and also "table_name" if the table is named."""
     name = names[table] if table < len(names) else None
     return {"table": table} if name is None else {"table": table, "table_name": name}
 
 
 def find_mismatched_tables(stored: Names, names: Names) -> list[int]:
-    """Returns the numbers of tables whose stored name differs from `names`. Skips tables without a stored name."""
+    """Return the numbers of tables whose stored name differs from `names`. Skips tables without a stored name."""
     padded = [*names, *[None] * len(stored)]
     return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
 
 
 def merge_names(left: Names, right: Names) -> tuple[str | None, ...] | None:
-    """Returns each table's name, from `left` or `right`. Returns None if names conflict or occur twice."""
+    """Return each table's name, from `left` or `right`. Returns None if names conflict or occur twice."""
     names = tuple(a or b for a, b in zip_longest(left, right))
     named = [name for name in names if name is not None]
     return None if find_mismatched_tables(right, names) or len(set(named)) < len(named) else names

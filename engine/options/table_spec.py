@@ -93,25 +93,25 @@ class TableSpec:
         return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
 
     def make_row_format(self, state: RowState) -> RowFormat:
-        """Returns the row format for this optimizer state."""
+        """Return the row format for this optimizer state."""
         return state.make_row_format(self.dim, self.dtype)
 
     def make_row_state(self, optimizer: RowOptimizer) -> RowState:
-        """Returns the row state that an optimizer needs."""
+        """Return the row state that an optimizer needs."""
         return optimizer.make_row_state(self.dim, self.state_dtype)
 
     def describe_tables(self) -> list[dict[str, Any]]:
-        """Returns for each table, as plain values, the options that determine the initial values of its rows."""
+        """Return for each table, as plain values, the options that determine the initial values of its rows."""
         return [
             {name: value for name, value in table.as_dict().items() if name not in ID_OPTIONS} for table in self.tables
         ]
 
     def with_stored_seed(self, stored: dict[str, Any]) -> TableSpec:
-        """Returns the spec with the stored rows' seed, unless the user gave a seed."""
+        """Return the spec with the stored rows' seed, unless the user gave a seed."""
         return self if self.has_own_seed or stored["seed"] == self.seed else replace(self, seed=stored["seed"])
 
     def describe(self, state: RowState, hyperparams: Sequence[float], step: int) -> dict[str, Any]:
-        """Returns the description stored in MARK and in snapshots. `hyper` is from `compute_hyperparams(step)`."""
+        """Return the description stored in MARK and in snapshots. `hyper` is from `compute_hyperparams(step)`."""
         names, row_format = list(self.table_names), self.make_row_format(state)
         return {
             "name": self.name,
@@ -164,7 +164,7 @@ def make_table_spec(
 
 
 def check_name(name: Any) -> str:
-    """Returns an embedding's name. Raises OptionError if no folder can have that name."""
+    """Return an embedding's name. Raises OptionError if no folder can have that name."""
     if not is_folder_name(name) or name != name.strip():
         raise OptionError(
             f"name={name!r}: a folder gets this name; give 1 to 200 printable bytes, without slashes, without a dot at "
@@ -174,7 +174,7 @@ def check_name(name: Any) -> str:
 
 
 def check_columns(embedding_dim: Any) -> tuple[int, ...]:
-    """Returns the column groups' widths from `embedding_dim`, an int or a list of ints. Raises OptionError."""
+    """Return the column groups' widths from `embedding_dim`, an int or a list of ints. Raises OptionError."""
     dims = embedding_dim if isinstance(embedding_dim, (list, tuple)) else [embedding_dim]
     columns = tuple(width for dim in dims if (width := as_int(dim, minimum=1)) is not None)
     if not columns or len(columns) != len(dims) or sum(columns) > 1 << 16:
@@ -184,14 +184,14 @@ def check_columns(embedding_dim: Any) -> tuple[int, ...]:
 
 
 def check_key_type(key_type: Any) -> torch.dtype:
-    """Returns the key type. Raises OptionError for an unsupported type."""
+    """Return the key type. Raises OptionError for an unsupported type."""
     if not isinstance(key_type, torch.dtype) or key_type not in KEY_TYPES:
         raise OptionError(f"key_type={key_type!r}: give torch.int32, torch.int64 or torch.uint64")
     return key_type
 
 
 def check_dtype(dtype: Any) -> str:
-    """Returns the dtype's name. Raises OptionError if rows cannot be stored in this dtype."""
+    """Return the dtype's name. Raises OptionError if rows cannot be stored in this dtype."""
     if not isinstance(dtype, torch.dtype) or dtype not in DTYPES:
         raise OptionError(
             f"dtype={dtype!r}: rows cannot be stored in this dtype; give torch.float32, torch.bfloat16 or "
@@ -201,7 +201,7 @@ def check_dtype(dtype: Any) -> str:
 
 
 def check_state_dtype(dtype: Any) -> str:
-    """Returns the dtype's name. Raises OptionError for a dtype that element states do not support."""
+    """Return the dtype's name. Raises OptionError for a dtype that element states do not support."""
     if dtype is torch.float16:
         raise OptionError(
             "state_dtype=torch.float16: float16 rounds sums of squares below 6e-8 to 0, and then updates are infinite; "

@@ -46,19 +46,19 @@ class EmbeddingBagCollection(TableCollection):
 
     Args:
         tables: One EmbeddingBagConfig (tierbed's or TorchRec's) per table.
-        store_options: Options from a `make_*_store_options`. They are divided between the embeddings; see `stores()`.
-            Or give a dict {embedding name: options}. None keeps all rows in device memory.
+        store_options: The result of a `make_*_store_options` function, whose budgets are divided among the embeddings
+            (`stores()` prints the division), or a dict {embedding name: options}. None keeps all rows in device memory.
         name: Prefix for embedding names. None means "ebc". If a model has several collections without a name, their
             embeddings are named by the collections' module paths.
         is_weighted: If True, multiplies rows by the batch's weights.
-        key_type: Id dtype. Ids of other integer dtypes are converted.
+        key_type: The ids' dtype. Ids of other integer dtypes are converted.
         seed: A number that determines initial rows, together with the names of embeddings and tables.
-        output_dtype: Dtype for results and gradients.
+        output_dtype: The dtype of results and gradients.
         share: Another collection. A table that is in both collections uses the embedding of `share`; `store_options`
             apply to the remaining tables.
-        device: Lookup device. On "meta", lookups compute only shapes and allocate nothing.
+        device: The device of lookups. On "meta", lookups compute only shapes and allocate nothing.
         world: A `tierbed.distributed.World` whose ranks divide the rows. Tables from `share` use the world of `share`.
-        state_dtype: Dtype for per-element optimizer state: torch.float32 or torch.bfloat16.
+        state_dtype: The dtype of optimizer states with one number per element: torch.float32 or torch.bfloat16.
 
     Raises:
         OptionError: If an argument is invalid.
@@ -109,7 +109,7 @@ class EmbeddingBagCollection(TableCollection):
 
         Raises:
             KeyError: If a feature is missing.
-            InputError, StoreError: As in a lookup.
+            InputError, StoreError: As for an embedding's lookup.
         """
         with self.raise_on_all_ranks():
             batch = as_features(features)
@@ -139,7 +139,7 @@ class EmbeddingBagCollection(TableCollection):
             yield embedding, check_lookup(embedding.spec, *arguments, positions, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
-        """Add a feature to a lookup that does not have the feature yet. Returns the lookup's index."""
+        """Add a feature to a lookup that does not have the feature yet. Return the lookup's index."""
         embedding, table = self.table_location(config.name)
         pooling = config.pooling.value.lower()
         candidates = (entry for entry in self._lookups if (entry.embedding, entry.pooling) == (embedding, pooling))
@@ -168,7 +168,7 @@ class EmbeddingBagCollection(TableCollection):
         return self.embedding(lookup.embedding)(*arguments, features=positions, num_features=len(keys)).flatten(1)
 
     def _expand_bags(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
-        """Look each bag up once, then copy its row to each sample that shares it. Returns [batch, columns * dim]."""
+        """Look each bag up once, then copy its row to each sample that shares it. Return [batch, columns * dim]."""
         remedy = "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor"
         check_eager("a batch of variable batch sizes", remedy)
         inverse, counts = batch.inverse_indices_or_none(), batch.stride_per_key()
@@ -198,7 +198,7 @@ def as_features(features: Any) -> KeyedJaggedTensor:
         return KeyedJaggedTensor.from_jt_dict({key: as_jagged(jagged) for key, jagged in features.items()})
     if hasattr(features, "variable_stride_per_key"):
         return KeyedJaggedTensor.from_torchrec(features)
-    expected = "a KeyedJaggedTensor, TorchRec's, or a dict of JaggedTensors"
+    expected = "a KeyedJaggedTensor (tierbed's or TorchRec's) or a dict of JaggedTensors"
     raise InputError(f"features: got a {type(features).__name__}; give {expected}")
 
 
@@ -267,7 +267,7 @@ class EmbeddingCollection(TableCollection):
         for feature, length in self._padded.items():
             if feature not in self._features:
                 raise OptionError(f"padded[{feature!r}]: no table has that feature; give one of {self._features}")
-            check_int(f"padded[{feature!r}]", length, "the number of positions of a sample, from 1", 1)
+            check_int(f"padded[{feature!r}]", length, "the length to pad each sample to, a whole number >= 1", 1)
         for embedding in self.each():
             if padding is not None and embedding.spec.padding_idx != padding:
                 raise OptionError(
@@ -289,7 +289,7 @@ class EmbeddingCollection(TableCollection):
         Raises:
             KeyError: If a feature is missing.
             GraphError: In a graph, if a feature is not padded and `features` is a KeyedJaggedTensor made in the graph.
-            InputError, StoreError: As in a lookup.
+            InputError, StoreError: As for an embedding's lookup.
         """
         result: dict[str, JaggedTensor | Padded] = {}
         with self.raise_on_all_ranks():

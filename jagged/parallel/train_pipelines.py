@@ -61,7 +61,8 @@ class TrainPipelineBase:
         """Run a step with the next batch.
 
         In training mode, batches that were already loaded from another loader come first, so that each batch is trained
-        once. In eval mode, the model runs only this loader's batches; other loaders' batches wait for training mode.
+        once. In eval mode, the model runs only this loader's batches; other loaders' batches wait for training mode. If
+        a step raises, its batch is dropped, as in a plain loop, and the next call continues with the next batch.
 
         Args:
             dataloader_iter: The loader's iterator.
@@ -70,11 +71,9 @@ class TrainPipelineBase:
             The model's output.
 
         Raises:
-            StopIteration: After the loader's last batch.
+            StopIteration: After the loader's last batch. The loader's other exceptions are raised after the batches
+                that came before them.
             InputError, OptionError: If the model's result or the optimizer is unsuitable.
-
-        The loader's other exceptions are raised after the batches that came before them. If a step raises, its batch is
-        dropped, as in a plain loop; the next call continues with the next batch.
         """
         if not hasattr(dataloader_iter, "__next__"):
             raise InputError(f"dataloader_iter={type(dataloader_iter).__name__}: give an iterator, iter(loader)")

@@ -132,7 +132,7 @@ class FusedUpdater:
         return _FusedLookupFunction.apply(anchor, weights, self, lookup)
 
     def update(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, needs_weights_grad: bool) -> Tensor | None:
-        """Update each row of a lookup once. Returns the weights' gradient, computed from the rows before the update."""
+        """Update each row of a lookup once. Return the weights' gradient, computed from the rows before the update."""
         embedding = self.embedding
 
         def update() -> Tensor | None:

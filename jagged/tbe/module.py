@@ -75,13 +75,13 @@ class TableBatchedEmbeddingBags(TableModule):
         pooling_mode: PoolingMode.SUM, MEAN, or NONE to return one row per index.
         weights_precision: Storage dtype: torch.float32, float16 or bfloat16, or FBGEMM's SparseType. 16-bit rows are
             rounded stochastically in training.
-        output_dtype: Dtype for results, from the same choices as weights_precision.
+        output_dtype: The dtype of results, from the same choices as weights_precision.
         bounds_check_mode: What happens to an index outside its table. FATAL raises InputError. WARNING and IGNORE leave
             the index out of its bag and count it in `metrics()`; WARNING also logs once. With NONE, any 64-bit index is
             valid and gets a row. Offsets are always checked.
         cache_algorithm, cache_load_factor: Configure MANAGED_CACHING's cache.
         table_names: Table names. None means table-0, table-1, ...
-        optimizer_state_dtypes: Dtypes of optimizer states, as {"momentum1": dtype, ...}. Per-element states share one
+        optimizer_state_dtypes: Optimizer states' dtypes, as {"momentum1": dtype, ...}. Per-element states share one
             dtype, float32 or bfloat16. States with one number per row are float32.
         device: Lookup device, of the same type as the ComputeDevice.
         store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. These options
@@ -221,7 +221,7 @@ class TableBatchedEmbeddingBags(TableModule):
             batch_size_per_feature_per_rank, all bags in a 1-D tensor, ordered by rank, then by feature.
 
         Raises:
-            InputError, StoreError: As in a lookup.
+            InputError, StoreError: As for an embedding's lookup.
             GraphError: In a graph, unless the optimizer is OptimType.NONE.
         """
         with self.raise_on_all_ranks():

@@ -155,7 +155,7 @@ def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, d
 def _gather(
     tensors: Sequence[Tensor], permutes: Any, in_lengths: Any, out_lengths: Any, widths: Any, is_gradient: bool
 ) -> Sequence[Tensor]:
-    """Compute `move_columns` with torch's ops. Returns views of one tensor. Moves are checked on a CPU."""
+    """Compute `move_columns` with torch's ops. Return views of one tensor. Moves are checked on a CPU."""
     columns = [tensor.shape[1] for tensor in tensors]
     if tensors[0].device.type == "cpu":
         sources, targets = ([n for width in sizes for n in (0, 0, width)] for sizes in (columns, widths))

@@ -118,7 +118,7 @@ def format_entries(container: TensorContainer, kind: str, entries: Callable[[], 
 
 
 def join_in_braces(entries: Sequence[str], line: str = "\n    ") -> str:
-    """Join entries in braces, one per line. `line` is a newline plus indentation. Returns "" for no entries."""
+    """Join entries in braces, one per line. `line` is a newline plus indentation. Return "" for no entries."""
     return "{" + line + f",{line}".join(entries) + line[:-4] + "}" if entries else ""
 
 
@@ -232,10 +232,10 @@ class JaggedTensor(Jagged):
     The constructor checks shapes and dtypes. `validate` and lookups check the numbers in offsets.
 
     Args:
-        values: [n] or [n, ...].
-        weights: [n], or the shape of values.
-        lengths: Integers [batch], each sample's length.
-        offsets: Integers [batch + 1]. Give lengths or offsets. Only offsets are stored, as int64.
+        values: The values of all samples, [n] or [n, ...].
+        weights: One weight per value, [n] or the shape of values.
+        lengths: The number of values in each sample, integers [batch]. Give either lengths or offsets.
+        offsets: The index of each sample's first value, then n: integers [batch + 1]. They are stored as int64.
 
     Raises:
         InputError: If shapes or dtypes do not fit.
@@ -318,7 +318,7 @@ class JaggedTensor(Jagged):
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """Return each sample's first values, padded with `padding_value`: [batch, desired_length, ...].
 
-        desired_length: None means the longest sample's length; in a graph None raises GraphError.
+        If `desired_length` is None, the longest sample's length is used; in a graph, None raises GraphError.
         """
         return self._pad(self._values, desired_length, padding_value)
 

@@ -32,8 +32,8 @@ from .validation import (
 )
 
 _SPLIT_REMEDY = (
-    "give the graph a KeyedJaggedTensor of tierbed.jagged as an argument (from_torchrec makes one), which it splits, "
-    "or a dict of JaggedTensors"
+    "pass the batch to the graph as an argument: a tierbed.jagged.KeyedJaggedTensor (the graph then splits it; "
+    "from_torchrec converts TorchRec's) or a dict of JaggedTensors"
 )
 
 
@@ -41,20 +41,20 @@ class KeyedJaggedTensor(Jagged):
     """The features of a batch. Sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
-
     A KeyedJaggedTensor can be a graph's argument, with another number of values in each batch. If `build` splits the
     values by key, the graph splits them before each call; on a GPU the split waits for the offsets.
 
     Args:
-        keys: Feature names.
-        values: Ids [n], or [n, ...].
-        weights: [n].
-        lengths: Integers [keys * batch], each bag's length.
-        offsets: Integers [keys * batch + 1]. Give lengths or offsets. Only offsets are stored, as int64.
-        stride: Sample count, for a batch without keys or with variable batch sizes.
-        stride_per_key_per_rank: Each key's bag count per rank. Makes a VariableBatchKeyedJaggedTensor, a subclass.
-        stride_per_key: Each key's bag count. Makes the same subclass.
-        inverse_indices: Each sample's bag number, for each key. Makes the same subclass.
+        keys: The names of the features.
+        values: The ids of all bags, [n] or [n, ...]. A bag is the list of one sample's ids for one key.
+        weights: One weight per value, [n].
+        lengths: The number of values in each bag, integers [keys * batch]. Give either lengths or offsets.
+        offsets: The index of each bag's first value, then n: integers [keys * batch + 1]. They are stored as int64.
+        stride: The number of samples, for a batch without keys or with variable batch sizes. If any of the next three
+            arguments is given, the constructor returns a `VariableBatchKeyedJaggedTensor`.
+        stride_per_key_per_rank: The number of bags for each key and rank.
+        stride_per_key: The number of bags for each key.
+        inverse_indices: A pair (keys, integers [keys, batch]): for each key, the number of each sample's bag.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec stores
             these precomputed numbers; tierbed computes them from the offsets.
 
@@ -112,7 +112,12 @@ class KeyedJaggedTensor(Jagged):
         weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype | None = None,
     ) -> KeyedJaggedTensor:
-        """Return a batch without keys. lengths_dtype: ignored, since offsets are int64."""
+        """Return a batch without keys.
+
+        Args:
+            is_weighted, device, values_dtype, weights_dtype: As for `JaggedTensor.empty`.
+            lengths_dtype: Ignored, since offsets are always int64.
+        """
         return _concat_parts([], [JaggedTensor.empty(is_weighted, device, values_dtype, weights_dtype)])
 
     @staticmethod
@@ -172,7 +177,11 @@ class KeyedJaggedTensor(Jagged):
 
     @staticmethod
     def from_nested(values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
-        """Make a batch. values, weights: {key: nested tensor of layout torch.jagged}. Raises InputError."""
+        """Make a batch from nested tensors of layout torch.jagged. Raises InputError.
+
+        Args:
+            values, weights: Ids and weights, as {key: nested tensor} with the same keys.
+        """
         for name, argument in (("values", values), ("weights", weights or {})):
             if not isinstance(argument, Mapping):
                 raise InputError(f"{name}: got a {type(argument).__name__}; give a dict with a nested tensor per key")
@@ -185,7 +194,7 @@ class KeyedJaggedTensor(Jagged):
     def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
         """Convert TorchRec's KeyedJaggedTensor, or an object with its methods, without copying tensors.
 
-        Returns a VariableBatchKeyedJaggedTensor if keys differ in bag count or have inverse indices. Raises InputError.
+        Return a VariableBatchKeyedJaggedTensor if keys differ in bag count or have inverse indices. Raises InputError.
         """
         if isinstance(kjt, KeyedJaggedTensor):
             return kjt
@@ -230,7 +239,7 @@ class KeyedJaggedTensor(Jagged):
         return result
 
     def stride(self) -> int:
-        """Return the number of samples. A batch without keys keeps the count of the batch it was split from, or 0."""
+        """Return the number of samples. A batch without keys has the count of the batch it was taken from, or 0."""
         return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
     def stride_per_key(self) -> list[int]:
@@ -284,12 +293,17 @@ class KeyedJaggedTensor(Jagged):
         return self.offset_per_key() if "_value_bounds" in vars(self) else None
 
     def to(self, device: torch.device | str, non_blocking: bool = False, dtype: torch.dtype | None = None) -> Self:
-        """Return a copy on another device. dtype: New dtype of the weights; values keep their dtype."""
+        """Return a copy on another device.
+
+        Args:
+            device, non_blocking: As in `torch.Tensor.to`.
+            dtype: The new dtype of the weights. Values keep their dtype.
+        """
         result = super().to(device, non_blocking)
         return result if dtype is None or self._weights is None else result._cast(dtype)
 
     def _cast(self, dtype: torch.dtype) -> Self:
-        """Convert this object's weights in place. The weights must exist. Returns self."""
+        """Convert this object's weights in place. The weights must exist. Return self."""
         self._weights = self.weights().to(dtype)
         return self
 
@@ -340,7 +354,7 @@ class KeyedJaggedTensor(Jagged):
         return JaggedTensor(*self._slice_key(index), offsets=self._slice_offsets(index, index + 1))
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
-        """Return {key: feature}, views from one split. compute_offsets: ignored, since offsets are always known."""
+        """Return {key: feature}, as views. `compute_offsets` is ignored, since offsets are always known."""
         parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
         features = (JaggedTensor._unflatten(part, ()) for part in parts)  # the constructor checked these tensors
         return dict(zip(self._keys, features, strict=True))
@@ -357,10 +371,11 @@ class KeyedJaggedTensor(Jagged):
         return [self._select([*range(*span)], ids, weights, self._slice_offsets(*span)) for span, ids, weights in parts]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """Return a copy with the keys at these indices, which may repeat. Raises IndexError.
+        """Return a copy with other keys or another order. Collections accept any order. Raises IndexError.
 
-        You need no permutation before a lookup: a collection finds its features among any keys.
-        indices_tensor: Ignored; TorchRec passes the same indices as a tensor.
+        Args:
+            indices: The indices of the keys to copy. An index may repeat.
+            indices_tensor: Ignored. TorchRec passes the same indices as a tensor.
         """
         selected = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
         values, weights = self._split(range(1, len(self._keys) + 1))
@@ -379,7 +394,6 @@ class KeyedJaggedTensor(Jagged):
 
     @cached_property
     def _bag_bounds(self) -> list[int]:
-        """The index of each key's first bag, followed by the total number of bags."""
         return [*accumulate(self.stride_per_key(), initial=0)]
 
     @cached_property
@@ -450,8 +464,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     """A batch whose keys may differ in bag count (TorchRec's variable stride per key).
 
     Args:
-        keys, values, weights, lengths, offsets: As in a KeyedJaggedTensor, with stride_per_key[f] bags for key f.
-        stride_per_key: Each key's bag count.
+        keys, values, weights, lengths, offsets: As for `KeyedJaggedTensor`, with stride_per_key[f] bags for key f.
+        stride_per_key: The number of bags for each key.
         inverse_indices: A pair (key names, integer tensor [names, batch]). Element [k, s] is the number of sample s's
             bag for key k. A collection needs it to return one row per sample.
 
@@ -494,7 +508,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
             raise InputError(f"{subject}: got bag {bag}; give a bag number >= 0 and < {num_bags}")
 
     def stride(self) -> int:
-        """Return the number of samples. Without inverse indices, the largest number of bags of a key."""
+        """Return the number of samples. Without inverse indices, this is the largest bag count of any key."""
         if self._inverse is not None:
             return self._inverse.shape[1]
         return max(self.stride_per_key(), default=0) if self._batch is None else self._batch
@@ -546,8 +560,7 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
 
     @cached_property
     def _weights(self) -> Any:  # type: ignore[override]
-        weights = self._parts[len(self._keys) :]
-        return torch.cat(weights) if weights else None
+        return torch.cat(weights) if (weights := self._parts[len(self._keys) :]) else None
 
     def split_by_key(self) -> KeyedJaggedTensor:
         return self

@@ -32,7 +32,7 @@ class ColumnOrder:
         self._widths = [[n * dim for run_source, n in runs if run_source == source] for source, dim in enumerate(dims)]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return all columns, [batch, sum of dims]. tensors: each lookup's result, with its features in order."""
+        """Return all columns, [batch, sum of dims]. tensors: Each lookup's result, with its features in order."""
         if len(tensors) == 1:
             return tensors[0]
         parts = [iter(tensor.split(widths, 1)) for tensor, widths in zip(tensors, self._widths, strict=True)]
@@ -43,10 +43,10 @@ class KeyedTensor(TensorContainer):
     """A batch's dense features, side by side in one tensor.
 
     Args:
-        keys: Feature names.
-        length_per_key: Each feature's column count.
-        values: [batch, sum of length_per_key, ...].
-        key_dim: With 0, features lie along dimension 0: values are [sum of length_per_key, batch, ...].
+        keys: The names of the features.
+        length_per_key: The number of columns of each feature.
+        values: The features' columns, [batch, sum of length_per_key, ...].
+        key_dim: The dimension of the columns. With 0, values are [sum of length_per_key, batch, ...]. Default: 1.
         offset_per_key, index_per_key: Ignored. TorchRec precomputes them; tierbed derives them.
 
     Raises:
@@ -88,7 +88,7 @@ class KeyedTensor(TensorContainer):
     ) -> Self:
         """Make a KeyedTensor from a tensor [batch, length] per key ([length, batch] with key_dim=0).
 
-        cat_dim: TorchRec's name for key_dim; both must be equal. Raises InputError.
+        `cat_dim` is TorchRec's name for `key_dim`; both must be equal. Raises InputError.
         """
         if not is_list_of(tensors, Tensor) or not tensors or any(tensor.dim() <= key_dim for tensor in tensors):
             raise InputError("tensors: give a tensor [batch, length] for each key, and at least one key")
@@ -102,7 +102,7 @@ class KeyedTensor(TensorContainer):
 
         Args:
             keyed_tensors: KeyedTensors (tierbed's or TorchRec's) with equal key_dim and batch size.
-            groups: Each output's keys. A key may be in several groups. A key in no group gets a zero gradient.
+            groups: The keys of each output. A key may be in several groups. A key in no group gets a zero gradient.
 
         Returns:
             A list of tensors [batch, sum of lengths], or [sum of lengths, batch] with key_dim=0.
@@ -138,7 +138,7 @@ class KeyedTensor(TensorContainer):
     def regroup_as_dict(
         keyed_tensors: Sequence[Any], groups: Sequence[Sequence[str]], keys: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Return {name: tensor} from `regroup`. keys: the groups' names."""
+        """Return {name: tensor} from `regroup`. `keys` are the groups' names."""
         names = check_keys(keys)
         if len(names) != len(groups):
             raise InputError(f"keys={list(keys)}: give one for each of {len(groups)} groups")

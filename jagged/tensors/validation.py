@@ -136,7 +136,7 @@ def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str]
 
 
 def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[int]) -> Tensor:
-    """Concatenate the parts at these indices. Returns `empty` if there are no indices."""
+    """Concatenate the parts at these indices. Return `empty` if there are no indices."""
     return torch.cat([empty, *(parts[index] for index in indices)])
 
 

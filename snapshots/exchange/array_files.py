@@ -165,7 +165,7 @@ class _NpyColumn:
         return self.read_items((end - begin) * math.prod(self.shape[1:])).reshape(end - begin, *self.shape[1:])
 
     def read_items(self, count: int) -> NDArray[Any]:
-        """Returns the next `count` numbers in the array."""
+        """Return the next `count` numbers in the array."""
         if self.dtype.hasobject:
             raise InputError(f"array {self._name!r} holds Python objects, which need pickle; save plain numbers")
         size = count * self.dtype.itemsize

@@ -28,7 +28,7 @@ Arrays = Mapping[str, Any]  # maps column names to NumPy arrays of n rows; "tabl
 
 
 def chunk_rows(row_bytes: int) -> int:
-    """Returns how many rows of `row_bytes` to process together: at most 65,536 rows and about 32 MiB."""
+    """Return how many rows of `row_bytes` to process together: at most 65,536 rows and about 32 MiB."""
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
 
 
@@ -52,7 +52,7 @@ class Columns:
         self.storage_dim = sum(self.row_format.counts.values())  # how many numbers a row has
 
     def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
-        """Returns each column's dtype, and the shape of one row's value in this column."""
+        """Return each column's dtype, and the shape of one row's value in this column."""
         integer, single = np.dtype(np.uint32), np.dtype(np.float32)
         return {
             KEY: (self.key_dtype, ()),

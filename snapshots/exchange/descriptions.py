@@ -37,10 +37,10 @@ def description_for(
     """Describe a table as a dict. Snapshots store the description of their table in the same form.
 
     Args:
-        name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: as for an embedding.
-        optimizer: from `tierbed.row_optimizer`, if the rows include this optimizer's state. None means that rows have
+        name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype: As for an embedding.
+        optimizer: From `tierbed.row_optimizer`, if the rows include this optimizer's state. None means that rows have
             no optimizer state; then any optimizer may train the rows.
-        step: how many steps the rows were trained.
+        step: How many steps the rows were trained.
 
     Returns:
         The description, for `import_snapshot` or `make_persistent_table_writer`.
@@ -60,7 +60,7 @@ def description_for(
 
 
 def stored_description(store: StoreFolder) -> dict[str, Any] | None:
-    """Returns the description of a store's rows, or None if the store is empty.
+    """Return the description of a store's rows, or None if the store is empty.
 
     Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. For rows without optimizer
     state, the description names no optimizer. Raises StoreError and SnapshotError. Raises InputError if the stored
@@ -80,12 +80,12 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
 
 
 def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a description without optimizer state and at step 0, so that training starts with new state."""
+    """Return a description without optimizer state and at step 0, so that training starts with new state."""
     return Selection(state=False).description(dict(description))
 
 
 def checked_description(description: Any, where: str) -> dict[str, Any]:
-    """Returns a copy of the description. Raises InputError if the description is invalid."""
+    """Return a copy of the description. Raises InputError if the description is invalid."""
     try:
         check_description(description)
     except ValueError as error:

@@ -41,16 +41,16 @@ def export_snapshot(
     file is left. If it fails after the rename, the error says that the snapshot was exported, but not durably.
 
     Args:
-        snapshot: a snapshot of any kind, from `Snapshot.open`.
-        path: the file or snapshot folder to write.
+        snapshot: A snapshot of any kind, from `Snapshot.open`.
+        path: The file or snapshot folder to write.
         format: "parquet", "npz" or "safetensors" for a file, "snapshot" for a full snapshot. A file also stores the
             table's description, so an import restores bit-identical rows. `columns.Columns` lists a file's columns.
             For "npz" and "safetensors", the columns are first collected in temporary files.
-        progress: called with the number of rows in each chunk after it was read.
-        tables: ids or names of the tables to write, or None for all tables.
+        progress: Called with the number of rows in each chunk after it was read.
+        tables: Ids or names of the tables to write, or None for all tables.
         state: True to write optimizer state. If False, rows are written as a lookup returns them, and the exported
             table counts as never trained.
-        overwrite: atomically replace an existing file once the new file is durable. A snapshot is never replaced.
+        overwrite: Atomically replace an existing file once the new file is durable. A snapshot is never replaced.
 
     Returns:
         The number of rows written.

@@ -47,26 +47,26 @@ def import_snapshot(
     Runs no code from files. Sorts rows in 64 parts. Sorting needs a few times the memory of one part (see `RowSorter`).
 
     Args:
-        store: the store folder, `<persistent_path>/<embedding name>`. The import creates it if missing, and locks it.
-        name: the new snapshot's name.
-        source: a file of rows and keys, a snapshot's folder, or a dense table. Snapshots and exports are imported bit
+        store: The store folder, `<persistent_path>/<embedding name>`. The import creates it if missing, and locks it.
+        name: The new snapshot's name.
+        source: A file of rows and keys, a snapshot's folder, or a dense table. Snapshots and exports are imported bit
             for bit. Another program's .parquet, .npz or .safetensors file needs columns `key` and `embedding`; `table`,
             `updates`, `step` and optimizer states are optional. Other columns are ignored. A dense table is float32,
             float16 or bfloat16 [n, dim]: an array, a tensor, an `nn.Embedding` or a .npy file. For a table in a .npz,
             .safetensors, .pt, .pth, .bin or .ckpt file, give the table's name as `tensor`.
-        keys: a dense table's keys [n] of the key type, or the path of a .npy file. If None, keys are row numbers. The
+        keys: A dense table's keys [n] of the key type, or the path of a .npy file. If None, keys are row numbers. The
             row at padding_idx must be zeros, and is skipped. If a table repeats a key, the key's last row is used.
-        table_ids: an array [n] with the table id of each row, or the path of a .npy file. Only for dense tables. One
+        table_ids: An array [n] with the table id of each row, or the path of a .npy file. Only for dense tables. One
             number or name assigns all rows to one table.
-        tensor: the dense table's name in the file. A tensor in an inner dict has a name like "outer.inner". For
+        tensor: The dense table's name in the file. A tensor in an inner dict has a name like "outer.inner". For
             several tables, give a list of names in the order of the tables.
-        states: a dense table's optimizer states by name: [n, dim], or [n] for one number per row. Give arrays or paths
+        states: A dense table's optimizer states by name: [n, dim], or [n] for one number per row. Give arrays or paths
             as for `keys`; with `tensor`, give tensor names. States need a description with an optimizer and a step.
-        description: from `description_for`. None uses the source's description, otherwise the store's, otherwise an
+        description: From `description_for`. None uses the source's description, otherwise the store's, otherwise an
             embedding's defaults. If the source lacks optimizer states, rows are imported without state.
-        dtype: the dtype of embeddings in the snapshot: torch.float32, float16 or bfloat16. None keeps the description's
+        dtype: The dtype of embeddings in the snapshot: torch.float32, float16 or bfloat16. None keeps the description's
             dtype. Optimizer state always keeps the description's dtype.
-        progress: called with the number of rows read, and later with the number of rows written.
+        progress: Called with the number of rows read, and later with the number of rows written.
 
     Returns:
         The new snapshot's manifest.
@@ -98,7 +98,7 @@ def import_snapshot(
 
 
 def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
-    """Returns the description of the store's rows. For an empty store, makes a description with default options."""
+    """Return the description of the store's rows. For an empty store, makes a description with default options."""
     if (description := stored_description(store)) is not None:
         return description
     if source.num_tables is None:
@@ -123,7 +123,7 @@ def _check_order(names: Names, source: Source) -> None:
 
 
 def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[str, Any]:
-    """Returns the description, without state if the source lacks state. Raises InputError if rows do not fit."""
+    """Return the description, without state if the source lacks state. Raises InputError if rows do not fit."""
     dim = sum(description["columns"])
     if source.dim != dim:
         raise InputError(f"{source.what} has rows of {source.dim} floats, but the table has {dim}: use another store")
@@ -157,7 +157,7 @@ def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArr
 
 
 def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
-    """Returns a batch of a dense table with row numbers as keys, and without the row at padding_idx."""
+    """Return a batch of a dense table with row numbers as keys, and without the row at padding_idx."""
     keys, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(

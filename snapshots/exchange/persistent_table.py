@@ -73,9 +73,9 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         """Add rows in any order. If several rows share (table, key), the last row is used.
 
         Args:
-            keys: the rows' keys [n], of the key type.
-            values: the rows, float32 [n, storage_dim].
-            table_ids: whole numbers [n], or one number or name for all rows, or None if there is only one table.
+            keys: The rows' keys [n], of the key type.
+            values: The rows, float32 [n, storage_dim].
+            table_ids: Whole numbers [n], or one number or name for all rows, or None if there is only one table.
 
         Raises:
             InputError: If an argument is invalid; in this case, no row is added.
@@ -127,12 +127,12 @@ def make_persistent_table_reader(
     Checksums are compared while files are read, so a damaged file raises SnapshotError only at the file's end.
 
     Args:
-        path: the store folder, `<persistent_path>/<embedding name>`. A running trainer may have the store open.
-        snapshot_name: the snapshot's name.
-        key_type: the dtype of keys in the snapshot.
-        value_type: must be torch.float32.
-        storage_dim: how many floats to read per row: the embedding alone, or the embedding and all optimizer states.
-        physical_block_size: ignored; exists for compatibility with OneFlow.
+        path: The store folder, `<persistent_path>/<embedding name>`. A running trainer may have the store open.
+        snapshot_name: The snapshot's name.
+        key_type: The dtype of keys in the snapshot.
+        value_type: Must be torch.float32.
+        storage_dim: How many floats to read per row: the embedding alone, or the embedding and all optimizer states.
+        physical_block_size: Ignored; exists for compatibility with OneFlow.
         table_ids: True to yield table ids too, which is required if the snapshot has several tables.
 
     Returns:
@@ -172,9 +172,9 @@ def make_persistent_table_writer(
     few times the file's size in memory. If the `with` block raises, no snapshot is made.
 
     Args:
-        path: the store folder. The folder is created if missing, and locked until the writer is closed.
-        snapshot_name, key_type, value_type, storage_dim, physical_block_size: see `make_persistent_table_reader`.
-        description: a table's description, from `description_for`. Default: the description of the store's rows. If
+        path: The store folder. The folder is created if missing, and locked until the writer is closed.
+        snapshot_name, key_type, value_type, storage_dim, physical_block_size: See `make_persistent_table_reader`.
+        description: A table's description, from `description_for`. Default: the description of the store's rows. If
             the store is empty, the default describes an embedding with one table and default options.
 
     Returns:

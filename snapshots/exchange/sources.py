@@ -239,7 +239,7 @@ def _choose_dense(
 
 
 def _parse_torchrec_table(tensor: str) -> str | None:
-    """Find the table's name in a tensor's name. Returns None if the tensor is not from TorchRec's state_dict()."""
+    """Find the table's name in a tensor's name. Return None if the tensor is not from TorchRec's state_dict()."""
     match = re.search(r"(?:^|\.)(?:embedding_bags|embeddings)\.([^.]+)\.weight$", tensor)
     return match[1] if match is not None and is_table_name(match[1]) else None
 
@@ -254,7 +254,7 @@ def _open_with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[Name
 
 
 def as_path(value: Any, argument: str) -> Path:
-    """Returns `value` as a path. Raises InputError if `value` is not a path."""
+    """Return `value` as a path. Raises InputError if `value` is not a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
     return Path(value)

@@ -82,7 +82,7 @@ class Snapshot:
         """Open a snapshot by reading its manifest.
 
         Args:
-            folder: the snapshot's folder, `<persistent_path>/<embedding name>/snapshots/<name>`.
+            folder: The snapshot's folder, `<persistent_path>/<embedding name>/snapshots/<name>`.
 
         Raises:
             SnapshotError: If the snapshot is missing, foreign, damaged or of an unknown format.
@@ -176,7 +176,7 @@ class Snapshot:
         `verify` first, or read all chunks before you use a row.
 
         Args:
-            max_rows: the maximum number of rows in a chunk. A chunk has at most about 32 MiB per snapshot in the chain.
+            max_rows: The maximum number of rows in a chunk. A chunk has at most about 32 MiB per snapshot in the chain.
 
         Returns:
             An iterator of (bucket, rows), where rows is an array [n] with the dtype of `RowFormat`.
@@ -374,7 +374,7 @@ def list_snapshots(folder: str | Path) -> Listing:
     """Open every snapshot in a folder. Reads only the manifests.
 
     Args:
-        folder: a folder of snapshots. If the folder does not exist, the result is empty.
+        folder: A folder of snapshots. If the folder does not exist, the result is empty.
 
     Raises:
         SnapshotError: If the folder cannot be listed, or if this process is out of file descriptors or memory.

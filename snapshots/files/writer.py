@@ -282,13 +282,13 @@ def write_snapshot(
     A failed write leaves no files, except if the error says that the snapshot exists but may be lost in a power cut.
 
     Args:
-        folder: the path of the new snapshot. Missing parent folders are created.
-        description: describes the rows' table, like the description in a manifest.
+        folder: The path of the new snapshot. Missing parent folders are created.
+        description: Describes the rows' table, like the description in a manifest.
         chunks: (bucket, rows) pairs, like `Tier.scan`. Rows are arrays [n] with the dtype of `RowFormat`. Buckets
             ascend, and (table, key) strictly ascends within a bucket. A few chunks are kept in memory.
-        progress: called with the number of rows in each chunk.
-        overwrite: atomically replace an existing snapshot once the new one is durable.
-        id: the snapshot's id. Default: random.
+        progress: Called with the number of rows in each chunk.
+        overwrite: Atomically replace an existing snapshot once the new one is durable.
+        id: The snapshot's id. Default: random.
 
     Returns:
         The manifest.
@@ -316,7 +316,7 @@ def write_incremental(
     """Write an incremental snapshot, with the changes since the snapshot `parent` in the same parent folder.
 
     Args:
-        rows: the number of rows in the whole table. See `write_snapshot` for other arguments.
+        rows: The number of rows in the whole table. See `write_snapshot` for other arguments.
         changes: (bucket, rows, keys) triples. `rows` [n] are the changed rows as they are now, and `keys` [m] are the
             deleted rows' keys, of dtype `KEY`. Both are sorted like `chunks` in `write_snapshot` and share no key.
     """

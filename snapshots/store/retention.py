@@ -39,11 +39,11 @@ def plan_prune(
     """Decide which snapshots a prune keeps, including their parents. Raises OptionError, SnapshotError.
 
     Args:
-        snapshots: all snapshots, from oldest to latest.
-        keep_last: the number of latest snapshots to keep.
-        keep_every: a number of steps, or None. Also keeps the first snapshot at or after each multiple of this number.
-        recovery_snapshots: names of snapshots that recovery may load. They are kept.
-        state_snapshots: names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
+        snapshots: All snapshots, from oldest to latest.
+        keep_last: The number of latest snapshots to keep.
+        keep_every: A number of steps, or None. Also keeps the first snapshot at or after each multiple of this number.
+        recovery_snapshots: Names of snapshots that recovery may load. They are kept.
+        state_snapshots: Names of snapshots that `state_dict()` made. They are kept, and not counted in `keep_last`.
     """
     keep_last = check_int("keep_last", keep_last, "a whole number from 1", 1)
     if keep_every is not None:

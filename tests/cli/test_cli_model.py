@@ -292,12 +292,12 @@ def test_a_closed_store_leaves_with_its_live_rows_and_may_come_back(tmp_path: Pa
     killed(played, tmp_path, HOSTS, CLOSED)
     assert store("a").says("detach") == "detached from b\n"
     assert (together(store("a")), together(store("b"))) == ([], [])
-    assert "live rows of step 3; after a kill two of step 2" in store("b").says("stat")
+    assert "live rows of step 3; after a kill, it restarts from two of step 2" in store("b").says("stat")
     assert killed(alone_at, tmp_path, "a", 2) == 3
     assert killed(alone_at, tmp_path, "b", 1) == 3  # beside what was killed
     assert (killed(alone_at, tmp_path, "a"), killed(alone_at, tmp_path, "b")) == (2, 2)
     assert store("b").json("detach") == {"detached": False, "others": [], "problem": None}
-    assert store("a").says("detach") == "nothing to detach: it is trained alone\n"
+    assert store("a").says("detach") == "nothing to detach: this store is not in a training group\n"
     killed(played, tmp_path, HOSTS, "step 1; save again; step 1")
     assert together(store("a")) == ["b"]
     assert killed(at_all, tmp_path) == [3, 3]
@@ -436,14 +436,14 @@ def test_stat_prints_what_the_record_says_of_each(tmp_path: Path, store: Shell) 
     assert [(one["common"], one["common_step"]) for one in (a, b)] == [("two", 2)] * 2
     said = cli.says("stat")
     assert "record of a" in said
-    assert "live rows of step 3; with the others two of step 2" in said
-    assert "snapshot three of step 3; with the others two of step 2" in said
+    assert "live rows of step 3; after a kill, it restarts from two of step 2" in said
+    assert "snapshot three of step 3; after a kill, it restarts from two of step 2" in said
     killed(alone_at, tmp_path, "a", 1)
     (a, b), restart = (cli.json("stat")[of] for of in ("group", "restart"))
     assert (a["live"], a["snapshot"], a["step"]) == (False, None, None)
-    assert "rows that are not saved; with the others two of step 2" in cli.says("stat")
+    assert "rows that are not saved; after a kill, it restarts from two of step 2" in cli.says("stat")
     assert (restart["snapshot"], restart["step"]) == ("two", 2)
     shutil.rmtree(tmp_path / "b/snapshots/two")
     said = cli.says("stat")
-    assert re.search(r"snapshot three of step 3; with the others [0-9a-f]{32} \(missing\)", said)
+    assert re.search(r"snapshot three of step 3; after a kill, it restarts from [0-9a-f]{32} \(missing\)", said)
     assert "'b' lacks snapshot 'two' (id " in said
