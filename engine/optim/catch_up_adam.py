@@ -131,7 +131,7 @@ class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     (L2), all missed steps are applied one by one.
 
     Raises:
-        OptimizerError: If `amsgrad=True`, or `eps=0`. With `eps=0`, a missed step of a row with moments 0 would be 0 / 0.
+        OptimizerError: If `amsgrad=True`, or `eps=0`. With `eps=0`, missed steps of moments 0 would be 0 / 0.
     """
 
 
