@@ -34,8 +34,8 @@ class Tier {
 public:
     virtual ~Tier() = default;
     // Copies rows to their lines. Writes `is_hit` [n]: true if the tier has the row. If not, the row's line does not
-    // change. counts_as_use: true to count the read as a use.
-    virtual void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) = 0;
+    // change. should_touch: true to count the read as a use.
+    virtual void read(const RowSpan& rows, bool* is_hit, bool should_touch) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
     // Erases rows. Ignores missing rows, and the span's `lines`.
