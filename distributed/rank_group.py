@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..engine.errors import GroupError, OptionError
 from ..engine.ops.batch import empty
-from ..engine.signals import list_deferred_signals, uninterrupted
+from ..engine.signals import defer_signals, list_deferred_signals
 from .peer_monitor import GroupAborted, PeerMonitor, connect
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
@@ -133,7 +133,7 @@ class RankGroup:
 
     def close(self) -> None:
         """Leave the group. Waits up to PATIENCE_SECONDS, and only for collectives that all ranks have begun."""
-        with uninterrupted():
+        with defer_signals():
             if self.failure is None:
                 deadline = monotonic() + PATIENCE_SECONDS
                 for transfer in [t for t in self._in_flight if t.call_number <= self.num_shared_calls]:
@@ -239,7 +239,7 @@ class RankGroup:
             return
         self.check_thread()
         num_calls_before = self.num_calls
-        with uninterrupted():
+        with defer_signals():
             try:
                 yield
             except BaseException as error:
@@ -338,13 +338,13 @@ class PendingAllToAll:
     def wait(self) -> Tensor:
         """Wait until everything is sent and received, and return `out`. On failure, aborts and raises GroupError.
 
-        Signal handlers run only after the outermost `uninterrupted` block. Ctrl-C and SIGTERM abort the group if the
+        Signal handlers run only after the outermost `defer_signals` block. Ctrl-C and SIGTERM abort the group if the
         wait has not ended a second later.
         """
         if self._has_arrived:
             return self._out
         group, interrupted_at = self._group, 0.0  # 0: not interrupted
-        with uninterrupted():
+        with defer_signals():
             group.check_alive()
             while self.wait_briefly():
                 group.check_peers(self._op, self.call_number)

@@ -65,15 +65,15 @@ class LocalBatch:
         spec: TableSpec,
         lookups: list[Lookup],
         world: World,
-        dedup_from: LocalBatch | None = None,
+        sibling: LocalBatch | None = None,
     ) -> None:
-        """dedup_from: another embedding's batch of the same lookups, to share its deduplication. Raises InputError."""
+        """sibling: another embedding's batch of the same lookups, to share its deduplication. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
-        self.batch: Any = processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
-        if dedup_from is None:
+        self.batch: Any = processor.make_batch(lookups, None if sibling is None else sibling.batch)
+        if sibling is None:
             self.owner_order = sort_by_owner(processor.list_unique_rows(self.batch), world.size, world.rank)
         else:
-            self.owner_order = dedup_from.owner_order
+            self.owner_order = sibling.owner_order
         self.keepalive_rows: Tensor | None = None  # kept alive, because the batch points into this memory
         if processor.defers_errors and (deferred := processor.take_deferred_error(True)) is not None:
             raise deferred.error

@@ -103,7 +103,7 @@ class ShardedBatch:
         self._rows = self._received_buffers.rows.to(self.local_batch.processor.device, torch.float32)
         assert self.owner_batch is not None
         own = (self.owner_batch.batch, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
-        self.local_batch.processor.set_lines(self.batch, self._rows, self.local_batch.owner_order.positions, own)
+        self.local_batch.processor.set_lookup_rows(self.batch, self._rows, self.local_batch.owner_order.indices, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
         """Return the rows of lookup number `index`, as `PinnedBatch.gather` does."""
@@ -144,7 +144,7 @@ class ShardedBatch:
         blocks = RankBuffers(self._world, local_batch.counts, self._dim, wire_dtype)
         needs_no_copy = wire_dtype == torch.float32 and device.type == "cpu"
         sums = blocks.rows if needs_no_copy else torch.empty(blocks.rows.shape, dtype=torch.float32, device=device)
-        local_batch.processor.sum_gradients(self.batch, gradients, local_batch.owner_order.positions, sums)
+        local_batch.processor.sum_gradients(self.batch, gradients, local_batch.owner_order.indices, sums)
         if not needs_no_copy:
             blocks.rows.copy_(sums)
         return blocks
@@ -169,7 +169,7 @@ class ShardedBatch:
         sums[self._world.rank] = self._own_sums
         return [part.to(self.local_batch.processor.device, torch.float32) for part in sums]
 
-    def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
+    def compute_squared_norm(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Return the sum of squared gradients over all rows and ranks. The sum is the same on every rank."""
         owner_batch, sums = self._prepare(grads, weights), self._receive_gradients()
         world, op = self._world, f"norm of {self._op}"
@@ -303,14 +303,14 @@ class ShardedTable:
         return None if table is None else table.optimizer
 
     @_collective("step")
-    def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: Any = None) -> ShardedBatch:
+    def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, sibling: Any = None) -> ShardedBatch:
         """Begin a training step on all ranks, as `OpenTable.pin` does. The batch's rows are in flight on return."""
         op = f"embedding {self.name!r}, step {self.open_table.step + 1}"
         self.release()
         self._before_step()
-        local_batch, requested_lookups, has_pooling = self._request(op, lookups, dedup_from, dtype)
-        dedup_from_owner = None if dedup_from is None else dedup_from.owner_batch
-        owner_batch, error = try_call(lambda: self._pin_requested(requested_lookups, dedup_from_owner))
+        local_batch, requested_lookups, has_pooling = self._request(op, lookups, sibling, dtype)
+        owner_sibling = None if sibling is None else sibling.owner_batch
+        owner_batch, error = try_call(lambda: self._pin_requested(requested_lookups, owner_sibling))
         self.pinned = ShardedBatch(self, op, local_batch, requested_lookups, has_pooling, owner_batch, error, dtype)
         if self.world.pinned_batches is not None:
             self.world.pinned_batches.append(self.pinned)
@@ -321,14 +321,14 @@ class ShardedTable:
         with self.open_table.lock:
             self.open_table.before_write(self.open_table.step)
 
-    def _pin_requested(self, requested: list[Lookup], dedup_from: PinnedBatch | None) -> PinnedBatch:
+    def _pin_requested(self, requested: list[Lookup], sibling: PinnedBatch | None) -> PinnedBatch:
         self._clear_clean_marker()
-        pinned = self.open_table.pin(requested, torch.float32, dedup_from)
+        pinned = self.open_table.pin(requested, torch.float32, sibling)
         self.open_table.raise_deferred_error()  # all ranks then raise the error in this step
         return pinned
 
     def _request(
-        self, op: str, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None
+        self, op: str, lookups: list[Lookup], sibling: Any = None, dtype: torch.dtype | None = None
     ) -> tuple[LocalBatch, list[Lookup], bool]:
         """Exchange ids. Returns this rank's unique rows, the rows each rank requests, and True if a rank pools rows.
 
@@ -338,7 +338,7 @@ class ShardedTable:
         announced_step = self.id_prefetcher.find(lookups, table.processor) if is_step else None
         number = 0 if announced_step is None else announced_step.number
         has_pooling = any(lookup.pooling is not None for lookup in lookups)
-        shared_values: dict[str, Any] = {"graph": world.collectives, "shared lookups": dedup_from is not None}
+        shared_values: dict[str, Any] = {"graph": world.collectives, "shared lookups": sibling is not None}
 
         def prepare() -> LocalBatch:
             self._check_diverged()
@@ -346,9 +346,9 @@ class ShardedTable:
                 optimizer = table.require_optimizer()
                 numbers = optimizer.compute_numbers(table.step + 1)
                 shared_values.update({"output_dtype": str(dtype), "optimizer": optimizer.rule, "its numbers": numbers})
-            if announced_step is not None and announced_step.local_batch is not None and dedup_from is None:
+            if announced_step is not None and announced_step.local_batch is not None and sibling is None:
                 return announced_step.local_batch
-            other_batch = None if dedup_from is None else dedup_from.local_batch
+            other_batch = None if sibling is None else sibling.local_batch
             return LocalBatch(table.processor, table.spec, lookups, world, other_batch)
 
         local_batch, error = try_call(prepare)
@@ -365,9 +365,9 @@ class ShardedTable:
         if answer.wants_more:
             self._requests.serve()
         has_pooling = any(payload & 1 for payload in answer.payloads)
-        if dedup_from is not None:
+        if sibling is not None:
             self.id_prefetcher.skip(number)
-            return local_batch, dedup_from.requested_lookups, has_pooling
+            return local_batch, sibling.requested_lookups, has_pooling
         if announced_step is not None and all(payload >> 1 == number for payload in answer.payloads):
             return local_batch, self.id_prefetcher.take(announced_step), has_pooling
         self.id_prefetcher.skip(number)
@@ -412,7 +412,7 @@ class ShardedTable:
         start_exchange(self.world, f"rows of {op}", source, target, self.traffic).wait()
         headers.wait()
         received_rows = target.rows.to(local_batch.processor.device, torch.float32)
-        local_batch.processor.set_lines(local_batch.batch, received_rows, local_batch.owner_order.positions)
+        local_batch.processor.set_lookup_rows(local_batch.batch, received_rows, local_batch.owner_order.indices)
         local_batch.keepalive_rows = received_rows
         return local_batch
 
@@ -459,7 +459,7 @@ class ShardedTable:
         batch = make_batch(spec, [host_lookup])  # an error here or in the next two lines is raised on all ranks
         self._check_diverged()
         self._clear_clean_marker()
-        owners = _core.owners(batch.tables, batch.keys, world.size)
+        owners = _core.find_owners(batch.tables, batch.keys, world.size)
         order = np.argsort(owners, kind="stable")
         send_counts = np.bincount(owners, minlength=world.size).tolist()
         receive_counts = world.handshake(op, None, counts=send_counts).counts

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 import msgpack  # type: ignore[import-untyped]
 
-from .signals import uninterrupted
+from .signals import defer_signals
 
 TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being written
 OPEN_FILES_REMEDY = "let this process open more files (ulimit -n)"
@@ -107,7 +107,7 @@ def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     try:
         yield new.temporary
         fsync_dir(new.temporary)
-        with uninterrupted():  # a signal between the swap and its sync must not remove the old folder
+        with defer_signals():  # a signal between the swap and its sync must not remove the old folder
             new.publish()
     except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise
@@ -185,7 +185,7 @@ def remove_temporary(folders: Collection[Path]) -> None:
 
 def remove_folder(path: Path) -> None:
     """Remove a folder with its contents, if it exists. For a link to a folder, remove only the link."""
-    with uninterrupted(), contextlib.suppress(FileNotFoundError):  # an interrupted rmtree leaks descriptors
+    with defer_signals(), contextlib.suppress(FileNotFoundError):  # an interrupted rmtree leaks descriptors
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
@@ -193,7 +193,7 @@ def write_atomically(path: Path, data: bytes) -> None:
     """Replace a file atomically: readers see the complete old or new file. Allows one writer at a time."""
     temporary = make_temporary_path(path)
     try:
-        with uninterrupted(), temporary.open("wb") as file:
+        with defer_signals(), temporary.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -19,15 +19,15 @@ STORED_DTYPES: dict[str, np.dtype[Any]] = {  # stored types
     "float16": np.dtype("<f2"),
     "bfloat16": np.dtype("<u2"),  # the upper half of a float32
 }
-LAST_STEP = 2**32 - 2  # a table's largest step: rows store steps as u32, and LAST_STEP + 1 must fit too
+MAX_STEP = 2**32 - 2  # a table's largest step: rows store steps as u32, and MAX_STEP + 1 must fit too
 
 TableIds = NDArray[np.uint32]  # [n]
 Keys = NDArray[np.uint64]  # [n]
-RowArray = NDArray[np.void]  # [n], with dtype `row_dtype` or KEY
+RowArray = NDArray[np.void]  # [n], with dtype `row_dtype` or ROW_KEY_DTYPE
 Chunks = Iterator[tuple[int, RowArray]]  # (bucket, rows with `row_dtype`), as `Tier.scan` yields them
 Change = tuple[int, RowArray, RowArray]  # (bucket, new or changed rows, keys [n] of erased rows)
 
-KEY = np.dtype([("table", "<u4"), ("key", "<u8")])  # the dtype of a row key
+ROW_KEY_DTYPE = np.dtype([("table", "<u4"), ("key", "<u8")])  # the dtype of a row key
 
 
 def row_dtype(width: int) -> np.dtype[np.void]:
@@ -53,7 +53,7 @@ class Field:
     name: str
     count: int  # how many numbers the field holds
     type: str  # a key in STORED_DTYPES
-    begin: int  # byte offset in the line
+    offset: int  # byte offset in the line
 
     @property
     def is_padded(self) -> bool:
@@ -63,7 +63,7 @@ class Field:
     @property
     def end(self) -> int:
         """The byte offset in the line where the field and its padding end."""
-        return self.begin + (self.count + self.is_padded) * STORED_DTYPES[self.type].itemsize
+        return self.offset + (self.count + self.is_padded) * STORED_DTYPES[self.type].itemsize
 
 
 class RowFormat:
@@ -94,12 +94,12 @@ class RowFormat:
         if not self.has_16bit_floats:
             self.dtype = row_dtype(self.width)
             return
-        named: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
+        numpy_fields: list[tuple[Any, ...]] = [("table", "<u4"), ("key", "<u8")]
         for field in fields:
-            named.append((field.name, STORED_DTYPES[field.type], (field.count,)))
+            numpy_fields.append((field.name, STORED_DTYPES[field.type], (field.count,)))
             if field.is_padded:  # padding needs its own field, because NumPy does not copy bytes between fields
-                named.append((f"{field.name}_padding", STORED_DTYPES[field.type]))
-        self.dtype = np.dtype([*named, ("updates", "<u4"), ("step", "<u4")])
+                numpy_fields.append((f"{field.name}_padding", STORED_DTYPES[field.type]))
+        self.dtype = np.dtype([*numpy_fields, ("updates", "<u4"), ("step", "<u4")])
 
     @staticmethod
     def from_description(description: Mapping[str, Any]) -> RowFormat:
@@ -116,14 +116,14 @@ class RowFormat:
         """Returns a field's values in rows [n] as exact float32 [n, count]. The result may share the rows' memory."""
         field = self._by_name[name]
         if not self.has_16bit_floats:
-            return rows["values"][:, field.begin // WORD_BYTES : field.end // WORD_BYTES]
+            return rows["values"][:, field.offset // WORD_BYTES : field.end // WORD_BYTES]
         return to_float32(rows[name], field.type)
 
     def set_values(self, rows: RowArray, name: str, values: NDArray[np.float32]) -> None:
         """Set a field in rows [n] to values [n, count], rounded to nearest even."""
         field = self._by_name[name]
         if not self.has_16bit_floats:
-            rows["values"][:, field.begin // WORD_BYTES : field.end // WORD_BYTES] = values
+            rows["values"][:, field.offset // WORD_BYTES : field.end // WORD_BYTES] = values
         else:
             rows[name] = to_stored(values, field.type)
 
@@ -153,7 +153,7 @@ def find_overflows(values: NDArray[np.float32], type: str) -> NDArray[np.bool_]:
 
 
 def extract_row_keys(rows: RowArray) -> RowArray:
-    """Returns the rows' keys [n], with dtype KEY."""
-    keys = np.empty(len(rows), KEY)
+    """Returns the rows' keys [n], with dtype ROW_KEY_DTYPE."""
+    keys = np.empty(len(rows), ROW_KEY_DTYPE)
     keys["table"], keys["key"] = rows["table"], rows["key"]
     return keys

@@ -13,14 +13,14 @@ from types import FrameType
 _DEFERRED = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM))
 )
-# Signals deferred by the main thread's current `uninterrupted` block. The value is None outside a block.
+# Signals deferred by the main thread's current `defer_signals` block. The value is None outside a block.
 _received_signals: list[tuple[int, FrameType | None]] | None = None
 
 _NO_HANDLER = (None, int(signal.SIG_DFL), int(signal.SIG_IGN))  # None: the handler was not installed from Python
 Handler = Callable[[int, FrameType | None], object]
 
 
-class uninterrupted:  # a class, because a generator is slower and each step enters several blocks
+class defer_signals:  # a class, because a generator is slower and each step enters several blocks
     """A context manager for the main thread. Defers Python signal handlers until the block and all outer blocks end."""
 
     __slots__ = ("_handlers", "_signals")

@@ -27,7 +27,7 @@ from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_
 from ..engine.checks import as_int, check_flags, validate_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import check_positive
-from ..engine.signals import uninterrupted
+from ..engine.signals import defer_signals
 from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
 from .passes.step_epilogue import StepEpilogue
@@ -468,7 +468,7 @@ class Graph(ModelSnapshots, HasBuild):
         last_signature, step = self.__last_signature_and_step
         if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
-            with trace_lock, uninterrupted():  # Ctrl-C in the middle of a trace would abort inside torch
+            with trace_lock, defer_signals():  # Ctrl-C in the middle of a trace would abort inside torch
                 self.__optimizers.add_from_backward(self)
                 # compute the signature again: another thread may have traced meanwhile
                 signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)

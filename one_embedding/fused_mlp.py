@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from ..engine.checks import validate_arguments
 from ..engine.errors import OptionError
-from ..engine.ops.embedding_base import NoTorchScript
+from ..engine.ops.embedding_base import Unscriptable
 
 
-class FusedMLP(NoTorchScript, nn.Module):
+class FusedMLP(Unscriptable, nn.Module):
     """A stack of linear layers, each followed by ReLU and dropout.
 
     Parameters are named as in OneFlow: `weight_<i>` [out, in] and `bias_<i>` [out].

@@ -425,4 +425,4 @@ class RankPlan:
 
     def _count_owned(self, batch: _core.Batch) -> I64:
         """Return how many of a batch's unique rows each rank owns: int64 [size]."""
-        return np.bincount(_core.owners(batch.tables, batch.keys, self.size), minlength=self.size)
+        return np.bincount(_core.find_owners(batch.tables, batch.keys, self.size), minlength=self.size)

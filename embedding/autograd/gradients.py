@@ -22,7 +22,7 @@ from torch.autograd.graph import get_gradient_edge, increment_version
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError
-from ...engine.ops.embedding_base import TRACED, EmbeddingBase
+from ...engine.ops.embedding_base import TRACED_ATTRIBUTE, EmbeddingBase
 from ...engine.ops.fingerprint import are_values_equal, copy_lookup, fingerprint, read_write_count
 from ...engine.optim.base import check_positive
 from ...engine.options.lookup import Lookup
@@ -149,13 +149,13 @@ class RowGradients:
         batch.update(*self.grads(), *clip)  # with a world, `clip` is empty: update() then averages over ranks
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
-    def square_gradients(self) -> float:
+    def compute_squared_norm(self) -> float:
         """Return the squared norm of all rows' summed gradients. Raises InputError."""
         self._check_unclipped("compute a norm")
         self._apply_scale()  # before squaring, because squares of a GradScaler's scaled gradients might overflow
         lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
-        return embedding.table_handle().open_table.square_gradients(lookups, *self.grads()) if lookups else 0.0
+        return embedding.table_handle().open_table.compute_squared_norm(lookups, *self.grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
         """Multiply the gradients collected so far by a number. Raises GraphError after `clip`."""
@@ -230,7 +230,7 @@ class ShadowGrad(Tensor):
 def _norm(grad: ShadowGrad, ord: float = 2.0) -> Any:
     if ord != 2:
         return None
-    norm = math.sqrt(grad.row_gradients.square_gradients())
+    norm = math.sqrt(grad.row_gradients.compute_squared_norm())
     return torch.tensor(norm, dtype=torch.float32, device=grad.row_gradients.embedding.device)
 
 
@@ -269,7 +269,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def check_not_traced(embedding: EmbeddingBase) -> None:
     """Raise GraphError while another thread traces a graph with the embedding, because the trace hides gradients."""
-    traced = getattr(embedding.shadow, TRACED, None)
+    traced = getattr(embedding.shadow, TRACED_ATTRIBUTE, None)
     if traced is not None and traced[0] != get_ident():
         raise GraphError(
             f"embedding {embedding.name!r} cannot be trained while another thread traces a graph that contains the "

@@ -15,7 +15,7 @@ from ...engine.errors import InputError, OptimizerError, StoreError, TierbedErro
 from ...engine.options.lookup import check_values
 from ...engine.options.table_names import find_table, format_choices
 from ...engine.options.table_spec import TableSpec
-from ...engine.row_format import EMBEDDING, LAST_STEP, RowArray
+from ...engine.row_format import EMBEDDING, MAX_STEP, RowArray
 from ...engine.table.table import OpenTable
 from ...engine.table.table_report import scan_caught_up
 from ..optim.eager import follow_in_backward
@@ -140,9 +140,9 @@ def replace_weights(
 def _to_step(value: Any) -> int:
     """Return a step count as an int; torch stores step counts as float tensors. Raises InputError."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-    step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, LAST_STEP)
+    step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, MAX_STEP)
     if step is None:
-        raise InputError(f"step={value!r}: give a whole number from 0 to {LAST_STEP}")
+        raise InputError(f"step={value!r}: give a whole number from 0 to {MAX_STEP}")
     return step
 
 

@@ -18,7 +18,7 @@ from ...distributed.world import World
 from ...engine.checks import as_int, validate_arguments
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
 from ...engine.ops.batch import check_offsets, make_lookup_arrays
-from ...engine.ops.embedding_base import TRACED
+from ...engine.ops.embedding_base import TRACED_ATTRIBUTE
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.initializers import make_normal_initializer
@@ -78,7 +78,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             raise OptionError("default_initializer is for tables=None alone; leave it out, or set it in each table")
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
-        self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
+        self.name_source, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = make_provisional_name(world is not None) if name is None else name
         self.spec = make_table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.make_layout(RowState())  # raise now if a table has too many or too few column options
@@ -101,7 +101,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Rename the embedding. Rows in memory stay."""
         self.fix_seed()
         self.set_spec(name=check_name(name))
-        self.naming = "given"
+        self.name_source = "given"
         if self._handle is not None:
             self._handle.rename(name)
 
@@ -176,7 +176,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """Look up rows for arguments that are already checked. Autograd records the lookup."""
         shadow: Tensor = self.shadow
-        traced = getattr(shadow, TRACED, None)
+        traced = getattr(shadow, TRACED_ATTRIBUTE, None)
         # Another thread traces the shadow. Autograd on the shadow's fake tensor could deadlock: one thread would hold
         # Python's lock and wait for a lock of autograd, and the other thread would do the reverse.
         if traced is not None and traced[0] != get_ident():
@@ -353,8 +353,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self._accumulate_lock:
             accumulate(self, lookup, grad, weights, order)
 
-    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
-        return self._require_trainable().pin(lookups, dtype or self.output_dtype, dedup_from)
+    def pin(self, lookups: list[Lookup], sibling: Any = None, dtype: torch.dtype | None = None) -> Any:
+        return self._require_trainable().pin(lookups, dtype or self.output_dtype, sibling)
 
     def announce(self, lookups: list[Lookup]) -> None:
         table = self._require_trainable()
@@ -423,7 +423,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def _check_has_name(self) -> None:
         path = self.store_options.persistent_path
-        if self.naming == "path" and path is not None:
+        if self.name_source == "path" and path is not None:
             with self.raise_on_all_ranks():
                 raise StoreError(
                     f"an embedding was used before it had a name, so its folder under {path!r} is not known; before "

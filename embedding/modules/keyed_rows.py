@@ -19,7 +19,7 @@ from ...engine.ops.batch import check_legal_ids
 from ...engine.options.lookup import Lookup, check_lookup, check_row, check_values, convert_keys, convert_rows
 from ...engine.options.table_names import describe_table
 from ...engine.row_format import EMBEDDING
-from ...engine.signals import uninterrupted
+from ...engine.signals import defer_signals
 from ...engine.table.table import RowsReplacedError
 from ...engine.table.table_report import LOCK_TIMEOUT, cache_metrics, locate, read_metrics, scan_caught_up
 from ..state_dict.saved_rows import SnapshotEmbedding
@@ -142,7 +142,7 @@ class KeyedRows(SnapshotEmbedding):
         table = self.table_handle().open_table
         if self.store_options.store != "cached_ssd":
             raise StoreError(f"compact: a {self.store_options.store} store has no files to merge; only cached_ssd has")
-        with table.lock, uninterrupted():
+        with table.lock, defer_signals():
             table.finish_erasures()
             cache_metrics(table)
             assert table.stack is not None

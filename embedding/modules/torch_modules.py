@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from ...distributed.world import World
 from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError
-from ...engine.ops.embedding_base import REMEDY
+from ...engine.ops.embedding_base import REMEDY_ATTRIBUTE
 from ...engine.options.initializers import make_normal_initializer, make_table_options
 from ...engine.options.lookup import Lookup
 from ...engine.options.store_options import load_store_options, make_host_mem_store_options, read_store_options
@@ -135,7 +135,7 @@ class TorchTable(MultiTableEmbedding):
         weight_rows = self.look_up(Lookup(ids), None)
         if not ops.runs_eagerly(ids):
             if not torch.compiler.is_dynamo_compiling() and isinstance(weight_rows, FakeTensor):
-                setattr(weight_rows.untyped_storage(), REMEDY, self._write_remedy())
+                setattr(weight_rows.untyped_storage(), REMEDY_ATTRIBUTE, self._write_remedy())
             return weight_rows
         table = self.table_handle().open_table
         return Weight(weight_rows, self._write_remedy(), table, table.step)

@@ -28,8 +28,8 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.ops.exact_sum import sum_squares
 from ...engine.optim.base import MAX_VALUE, MIN_VALUE
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
-from ...engine.signals import uninterrupted
-from ...engine.table.row_step import row_step
+from ...engine.signals import defer_signals
+from ...engine.table.row_step import run_row_step
 from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, get_gradients, set_grad, trainers
 from ..autograd.lookup_op import find_embeddings
 from ..state_dict.model_snapshots import ModelSnapshots
@@ -114,7 +114,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
-                paths = (path for path, child in root.named_modules() if child is embedding and child.naming == "path")
+                has_path = embedding.name_source == "path"
+                paths = (path for path, child in root.named_modules() if has_path and child is embedding)
                 raise OptimizerError(
                     f"{type(optimizer).__name__} does not hold embedding {next(paths, embedding.name)!r}; give it the "
                     "embedding's parameters(), freeze the embedding by requires_grad_(False), or give EagerOptimizer a "
@@ -223,11 +224,11 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 if self._world.must_report(error):
                     self._world.handshake(STEP, error)  # the other ranks wait for this rank, and raise as well
                 raise
-        with uninterrupted():
+        with defer_signals():
             with torch.no_grad():
                 reached = self._collect_gradients()
                 trained = [(embedding, rows) for embedding, rows, _ in reached]
-                row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
+                run_row_step(trained, "an EagerOptimizer", self._update_rows, [gradients for *_, gradients in reached])
             grads = [(embedding, set_grad(embedding, None)) for embedding, _ in self._pairs]
             with self._track_partial_update():
                 self.optimizer.step()  # if this raises, rows are already updated, and their gradients are gone
@@ -294,10 +295,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "Pass only dense parameters here. To clip rows, set clip_grad_row_norm in the embeddings' param group, "
                 "or train by a Graph with clip_grad_norm"
             )
-        norm = math.sqrt(sum_squares(dense) + sum(gradients.square_gradients() for gradients in rows))
+        norm = math.sqrt(sum_squares(dense) + sum(gradients.compute_squared_norm() for gradients in rows))
         scale = limit / (norm + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         if limit != math.inf and not scale > 1.0:
-            with uninterrupted():
+            with defer_signals():
                 if dense:
                     torch._foreach_mul_(dense, scale)
                 for gradients in rows:

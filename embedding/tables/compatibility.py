@@ -197,7 +197,7 @@ class LoadedIdCounter:
     """
 
     def __init__(self, spec: TableSpec, counts_ids: bool = True) -> None:
-        self._spec, self._last_ids = spec, spec.last_ids if counts_ids else None
+        self._spec, self._max_ids = spec, spec.max_ids if counts_ids else None
         self._num_rows, self._num_beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
         self._largest = np.zeros(spec.num_tables, np.uint64)
         self._padded_tables: set[int] = set()
@@ -205,17 +205,17 @@ class LoadedIdCounter:
     def remember_padding(self, chunks: Chunks) -> Chunks:
         """Yield the chunks of all stored rows, and remember the tables with a padding row. Loads skip padding rows."""
         for bucket, rows in chunks:
-            if self._last_ids is not None and self._spec.padding_key is not None:
+            if self._max_ids is not None and self._spec.padding_key is not None:
                 self._padded_tables.update(rows["table"][rows["key"] == np.uint64(self._spec.padding_key)].tolist())
             yield bucket, rows
 
     def count(self, chunks: Chunks) -> Chunks:
         """Yield the chunks of loaded rows, and count the rows."""
         for bucket, rows in chunks:
-            if self._last_ids is not None:
+            if self._max_ids is not None:
                 tables, keys = rows["table"], rows["key"]
                 self._num_rows += np.bincount(tables, minlength=len(self._num_rows))
-                self._num_beyond += np.bincount(tables[keys > self._last_ids[tables]], minlength=len(self._num_rows))
+                self._num_beyond += np.bincount(tables[keys > self._max_ids[tables]], minlength=len(self._num_rows))
                 np.maximum.at(self._largest, tables, keys)
             yield bucket, rows
 

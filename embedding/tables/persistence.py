@@ -30,7 +30,7 @@ from ...engine.optim.row_state import RowState
 from ...engine.options.store_options import CachedSsdOptions, StoreOptions
 from ...engine.options.table_spec import RUN_ID_FIELD, TableSpec
 from ...engine.row_format import Chunks, RowFormat
-from ...engine.signals import uninterrupted
+from ...engine.signals import defer_signals
 from ...engine.store.contract import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
 from ...engine.store.table_counts import TABLE_ROWS, count_chunk_rows, read_counts
@@ -345,7 +345,7 @@ class TablePersistence:
         check_stored_rows(self.spec, marker, optimizer, StoreError, label, for_load=for_load)
         table = self._open_live_rows(optimizer, marker, folder, label)
         own_limits = self.spec.read_id_limits(None)
-        if self.spec.last_ids is not None and table.id_limits != own_limits and not for_load:
+        if self.spec.max_ids is not None and table.id_limits != own_limits and not for_load:
             ids = LoadedIdCounter(self.spec)
             for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):
                 pass
@@ -481,7 +481,7 @@ class TablePersistence:
         except BaseException:
             _remove_table(table, path)
             raise
-        with uninterrupted():
+        with defer_signals():
             try:
                 if old_table is not None:
                     self._close_replaced(old_table, snapshot_id)
@@ -569,7 +569,7 @@ class TablePersistence:
         """Clear the clean marker. If `records_change`, first write to the group's record that the rows will change."""
         if self.folder is None:
             return
-        with uninterrupted():
+        with defer_signals():
             if self.member is not None and records_change:
                 self.member.begin_change(replaces_rows)
             if self.folder.clean_marker is not None:

@@ -15,7 +15,7 @@ OVERFLOW_OVERHEAD_BYTES = 91  # bytes of metadata for each line in an overflow a
 MIN_CACHE_ROWS = WAYS * BUCKETS  # one set per bucket; if buckets shared a set, the insertion order would change
 
 # What shares memory with the cache. rocksdb: RocksDB and the page cache; table: a full table; device: other GPU data.
-SharedWith = Literal["rocksdb", "table", "device"]
+MemorySharer = Literal["rocksdb", "table", "device"]
 CACHE_SHARES = {"rocksdb": 1 / 2, "table": 1 / 8, "device": 1 / 2}
 OVERFLOW_SHARES = {"rocksdb": 1 / 8, "table": 1 / 8, "device": 0.0}  # upper limits
 ROCKSDB_SHARES = {"rocksdb": 1 / 8, "table": 0.0, "device": 0.0}  # for write buffers, file indexes and file filters
@@ -33,7 +33,7 @@ class MemorySplit(NamedTuple):
     rocksdb_mb: float
     fixed_mb: float  # budgets that the user set as numbers
     rest_mb: float
-    shared_with: SharedWith
+    sharer: MemorySharer
 
     def __str__(self) -> str:
         sizes = self.cache_mb, self.overflow_mb, self.rocksdb_mb, self.fixed_mb
@@ -41,30 +41,30 @@ class MemorySplit(NamedTuple):
         texts = [f"{name} {mb:.1f} MiB" for name, mb in parts if mb]
         if self.overflow_mb:
             texts[1] += f" ({self.cache_mb + self.overflow_mb:.1f} together)"
-        return ", ".join([*texts, f"{REST_NAMES[self.shared_with]} {self.rest_mb:.1f} MiB"])
+        return ", ".join([*texts, f"{REST_NAMES[self.sharer]} {self.rest_mb:.1f} MiB"])
 
 
 def split_memory(
     free_mb: float,
     row_bytes: int,
-    shared_with: SharedWith,
+    sharer: MemorySharer,
     *,
     capacity: int | None = None,
     overflow_mb: float | None = 0,
     fixed_mb: float = 0,
 ) -> MemorySplit:
-    """Reserve `fixed_mb` of `free_mb` MiB for other budgets, then divide the rest between a cache and `shared_with`.
+    """Reserve `fixed_mb` of `free_mb` MiB for other budgets, then divide the rest between a cache and `sharer`.
 
     row_bytes: cache memory per row, metadata included. capacity: maximum number of rows. The cache and RocksDB get at
     most the memory for `capacity` rows. overflow_mb: limit for the overflow area; None means the option's default.
     """
     available = max(free_mb - fixed_mb, 0)
-    cache, rocksdb = available * CACHE_SHARES[shared_with], available * ROCKSDB_SHARES[shared_with]
+    cache, rocksdb = available * CACHE_SHARES[sharer], available * ROCKSDB_SHARES[sharer]
     if capacity is not None:
         cache = min(cache, max(LINES_PER_ROW * capacity, MIN_CACHE_ROWS) * row_bytes / MB)
         rocksdb = min(rocksdb, (WRITE_BUFFER_BYTES + INDEX_BYTES * capacity) / MB)
     if overflow_mb is None:
-        store = "cached_ssd" if shared_with == "rocksdb" else "cached_host_mem"
+        store = "cached_ssd" if sharer == "rocksdb" else "cached_host_mem"
         overflow_mb = compute_default_overflow_mb(store, cache)
-    overflow = min(overflow_mb, available * OVERFLOW_SHARES[shared_with])
-    return MemorySplit(free_mb, cache, overflow, rocksdb, fixed_mb, available - cache - overflow - rocksdb, shared_with)
+    overflow = min(overflow_mb, available * OVERFLOW_SHARES[sharer])
+    return MemorySplit(free_mb, cache, overflow, rocksdb, fixed_mb, available - cache - overflow - rocksdb, sharer)

@@ -101,20 +101,20 @@ def make_batch(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False)
     arrays = [make_lookup_arrays(spec, lookup) for lookup in lookups]
     try:
         flags = () if strict else spec.drops_illegal
-        batch = _core.Batch(arrays, spec.num_tables, spec.padding_key, spec.last_ids, flags)
+        batch = _core.Batch(arrays, spec.num_tables, spec.padding_key, spec.max_ids, flags)
     except ValueError:
         for lookup in lookups:
             check_offsets(spec, lookup)
         raise
-    if spec.last_ids is not None and batch.first_illegal_id is not None:
+    if spec.max_ids is not None and batch.first_illegal_id is not None:
         raise make_illegal_id_error(spec, *batch.first_illegal_id)
     return batch
 
 
 def make_illegal_id_error(spec: TableSpec, table: int, key: int) -> InputError:
     """Return the error for an id beyond its table's last id. key: the id's 64 bits."""
-    assert spec.last_ids is not None
-    last = int(spec.last_ids[table])
+    assert spec.max_ids is not None
+    last = int(spec.max_ids[table])
     id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
@@ -125,7 +125,7 @@ def make_illegal_id_error(spec: TableSpec, table: int, key: int) -> InputError:
 
 def check_legal_ids(spec: TableSpec, lookup: Lookup) -> None:
     """Raise InputError if an id of an unpooled lookup, on any device, is beyond its table's last id."""
-    if spec.last_ids is not None:
+    if spec.max_ids is not None:
         make_batch(spec, [_copy_to_host(lookup)], strict=True)
 
 

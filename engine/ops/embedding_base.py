@@ -13,11 +13,11 @@ from ..options.lookup import Lookup
 from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
-TRACED = "tierbed_traced"  # attribute of a traced tensor: (tracing thread, live parameter)
-REMEDY = "tierbed_remedy"  # attribute of a traced `weight`'s storage: the error text for writes to the weight
+TRACED_ATTRIBUTE = "tierbed_traced"  # attribute of a traced tensor: (tracing thread, live parameter)
+REMEDY_ATTRIBUTE = "tierbed_remedy"  # attribute of a traced `weight`'s storage: the error text for writes to the weight
 
 
-class NoTorchScript:
+class Unscriptable:
     """A module that TorchScript cannot compile: torch.jit.script raises GraphError for models that contain it."""
 
     def __prepare_scriptable__(self) -> NoReturn:
@@ -27,7 +27,7 @@ class NoTorchScript:
         )
 
 
-class EmbeddingBase(NoTorchScript, nn.Module):
+class EmbeddingBase(Unscriptable, nn.Module):
     """A module with embedding rows that a step reads and trains."""
 
     spec: TableSpec
@@ -42,7 +42,7 @@ class EmbeddingBase(NoTorchScript, nn.Module):
     world: Any = None  # the ranks that own the rows
     group: Any = None  # the training group
     # Where the name comes from: "given" by the user, "default" (may change later), or "path" (the path in a model).
-    naming: str = "given"
+    name_source: str = "given"
 
     @property
     def name(self) -> str:
@@ -65,10 +65,10 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         """Return the gradients of a lookup's weights, computed from the result's gradient and the current rows."""
         raise NotImplementedError
 
-    def pin(self, lookups: list[Lookup], dedup_from: Any = None, dtype: torch.dtype | None = None) -> Any:
+    def pin(self, lookups: list[Lookup], sibling: Any = None, dtype: torch.dtype | None = None) -> Any:
         """Pin all rows that a training step looks up. Returns a `PinnedBatch`; across ranks, returns a `ShardedBatch`.
 
-        dedup_from: a batch with the same lookups in another embedding, to reuse its deduplication. dtype: the dtype for
+        sibling: a batch with the same lookups in another embedding, to reuse its deduplication. dtype: the dtype for
         results and gradients, by default `output_dtype`. Raises OptimizerError, StoreError, CapacityError, InputError.
         """
         raise NotImplementedError
@@ -97,9 +97,9 @@ class EmbeddingBase(NoTorchScript, nn.Module):
         """Keep an eager lookup's gradient until the next step. Thread-safe. Raises GraphError if no step follows."""
         raise NotImplementedError
 
-    def attach(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> RowOptimizer:
+    def attach(self, optimizer: torch.optim.Optimizer, param_group: dict[str, Any]) -> RowOptimizer:
         """Train the rows with one of the optimizer's param groups from now on. Raises OptimizerError."""
-        new_optimizer = row_optimizer(optimizer, group)
+        new_optimizer = row_optimizer(optimizer, param_group)
         self.use_optimizer(new_optimizer)
         return new_optimizer
 

@@ -22,7 +22,7 @@ _UNITS = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
 _BOOL: AllowedValues = ["false", "true"]
 # Not kBZip2Compression: decompressing a block takes milliseconds, and every row read may decompress a block.
 _COMPRESSIONS = ("NoCompression", "SnappyCompression", "ZlibCompression", "LZ4Compression", "LZ4HCCompression", "ZSTD")
-_COMPRESSION: AllowedValues = [f"k{name}" for name in _COMPRESSIONS]
+_COMPRESSION_VALUES: AllowedValues = [f"k{name}" for name in _COMPRESSIONS]
 _BITS = (4, 8, 10, 12, 16, 20)  # filter bits per row
 
 # {purpose: {option: its allowed values}}. "option.field" is a field of a struct option.
@@ -57,8 +57,8 @@ ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
         f"{UNIVERSAL_COMPACTION}.allow_trivial_move": _BOOL,
     },
     "compression": {
-        "compression": _COMPRESSION,
-        "bottommost_compression": [*_COMPRESSION, "kDisableCompressionOption"],
+        "compression": _COMPRESSION_VALUES,
+        "bottommost_compression": [*_COMPRESSION_VALUES, "kDisableCompressionOption"],
         "compression_opts.level": [(1, 19)],
         f"{BLOCK_TABLE}.enable_index_compression": _BOOL,
     },
@@ -157,11 +157,11 @@ def _is_allowed(value: str, allowed: AllowedValues) -> bool:
 def _find_remedy(path: str) -> str:
     name = path.rpartition(".")[2]
     if path in _STRUCTS:
-        fields = [allowed.rpartition(".")[2] for allowed in _ALLOWED_VALUES if allowed.startswith(f"{path}.")]
+        fields = [name.rpartition(".")[2] for name in _ALLOWED_VALUES if name.startswith(f"{path}.")]
         return f"it is a struct; give its fields as {{'{path}': {{...}}}}, from {', '.join(fields)}"
     if name in _REMEDIES:
         return _REMEDIES[name]
-    paths = {allowed.rpartition(".")[2]: allowed for allowed in _ALLOWED_VALUES}
+    paths = {name.rpartition(".")[2]: name for name in _ALLOWED_VALUES}
     matches = difflib.get_close_matches(name, paths, 1, 0.9)
     problem = "it is not among the options tried with tierbed (docs/tiers.md lists them); "
     if not matches:

@@ -45,7 +45,7 @@ class TableSpec:
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # `padding_idx` as 64 bits
     # [num_tables] uint64, the last legal id of each table; None if every id of every table is legal
-    last_ids: NDArray[np.uint64] | None = field(init=False, compare=False)
+    max_ids: NDArray[np.uint64] | None = field(init=False, compare=False)
     # for each table, True if lookups drop illegal ids; empty if no table does
     drops_illegal: tuple[bool, ...] = field(init=False)
 
@@ -54,16 +54,16 @@ class TableSpec:
         object.__setattr__(self, "dim", sum(self.columns))
         object.__setattr__(self, "num_tables", len(self.tables))
         object.__setattr__(self, "padding_key", None if self.padding_idx is None else self.padding_idx % 2**64)
-        last_ids = [(table.ids or 2**64) - 1 for table in self.tables]
+        max_ids = [(table.ids or 2**64) - 1 for table in self.tables]
         has_limit = any(table.ids is not None for table in self.tables)
-        object.__setattr__(self, "last_ids", np.array(last_ids, np.uint64) if has_limit else None)
+        object.__setattr__(self, "max_ids", np.array(max_ids, np.uint64) if has_limit else None)
         drops_illegal = tuple(table.bad_ids == "drop" for table in self.tables)
         object.__setattr__(self, "drops_illegal", drops_illegal if any(drops_illegal) else ())
 
     @property
     def legal_ids(self) -> Hashable:
         """A value that is equal for two embeddings if the legal ids of their tables are the same."""
-        return self.last_ids is not None and (self.last_ids.tobytes(), self.drops_illegal)
+        return self.max_ids is not None and (self.max_ids.tobytes(), self.drops_illegal)
 
     @property
     def table_names(self) -> tuple[str | None, ...]:
@@ -83,8 +83,8 @@ class TableSpec:
         return [max(pair) if all(type(limit) is int for limit in pair) else None for pair in pairs]
 
     def make_layout(self, state: RowState) -> _core.Layout:
-        last_ids = None if self.last_ids is None else self.last_ids.tolist()
-        return _core.Layout(self.dim, *self.make_initial_values(state), last_ids=last_ids)
+        max_ids = None if self.max_ids is None else self.max_ids.tolist()
+        return _core.Layout(self.dim, *self.make_initial_values(state), max_ids=max_ids)
 
     def make_initial_values(self, state: RowState) -> InitialValues:
         arrays = as_arrays(self.tables, self.columns)

@@ -56,9 +56,9 @@ class CpuProcessor(Processor[Batch]):
         host = CpuFullTier(self.layout, "host")
         return self.make_cache(host, options), host
 
-    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_future: bool = False) -> Batch:
+    def make_batch(self, lookups: Sequence[Lookup], sibling: Batch | None = None, is_future: bool = False) -> Batch:
         _core.set_threads(torch.get_num_threads())
-        return make_batch(self._spec, lookups) if dedup_from is None else dedup_from.make_sibling()
+        return make_batch(self._spec, lookups) if sibling is None else sibling.make_sibling()
 
     def count_written(self, batch: Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
@@ -71,7 +71,7 @@ class CpuProcessor(Processor[Batch]):
             return None
         out = empty((*ids.shape, spec.dim), dtype)
         rows = out.numpy().reshape(-1, spec.dim)
-        return out if top.gather_few(to_keys(ids), spec.last_ids, rows, is_training) else None
+        return out if top.gather_few(to_keys(ids), spec.max_ids, rows, is_training) else None
 
     def gather(
         self,
@@ -99,40 +99,40 @@ class CpuProcessor(Processor[Batch]):
         _core.weights_grad(batch, self.layout, index, as_array(grad), flatten_weights(out), mean, dtype)
         return out
 
-    def set_hyperparams(self, rule: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+    def set_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
         self._hyperparams, self._step, self._scale = hyperparams, step, scale
 
-    def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
+    def update(self, batch: Batch, gradients: Gradients, rule_name: str) -> None:
         arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
         hyperparams, step, scale = self._hyperparams, self._step, self._scale
-        _core.update(batch, self.layout, *arrays, rule, hyperparams, step, dtype, scale, self._written)
+        _core.update(batch, self.layout, *arrays, rule_name, hyperparams, step, dtype, scale, self._written)
 
-    def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
+    def compute_squared_norms(self, batch: Batch, gradients: Gradients) -> Tensor:
         arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
-        return torch.from_numpy(_core.square_gradients(batch, self.layout, *arrays, dtype))
+        return torch.from_numpy(_core.compute_squared_norms(batch, self.layout, *arrays, dtype))
 
     def sum_gradients(
-        self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
+        self, batch: Batch, gradients: Gradients, indices: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         out = empty((batch.num_unique, self.layout.dim), torch.float32) if out is None else out
         arrays, dtype = convert_gradients(gradients), OUTPUT_DTYPES[gradients.dtype]
-        _core.sum_gradients(batch, self.layout, *arrays, as_array(out), positions, dtype)
+        _core.sum_gradients(batch, self.layout, *arrays, as_array(out), indices, dtype)
         return out
 
     def list_unique_rows(self, batch: Batch) -> Lookup:
         tables = torch.from_numpy(batch.tables.astype(np.int64)) if self._spec.num_tables > 1 else None
         return Lookup(torch.from_numpy(batch.keys.astype(np.int64)), tables)
 
-    def set_lines(
-        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], other_rows: tuple[Batch, int] | None = None
+    def set_lookup_rows(
+        self, batch: Batch, rows: Tensor, indices: NDArray[np.int64], other_rows: tuple[Batch, int] | None = None
     ) -> None:
-        _core.set_lines(batch, self.layout, as_array(rows), positions, *(other_rows or ()))
+        _core.set_lookup_rows(batch, self.layout, as_array(rows), indices, *(other_rows or ()))
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         _core.assign(batch, self.layout, values, step, self._written)
 
-    def preview_catch_up(self, batch: Batch, rule: str) -> None:
-        _core.preview_catch_up(batch, self.layout, rule, self._hyperparams, self._step)
+    def preview_catch_up(self, batch: Batch, rule_name: str) -> None:
+        _core.preview_catch_up(batch, self.layout, rule_name, self._hyperparams, self._step)
 
-    def catch_up(self, batch: Batch, rule: str) -> None:
-        _core.catch_up(self.layout, batch.lines, rule, self._hyperparams, self._step)
+    def catch_up(self, batch: Batch, rule_name: str) -> None:
+        _core.catch_up(self.layout, batch.lines, rule_name, self._hyperparams, self._step)

@@ -75,8 +75,8 @@ class CudaProcessor:
         error = self._faults.take_error(self._faults.read(wait))
         return None if error is None else DeferredError(error, int(self._updates))
 
-    def free_memory(self) -> FreeMemory:
-        return FreeMemory(self._device.free_memory(), f"on {self.device}")
+    def read_free_memory(self) -> FreeMemory:
+        return FreeMemory(self._device.read_free_memory(), f"on {self.device}")
 
     def make_full_table(self, tier: str) -> CudaFullTier:
         try:
@@ -95,11 +95,11 @@ class CudaProcessor:
         host = self.make_full_table("host")
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
-    def make_batch(self, lookups: Sequence[Lookup], dedup_from: Batch | None = None, is_future: bool = False) -> Batch:
+    def make_batch(self, lookups: Sequence[Lookup], sibling: Batch | None = None, is_future: bool = False) -> Batch:
         """See `Processor.make_batch`. A batch for a later step already groups the positions of ids by row."""
         _core.set_threads(torch.get_num_threads())  # used by host tiers below a cache
-        if dedup_from is not None:
-            return dedup_from.make_sibling(self._faults.word)
+        if sibling is not None:
+            return sibling.make_sibling(self._faults.word)
         arrays = [_make_lookup_arrays(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if is_future else self._faults.word
         batch = Batch(self._device, arrays, self._ids, faults)
@@ -149,24 +149,24 @@ class CudaProcessor:
         kernels.weights_grad(batch, self._device_layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
-    def set_hyperparams(self, rule: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
-        kernels.write_step_params(self._device_layout, rule, hyperparams, step, scale, self._step_params)
+    def set_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+        kernels.write_step_params(self._device_layout, rule_name, hyperparams, step, scale, self._step_params)
 
-    def update(self, batch: Batch, gradients: Gradients, rule: str) -> None:
+    def update(self, batch: Batch, gradients: Gradients, rule_name: str) -> None:
         tensors, layout = self._tensors(gradients), self._device_layout
-        kernels.update(layout, rule, batch, tensors, self._step_params, self._written, self._faults.word)
+        kernels.update(layout, rule_name, batch, tensors, self._step_params, self._written, self._faults.word)
         self._updates += self._faults.word == 0
 
-    def square_gradients(self, batch: Batch, gradients: Gradients) -> Tensor:
-        return kernels.square_rows(self._device_layout, batch, self._tensors(gradients))
+    def compute_squared_norms(self, batch: Batch, gradients: Gradients) -> Tensor:
+        return kernels.compute_squared_norms(self._device_layout, batch, self._tensors(gradients))
 
     def sum_gradients(
-        self, batch: Batch, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
+        self, batch: Batch, gradients: Gradients, indices: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
             out = torch.empty((batch.num_unique, self._device_layout.dim), dtype=torch.float32, device=self.device)
-        device_positions = None if positions is None else torch.from_numpy(positions).to(self.device)
-        kernels.sum_rows(self._device_layout, batch, self._tensors(gradients), device_positions, out)
+        device_indices = None if indices is None else torch.from_numpy(indices).to(self.device)
+        kernels.sum_gradients(self._device_layout, batch, self._tensors(gradients), device_indices, out)
         return out
 
     def list_unique_rows(self, batch: Batch) -> Lookup:
@@ -174,18 +174,18 @@ class CudaProcessor:
         tables = batch.tables[: len(keys)].to(torch.int64) if self._spec.num_tables > 1 else None
         return Lookup(keys, tables)
 
-    def set_lines(
-        self, batch: Batch, rows: Tensor, positions: NDArray[np.int64], other_rows: tuple[Batch, int] | None = None
+    def set_lookup_rows(
+        self, batch: Batch, rows: Tensor, indices: NDArray[np.int64], other_rows: tuple[Batch, int] | None = None
     ) -> None:
-        device_positions = torch.from_numpy(positions).to(self.device)
-        lines = batch.keep_alive(rows.contiguous()) + 4 * self._device_layout.dim * device_positions
+        device_indices = torch.from_numpy(indices).to(self.device)
+        lines = batch.keep_alive(rows.contiguous()) + 4 * self._device_layout.dim * device_indices
         if other_rows is not None:
             other, start = other_rows
-            is_in_other = device_positions >= len(rows)
-            other_positions = start + device_positions[is_in_other] - len(rows)
+            is_in_other = device_indices >= len(rows)
+            other_positions = start + device_indices[is_in_other] - len(rows)
             lines[is_in_other] = kernels.decode_lines(other, self._device_layout, other_positions, batch)
         batch.has_float32_lines = self._device_layout.has_16bit_floats
-        batch.lines[: len(positions)] = lines
+        batch.lines[: len(indices)] = lines
 
     def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
         """Returns three lists with an item for each lookup: its gradient, True if it pools by mean, and its weights."""
@@ -197,11 +197,11 @@ class CudaProcessor:
         device_values = torch.from_numpy(values).to(self.device)
         kernels.assign(batch, self._device_layout, device_values, step, self._written, self._faults.word)
 
-    def preview_catch_up(self, batch: Batch, rule: str) -> None:
-        kernels.preview_catch_up(self._device_layout, rule, batch, self._step_params)
+    def preview_catch_up(self, batch: Batch, rule_name: str) -> None:
+        kernels.preview_catch_up(self._device_layout, rule_name, batch, self._step_params)
 
-    def catch_up(self, batch: Batch, rule: str) -> None:
-        kernels.catch_up(self._device_layout, rule, batch, self._step_params)
+    def catch_up(self, batch: Batch, rule_name: str) -> None:
+        kernels.catch_up(self._device_layout, rule_name, batch, self._step_params)
 
     def _allocate_cache(self, options: CachedHostMemOptions) -> Cache:
         budget_mb = to_mb(options.cache_budget_mb)
@@ -226,9 +226,9 @@ def _make_lookup_arrays(lookup: Lookup) -> LookupArrays:
 
 
 def _make_ids(spec: TableSpec, device: torch.device) -> LegalIds:
-    if spec.last_ids is None:
+    if spec.max_ids is None:
         return LegalIds(spec.num_tables, spec.padding_key)
-    last = torch.from_numpy(spec.last_ids.view(np.int64)).to(device)
+    last = torch.from_numpy(spec.max_ids.view(np.int64)).to(device)
     drops_illegal = torch.tensor(spec.drops_illegal, dtype=torch.bool).to(device) if spec.drops_illegal else None
     return LegalIds(spec.num_tables, spec.padding_key, last, drops_illegal)
 

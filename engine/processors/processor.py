@@ -37,22 +37,22 @@ class RowsByOwner(NamedTuple):
 
     keys: Tensor  # [unique] int64
     tables: Tensor  # [unique] int64
-    positions: NDArray[np.int64]  # [unique]: where each row of the batch is in `keys`
+    indices: NDArray[np.int64]  # [unique]: where each row of the batch is in `keys`
     counts: list[int]  # [ranks], number of rows that each rank owns
 
 
-def sort_by_owner(unique: Lookup, ranks: int, last: int) -> RowsByOwner:
-    """Sort a batch's unique rows by the rank that owns them. Rank `last` comes after all other ranks."""
+def sort_by_owner(unique: Lookup, num_ranks: int, last_rank: int) -> RowsByOwner:
+    """Sort a batch's unique rows by the rank that owns them. Rank `last_rank` comes after all other ranks."""
     keys = unique.ids.cpu()
     tables = torch.zeros_like(keys) if unique.table_ids is None else unique.table_ids.cpu()
-    owners = _core.owners(tables.numpy().astype(np.uint32), keys.numpy().view(np.uint64), ranks)
-    owner_order = np.where(owners == last, ranks - 1, owners - (owners > last))
+    owners = _core.find_owners(tables.numpy().astype(np.uint32), keys.numpy().view(np.uint64), num_ranks)
+    owner_order = np.where(owners == last_rank, num_ranks - 1, owners - (owners > last_rank))
     order = np.argsort(owner_order.astype(np.uint16), kind="stable")  # NumPy sorts 16-bit numbers with a radix sort
-    positions = np.empty_like(order)
-    positions[order] = np.arange(len(order))
-    counts = np.bincount(owners, minlength=ranks).tolist()
+    indices = np.empty_like(order)
+    indices[order] = np.arange(len(order))
+    counts = np.bincount(owners, minlength=num_ranks).tolist()
     index = torch.from_numpy(order)
-    return RowsByOwner(keys[index], tables[index], positions, counts)
+    return RowsByOwner(keys[index], tables[index], indices, counts)
 
 
 class Processor(Protocol[B]):
@@ -79,7 +79,7 @@ class Processor(Protocol[B]):
         """Returns a deferred error, each error only once. With `wait`, waits for all launched work first."""
         return None
 
-    def free_memory(self) -> FreeMemory | None:
+    def read_free_memory(self) -> FreeMemory | None:
         """Returns the device's free memory, or None if the processor uses rows in host memory."""
         return None
 
@@ -92,10 +92,10 @@ class Processor(Protocol[B]):
     def make_cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
         """Make a table for all rows in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
 
-    def make_batch(self, lookups: Sequence[Lookup], dedup_from: B | None = None, is_future: bool = False) -> B:
+    def make_batch(self, lookups: Sequence[Lookup], sibling: B | None = None, is_future: bool = False) -> B:
         """Deduplicate lookups into a batch. Raises InputError, maybe deferred, for illegal ids, table ids and offsets.
 
-        `dedup_from` is a batch of the same lookups for another embedding with the same number of tables and the same
+        `sibling` is a batch of the same lookups for another embedding with the same number of tables and the same
         padding. Its deduplication is reused. `is_future`: the batch is for a later step, which raises the errors.
         """
 
@@ -139,42 +139,42 @@ class Processor(Protocol[B]):
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
-    def set_hyperparams(self, rule: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+    def set_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
         """Set the rule's numbers (`RowOptimizer.compute_hyperparams`), the step, and the factor for gradients."""
 
-    def update(self, batch: B, gradients: Gradients, rule: str) -> None:
+    def update(self, batch: B, gradients: Gradients, rule_name: str) -> None:
         """Sum the gradients of each row and apply the rule. Raises TypeError or ValueError before any write."""
 
-    def square_gradients(self, batch: B, gradients: Gradients) -> Tensor:
+    def compute_squared_norms(self, batch: B, gradients: Gradients) -> Tensor:
         """Returns each unique row's sum of squared gradient elements, as float32. Zeros may follow these sums."""
 
     def sum_gradients(
-        self, batch: B, gradients: Gradients, positions: NDArray[np.int64] | None = None, out: Tensor | None = None
+        self, batch: B, gradients: Gradients, indices: NDArray[np.int64] | None = None, out: Tensor | None = None
     ) -> Tensor:
         """Returns each row's summed gradient, reduced as in `update`: float32 [unique, dim].
 
-        If `out` is given, writes row u's gradient to out[positions[u]]; `out` is contiguous, [*, dim]. May wait.
+        If `out` is given, writes row u's gradient to out[indices[u]]; `out` is contiguous, [*, dim]. May wait.
         """
 
     def list_unique_rows(self, batch: B) -> Lookup:
         """Returns a lookup that contains each row of the batch once, in the batch's order. May wait for the device."""
 
-    def set_lines(
-        self, batch: B, rows: Tensor, positions: NDArray[np.int64], other_rows: tuple[B, int] | None = None
+    def set_lookup_rows(
+        self, batch: B, rows: Tensor, indices: NDArray[np.int64], other_rows: tuple[B, int] | None = None
     ) -> None:
-        """Make `gather` and `weights_grad` read row u of the batch from rows[positions[u]].
+        """Make `gather` and `weights_grad` read row u of the batch from rows[indices[u]].
 
-        `rows` is float32 [*, dim]. If `other_rows=(other, start)` is given, position len(rows) + i means row start + i
+        `rows` is float32 [*, dim]. If `other_rows=(other, start)` is given, index len(rows) + i means row start + i
         of the batch `other`. `other` must be a batch of this processor, and must stay pinned while `batch` is read.
         """
 
     def assign(self, batch: B, values: NDArray[np.float32], step: int) -> None:
         """Write values [positions, dim] to the rows of a lookup without bags. A row's last value wins."""
 
-    def preview_catch_up(self, batch: B, rule: str) -> None:
+    def preview_catch_up(self, batch: B, rule_name: str) -> None:
         """Apply missed steps to the rows that `gather` returns. The stored rows do not change."""
 
-    def catch_up(self, batch: B, rule: str) -> None:
+    def catch_up(self, batch: B, rule_name: str) -> None:
         """Apply missed steps to the stored rows of a batch."""
 
 

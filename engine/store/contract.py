@@ -99,8 +99,8 @@ class Tier(WritableTier, Protocol):
     def native(self) -> _core.Tier:
         """The tier's C++ object, for a CPU cache above this tier."""
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
-        """Copy rows to their lines, except rows that the tier lacks. counts_as_use: caches record the use."""
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, should_touch: bool = True) -> HitMask:
+        """Copy rows to their lines, except rows that the tier lacks. should_touch: caches record the use."""
 
 
 class NativeTier:
@@ -108,8 +108,8 @@ class NativeTier:
 
     native: Any
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
-        return self.native.read(tables, keys, lines, counts_as_use)
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, should_touch: bool = True) -> HitMask:
+        return self.native.read(tables, keys, lines, should_touch)
 
     def write(self, tables: TableIds, keys: Keys, lines: Lines) -> None:
         self.native.write(tables, keys, lines)
@@ -163,7 +163,7 @@ class TopTier(TierBase, Protocol[B]):
         """Start to collect changed rows. Returns None if `_core.ChangedRows` can collect batches' rows."""
         return None
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, should_touch: bool = True) -> HitMask:
         """Copy rows to lines, as in `Tier.read`."""
 
     def hit_counts(self) -> HitCounts:

@@ -53,7 +53,7 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
         self._num_peeked = self._num_unknown = 0  # rows that `peek` looked up, and rows that `peek` did not find
 
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
-        missing = self.native.find(batch)
+        missing = self.native.look_up_rows(batch)
         if capacity_limit is not None:
             # A failed step may have inserted rows without writing them. Such rows count as new.
             check_capacity(_core.count_new(batch, self._layout), capacity_limit)
@@ -64,16 +64,16 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
         """Do nothing: a full table never moves its lines."""
 
     def peek(self, batch: _core.Batch, is_training: bool = False) -> None:
-        missing = self.native.find(batch)
+        missing = self.native.look_up_rows(batch)
         if not is_training:
             self._num_peeked += batch.num_unique
             self._num_unknown += missing
         if missing:
             _core.initialise_missing(batch, self._layout)
 
-    def gather_few(self, keys: Keys, last_ids: Keys | None, out: NDArray[np.float32], is_training: bool) -> bool:
+    def gather_few(self, keys: Keys, max_ids: Keys | None, out: NDArray[np.float32], is_training: bool) -> bool:
         """Copy the rows of `keys` in table 0 to `out`. Returns False if a row is missing. is_training: as in `peek`."""
-        unique = self.native.gather_few(keys, last_ids, out)
+        unique = self.native.gather_few(keys, max_ids, out)
         self._num_peeked += 0 if is_training else unique
         return unique > 0
 

@@ -73,15 +73,15 @@ class RocksDB(NativeTier):
                 self.native = _core.RocksTier(
                     str(folder),
                     width,
-                    create=shards is None,
+                    create_if_missing=shards is None,
                     read_only=read_only,
-                    shards=self.shards,
+                    num_shards=self.shards,
                     block_bytes=block_bytes,
-                    cache_bytes=int(cache_mb * MB),
-                    buffer_bytes=WRITE_BUFFER_BYTES,
+                    block_cache_bytes=int(cache_mb * MB),
+                    write_buffer_bytes=WRITE_BUFFER_BYTES,
                     read_mode=read_mode,
                     async_io=async_io,
-                    read_threads=read_threads,
+                    max_read_threads=read_threads,
                     options=_core.parse_rocksdb_options(options),
                 )
             except StoreError as error:

@@ -11,7 +11,7 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySplit, SharedWith, split_memory
+from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySharer, MemorySplit, split_memory
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, read_free_host_memory
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, to_mb
@@ -26,7 +26,7 @@ class AutoBudgets:
     def __init__(self, name: str, options: StoreOptions, root: Path = ROOT, num_ranks: int = 1) -> None:
         self._name, self._options, self._root, self._num_ranks = name, options, root, num_ranks
         self._free_memory: dict[str, FreeMemory] = {}  # read once, so a reopened table gets the same budgets
-        self._promised_bytes: dict[str, int] = {}  # bytes promised to this embedding; the key is a device or the host
+        self._reserved_bytes: dict[str, int] = {}  # bytes reserved for this embedding; the key is a device or the host
         self._printed_lines: set[str] = set()
 
     def resolve(self, processor: Processor[Any]) -> StoreOptions:
@@ -38,7 +38,7 @@ class AutoBudgets:
         with _lock:
             _instances.add(self)
         row_bytes = processor.layout.line_bytes + LINE_OVERHEAD_BYTES
-        device_memory = processor.free_memory()
+        device_memory = processor.read_free_memory()
         if device_memory is not None and options.cache_budget_mb == "auto":
             split = self._split(TOP, str(processor.device), device_memory, row_bytes, "device")
             options = replace(options, cache_budget_mb=split.cache_mb)
@@ -47,10 +47,10 @@ class AutoBudgets:
         return self._resolve_host(options, row_bytes, has_top_cache=device_memory is None)
 
     def release(self) -> None:
-        """Release the memory promised to this embedding, whose caches are now closed."""
-        if self._promised_bytes:
+        """Release the memory reserved for this embedding, whose caches are now closed."""
+        if self._reserved_bytes:
             with _lock:
-                self._promised_bytes.clear()
+                self._reserved_bytes.clear()
 
     def _resolve_host(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
         """Returns the options with MiB for "auto" caches in host memory. has_top_cache: one is the top cache."""
@@ -58,11 +58,11 @@ class AutoBudgets:
         budgets = [options.get(LOWER, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(to_mb(mb) + options.compute_overflow_mb(to_mb(mb)) for mb in budgets if mb and mb != "auto")
         fixed_mb += options.get("rocksdb_cache_mb") or 0
-        shared_with: SharedWith = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
+        sharer: MemorySharer = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = read_free_host_memory(self._root)
         if free is not None and self._num_ranks > 1:
             free = FreeMemory(free.bytes // self._num_ranks, f"{free.location} for each of {self._num_ranks} ranks")
-        split = self._split(name, str(self._root), free, row_bytes, shared_with, options.overflow_mb, fixed_mb)
+        split = self._split(name, str(self._root), free, row_bytes, sharer, options.overflow_mb, fixed_mb)
         numbers: dict[str, Any] = {name: split.cache_mb, "overflow_mb": split.overflow_mb}
         if name == TOP and options.get(LOWER) == "auto":
             numbers[LOWER] = 0  # a second cache would be in the same memory as the top cache
@@ -71,10 +71,10 @@ class AutoBudgets:
     def _split(
         self,
         name: str,
-        memory: str,
+        memory_key: str,
         free: FreeMemory | None,
         row_bytes: int,
-        shared_with: SharedWith,
+        sharer: MemorySharer,
         overflow_mb: float | None = 0,
         fixed_mb: float = 0,
     ) -> MemorySplit:
@@ -85,13 +85,13 @@ class AutoBudgets:
                 f"{str(self._root / 'proc/meminfo')!r}; give a number of MiB"
             )
         with _lock:
-            if memory not in self._free_memory:
-                promised = sum(budgets._promised_bytes.get(memory, 0) for budgets in _instances)
-                if not promised:
-                    _initial_free_bytes[memory] = free.bytes
-                rest = max(min(free.bytes, _initial_free_bytes[memory] - promised), 0)
-                self._free_memory[memory] = FreeMemory(rest, free.location)
-            free = self._free_memory[memory]
+            if memory_key not in self._free_memory:
+                reserved = sum(budgets._reserved_bytes.get(memory_key, 0) for budgets in _instances)
+                if not reserved:
+                    _initial_free_bytes[memory_key] = free.bytes
+                rest = max(min(free.bytes, _initial_free_bytes[memory_key] - reserved), 0)
+                self._free_memory[memory_key] = FreeMemory(rest, free.location)
+            free = self._free_memory[memory_key]
             capacity = self._options.capacity
             split = split_memory(
                 free.bytes / MB, row_bytes, shared_with, capacity=capacity, overflow_mb=overflow_mb, fixed_mb=fixed_mb
@@ -103,7 +103,7 @@ class AutoBudgets:
                     f"get {split.cache_mb:.1f} MiB, but needs {MIN_CACHE_ROWS * row_bytes / MB:.1f} MiB for the "
                     f"minimum of {MIN_CACHE_ROWS} rows. Free memory, or give a number of MiB"
                 )
-            self._promised_bytes[memory] = int((split.free_mb - split.rest_mb) * MB)
+            self._reserved_bytes[memory_key] = int((split.free_mb - split.rest_mb) * MB)
         line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.location}: {split}"
         if line not in self._printed_lines and sys.stderr is not None:
             self._printed_lines.add(line)
@@ -117,11 +117,11 @@ _initial_free_bytes: dict[str, int] = {}  # free bytes before any promise to a c
 _lock = Lock()
 
 
-def _forget_parent() -> None:
+def _reset_after_fork() -> None:
     """Reset the state in a forked child: the child uses no cache of its parent, whose threads may hold the lock."""
     global _lock
     _lock = Lock()
     _instances.clear()
 
 
-os.register_at_fork(after_in_child=_forget_parent)
+os.register_at_fork(after_in_child=_reset_after_fork)

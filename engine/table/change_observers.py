@@ -21,7 +21,7 @@ from .. import _core
 from ..cache.cached import CpuCachedTier
 from ..errors import StoreError
 from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, extract_row_keys
-from ..signals import uninterrupted
+from ..signals import defer_signals
 from ..store.contract import ChangeSource, TopTier
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
 from ..store.rocksdb import RocksDB
@@ -133,7 +133,7 @@ class ChangeObservers:
 
         max_bytes: memory limit for before-images. At the limit, steps wait for the reader. Raises StoreError.
         """
-        with self._table.lock, uninterrupted():
+        with self._table.lock, defer_signals():
             top_tier = self._table.prepare_top_tier()
             self._table.raise_deferred_error()
             self.check_not_saving()

@@ -52,7 +52,7 @@ class _Announcement:
         self._originals = lookups  # keeps the tensors alive, so no other tensor gets their memory
         self.batch: Any = None  # the whole step's batch, if this is the step's first announcement
         self.ready_event: Any = None  # a GPU event that was recorded when `batch` was made
-        self.is_known = False  # True if the batch was announced to the top tier
+        self.is_announced = False  # True if the batch was announced to the top tier
         self.is_fetched = False  # True if the batch's rows are in the top tier
         self.error: BaseException | None = None
 
@@ -63,7 +63,7 @@ class _Announcement:
 
 
 def _join_lookups(step: Sequence[_Announcement]) -> list[Lookup]:
-    return [lookup for announced in step for lookup in announced.lookups]
+    return [lookup for announcement in step for lookup in announcement.lookups]
 
 
 def _copy_tensor(part: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def _memory_key(lookup: Lookup) -> tuple[Any, ...]:
 class Prefetcher:
     """Prepares a table's announced batches in order. The thread starts at the first announcement."""
 
-    def __init__(self, processor: Processor[Any], top_tier: TopTier[Any], threads: int) -> None:
-        self._processor, self._top_tier, self._threads = processor, top_tier, threads
+    def __init__(self, processor: Processor[Any], top_tier: TopTier[Any], num_threads: int) -> None:
+        self._processor, self._top_tier, self._num_threads = processor, top_tier, threads
         self.counts = dict(ZERO_COUNTS)
         self._announcements: deque[_Announcement] = deque()  # not used yet, oldest first; empty if no thread runs
         self._condition = Condition()
@@ -92,7 +92,7 @@ class Prefetcher:
         self._num_steps = 0
         self._is_tier_full = False  # True if the tier has no room for more rows until a step ends
         self._num_unmatched = 0  # consecutive steps that were not announced
-        self._num_per_step = 1  # how many announcements the last announced step matched
+        self._announcements_per_step = 1  # how many announcements the last announced step matched
 
     @property
     def has_thread(self) -> bool:
@@ -104,7 +104,7 @@ class Prefetcher:
             self.counts["prefetch_dropped"] += 1
             if not self._is_idle:
                 return
-        announced = _Announcement(lookups, self._processor)
+        announcement = _Announcement(lookups, self._processor)
         with self._condition:
             if self._thread is None or not self._thread.is_alive():
                 self._is_busy = False
@@ -113,7 +113,7 @@ class Prefetcher:
                 self._thread, self._process_id = thread, os.getpid()
             if len(self._announcements) == MAX_QUEUE:
                 self._announcements.popleft()
-            self._announcements.append(announced)
+            self._announcements.append(announcement)
             self._condition.notify_all()
 
     @property
@@ -132,7 +132,7 @@ class Prefetcher:
             yield None
             return
         match = self._find_match(lookups) if lookups else None
-        if lookups is not None and match == (0, self._num_per_step) and not self._is_idle:
+        if lookups is not None and match == (0, self._announcements_per_step) and not self._is_idle:
             batch = self._take(lookups)
             try:
                 yield batch
@@ -173,9 +173,9 @@ class Prefetcher:
         """Returns (position, count) of consecutive announcements that together hold these lookups, or None."""
         for start in range(len(self._announcements)):
             end = 0
-            for count, announced in enumerate(islice(self._announcements, start, None), 1):
-                begin, end = end, end + len(announced.lookups)
-                if not announced.matches(lookups[begin:end]):
+            for count, announcement in enumerate(islice(self._announcements, start, None), 1):
+                begin, end = end, end + len(announcement.lookups)
+                if not announcement.matches(lookups[begin:end]):
                     break
                 if end == len(lookups):
                     return start, count
@@ -185,8 +185,8 @@ class Prefetcher:
         """Remove and return the oldest announced batch. The caller has checked that the batch matches the step."""
         with self._condition:
             first = self._announcements[0]
-            if not wait_for(self._condition, lambda: first.is_known or first.error, self._thread):
-                while len(self._announcements) > self._num_per_step:  # later steps are not prefetched
+            if not wait_for(self._condition, lambda: first.is_announced or first.error, self._thread):
+                while len(self._announcements) > self._announcements_per_step:  # later steps are not prefetched
                     self._announcements.pop()
                 first.error = MemoryError(
                     "the prefetch thread ended without an error, probably because memory ran out; free memory or "
@@ -195,8 +195,8 @@ class Prefetcher:
             if first.error is None:
                 self._num_unmatched = 0
                 self.counts["prefetch_hits"] += 1
-                return self._adopt(self._num_per_step, lookups)
-        self._interrupt((0, self._num_per_step), lookups)
+                return self._adopt(self._announcements_per_step, lookups)
+        self._interrupt((0, self._announcements_per_step), lookups)
         self._resume()
         raise first.error
 
@@ -211,8 +211,8 @@ class Prefetcher:
             if not wait_for(self._condition, lambda: not self._is_busy, self._thread):
                 self._is_busy = False  # the thread died
             self._top_tier.cancel()
-            for announced in self._announcements:
-                announced.is_known = announced.is_fetched = False
+            for announcement in self._announcements:
+                announcement.is_announced = announcement.is_fetched = False
             self._is_tier_full = False
             if lookups is not None:
                 self.counts["prefetch_misses"] += 1
@@ -229,10 +229,10 @@ class Prefetcher:
 
     def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
         """Drop the `count` oldest announcements. If their batch exists, make it usable by this thread and return it."""
-        if count != self._num_per_step:  # drop prepared batches: each holds `_num_per_step` announcements
-            self._num_per_step = count
-            for announced in self._announcements:
-                announced.batch = None
+        if count != self._announcements_per_step:  # drop prepared batches, which hold the old number of announcements
+            self._announcements_per_step = count
+            for announcement in self._announcements:
+                announcement.batch = None
         first, *others = [self._announcements.popleft() for _ in range(count)]
         if first.batch is not None:
             self._processor.wait_event(first.ready_event)
@@ -245,7 +245,7 @@ class Prefetcher:
             self._condition.notify_all()
 
     def _run(self) -> None:
-        _core.use_own_pool(self._threads)
+        _core.use_own_pool(self._num_threads)
         me = current_thread()
         while True:
             with self._condition:
@@ -265,33 +265,33 @@ class Prefetcher:
 
     def _find_work(self) -> list[_Announcement] | None:
         """Returns announcements of the next step to work on, or None. All steps are announced before any is fetched."""
-        size, position = self._num_per_step, None
+        size, position = self._announcements_per_step, None
         steps = 0 if self._is_idle or self._is_paused else min(len(self._announcements) // size, MAX_WINDOW)
-        for number, announced in enumerate(islice(self._announcements, 0, steps * size, size)):
-            if announced.error is not None:
+        for number, announcement in enumerate(islice(self._announcements, 0, steps * size, size)):
+            if announcement.error is not None:
                 break  # the step will raise the error; later batches wait until then
-            if not announced.is_known:
+            if not announcement.is_announced:
                 return [*islice(self._announcements, number * size, (number + 1) * size)]
-            if not announced.is_fetched and not self._is_tier_full and position is None:
+            if not announcement.is_fetched and not self._is_tier_full and position is None:
                 position = number * size
         return None if position is None else [*islice(self._announcements, position, position + size)]
 
     def _prepare(self, step: list[_Announcement]) -> None:
-        announced = step[0]
-        if announced.is_known:
+        announcement = step[0]
+        if announcement.is_announced:
             num_steps = self._num_steps
-            fetched = self._top_tier.prefetch(announced.batch)
+            fetched = self._top_tier.prefetch(announcement.batch)
             with self._condition:
-                announced.is_fetched = fetched
+                announcement.is_fetched = fetched
                 self._is_tier_full = not fetched and num_steps == self._num_steps
             return
-        if announced.batch is None:
+        if announcement.batch is None:
             for part in step:
                 self._processor.wait_event(part.copy_event)
             batch = self._processor.make_batch(_join_lookups(step), is_future=True)
-            announced.ready_event = self._processor.record_event()
-            announced.batch = batch
-        self._top_tier.announce(announced.batch)
+            announcement.ready_event = self._processor.record_event()
+            announcement.batch = batch
+        self._top_tier.announce(announcement.batch)
         with self._condition:
-            announced.is_known = True
+            announcement.is_announced = True
             self._condition.notify_all()

@@ -16,8 +16,8 @@ from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
 from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
-from ..row_format import KEY, Chunks, RowFormat
-from ..signals import uninterrupted
+from ..row_format import ROW_KEY_DTYPE, Chunks, RowFormat
+from ..signals import defer_signals
 from ..store.table_counts import Counts, count_by_table
 from .stack import Stack
 
@@ -48,7 +48,7 @@ def load_rows(stack: Stack, chunks: Chunks, row_format: RowFormat, num_tables: i
 
 def locate_lines(rows: NDArray[np.void]) -> NDArray[np.uint64]:
     """Returns the addresses of the lines in scanned rows [n]. A row is its row key followed by its line."""
-    start = rows.ctypes.data + KEY.itemsize
+    start = rows.ctypes.data + ROW_KEY_DTYPE.itemsize
     return np.arange(len(rows), dtype=np.uint64) * np.uint64(rows.dtype.itemsize) + np.uint64(start)
 
 
@@ -70,7 +70,7 @@ def catch_up_rows(stored: Mapping[str, Any], chunks: Chunks) -> Chunks:
 def iterate_locked(items: Iterator[T], lock: RLock, check: Callable[[], object]) -> Iterator[T]:
     """Yield items, reading each under the table's lock. `check` raises if the table can no longer be used."""
     while True:
-        with lock, uninterrupted():
+        with lock, defer_signals():
             check()
             item = next(items, None)
         if item is None:

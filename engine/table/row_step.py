@@ -1,8 +1,8 @@
-"""`row_step` runs a training step: all training steps update rows through this function.
+"""`run_row_step` runs a training step: all training steps update rows through this function.
 
-Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all use `row_step`. This function
-ensures three things: only one thread at a time trains an embedding, the step's optimizer updates the rows, and a failed
-step leaves no row pinned.
+Compiled steps, `EagerOptimizer`, optimizers in backward and table-batched embeddings all use `run_row_step`. This
+function ensures three things: only one thread at a time trains an embedding, the step's optimizer updates the rows, and
+a failed step leaves no row pinned.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from typing import Any, TypeVar
 from ..errors import GraphError
 from ..ops.embedding_base import EmbeddingBase
 from ..optim.row_optimizer import RowOptimizer
-from ..signals import uninterrupted
+from ..signals import defer_signals
 
 T = TypeVar("T")
 
-_running_steps: dict[int, tuple[Thread, str]] = {}  # for each embedding's op_id: the running step's thread and owner
+_running_steps: dict[int, tuple[Thread, str]] = {}  # for each embedding's op_id: the running step's thread and caller
 os.register_at_fork(after_in_child=_running_steps.clear)
 
 
-def row_step(
-    pairs: Sequence[tuple[EmbeddingBase, RowOptimizer]], owner: str, step: Callable[..., T], *arguments: Any
+def run_row_step(
+    pairs: Sequence[tuple[EmbeddingBase, RowOptimizer]], caller: str, body: Callable[..., T], *arguments: Any
 ) -> T:
-    """Run `step(*arguments)`, a function that pins and updates rows of the embeddings in `pairs`. Returns its result.
+    """Run `body(*arguments)`, a function that pins and updates rows of the embeddings in `pairs`. Returns its result.
 
-    Each embedding first gets the optimizer paired with it. Ctrl-C waits until the step ends. `owner` names the step's
-    owner in errors. Raises GraphError if another thread is training one of the embeddings.
+    Each embedding first gets the optimizer paired with it. Ctrl-C waits until the step ends. `caller` names the step's
+    caller in errors. Raises GraphError if another thread is training one of the embeddings.
     """
-    step_owner = current_thread(), owner
+    this_step = current_thread(), caller
     locked_ids: list[int] = []
-    with uninterrupted():
+    with defer_signals():
         try:
             for embedding, _ in pairs:
-                holder = _running_steps.setdefault(embedding.op_id, step_owner)
-                if holder is step_owner:
+                running_step = _running_steps.setdefault(embedding.op_id, this_step)
+                if running_step is this_step:
                     locked_ids.append(embedding.op_id)
-                elif (thread := holder[0]) is not step_owner[0]:
+                elif (thread := running_step[0]) is not this_step[0]:
                     raise GraphError(
-                        f"a step of {owner} in thread {step_owner[0].name!r} cannot train embedding {embedding.name!r} "
-                        f"while a step of {holder[1]} in thread {thread.name!r} trains the embedding. Run all "
+                        f"a step of {caller} in thread {this_step[0].name!r} cannot train embedding {embedding.name!r} "
+                        f"while a step of {running_step[1]} in thread {thread.name!r} trains the embedding. Run all "
                         "training steps of an embedding in one thread, or hold a lock around each step"
                     )
             try:
                 for embedding, optimizer in pairs:
                     if embedding.row_optimizer is not optimizer:
                         embedding.use_optimizer(optimizer)  # another optimizer trained the embedding in between
-                return step(*arguments)
+                return body(*arguments)
             except BaseException as error:
                 embeddings = [embedding for embedding, _ in pairs]
                 groups = dict.fromkeys(embedding.group for embedding in embeddings if embedding.group is not None)

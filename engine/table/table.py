@@ -32,8 +32,8 @@ from ..optim.rule import needs_catch_up
 from ..options.lookup import Lookup
 from ..options.table_spec import ID_LIMITS_FIELD, RUN_ID_FIELD, TableSpec
 from ..processors.processor import Processor
-from ..row_format import LAST_STEP, Chunks, Keys, TableIds
-from ..signals import uninterrupted
+from ..row_format import MAX_STEP, Chunks, Keys, TableIds
+from ..signals import defer_signals
 from ..store.contract import CapacityLimit, TopTier
 from ..store.full import CpuFullTier
 from ..store.rocksdb import RocksDB
@@ -75,16 +75,16 @@ class PinnedBatch:
             self.table.check_pinned(self)
             return self.table.processor.weights_grad(self.batch, index, self.lookups[index], grad)
 
-    def square_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
+    def compute_squared_norm(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
         return add_partial_sums([self.compute_square_sum(grads, weights)])
 
     def compute_square_sum(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
-        """Returns `square_gradients` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
+        """Returns `compute_squared_norm` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
         gradients = self.check_gradients(grads, weights)
         with self.table.lock:
             self.table.check_pinned(self)
-            return compute_partial_sum(self.table.processor.square_gradients(self.batch, gradients).cpu().numpy())
+            return compute_partial_sum(self.table.processor.compute_squared_norms(self.batch, gradients).cpu().numpy())
 
     def update(
         self,
@@ -198,7 +198,7 @@ class OpenTable:
         self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:
-        limits = {} if self.spec.last_ids is None else {ID_LIMITS_FIELD: self.id_limits}
+        limits = {} if self.spec.max_ids is None else {ID_LIMITS_FIELD: self.id_limits}
         return {**self.spec.describe(self.state, self.hyperparams, self.step), RUN_ID_FIELD: self.run_id, **limits}
 
     def scan(self) -> Chunks:
@@ -212,7 +212,7 @@ class OpenTable:
         yield from self.row_format.from_words(iterate_locked(top_tier.scan(), self.lock, check))
 
     def flush(self) -> None:
-        with self.lock, uninterrupted():
+        with self.lock, defer_signals():
             self.prepare_top_tier().flush()
 
     def flush_ahead(self) -> None:
@@ -228,13 +228,13 @@ class OpenTable:
         return self.prefetcher is not None and self.prefetcher.has_thread
 
     def stop_prefetch(self) -> None:
-        with self.lock, uninterrupted():
+        with self.lock, defer_signals():
             if self.prefetcher is not None:
                 self.prefetcher.close()
 
     def close(self) -> None:
         """Release memory and files without flushing. May be called again."""
-        with self.lock, uninterrupted():
+        with self.lock, defer_signals():
             stack, self.stack, self._pinned = self.stack, None, None
             if stack is not None:
                 self.observers.close()
@@ -289,7 +289,7 @@ class OpenTable:
         """Erase rows that an earlier call failed to erase. Raises ClosedError, StoreError."""
         top_tier = self.require_top_tier()
         if self.pending_erase is not None:
-            with self.lock, uninterrupted():
+            with self.lock, defer_signals():
                 if self.pending_erase is None:  # another thread has finished the erasure
                     return
                 tables, keys, existing, cause = self.pending_erase
@@ -357,16 +357,16 @@ class OpenTable:
             return self.processor.weights_grad(self._peek(lookup, is_training=True), 0, lookup, grad)
 
     def pin(
-        self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, dedup_from: PinnedBatch | None = None
+        self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, sibling: PinnedBatch | None = None
     ) -> PinnedBatch:
         """Deduplicate the ids, fetch their rows and pin them. Gathered rows and gradients have `dtype`.
 
-        Uses a prefetched batch if there is one. Otherwise `dedup_from` goes to `Processor.make_batch`. If `pin` raises
+        Uses a prefetched batch if there is one. Otherwise `sibling` goes to `Processor.make_batch`. If `pin` raises
         CapacityError, nothing is pinned. To defer signals until the update is done, call both inside a `row_step`.
         """
         self.yield_to_reader()
         with self.lock:
-            pinned = self._pin(lookups, dtype, dedup_from)
+            pinned = self._pin(lookups, dtype, sibling)
             if self.catch_up_rule:
                 self.set_hyperparams()
                 self.preview_catch_up(pinned.batch)
@@ -382,7 +382,7 @@ class OpenTable:
     def announce(self, lookups: list[Lookup]) -> None:
         """Announce the lookups of a future step for prefetching, in the order of steps."""
         self.require_optimizer()
-        with self.lock, uninterrupted():
+        with self.lock, defer_signals():
             top_tier = self.prepare_top_tier()
             if self.prefetcher is None:
                 self.prefetcher = Prefetcher(self.processor, top_tier, self._io_threads)
@@ -425,7 +425,7 @@ class OpenTable:
             self.processor.assign(pinned.batch, values, self.step)
 
         self.observers.wait_for_memory()
-        with self.lock, uninterrupted():
+        with self.lock, defer_signals():
             pinned = self._pin([lookup], torch.float32, None, is_step=False)
             self.raise_deferred_error()
             self._write(pinned, self.step, write)
@@ -433,7 +433,7 @@ class OpenTable:
     def delete(self, lookup: Lookup) -> int:
         """Delete the rows of ids from all tiers. Returns how many of these rows had been written."""
         self.observers.wait_for_memory()
-        with self.lock, uninterrupted():
+        with self.lock, defer_signals():
             self.release()
             with self.use_announced(None):
                 existing = self.count_written(lookup)
@@ -460,12 +460,12 @@ class OpenTable:
             batch = self.processor.make_batch(lookups)
             return self.processor.list_unique_rows(batch), self.processor.sum_gradients(batch, gradients)
 
-    def square_gradients(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
-        """Returns `PinnedBatch.square_gradients` for lookups that are not pinned. Raises InputError."""
+    def compute_squared_norm(self, lookups: list[Lookup], grads: list[Tensor], weights: list[Tensor | None]) -> float:
+        """Returns `PinnedBatch.compute_squared_norm` for lookups that are not pinned. Raises InputError."""
         gradients = check_gradients(self.spec, lookups, grads, weights, grads[0].dtype)
         with self.lock:
             self.require_top_tier()
-            squares = self.processor.square_gradients(self.processor.make_batch(lookups), gradients)
+            squares = self.processor.compute_squared_norms(self.processor.make_batch(lookups), gradients)
             return add_partial_sums([compute_partial_sum(squares.cpu().numpy())])
 
     def count_written(self, lookup: Lookup) -> Counts:
@@ -477,7 +477,7 @@ class OpenTable:
 
     def release(self) -> None:
         """Unpin the rows that a failed step left pinned."""
-        with self.lock, uninterrupted():
+        with self.lock, defer_signals():
             self._release()
 
     def _release(self) -> None:
@@ -486,14 +486,14 @@ class OpenTable:
             self._unpin(pinned, dirty=False)
 
     def _pin(
-        self, lookups: list[Lookup], dtype: torch.dtype, dedup_from: PinnedBatch | None, is_step: bool = True
+        self, lookups: list[Lookup], dtype: torch.dtype, sibling: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self._release()
         top_tier = self.prepare_top_tier()  # finish pending erasures before counting rows
         with self.use_announced(lookups if is_step else None) as batch:
             if batch is None:
                 self.raise_deferred_error(wait=False)
-                batch = self.processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
+                batch = self.processor.make_batch(lookups, None if sibling is None else sibling.batch)
             step = self.step + is_step
             if self.lifecycle.has_ledger and (victims := self.lifecycle.admit(batch, self.layout, step, is_step)):
                 self._erase(*victims, "evicted")
@@ -588,7 +588,7 @@ class OpenTable:
 
     def _check_step_and_caches(self) -> None:
         """Check that the step number is not too large, and look for caches that are too small. Few steps call this."""
-        if self.step >= LAST_STEP:
+        if self.step >= MAX_STEP:
             raise StoreError(
                 f"embedding {self.spec.name!r} is at step {self.step}, the last step number that rows can store; "
                 "save a snapshot and load it with weights_only=True. This load resets the step and the optimizer state"
@@ -596,4 +596,4 @@ class OpenTable:
         with self.lock, suppress(StoreError):  # if the store has failed, the next call that needs rows raises
             tiers = self.require_top_tier().metrics()
             self.small_cache_detector.check(tiers)
-            self._next_check_step = min(2 * self.step, LAST_STEP) if len(tiers) > 1 else LAST_STEP
+            self._next_check_step = min(2 * self.step, MAX_STEP) if len(tiers) > 1 else MAX_STEP

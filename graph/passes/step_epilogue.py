@@ -230,7 +230,7 @@ def apply_gradients(
             batch.release()
         return False
     if epilogue.max_norm is not None:
-        squares = sum_squares(grads) + sum(r.batch.square_gradients(r.grads, r.weights) for r in rows)
+        squares = sum_squares(grads) + sum(r.batch.compute_squared_norm(r.grads, r.weights) for r in rows)
         factor = epilogue.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         scale *= 1.0 if factor > 1.0 else factor
     for batch, row_grads, weights in rows:

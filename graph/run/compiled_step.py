@@ -24,8 +24,8 @@ from ...engine.errors import OptimizerError, OptionError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
-from ...engine.signals import uninterrupted
-from ...engine.table.row_step import row_step
+from ...engine.signals import defer_signals
+from ...engine.table.row_step import run_row_step
 from ..passes import rewrite
 from ..passes.collectives import find_common_world, pin_early, schedule_collectives
 from ..passes.inductor import compile_dense
@@ -79,7 +79,7 @@ class CompiledStep:
         Raises GraphError if another thread trains the same rows, and DynamicStepFailed to request a static-shape step.
         """
         if self.trained_rows:
-            outputs = row_step(self.trained_rows, self.graph_name, self._forward, tensors, forward)
+            outputs = run_row_step(self.trained_rows, self.graph_name, self._forward, tensors, forward)
         else:
             outputs = self._forward(tensors, forward)
         spec, tensor_leaves = self.result_spec, iter(outputs)
@@ -115,12 +115,12 @@ class RankStep(CompiledStep):
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
         self.collectives.rank_state.remember_join(self.is_training, self.collectives.has_updates, self.join)
         synced_tensors = ((name, tensors[index]) for name, index in self.synced_indices.items())
-        with uninterrupted(), self.collectives.step(synced_tensors):
+        with defer_signals(), self.collectives.step(synced_tensors):
             return super()._forward(tensors, forward) if tensors else self.collectives.join()
 
     def join(self) -> None:
         """Take part in the step on a rank without a batch."""
-        row_step(self.trained_rows, self.graph_name, self._forward, [], None)
+        run_row_step(self.trained_rows, self.graph_name, self._forward, [], None)
 
 
 def compile_step(

@@ -38,12 +38,10 @@ _WAITING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 _UNCAPTURED_CALLS: set[Callable[..., Any]] = {dense_step, step_dense_optimizers, schedule}
 
 
-def capture_pin(
-    embedding: SnapshotEmbedding, lookups: list[Lookup], dedup_from: PinnedBatch | None = None
-) -> PinnedBatch:
+def capture_pin(embedding: SnapshotEmbedding, lookups: list[Lookup], sibling: PinnedBatch | None = None) -> PinnedBatch:
     """Launch the kernels of `embedding.pin`. `_begin_replay` does the host work before each replay."""
     table = embedding.table_handle().open_table
-    batch = table.processor.make_batch(lookups, None if dedup_from is None else dedup_from.batch)
+    batch = table.processor.make_batch(lookups, None if sibling is None else sibling.batch)
     table.require_top_tier().pin(batch, table.capacity_limit)
     table.preview_catch_up(batch)
     return table.set_pinned(batch, lookups, embedding.output_dtype)

@@ -31,7 +31,7 @@ from ...engine.checks import as_int
 from ...engine.errors import ClosedError, InputError, SnapshotError, StoreError, TierbedError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
-from ...engine.signals import uninterrupted
+from ...engine.signals import defer_signals
 from ...engine.table.prefetch import MAX_WINDOW
 from ..passes.lookups import KnownLookups
 from ..passes.step_epilogue import StepEpilogue, dense_step_counter
@@ -241,7 +241,7 @@ class Run(Iterator[Any]):
                 self._num_steps += 1
                 if self._world.rank not in ranks_without_batch:
                     return self._run_step()
-                with uninterrupted(), self._keep_batch_on_error():
+                with defer_signals(), self._keep_batch_on_error():
                     self._plans.popleft()
                     self._rank_state.join(self._graph)
                 self._announce_planned()  # the other ranks announce after their step
@@ -290,7 +290,7 @@ class Run(Iterator[Any]):
                 report = _HAS_BATCH | _IDS_KNOWN * (self._last_lookups is not None)
             elif index == len(self._window) and not isinstance(self._loader_exception, StopIteration):
                 report = _LOADER_FAILED
-            with uninterrupted():  # either all ranks plan the step, or no rank does
+            with defer_signals():  # either all ranks plan the step, or no rank does
                 self._plans.append(_PlannedStep(self._world, f"{self._op_name}, next step", report, self._last_lookups))
                 if self._world.size == 1:  # announce each batch before drawing the next
                     self._announce_planned()
@@ -299,7 +299,7 @@ class Run(Iterator[Any]):
 
     def _announce_planned(self) -> None:
         """Announce reported steps. All ranks announce the same steps. Raises RuntimeError if no thread can start."""
-        with uninterrupted():
+        with defer_signals():
             for index, plan in enumerate(self._plans):
                 can_send = not self._has_mismatch and self._world.failure is None
                 if plan.is_announced or not self._num_ahead or not can_send:
@@ -319,7 +319,7 @@ class Run(Iterator[Any]):
                 self._plans.clear()
                 self._loader_exception = StopIteration()
             self._world.handshake(self._op_name, error)
-        with uninterrupted():  # after Ctrl-C, the step is either done or still queued
+        with defer_signals():  # after Ctrl-C, the step is either done or still queued
             batch, tensors = self._window.popleft(), [self._window_tensors.popleft()] if self._window_tensors else []
             with self._keep_batch_on_error([batch], tensors):
                 self._plans.popleft()

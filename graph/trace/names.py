@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from ...embedding.tables.names import WRAPPERS
 from ...engine.errors import InputError
-from ...engine.ops.embedding_base import NoTorchScript
+from ...engine.ops.embedding_base import Unscriptable
 
 
-class HasBuild(NoTorchScript, nn.Module):
+class HasBuild(Unscriptable, nn.Module):
     """A module whose method `build` is one step, such as a subclass of `Graph`."""
 
     def build(self, *args: Any, **kwargs: Any) -> Any:

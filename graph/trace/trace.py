@@ -40,7 +40,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...engine.errors import GraphError, InputError
-from ...engine.ops.embedding_base import REMEDY, TRACED
+from ...engine.ops.embedding_base import REMEDY_ATTRIBUTE, TRACED_ATTRIBUTE
 from .alias import is_random
 from .names import HasBuild, map_tensor_names, tensor_name
 from .reads import ReadRecorder
@@ -230,7 +230,7 @@ def _make_leaf(fake: Tensor, real: Tensor) -> Tensor:
     if not isinstance(real, nn.Parameter):
         return fake
     leaf = nn.Parameter(fake, real.requires_grad)
-    setattr(leaf, TRACED, (get_ident(), real))
+    setattr(leaf, TRACED_ATTRIBUTE, (get_ident(), real))
     return leaf
 
 
@@ -277,7 +277,7 @@ class _OpGuard(TorchDispatchMode):
             raise make_setting_error(*self._settings[id(args[0])])
         for value in pytree.tree_leaves((kwargs or {}).get("out", args[:1])) if func._schema.is_mutable else ():
             is_strided = isinstance(value, Tensor) and value.layout == torch.strided
-            if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY, None)):  # an Embedding's `weight`
+            if is_strided and (remedy := getattr(value.untyped_storage(), REMEDY_ATTRIBUTE, None)):  # for `weight`
                 raise InputError(remedy)
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(

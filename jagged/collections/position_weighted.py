@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ...engine.checks import check_int
 from ...engine.errors import InputError, OptionError
-from ...engine.ops.embedding_base import NoTorchScript
+from ...engine.ops.embedding_base import Unscriptable
 from ..tensors.jagged_tensor import Jagged, JaggedTensor
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.validation import is_tracing
@@ -21,7 +21,7 @@ from .tables import key_positions
 _LENGTH_EXPECTED = "the maximum ids of a bag, from 1"
 
 
-class PositionWeightedModule(NoTorchScript, nn.Module):
+class PositionWeightedModule(Unscriptable, nn.Module):
     """Weights each id of one feature by its position in the bag. Weights start at 1.
 
     The parameter `position_weight` holds one weight per position. Its shape is [max_feature_length].
@@ -48,7 +48,7 @@ class PositionWeightedModule(NoTorchScript, nn.Module):
         return JaggedTensor(jagged.values(), weights, offsets=jagged.offsets())
 
 
-class PositionWeightedModuleCollection(NoTorchScript, nn.Module):
+class PositionWeightedModuleCollection(Unscriptable, nn.Module):
     """Weights each id by its position in the bag. Weights start at 1.
 
     `position_weights[feature]` is a parameter, with one weight per position. A longer bag raises InputError. A graph on

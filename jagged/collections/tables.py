@@ -22,7 +22,7 @@ from ...embedding.tables.row_tensors import RowTensors
 from ...embedding.tables.training_group import train_together
 from ...engine.checks import validate_arguments
 from ...engine.errors import InputError, OptionError
-from ...engine.ops.embedding_base import NoTorchScript
+from ...engine.ops.embedding_base import Unscriptable
 from ...engine.options.lookup import DEVICES, Lookup
 from ...engine.options.store_options import StoreOptions, make_device_mem_store_options
 from ...engine.options.table_names import find_table, format_choices, read_table_names
@@ -106,7 +106,7 @@ class Embeddings(nn.ModuleDict):
         return self._modules[name] if name in self._modules else self.tables[name]
 
 
-class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
+class TableModule(Unscriptable, ModelSnapshots, nn.Module):
     """A module of named tables, each held by one of its `embeddings`."""
 
     _default_name: str  # used if name=None
@@ -142,7 +142,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             self.embeddings[group] = embedding
             embedding.set_spec(has_own_seed=False)  # accept a stored seed that an older version of tierbed computed
             if not self._is_named and stores[group].persistent_path is None:
-                embedding.naming = "default"
+                embedding.name_source = "default"
             for table_id, table in enumerate(tables):
                 self._add_table(table, group, table_id)
         train_together(self.embeddings[group] for group in groups)

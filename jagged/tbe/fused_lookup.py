@@ -18,7 +18,7 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.lookup import Lookup
 from ...engine.options.table_spec import TableSpec
-from ...engine.table.row_step import row_step
+from ...engine.table.row_step import run_row_step
 from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder
 from .call_arguments import TBECall
@@ -144,7 +144,7 @@ class FusedUpdater:
             increment_version(embedding.shadow)  # a later backward raises if it needs the old values of the rows
             return weights_grad
 
-        return row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)
+        return run_row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)
 
     def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
         """Return the weights' gradient. If only this rank fails, send its error to the ranks that await gradients."""

@@ -21,7 +21,7 @@ from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.initializers import make_uniform_initializer
 from ...engine.options.store_options import make_cached_ssd_store_options
 from ...engine.options.table_spec import DTYPES, check_initializer_range, check_name, check_seed, check_state_dtype
-from ...engine.row_format import LAST_STEP
+from ...engine.row_format import MAX_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_tracing
@@ -389,7 +389,7 @@ class TableBatchedEmbeddingBags(TableModule):
         The setting is not stored: set it again after a restart.
         """
         optimizer = self._require_optimizer("set_optimizer_step")
-        num_updates = check_int("step", step, f"a whole number from 0 to {LAST_STEP - 1}", 0, LAST_STEP - 1)
+        num_updates = check_int("step", step, f"a whole number from 0 to {MAX_STEP - 1}", 0, MAX_STEP - 1)
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
         optimizer.set_step_shift(num_updates - max(steps))
 

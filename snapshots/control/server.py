@@ -15,7 +15,7 @@ from time import monotonic
 from typing import Any, Protocol
 
 from ...engine.errors import SnapshotError, StoreError, TierbedError
-from ...engine.signals import uninterrupted
+from ...engine.signals import defer_signals
 from ...engine.threads import Thread
 from ..files.format import Manifest
 from .protocol import Message, listen, open_folder_fd, peer_credentials, receive, remove, send
@@ -74,7 +74,7 @@ class Service:
 
     def start(self, folder: Path, target: SaveTarget) -> None:
         """Serve the store in `folder`, already locked by this process. If the server cannot start, log the reason."""
-        with uninterrupted():
+        with defer_signals():
             try:
                 self._start(folder, target)
             except (OSError, RuntimeError) as error:  # no socket, descriptor or thread is available
@@ -101,7 +101,7 @@ class Service:
         """Remove the socket, undo a running save, and end all threads. A client's thread may also call `stop`."""
         if not self._is_running:
             return
-        with uninterrupted():
+        with defer_signals():
             self._stop_event.set()
             with contextlib.suppress(OSError):
                 self._listener.shutdown(socket.SHUT_RDWR)  # ends `accept`

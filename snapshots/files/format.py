@@ -21,7 +21,7 @@ from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, load_kernels
 from ...engine.optim.past_rates import is_past_rates
 from ...engine.options.table_names import TABLE_NAMES, are_table_names
-from ...engine.row_format import BUCKETS, KEY, LAST_STEP, STATE_DTYPES, STORED_DTYPES, RowArray, RowFormat
+from ...engine.row_format import BUCKETS, MAX_STEP, ROW_KEY_DTYPE, STATE_DTYPES, STORED_DTYPES, RowArray, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
 
 _HEADER_STEP = 256  # bytes
@@ -74,7 +74,7 @@ class HashShard(NamedTuple):
         return max(self.slots.start, other.slots.start) < min(self.slots.stop, other.slots.stop)
 
     def rows(self, rows: RowArray) -> RowArray:
-        owners = _core.owners(rows["table"].copy(), rows["key"].copy(), self.num_shards)
+        owners = _core.find_owners(rows["table"].copy(), rows["key"].copy(), self.num_shards)
         return rows[owners == self.shard_index]
 
 
@@ -134,7 +134,7 @@ def make_validator(description: dict[str, Any], bucket: int, shard: HashShard | 
 
 def file_dtype(name: str, row_format: RowFormat) -> np.dtype[np.void]:
     """Returns the dtype of the array in a snapshot's file."""
-    return KEY if is_deleted(name) else row_format.dtype
+    return ROW_KEY_DTYPE if is_deleted(name) else row_format.dtype
 
 
 @cache  # a save calls this function for thousands of files
@@ -338,7 +338,7 @@ def check_description(value: Any) -> None:
         "seed": lambda x: type(x) is int,
         "tables": lambda x: type(x) is list,
         "padding_idx": lambda x: x is None or type(x) is int,
-        "step": lambda x: _is_count(x) and x <= LAST_STEP,
+        "step": lambda x: _is_count(x) and x <= MAX_STEP,
     }
     for field, check in field_checks.items():
         _require(field in value and check(value[field]), f"description has no valid {field!r}")

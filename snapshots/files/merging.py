@@ -9,10 +9,10 @@ from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.row_format import BUCKETS, KEY, Change, Chunks, RowArray, extract_row_keys
+from ...engine.row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, RowArray, extract_row_keys
 
 NEW = 2  # the state of a row that is only in the later table
-_NONE: RowArray = np.empty(0, KEY)
+_NONE: RowArray = np.empty(0, ROW_KEY_DTYPE)
 
 
 class RowCursor:

@@ -32,15 +32,15 @@ def main(core: str, folder: str, width: int, num_shards: int, chunk_rows: int) -
         tier = native.RocksTier(
             folder,
             width,
-            create=False,
+            create_if_missing=False,
             read_only=True,
-            shards=num_shards,
+            num_shards=num_shards,
             block_bytes=4096,
-            cache_bytes=0,
-            buffer_bytes=1 << 20,
+            block_cache_bytes=0,
+            write_buffer_bytes=1 << 20,
             read_mode="buffered",
             async_io=False,
-            read_threads=1,
+            max_read_threads=1,
             options=[],
         )
         scan = tier.scan()

@@ -26,7 +26,7 @@ from ...engine import _core
 from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowFormat
-from ...engine.signals import uninterrupted
+from ...engine.signals import defer_signals
 from .format import (
     LAST_SEQUENCE,
     MANIFEST,
@@ -230,7 +230,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
             with write_errors(new.path):
                 fsync_dir(new.temporary)
         published: list[NewFolder] = []
-        with uninterrupted(), ExitStack() as dropping:  # Ctrl-C leaves either no snapshot or all
+        with defer_signals(), ExitStack() as dropping:  # Ctrl-C leaves either no snapshot or all
             while self._new:
                 new = self._new[0]
                 try:
@@ -318,7 +318,7 @@ def write_incremental(
     Args:
         rows: The number of rows in the whole table. See `write_snapshot` for other arguments.
         changes: (bucket, rows, keys) triples. `rows` [n] are the changed rows as they are now, and `keys` [m] are the
-            deleted rows' keys, of dtype `KEY`. Both are sorted like `chunks` in `write_snapshot` and share no key.
+            deleted rows' keys (`ROW_KEY_DTYPE`). Both are sorted like `chunks` in `write_snapshot` and share no key.
     """
     folder = Path(folder)
     check_parent(folder, parent, description)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
 from ...engine.options.table_names import describe_table, find_table, format_choices, read_table_names
-from ...engine.row_format import KEY as ROW_NAME
+from ...engine.row_format import ROW_KEY_DTYPE as ROW_NAME
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
@@ -34,7 +34,7 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
     table_id, bits = resolve_row_key(marker, table, key)
     if SHARD in marker:
         rank, ranks = marker[SHARD]["rank"], marker[SHARD]["ranks"]
-        owner = int(_core.owners(np.array([table_id], np.uint32), np.array([bits], np.uint64), ranks)[0])
+        owner = int(_core.find_owners(np.array([table_id], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
             folder = shard_folder(store.path.parent.parent, owner, ranks)
             raise StoreError(f"rank {owner} of {ranks} owns this row: give that rank's shard, {str(folder)!r}")
@@ -90,7 +90,7 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
         if member.manifest.rocksdb is not None:
             return _find_in_chunks(member.read_rows_and_deletions()[0], table, key)
         parts = member.manifest.parts
-        shard = None if parts is None else int(_core.owners(*row_key, parts)[0])
+        shard = None if parts is None else int(_core.find_owners(*row_key, parts)[0])
         for file in (bucket_file(bucket, shard), deleted_file(bucket, shard)):
             entry = member.manifest.files.get(file)
             row = None if entry is None else _find_in_chunks(member.read_files({file: entry}), table, key)
@@ -114,4 +114,4 @@ def read_row(tier: Tier | TopTier[Any], row_format: RowFormat, table: int, key: 
     row = np.zeros(1, row_format.dtype)
     row["table"], row["key"] = table, key
     line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # the address of the row's values
-    return row if tier.read(row["table"].copy(), row["key"].copy(), line, counts_as_use=False)[0] else None
+    return row if tier.read(row["table"].copy(), row["key"].copy(), line, should_touch=False)[0] else None

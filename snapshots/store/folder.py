@@ -10,7 +10,7 @@ from typing import Any
 
 from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
 from ...engine.errors import ClosedError, SnapshotError, StoreError
-from ...engine.signals import uninterrupted
+from ...engine.signals import defer_signals
 from ..files.format import FILES, read_snapshot_id
 from .folder_state import LOCK, FolderState, symlink_snapshots
 from .lock import FileLock, InUseError
@@ -40,7 +40,7 @@ class StoreFolder(FolderState):
         super().__init__(Path(path).absolute())  # the working directory may change
         self.snapshot_store = self
         self.incoming = self.path / "incoming"
-        with self._errors("open"), uninterrupted():
+        with self._errors("open"), defer_signals():
             make_folder(self.path)
             self._lock = self._acquire()
         try:
@@ -49,7 +49,7 @@ class StoreFolder(FolderState):
             if os.path.realpath(path) != os.path.realpath(self.path):
                 self.snapshot_store = StoreFolder(path, self.user)
                 if snapshots is not None:
-                    with self._errors("link to other snapshots from"), uninterrupted():
+                    with self._errors("link to other snapshots from"), defer_signals():
                         symlink_snapshots(self.snapshots, snapshots)
             self.clear_incoming()
             with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error

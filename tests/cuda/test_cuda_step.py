@@ -14,7 +14,7 @@ from tierbed.engine.ops.cuda.device import Device, cuda_device
 
 pytestmark = pytest.mark.op
 
-NO_ROOM, BAD_OFFSETS = 1, 4
+FAULT_NO_ROOM, FAULT_BAD_OFFSETS = 1, 4
 
 
 @on_devices
@@ -25,7 +25,7 @@ def test_a_full_table_takes_nothing_of_a_batch_that_does_not_fit(device: Device,
     table.pinned([(list(range(capacity)), None, None)])
     assert int(table.faults) == 0
     batch = table.pinned([(list(range(1, capacity + 1)), None, None)])
-    assert int(table.faults) == NO_ROOM
+    assert int(table.faults) == FAULT_NO_ROOM
     assert table.read(batch.lines)[0].any(axis=1).tolist() == [True] * (capacity - 1) + [False]
     assert table.store.read_counts()["resident_rows"] == capacity
     table.faults.zero_()  # raised
@@ -39,7 +39,7 @@ def test_a_full_table_takes_nothing_of_a_batch_that_does_not_fit(device: Device,
 def test_bad_offsets_set_a_fault_and_are_safe_to_follow(device: Device, offsets: list[int]) -> None:
     table = DeviceTable(device, Table([2], tables=1))
     batch = table.batch([([7, 8, 9, 7], None, offsets)])
-    assert int(table.faults) == BAD_OFFSETS
+    assert int(table.faults) == FAULT_BAD_OFFSETS
     bag_offsets = batch.lookups[0].bag_offsets
     assert bag_offsets is not None
     assert all(0 <= begin <= 4 for begin in bag_offsets.tolist())

@@ -177,7 +177,7 @@ KEYS = np.arange(40, dtype=np.uint64)
 def steps_of_ranks(draw: st.DrawFn) -> list[list[list[Part]]]:
     """Steps of 2 or 3 ranks and up to 3 calls: batches of no ids, of one id many times, of ids of one rank alone."""
     ranks, calls = draw(st.integers(2, 3)), draw(st.integers(1, 3))
-    owners = _core.owners(np.zeros(len(KEYS), np.uint32), KEYS, ranks)
+    owners = _core.find_owners(np.zeros(len(KEYS), np.uint32), KEYS, ranks)
     of_one_rank = st.integers(0, ranks - 1).map(lambda rank: KEYS[owners == rank].tolist())
 
     def some(keys: list[int]) -> st.SearchStrategy[list[int]]:

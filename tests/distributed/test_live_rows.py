@@ -36,7 +36,7 @@ from tierbed import ClosedError, GroupError, StoreError
 from tierbed.distributed import World
 from tierbed.embedding.state_dict.model_snapshots import save_rows
 from tierbed.embedding.tables.shared_folder import SharedFolder
-from tierbed.engine._core import owners
+from tierbed.engine._core import find_owners
 from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState, read_clean_markers
@@ -465,7 +465,7 @@ def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: Capture) ->
     shares = [Cli(tmp_path / "rows" / "ranks" / f"{rank}-of-2", capsys) for rank in range(2)]
     for key in range(3):
         arguments = ("store get", str(key), "--table", "0")
-        owner = int(owners(np.zeros(1, np.uint32), np.array([key], np.uint64), 2)[0])
+        owner = int(find_owners(np.zeros(1, np.uint32), np.array([key], np.uint64), 2)[0])
         assert shares[owner].json(*arguments)["key"] == key
         said = shares[1 - owner].fails(*arguments)
         assert f"rank {owner} of 2 owns this row: give that rank's shard, '{tmp_path}" in said

@@ -23,7 +23,7 @@ from support.ranked import Ranked, batch
 from support.ranks import on_ranks, run_kept, run_ranks, started, survivors
 from support.two_hosts import run_on_hosts
 from tierbed import GroupError, World, list_snapshots
-from tierbed.engine.signals import uninterrupted
+from tierbed.engine.signals import defer_signals
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
 HOW = {KILL: "its process ended", STOP: "no sign of it"}
@@ -196,7 +196,7 @@ def test_a_call_that_all_answer_is_whole_before_ctrl_c_and_a_forked_child_of_a_r
     totals = []
 
     def call() -> None:
-        with uninterrupted():
+        with defer_signals():
             os.kill(os.getpid(), signal.SIGINT)
             totals.append(world.sum(torch.tensor(world.rank)))
 

@@ -47,7 +47,7 @@ def own_rows(embedding: Any) -> Rows:
 def together(shares: list[Rows]) -> bytes:
     """The rows of all ranks in one order. Each is of its owner."""
     for rank, rows in enumerate(shares):
-        owners = _core.owners(rows["table"].copy(), rows["key"].copy(), len(shares))
+        owners = _core.find_owners(rows["table"].copy(), rows["key"].copy(), len(shares))
         assert set(owners.tolist()) <= {rank}
     return in_order(np.concatenate(shares))
 

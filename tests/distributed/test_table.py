@@ -172,7 +172,7 @@ def test_rows_that_were_let_go_are_not_read_where_they_lay(world: World) -> None
 def test_a_rank_without_rows_keeps_the_optimizer_that_another_rank_has_to_keep(world: World) -> None:
     embedding = make(make_host_mem_store_options(), "adagrad", world=world)
     keys = torch.arange(20)
-    owners = _core.owners(torch.zeros(20, dtype=torch.int32).numpy().view("u4"), keys.numpy().view("u8"), 2)
+    owners = _core.find_owners(torch.zeros(20, dtype=torch.int32).numpy().view("u4"), keys.numpy().view("u8"), 2)
     of_first = keys[torch.from_numpy(owners.astype("i8")) == 0]
     train(embedding, of_first)
     with pytest.raises(OptimizerError, match=r"rank 0: .* has rows of optimizer adagrad"):

@@ -23,7 +23,7 @@ from tierbed.distributed.world import World
 from tierbed.embedding.saving.save_and_load import save_together
 from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.table.row_step import row_step
+from tierbed.engine.table.row_step import run_row_step
 from tierbed.snapshots.store.selection import ALL
 
 ROWS, READERS, LOADS = 500, 2, 2
@@ -262,7 +262,7 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path, backgr
 
     with ThreadPoolExecutor(1) as pool:
         saved = pool.submit(save)
-        row_step([(rows, rows.row_optimizer) for rows in both], "a test", train)
+        run_row_step([(rows, rows.row_optimizer) for rows in both], "a test", train)
         saved.result()
     assert [table.snapshot("kept").description["step"] for table in tables] == [1, 1]
     for rows in both:

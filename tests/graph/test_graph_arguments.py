@@ -16,7 +16,7 @@ from support.graphs import embedding, graph_of, training
 from support.refusals import check_refusal
 from tierbed import Graph, MultiTableEmbedding
 from tierbed.engine.errors import GraphError, InputError
-from tierbed.engine.ops.embedding_base import TRACED
+from tierbed.engine.ops.embedding_base import TRACED_ATTRIBUTE
 
 VALUES, OFFSETS = torch.tensor([3, 1, 4, 1, 5]), torch.tensor([0, 2, 5])
 LAYOUTS = [torch.jagged, torch.strided]
@@ -136,7 +136,7 @@ def test_accumulated_gradients_are_taken_while_another_thread_traces_the_embeddi
     shadow = rows.shadow
     with FakeTensorMode() as tracing:
         traced = nn.Parameter(tracing.from_tensor(shadow))
-    setattr(traced, TRACED, (0, shadow))  # as a trace by another thread has it
+    setattr(traced, TRACED_ATTRIBUTE, (0, shadow))  # as a trace by another thread has it
     pin = rows.pin
 
     def pinned(*arguments: Any, **named: Any) -> Any:

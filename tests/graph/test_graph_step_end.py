@@ -253,7 +253,7 @@ def test_squares_are_those_of_the_summed_gradients(ids: list[int], pooling: Any,
             lookup = Lookup(keys if pooling is None else keys[:, None], torch.zeros_like(keys), None, pooling)
             pinned = rows.pin([lookup, lookup])
             grad = torch.sin(torch.arange(len(ids) * rows.dim, dtype=torch.float32)).view(-1, rows.dim)
-            found = pinned.square_gradients([grad, 2 * grad])
+            found = pinned.compute_squared_norm([grad, 2 * grad])
             pinned.update([grad, 2 * grad], scale=0.5, clip_value=0.75)
             moved = rows.get(torch.arange(7))
     finally:

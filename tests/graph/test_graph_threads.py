@@ -15,7 +15,7 @@ from torch import Tensor
 from support.forked import in_process
 from support.graphs import embedding, graph_of, training
 from tierbed import EagerOptimizer, Graph, GraphError, MultiTableEmbedding
-from tierbed.engine.table.row_step import row_step
+from tierbed.engine.table.row_step import run_row_step
 
 IDS = torch.tensor([1, 2, 2])
 ONCE = torch.tensor([[1.0], [2.0]]).expand(2, 4)  # by what a step moves rows 1 and 2
@@ -150,7 +150,7 @@ def child_in_a_step() -> int:
         child = os.fork()
         if child == 0:
             try:
-                row_step([(graph.rows, graph.rows.row_optimizer)], "the child", os._exit, 0)
+                run_row_step([(graph.rows, graph.rows.row_optimizer)], "the child", os._exit, 0)
             finally:
                 os._exit(1)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

@@ -76,7 +76,7 @@ def test_moved_columns_and_their_gradients_are_those_of_the_references(case: Cas
         sums = naive.add_columns(grads, case.moves, widths, case.dtype)
     try:
         _core.set_threads(threads)
-        for name in _core.instruction_sets():
+        for name in _core.list_instruction_sets():
             _core.use_instruction_set(name)
             made = [np.full((rows, width), 7, case.sources[0].dtype) for width in case.widths]
             given = matrices(case.sources), matrices(made), case.permutes, rows, case.dtype
@@ -89,7 +89,7 @@ def test_moved_columns_and_their_gradients_are_those_of_the_references(case: Cas
                 assert (same | (is_nan(one, case.dtype) & is_nan(other, case.dtype))).all()  # inf - inf
     finally:
         _core.set_threads(1)
-        _core.use_instruction_set(_core.instruction_sets()[0])
+        _core.use_instruction_set(_core.list_instruction_sets()[0])
 
 
 def is_nan(numbers: NDArray[Any], dtype: str) -> NDArray[np.bool_]:

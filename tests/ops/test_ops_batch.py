@@ -128,16 +128,16 @@ def test_many_rows_by_owner_are_the_same_for_any_threads(
 def test_owners_share_rows_evenly_and_do_not_follow_from_the_bucket(ranks: int) -> None:
     keys = np.arange(64_000, dtype=np.uint64)
     tables = np.arange(len(keys), dtype=np.uint32) % 5
-    owners = _core.owners(tables, keys, ranks)
+    owners = _core.find_owners(tables, keys, ranks)
     counts, mean = np.bincount(owners, minlength=ranks), len(keys) / ranks
     assert len(counts) == ranks
     # of ranks that own intervals of 16 bits, one has a 64th more at most
     assert (abs(counts - mean) < 6 * np.sqrt(mean) + mean / 64).all()
-    both = _core.buckets(tables, keys).astype(np.int64) * 4 + _core.owners(tables, keys, 4)
+    both = _core.buckets(tables, keys).astype(np.int64) * 4 + _core.find_owners(tables, keys, 4)
     assert (abs(np.bincount(both, minlength=256) - 250) < 6 * np.sqrt(250)).all()
 
 
 def test_owners_among_too_many_ranks_are_refused() -> None:
     for ranks in (0, 1025):
         with pytest.raises(ValueError, match="ranks"):
-            _core.owners(np.zeros(1, np.uint32), np.zeros(1, np.uint64), ranks)
+            _core.find_owners(np.zeros(1, np.uint32), np.zeros(1, np.uint64), ranks)

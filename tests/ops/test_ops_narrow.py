@@ -27,7 +27,7 @@ MANY = 1 << 16
 SGD = "sgd", [-1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of -1: a row of 0 becomes its gradient
 
 narrow = pytest.mark.parametrize("type", NARROW)
-on_every_set = pytest.mark.parametrize("on_set", _core.instruction_sets(), indirect=True)
+on_every_set = pytest.mark.parametrize("on_set", _core.list_instruction_sets(), indirect=True)
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def trained_to(type: str, values: np.ndarray, keys: np.ndarray) -> np.ndarray:
     layout = _core.Layout(dim, [], [], 7, [dim], [0], np.zeros((1, 2), np.float32), np.zeros((1, 2)), type)
     batch = _core.Batch([(keys, None, None)], 1, None)
     store = _core.FullTable(layout)
-    store.find(batch)
+    store.look_up_rows(batch)
     store.insert_missing(batch, layout)
     _core.update(batch, layout, [values], [False], [None], *SGD, 1)
     out = np.empty_like(values)

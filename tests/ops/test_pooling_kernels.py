@@ -215,7 +215,7 @@ def check(
         store.pin(batch, None)
         check_results(processor, batch, lookups, rows)
         same_bits(on_host(processor.sum_gradients(batch, of_lookups)), sums[order])
-        squares = on_host(processor.square_gradients(batch, of_lookups))
+        squares = on_host(processor.compute_squared_norms(batch, of_lookups))
         same_bits(squares[: len(order)], row_sum(sums * sums)[order, 0])
         places = np.random.default_rng(1).permutation(len(order) + 3)[: len(order)]
         target = torch.full((len(order) + 3, dim), 7.0, device=place)
@@ -232,7 +232,7 @@ def check(
         wide = np.empty((len(order), dim), np.float32)
         wide[order] = np.concatenate([others, of_rest])[places]
         lines = torch.from_numpy(others).to(place, copy=True)  # the batch keeps it
-        processor.set_lines(sibling, lines, places, None if rest is None else (rest, 2))
+        processor.set_lookup_rows(sibling, lines, places, None if rest is None else (rest, 2))
         check_results(processor, sibling, lookups, wide)
 
         processor.set_hyperparams(*SGD, 9)

@@ -14,7 +14,7 @@ from tierbed.engine import _core
 @pytest.mark.parametrize(("optimizer", "dtype"), CASES)
 def test_trained_rows_have_the_bits_of_every_processor(optimizer: str, dtype: str) -> None:
     golden = json.loads((GOLDEN / "trained_rows.json").read_text())[f"{optimizer} {dtype}"]
-    sets = _core.instruction_sets()
+    sets = _core.list_instruction_sets()
     try:
         for name in sets:
             _core.use_instruction_set(name)

@@ -12,7 +12,7 @@ import torch
 from support.embeddings import make
 from support.stores import options
 from tierbed import EagerOptimizer
-from tierbed.engine.signals import uninterrupted
+from tierbed.engine.signals import defer_signals
 
 
 @pytest.fixture(autouse=True)
@@ -27,10 +27,10 @@ def handled() -> Iterator[list[int]]:
 def test_a_block_without_handlers_leaves_later_ones_protected(handled: list[int]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    with uninterrupted():
+    with defer_signals():
         pass
     signal.signal(signal.SIGTERM, lambda number, _: handled.append(number))
-    with uninterrupted():
+    with defer_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         assert not handled
     assert handled == [signal.SIGTERM]
@@ -42,7 +42,7 @@ def test_all_deferred_signals_are_handled_and_handlers_are_back(handled: list[in
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGINT, handle)
-    with uninterrupted(), uninterrupted():
+    with defer_signals(), defer_signals():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGINT)
         assert not handled

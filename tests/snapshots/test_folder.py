@@ -20,7 +20,7 @@ from support.small_snapshots import description, flip_bit, make_rows
 from support.stores import options
 from tierbed.engine.durable import seal, unseal
 from tierbed.engine.errors import OptionError, SnapshotError, StoreError
-from tierbed.engine.row_format import KEY
+from tierbed.engine.row_format import extract_row_keys
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState
@@ -160,7 +160,7 @@ def fill(folder: Path, parents: list[int | None]) -> list[Snapshot]:
             write_snapshot(place, described, [(0, rows)])
         else:
             over = Snapshot.open(folder / f"s{parent}")
-            write_incremental(place, over, described, 3, [(0, rows[:1], rows[:0][["table", "key"]].astype(KEY))])
+            write_incremental(place, over, described, 3, [(0, rows[:1], extract_row_keys(rows[:0]))])
     return list_snapshots(folder).snapshots
 
 

@@ -27,7 +27,7 @@ from support.small_snapshots import chunked, description, flip_bit, keys_of_few_
 from support.stores import STORES, options
 from tierbed.engine.errors import ClosedError, InputError, OptionError, SnapshotError, StoreError
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.row_format import LAST_STEP, row_dtype
+from tierbed.engine.row_format import MAX_STEP, row_dtype
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange import sorting
 from tierbed.snapshots.exchange.columns import Columns
@@ -238,7 +238,7 @@ def saved(folder: Path, width: int = 6, counts: dict[int, int] | None = None, **
                 places = np.flatnonzero(rows["table"] == table)
                 rows["key"][places] = least_keys(bucket, len(places), table)
     tables = [{"type": "constant", "value": 0.0}] * 3
-    write_snapshot(folder, description(width, tables=tables, step=LAST_STEP, **changes), chunked(buckets))
+    write_snapshot(folder, description(width, tables=tables, step=MAX_STEP, **changes), chunked(buckets))
     return Snapshot.open(folder)
 
 
@@ -357,7 +357,7 @@ def test_a_chunk_is_in_memory_at_a_time(tmp_path: Path, format: str, monkeypatch
     monkeypatch.setattr(Snapshot, "chunks", partialmethod(Snapshot.chunks, 500))
     tracemalloc.start()
     try:
-        write_snapshot(tmp_path / "s", description(64, step=LAST_STEP), growing())
+        write_snapshot(tmp_path / "s", description(64, step=MAX_STEP), growing())
         export_snapshot(Snapshot.open(tmp_path / "s"), tmp_path / "x", format)
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -40,7 +40,7 @@ from support.small_snapshots import key_in
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.engine import _core
-from tierbed.engine.row_format import KEY
+from tierbed.engine.row_format import ROW_KEY_DTYPE, extract_row_keys
 from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.store.selection import Types
 
@@ -94,7 +94,7 @@ def backwards(folder: Path) -> None:
 
 def written_and_deleted(folder: Path) -> None:
     name = first_file(folder)
-    write_more(folder, name.replace("bucket", "deleted"), np.load(folder / name)[["table", "key"]].astype(KEY)[:1])
+    write_more(folder, name.replace("bucket", "deleted"), extract_row_keys(np.load(folder / name))[:1])
 
 
 def of_another_part(folder: Path, kind: str = "bucket", more: bool = False) -> None:
@@ -131,7 +131,7 @@ def swapped_shards(folder: Path) -> None:
     change(folder, edit)
 
 
-DELETED_ELSEWHERE = np.array([(0, key_in(1, 0, 5))], KEY)
+DELETED_ELSEWHERE = np.array([(0, key_in(1, 0, 5))], ROW_KEY_DTYPE)
 CASES: dict[str, tuple[str, str, Callable[[Path], None], str]] = {
     "a key in two buckets": ("whole", "full", a_row_more, "it has rows of another bucket"),
     "in two of an incremental one": ("whole", "incremental", a_row_more, "it has rows of another bucket"),

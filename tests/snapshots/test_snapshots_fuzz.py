@@ -40,7 +40,7 @@ from support.refusals import check_refusal
 from support.stores import options
 from tierbed import OptimizerError, SnapshotError, StoreError, TierbedError
 from tierbed.engine.durable import MAX_RECORD_BYTES, seal, unseal
-from tierbed.engine.row_format import LAST_STEP
+from tierbed.engine.row_format import MAX_STEP
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
 from tierbed.snapshots.files.format import LAST_SEQUENCE, make_npy_header
 from tierbed.snapshots.store.selection import Types
@@ -210,7 +210,7 @@ def test_what_is_no_snapshot_is_listed_as_damaged_or_not_at_all(sounds: Sounds, 
 Place = tuple[str | int, ...]
 
 ABSENT = object()
-EXTREMES = [0, 1, -1, 2**31, LAST_STEP, LAST_STEP + 1, 2**32, 2**48, 2**62 - 1, 2**64 - 1, -(2**63), 10**9]
+EXTREMES = [0, 1, -1, 2**31, MAX_STEP, MAX_STEP + 1, 2**32, 2**48, 2**62 - 1, 2**64 - 1, -(2**63), 10**9]
 ODD = [math.nan, math.inf, -math.inf, 1e300, b"\xff", "", "\0", "\x1b[2J", "../x", [], {}, {b"\xff": 1}, {"": [b""]}]
 DEEP: Any = 0
 for _ in range(200):
@@ -388,11 +388,11 @@ def test_a_run_that_reaches_the_last_step_is_told_so_and_goes_on_as_it_says(tmp_
             train(embedding, range(10))
             embedding.save_snapshot("s")
         last = path / "rows" / "snapshots" / "s"
-        change(last, lambda content: content["description"].update(step=LAST_STEP - 1))
+        change(last, lambda content: content["description"].update(step=MAX_STEP - 1))
         with make(options("device", path), name, tables=1) as embedding:
             embedding.load_snapshot("s")
             train(embedding, range(10))
-            assert embedding.metrics()["table"]["step"] == LAST_STEP
+            assert embedding.metrics()["table"]["step"] == MAX_STEP
             rows = embedding.get(range(10))
             for _ in range(2):
                 with pytest.raises(StoreError, match=r"'rows' is at step 4294967294, the last.*weights_only=True"):

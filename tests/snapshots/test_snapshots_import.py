@@ -32,7 +32,7 @@ from tierbed import EagerOptimizer, MultiTableEmbedding, make_host_mem_store_opt
 from tierbed.engine import _core
 from tierbed.engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from tierbed.engine.options.initializers import make_constant_initializer
-from tierbed.engine.row_format import LAST_STEP, RowFormat
+from tierbed.engine.row_format import MAX_STEP, RowFormat
 from tierbed.optim import RowWiseAdagrad
 from tierbed.snapshots import Snapshot, write_snapshot
 from tierbed.snapshots.exchange.descriptions import description_for
@@ -58,7 +58,7 @@ def test_what_was_exported_comes_back_bit_for_bit(
 ) -> None:
     path = tmp_path_factory.mktemp("store")
     width, types, changes = form
-    about = description(width, types, key_type=key_type, tables=CONSTANTS, seed=-(2**63), step=LAST_STEP, **changes)
+    about = description(width, types, key_type=key_type, tables=CONSTANTS, seed=-(2**63), step=MAX_STEP, **changes)
     rows, row_form = make_rows(width, count, seed, types=types), RowFormat.from_description(about)
     if key_type == "int32":
         rows["key"] = rows["key"].astype(np.int32).astype(np.int64).astype(np.uint64)

@@ -24,7 +24,7 @@ from support.snapshot_parts import in_parts, save_changes_in_parts, save_in_part
 from support.stores import options
 from tierbed.engine import _core
 from tierbed.engine.errors import SnapshotError
-from tierbed.engine.row_format import KEY, RowArray, row_dtype
+from tierbed.engine.row_format import ROW_KEY_DTYPE, RowArray, row_dtype
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files import reader
@@ -64,9 +64,9 @@ def chunks_of(table: Table, size: int) -> list[Chunk]:
 def changes_of(before: Table, after: Table, size: int) -> list[tuple[int, Any, Any]]:
     written = chunks_of({row: value for row, value in after.items() if before.get(row) != value}, size)
     gone = chunks_of({row: 0.0 for row in before if row not in after}, size)
-    none, no_keys = np.empty(0, row_dtype(2)), np.empty(0, KEY)
+    none, no_keys = np.empty(0, row_dtype(2)), np.empty(0, ROW_KEY_DTYPE)
     both = [(b, r, no_keys) for b, r in written]
-    both += [(b, none, np.array([(row["table"], row["key"]) for row in r], KEY)) for b, r in gone]
+    both += [(b, none, np.array([(row["table"], row["key"]) for row in r], ROW_KEY_DTYPE)) for b, r in gone]
     return sorted(both, key=lambda change: change[0])
 
 
@@ -172,7 +172,7 @@ def test_files_of_an_incremental_snapshot_are_numpys_and_a_wrong_one_is_not_writ
     assert manifest.kind == "incremental"
     assert manifest.deleted > 0
     deleted = np.load(chain / "s1" / "deleted-00.npy", allow_pickle=False)
-    assert deleted.dtype == KEY
+    assert deleted.dtype == ROW_KEY_DTYPE
     found = [(0, int(k["table"]), int(k["key"])) for k in deleted]
     assert found == sorted(row for row in version(0) if row[0] == 0 and row not in version(1))
     parent, changes = Snapshot.open(chain / "s2"), changes_of({}, version(0), 3)
@@ -248,7 +248,7 @@ def test_parts_are_read_as_one_snapshot_of_the_same_rows_and_each_row_by_its_own
     tmp_path_factory: Folders, width: int, parts: int, readers: int, max_rows: int, counts: dict[int, int]
 ) -> None:
     def owners(rows: RowArray, count: int) -> set[int]:
-        return set(_core.owners(rows["table"].copy(), rows["key"].copy(), count).tolist())
+        return set(_core.find_owners(rows["table"].copy(), rows["key"].copy(), count).tolist())
 
     folder = tmp_path_factory.mktemp("parts")
     buckets = make_buckets(width, counts)
@@ -290,7 +290,7 @@ def test_a_reader_of_a_part_opens_the_files_of_parts_that_meet_it(tmp_path: Path
 @given(a=st.integers(1, MAX_SHARDS), b=st.integers(1, MAX_SHARDS), keys=st.lists(st.integers(0, 2**64 - 1)))
 def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
     tables, ids = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64)
-    for x, y in zip(_core.owners(tables, ids, a).tolist(), _core.owners(tables, ids, b).tolist(), strict=True):
+    for x, y in zip(*(_core.find_owners(tables, ids, n).tolist() for n in (a, b)), strict=True):
         assert HashShard(x, a).overlaps(HashShard(y, b))
     assert [HashShard(0, a).slots.start, HashShard(a - 1, a).slots.stop] == [0, 1 << 16]
 

@@ -39,7 +39,7 @@ def test_empty_calls_and_an_empty_table() -> None:
     nothing = np.zeros(0, np.uint32), np.zeros(0, np.uint64), np.zeros(0, np.uint64)
     store.write(*nothing)
     assert store.read(*nothing).shape == (0,)
-    assert store.find(table.batch([], [])) == 0
+    assert store.look_up_rows(table.batch([], [])) == 0
     assert store.metrics()["resident_rows"] == sum(len(store.scan(bucket)) for bucket in range(BUCKETS)) == 0
 
 

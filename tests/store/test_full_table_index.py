@@ -44,7 +44,7 @@ class Native:
 
     def find(self, batch: _core.Batch) -> tuple[int, NDArray[np.uint64]]:
         """How many rows are missing, and the line of each position, 0 of those."""
-        missing = self.store.native.find(batch)
+        missing = self.store.native.look_up_rows(batch)
         return missing, batch.lines[batch.inverse]
 
     def put(self, batch: _core.Batch, values: NDArray[np.float32], step: int) -> None:
@@ -94,9 +94,9 @@ class Checked:
             keys[: n // 4] = np.arange(n // 4)
         self.keys = keys[np.sort(np.unique(keys, return_index=True)[1])][: n // 2].repeat(2)
         self.tables = np.tile(np.array([0, 1], np.uint32), n // 2)
-        last_ids = [n // 4 - 1, n // 4 - 1] if numbered else None
-        self.last_ids = None if last_ids is None else np.array(last_ids, np.uint64)
-        self.layout = Table([1], tables=2, last_ids=last_ids)
+        max_ids = [n // 4 - 1, n // 4 - 1] if numbered else None
+        self.max_ids = None if max_ids is None else np.array(max_ids, np.uint64)
+        self.layout = Table([1], tables=2, max_ids=max_ids)
         self.own = kind(self.layout)
         self.store = self.own.store
         [self.tier] = self.store.metrics()
@@ -111,11 +111,11 @@ class Checked:
 
     def batch(self, rows: Ints) -> tuple[Any, Ints]:
         """And the rows in the order of its positions: if all have numbers, ids of two features, one for each table."""
-        if self.last_ids is None or (self.keys[rows] > self.last_ids[0]).any():
+        if self.max_ids is None or (self.keys[rows] > self.max_ids[0]).any():
             return self.own.batch(self.keys[rows], self.tables[rows]), rows
         rows = rows[np.argsort(self.tables[rows], kind="stable")]
         offsets, features = np.array([0, (self.tables[rows] == 0).sum(), len(rows)]), np.arange(2, dtype=np.uint32)
-        return _core.Batch([(self.keys[rows], features, offsets, features, 1)], 2, None, self.last_ids), rows
+        return _core.Batch([(self.keys[rows], features, offsets, features, 1)], 2, None, self.max_ids), rows
 
     def find(self, rows: Ints) -> tuple[Any, Ints]:
         """The rows which were ever put have to be where they were."""
@@ -194,7 +194,7 @@ class Checked:
         assert self.store.metrics()[self.tier]["resident_rows"] == len(known) == len(np.unique(known))
         line = self.layout.layout.line_bytes
         self.most = max(self.most, len(known))
-        least = self.most * (line + (SLOT_BYTES if self.last_ids is None else 4))
+        least = self.most * (line + (SLOT_BYTES if self.max_ids is None else 4))
         assert least <= self.bytes <= self.empty_bytes + 8 * self.most * (line + SLOT_BYTES) + 2**20
 
 

@@ -103,7 +103,7 @@ class Model:
         """`tier` has what was written, and nothing else of what tests use."""
         batch = batch_of([(table, key) for table in range(2) for key in KEYS])
         _core.initialise_missing(batch, TABLE.layout)
-        found = tier.read(batch.tables, batch.keys, batch.lines, counts_as_use=False)
+        found = tier.read(batch.tables, batch.keys, batch.lines, should_touch=False)
         self._check_names(row for row, is_there in zip(identities(batch), found, strict=True) if is_there)
         self._check(identities(batch), *HostRows().read(batch))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support import naive
 from support.embeddings import contents, make, train
 from tierbed import CapacityError, MultiTableEmbedding
-from tierbed.engine.row_format import KEY, Change, row_dtype
+from tierbed.engine.row_format import ROW_KEY_DTYPE, Change, row_dtype
 from tierbed.engine.table import change_observers
 
 Row = tuple[int, int]  # table, key as 64 bits without sign
@@ -34,7 +34,7 @@ def applied(before: dict[Row, bytes], found: Iterable[Change]) -> tuple[dict[Row
     """The rows after the changes, whose order is checked, and the names of all that they name."""
     after, names, last = dict(before), set(), (-1, -1, -1)
     for bucket, rows, gone in found:
-        assert gone.dtype == KEY
+        assert gone.dtype == ROW_KEY_DTYPE
         here = {(int(t), int(k)) for t, k in zip(gone["table"], gone["key"], strict=True)}
         assert not here & by_name(rows).keys()
         for part in (rows, gone):

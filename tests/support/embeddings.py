@@ -15,7 +15,7 @@ import tierbed
 from support.optimizers import OPTIMIZERS
 from tierbed import MultiTableEmbedding
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.table.row_step import row_step
+from tierbed.engine.table.row_step import run_row_step
 from tierbed.engine.table.table import OpenTable
 
 DIM = 5
@@ -59,11 +59,11 @@ def attach(embedding: MultiTableEmbedding, optimizer: str, **changes: Any) -> to
 
 def train(embedding: MultiTableEmbedding, ids: Ids, tables: Ids | int = 0, grad: Any = None) -> Tensor:
     """One step; returns the rows that it saw. Without `grad`, gradients depend on ids, tables and rows."""
-    return row_step([(embedding, embedding.row_optimizer)], "a test", pin_and_update, embedding, ids, tables, grad)
+    return run_row_step([(embedding, embedding.row_optimizer)], "a test", pin_and_update, embedding, ids, tables, grad)
 
 
 def pin_and_update(embedding: MultiTableEmbedding, ids: Ids, tables: Ids | int = 0, grad: Any = None) -> Tensor:
-    """What `train` does, outside of a `row_step`: signals are not deferred."""
+    """What `train` does, outside of a `run_row_step`: signals are not deferred."""
     place = next(embedding.parameters()).device
     ids = torch.as_tensor(ids, dtype=embedding.spec.key_type).to(place)
     tables = torch.as_tensor(tables).to(place).broadcast_to(ids.shape)

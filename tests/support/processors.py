@@ -54,12 +54,12 @@ def instruction_set(name: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _core.use_instruction_set(_core.instruction_sets()[0])
+        _core.use_instruction_set(_core.list_instruction_sets()[0])
 
 
 def instruction_sets(make: Make) -> list[str | None]:
     """Those on which a processor runs: of a GPU, its own."""
-    return list(_core.instruction_sets()) if make is cpu else [None]
+    return list(_core.list_instruction_sets()) if make is cpu else [None]
 
 
 def spec_of(

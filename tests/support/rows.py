@@ -48,11 +48,11 @@ class Table:
         state_widths: Sequence[int] | None = None,
         types: tuple[str, str] = ("float32", "float32"),
         num_16bit_states: int = 0,
-        last_ids: list[int] | None = None,
+        max_ids: list[int] | None = None,
     ) -> None:
         """Each state is as wide as the embedding where `state_widths` does not say.
 
-        types: of embedding and of the first `num_16bit_states` states. last_ids: of each table, if ids have numbers.
+        types: of embedding and of the first `num_16bit_states` states. max_ids: of each table, if ids have numbers.
         """
         options = [
             make_table_options([INITIALIZERS[(table + group) % len(INITIALIZERS)] for group in range(len(columns))])
@@ -65,7 +65,7 @@ class Table:
         self.narrow = *types, num_16bit_states
         self._initial_of = seed, self.columns, self.kinds, self.parameters, self.quantiles
         self.layout = _core.Layout(
-            self.dim, self.states, self.state_widths, *self._initial_of, *self.narrow, last_ids=last_ids
+            self.dim, self.states, self.state_widths, *self._initial_of, *self.narrow, max_ids=max_ids
         )
         self.types = [types[1]] * num_16bit_states + ["float32"] * (len(self.states) - num_16bit_states)
         names = [f"state{index}" for index in range(len(self.states))]

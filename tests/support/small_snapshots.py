@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
-from tierbed.engine.row_format import LAST_STEP, RowFormat
+from tierbed.engine.row_format import MAX_STEP, RowFormat
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.store.selection import Types, convert_description
 
@@ -111,7 +111,7 @@ def make_rows(
         bits = random.integers(0, 2 ** (8 * field.itemsize), (count, *count_of), f"u{field.itemsize}")
         rows[name] = bits.view(field)
     rows["updates"] = 1 + random.integers(0, 9, count)
-    rows["step"] = random.integers(0, LAST_STEP, count, np.uint32)
+    rows["step"] = random.integers(0, MAX_STEP, count, np.uint32)
     return rows[np.lexsort((rows["key"], rows["table"]))]
 
 

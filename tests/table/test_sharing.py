@@ -96,7 +96,7 @@ class Pair:
             rows = [batch.gather(i, scale) for i, scale in enumerate(weights)]
             grads = [row.cpu().sin().to(self.place) + row / 8 + 0.5 for row in rows]  # a GPU's sine has other bits
             seen += rows + [batch.weights_grad(i, grads[i]) for i, scale in enumerate(weights) if scale is not None]
-            seen.append(torch.tensor(batch.square_gradients(grads, weights)))
+            seen.append(torch.tensor(batch.compute_squared_norm(grads, weights)))
             batch.update(grads, weights, 0.5)
         return [value.cpu().numpy().tobytes() for value in seen]
 

@@ -12,19 +12,19 @@ namespace {
 // The indexes of counters in `counts`.
 enum CountIndex : u32 { EVICTIONS_CLEAN, EVICTIONS_DIRTY, OVERFLOWS };
 
-using Counts = ThreadCounts<3>;
+using Counts = ThreadCounters<3>;
 
 // Returns the number of sort keys per set: one, or one per bucket if a set has rows of several buckets.
 TIERBED_FN u32 count_set_parts(u32 num_sets) { return num_sets < BUCKETS ? BUCKETS : 1; }
 
-TIERBED_FN bool record_hit(const Cache& cache, const Placement& placement, u64 row, u32 slot, u32 number) {
+TIERBED_FN bool record_hit(const Cache& cache, const Placement& placement, u64 row, u32 slot, u32 batch_number) {
     const bool is_hit = slot != NONE;
     placement.is_hit[row] = is_hit;
     placement.slots[row] = slot;
     placement.lines[row] = is_hit ? cache.line(slot) : 0;
     placement.evictions[row] = NOTHING;
     if (is_hit) {
-        cache.ways[slot].last_batch = number;
+        cache.ways[slot].last_batch = batch_number;
         ++cache.ways[slot].num_uses;
     }
     return is_hit;
@@ -61,16 +61,17 @@ extern "C" __global__ void compute_set_keys(const u64* hashes, const u32* count,
     });
 }
 
-// Places the rows of batch `number`. set_keys [n] is sorted, and order [n] lists the rows in that order. After a fault,
-// places no missing row. Adds the hits and misses to lookups [tables, 2].
-extern "C" __global__ void place_rows(Cache cache, u32 number, u32 last_completed, u32 policy_number, const u64* hashes,
-                                      const u32* tables, const u32* set_keys, const i64* order, u64 n,
-                                      Placement placement, u64* counts, Counters lookups, const u32* faults) {
+// Places a batch's rows. set_keys [n] is sorted, and order [n] lists the rows in that order. After a fault,
+// places no missing row. Adds the hits and misses to hit_counters [tables, 2].
+extern "C" __global__ void place_rows(Cache cache, u32 batch_number, u32 last_completed, u32 policy_number,
+                                      const u64* hashes, const u32* tables, const u32* set_keys, const i64* order,
+                                      u64 n, Placement placement, u64* counts, DeviceCounters hit_counters,
+                                      const u32* faults) {
     const u32 parts = count_set_parts(cache.num_sets);
     const CachePolicy policy = static_cast<CachePolicy>(policy_number);
     const bool is_valid = *faults == 0;
     Counts thread_counts;
-    Tally tally(lookups);
+    CoalescingCounter counter(hit_counters);
     for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 begin) {
         const u32 set = set_keys[begin] / parts;
         if (set == cache.num_sets || (begin > 0 && set_keys[begin - 1] / parts == set)) return;
@@ -79,18 +80,18 @@ extern "C" __global__ void place_rows(Cache cache, u32 number, u32 last_complete
         for (; end < n && set_keys[end] / parts == set; ++end) {
             const u64 row = static_cast<u64>(order[end]);
             const u32 slot = cache.find(tile, tables[row], hashes[row]);
-            if (tile.lane == 0 && record_hit(cache, placement, row, slot, number))
-                tally.add(hit_index(tables[row], false));
+            if (tile.lane == 0 && record_hit(cache, placement, row, slot, batch_number))
+                counter.add(hit_index(tables[row], true));
         }
         for (u64 i = begin; is_valid && tile.lane == 0 && i < end; ++i) {
             const u64 row = static_cast<u64>(order[i]);
-            const Way new_way{hashes[row], tables[row], number, 0, 1, 0, 0};
+            const Way new_way{hashes[row], tables[row], batch_number, 0, 1, 0, 0};
             if (placement.is_hit[row]) continue;
-            tally.add(hit_index(tables[row], true));
+            counter.add(hit_index(tables[row], false));
             place_miss(cache, placement, row, set, policy, last_completed, new_way, thread_counts);
         }
     });
-    tally.flush();
+    counter.flush();
     thread_counts.add_to(counts);
 }
 

@@ -31,7 +31,7 @@ from ...ops.cuda.layout import HitCounters, Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
 from ...row_format import BUCKETS, Chunks, Keys, TableIds
-from ...signals import uninterrupted
+from ...signals import defer_signals
 from ...store.contract import HitMask, Lines, TopTier
 
 POLICIES = ("lru", "lfu")
@@ -77,7 +77,7 @@ class CudaWindow:
     @contextmanager
     def exclusive(self) -> Iterator[None]:
         """Keep prefetch from using the cache during a `with` block. Blocks may be nested."""
-        with uninterrupted():
+        with defer_signals():
             self._num_waiting_steps += 1
             with self._changed:
                 self._num_waiting_steps -= 1
@@ -331,10 +331,10 @@ class DeviceCache(TopTier[Batch]):
             state = self._cache.describe(line, row_state["updates"], self._window.last_completed)
             return [{"tier": "device", **row_state, **state}, *lower_records]
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, should_touch: bool = True) -> HitMask:
         with self._window.exclusive():
             self._write_back()
-            return self._lower_tier.read(tables, keys, lines, counts_as_use)
+            return self._lower_tier.read(tables, keys, lines, should_touch)
 
     def scan(self) -> Chunks:
         self.flush()

@@ -80,7 +80,7 @@ class CudaCachedTier(DeviceCache):
             columns = 2 * batch.tables[:unique].to(torch.int64) + absent[:unique]
             self._read_counts += torch.bincount(columns, minlength=self._read_counts.size).view(-1, 2).cpu().numpy()
             copy_rows(batch, self._layout)
-            is_hit = self._read_lower_tier(missing, counts_as_use=False)
+            is_hit = self._read_lower_tier(missing, should_touch=False)
             if not is_training:
                 hits, misses, unknown = self._peek_counts
                 lower_hits = int(is_hit.sum())
@@ -150,7 +150,7 @@ class CudaCachedTier(DeviceCache):
             is_written = True
             if num_overflows:
                 batch.lines.masked_scatter_(overflows != 0, allocate_lines(batch, self._layout, num_overflows))
-            is_hit = self._read_lower_tier(num_absent, counts_as_use=True)
+            is_hit = self._read_lower_tier(num_absent, should_touch=True)
             check_capacity(rows - num_written - int(is_hit.sum()), capacity_limit)
             self._fetch_staging.fill(batch, absent, prefix_sums, is_hit)
             self._cache.mark_fetched(placement)
@@ -170,8 +170,8 @@ class CudaCachedTier(DeviceCache):
                 self._write_lower_tier(len(lines))
                 self._cache.mark_clean(slots)
 
-    def _read_lower_tier(self, count: int, counts_as_use: bool) -> HitMask:
-        is_hit = self._lower_tier.read(*self._fetch_staging.rows(count), counts_as_use)
+    def _read_lower_tier(self, count: int, should_touch: bool) -> HitMask:
+        is_hit = self._lower_tier.read(*self._fetch_staging.rows(count), should_touch)
         self._byte_counts["bytes_in"] += int(is_hit.sum()) * self._layout.stored_bytes
         return is_hit
 

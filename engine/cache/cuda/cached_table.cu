@@ -11,7 +11,7 @@ namespace {
 // counts [4]: hits and misses in the lower table, rows written back, lookups that the cache served
 enum CountIndex : u32 { LOWER_HIT, LOWER_MISS, WRITTEN, SERVED };
 
-using Counts = ThreadCounts<4>;
+using Counts = ThreadCounters<4>;
 
 TIERBED_FN void write_row(Tile tile, const LineIndex& lower_table, const Way& way, u64 line) {
     copy_line(tile, lower_table.find(tile, way.hash, way.table), line, SHAPE);
@@ -31,12 +31,12 @@ extern "C" __global__ void write_back(LineIndex lower_table, Placement placement
 }
 
 // Fetches the first `count` rows. On entry, lines [n] has each row's line in the lower table. On return, a row with a
-// slot has the slot's line; other rows keep the table's line. Skips rows at `zero_line`. Adds the misses to `lookups`.
+// slot has the slot's line; other rows keep the table's line. Skips rows at `zero_line`. Adds misses to `hit_counters`.
 extern "C" __global__ void fetch(Cache cache, Placement placement, const u64* hashes, const u32* tables,
                                  const u32* count, u64* lines, u64 zero_line, InitialRow initial,
-                                 const __grid_constant__ SlotHash slot_hash, u64* counts, Counters lookups) {
+                                 const __grid_constant__ SlotHash slot_hash, u64* counts, DeviceCounters hit_counters) {
     Counts thread_counts;
-    Tally tally(lookups);
+    CoalescingCounter counter(hit_counters);
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
         const u64 lower_line = lines[i];
         const u64 used_line = placement.lines[i] ? placement.lines[i] : lower_line;
@@ -47,7 +47,7 @@ extern "C" __global__ void fetch(Cache cache, Placement placement, const u64* ha
         synchronise(tile);  // all lanes must read the counters before `used_line` changes
         if (tile.lane == 0) {
             ++thread_counts.values[stored ? LOWER_HIT : LOWER_MISS];
-            tally.add(hit_index(tables[i], true));
+            counter.add(hit_index(tables[i], false));
             if (placement.slots[i] != NONE) cache.ways[placement.slots[i]].stored_updates = stored;
         }
         if (stored == 0)
@@ -55,17 +55,17 @@ extern "C" __global__ void fetch(Cache cache, Placement placement, const u64* ha
         else if (used_line != lower_line)
             copy_line(tile, used_line, lower_line, SHAPE);
     });
-    tally.flush();
+    counter.flush();
     thread_counts.add_to(counts);
 }
 
 // Looks up the first `count` rows for reading. If no tier has row i, sets lines[i] to 0 and absent[i] to 1. Otherwise
-// sets lines[i] to the row's line and absent[i] to 0. Counts hits and misses in lookups [tables, 2].
-extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
-                                       const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
-                                       Counters lookups) {
+// sets lines[i] to the row's line and absent[i] to 0. Counts hits and misses in hit_counters [tables, 2].
+extern "C" __global__ void look_up_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
+                                        const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
+                                        DeviceCounters hit_counters) {
     Counts thread_counts;
-    Tally tally(lookups);
+    CoalescingCounter counter(hit_counters);
     for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 i) {
         u64 line = 0;
         if (i < *count) {
@@ -74,14 +74,14 @@ extern "C" __global__ void locate_rows(Cache cache, LineIndex table, const u64* 
             const u64 lower_line = line ? 0 : table.find(tile, hashes[i], tables[i]);
             const bool stored = lower_line && row_counters(lower_line, SHAPE)->updates != 0;
             if (tile.lane == 0) ++thread_counts.values[line ? SERVED : stored ? LOWER_HIT : LOWER_MISS];
-            if (tile.lane == 0) tally.add(hit_index(tables[i], line == 0));
+            if (tile.lane == 0) counter.add(hit_index(tables[i], line != 0));
             if (stored) line = lower_line;
         }
         if (tile.lane != 0) return;
         lines[i] = line;
         absent[i] = i < *count && line == 0;
     });
-    tally.flush();
+    counter.flush();
     thread_counts.add_to(counts);
 }
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..._core import GROUP_WAYS
-from ...ops.cuda.batch import NO_ROOM, SLOT_HASH, Batch, Faults
+from ...ops.cuda.batch import FAULT_NO_ROOM, SLOT_HASH, Batch, Faults
 from ...ops.cuda.device import launch
 from ...ops.cuda.layout import HitCounters, Layout
 from ...ops.cuda.step import copy_rows, initialise_lines
@@ -60,7 +60,7 @@ class CachedTable(DeviceCache):
         with self._window.exclusive():
             n, absent = batch.num_positions, batch.empty(torch.int32)
             self._run(
-                "locate_rows", n, GROUP_WAYS, self._cache.as_struct(), self._lower_tier.table.make_index_struct(),
+                "look_up_rows", n, GROUP_WAYS, self._cache.as_struct(), self._lower_tier.table.make_index_struct(),
                 batch.hashes, batch.tables, batch.count, np.uint64(n), batch.lines, absent,
                 self._counts if is_training else self._peek_counts, self._hit_counters.struct,
             )  # fmt: skip
@@ -123,7 +123,7 @@ class CachedTable(DeviceCache):
         placement = self._cache.place_batch(batch, last_completed)
         if is_prefetch and not placement.has_all_slots():
             self._cache.cancel(placement, restore=True)
-            batch.faults &= ~NO_ROOM  # at the batch's step, the lower table may have room for the rows
+            batch.faults &= ~FAULT_NO_ROOM  # at the batch's step, the lower table may have room for the rows
             return None
         n, cache, index = batch.num_positions, self._cache.as_struct(), table.make_index_struct()
         struct = placement.as_struct()

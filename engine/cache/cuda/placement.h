@@ -11,13 +11,13 @@ struct Cache {
     u64 lines_start;
     u32 num_sets;
 
-    TIERBED_FN SetView set(u64 number) const { return {tags + number * WAYS, ways + number * WAYS}; }
+    TIERBED_FN SetView set(u64 set_index) const { return {tags + set_index * WAYS, ways + set_index * WAYS}; }
     TIERBED_FN u64 line(u64 slot) const { return lines_start + slot * SHAPE.line_bytes; }
     // Returns the row's slot, or NONE.
     TIERBED_FN u32 find(Tile tile, u32 table, u64 hash) const {
-        const u32 number = get_set(hash, num_sets);
-        const u32 way = probe_set(tile, set(number), hash, table);
-        return way == NONE ? NONE : number * WAYS + way;
+        const u32 set_index = get_set(hash, num_sets);
+        const u32 way = probe_set(tile, set(set_index), hash, table);
+        return way == NONE ? NONE : set_index * WAYS + way;
     }
     TIERBED_FN u32 updates(u64 slot) const { return row_counters(line(slot), SHAPE)->updates; }
     TIERBED_FN bool is_dirty(u64 slot) const { return tags[slot] && updates(slot) != ways[slot].stored_updates; }

@@ -81,13 +81,13 @@ TIERBED_FN u32 find_free_way(const u8* tags) {
 TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
     const u8 tag = get_tag(hash);
     const u32 home = get_home(hash);
-    for (u32 turn = 0; turn < WAYS; turn += GROUP_WAYS) {
-        const u32 first = (home + turn) % WAYS;
+    for (u32 offset = 0; offset < WAYS; offset += GROUP_WAYS) {
+        const u32 first = (home + offset) % WAYS;
 #ifdef TIERBED_GPU
         for (u32 base = first; base < first + GROUP_WAYS; base += tile.size) {
             const u32 w = base + tile.lane;
-            const bool in = w < first + GROUP_WAYS;
-            const bool hit = in && set.tags[w] == tag && set.ways[w].hash == hash && set.ways[w].table == table;
+            const bool in_group = w < first + GROUP_WAYS;
+            const bool hit = in_group && set.tags[w] == tag && set.ways[w].hash == hash && set.ways[w].table == table;
             const u32 hits = ballot(tile, hit);
             if (hits) return base + lowest_bit(hits);
         }
@@ -105,33 +105,33 @@ TIERBED_FN u32 probe_set(Tile tile, const SetView& set, u64 hash, u32 table) {
 // True if a row differs from its copy in the tier below. A row whose `updates` is at its maximum counts as dirty.
 TIERBED_FN bool is_dirty(u32 updates, u32 stored) { return updates != stored || updates == 0xFFFFFFFFu; }
 
-// True if batch `number` comes after `other`. Batch numbers wrap around, so the sign of their difference decides.
-TIERBED_FN bool is_after(u32 number, u32 other) { return static_cast<i32>(number - other) > 0; }
+// True if `batch` comes after `other`. Batch numbers wrap around, so the sign of their difference decides.
+TIERBED_FN bool is_after(u32 batch, u32 other) { return static_cast<i32>(batch - other) > 0; }
 
-// Returns the distance from batch `number` to batch `next`; NEVER if `next` is 0 or does not come after `number`.
-TIERBED_FN u32 count_batches_until(u32 next, u32 number) {
-    return next != 0 && is_after(next, number) ? next - number : NEVER;
+// Returns the distance from `batch` to `next`; NEVER if `next` is 0 or does not come after `batch`.
+TIERBED_FN u32 count_batches_until(u32 next, u32 batch) {
+    return next != 0 && is_after(next, batch) ? next - batch : NEVER;
 }
 
-// Returns the way that a new row of batch `number` gets: the first free way, searched from `home` on. If none is free,
+// Returns the way that a new row of `batch` gets: the first free way, searched from `home` on. If none is free,
 // searches groups from `home` on for rows that are neither pinned nor needed by an announced batch. In the first group
 // with such rows, takes the least recently used row (LRU) or the least used row (LFU). NONE: no group has such rows.
-TIERBED_FN u32 find_victim(const SetView& set, u32 home, u32 number, u32 last_completed, CachePolicy policy) {
-    for (u32 turn = 0; turn < WAYS; turn += GROUP_WAYS) {
-        const u32 first = (home + turn) % WAYS, free = find_free_way(set.tags + first);
+TIERBED_FN u32 find_victim(const SetView& set, u32 home, u32 batch, u32 last_completed, CachePolicy policy) {
+    for (u32 offset = 0; offset < WAYS; offset += GROUP_WAYS) {
+        const u32 first = (home + offset) % WAYS, free = find_free_way(set.tags + first);
         if (free != NONE) return first + free;
     }
     u32 victim = NONE;
-    for (u32 turn = 0; turn < WAYS; ++turn) {
-        if (turn % GROUP_WAYS == 0 && victim != NONE) break;
-        const u32 w = (home + turn) % WAYS;
+    for (u32 offset = 0; offset < WAYS; ++offset) {
+        if (offset % GROUP_WAYS == 0 && victim != NONE) break;
+        const u32 w = (home + offset) % WAYS;
         const Way& way = set.ways[w];
-        if (is_after(way.last_batch, last_completed) || count_batches_until(way.next_batch, number) != NEVER) continue;
+        if (is_after(way.last_batch, last_completed) || count_batches_until(way.next_batch, batch) != NEVER) continue;
         if (victim != NONE) {
             const Way& other = set.ways[victim];
-            const bool older = is_after(other.last_batch, way.last_batch);
-            const bool rarer = way.num_uses != other.num_uses ? way.num_uses < other.num_uses : older;
-            if (policy == LFU ? !rarer : !older) continue;
+            const bool is_older = is_after(other.last_batch, way.last_batch);
+            const bool is_rarer = way.num_uses != other.num_uses ? way.num_uses < other.num_uses : is_older;
+            if (policy == LFU ? !is_rarer : !is_older) continue;
         }
         victim = w;
     }

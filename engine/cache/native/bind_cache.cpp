@@ -14,7 +14,7 @@ CachePolicy parse_policy(const std::string& name) {
 }
 
 std::optional<nb::dict> locate(CachedTier& tier, u32 table, u64 key) {
-    const auto row = without_gil([&] { return tier.find(table, key); });
+    const auto row = without_gil([&] { return tier.locate(table, key); });
     if (!row) return std::nullopt;
     nb::dict all = to_dict(row->counters);
     all["slot"] = row->slot;

@@ -12,7 +12,7 @@ namespace {
 constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the lower tier
 constexpr std::size_t GRAIN = 512, PREFETCH_DISTANCE = 4;
 
-// Presents a batch's rows in bucket order. If the batch stores rows by id number, this class copies the rows.
+// Presents a batch's rows in bucket order. If the batch stores rows by linear id, this class copies the rows.
 class BatchRows {
 public:
     BatchRows(Batch& batch, bool with_refused_lines) : batch_(batch) {
@@ -59,85 +59,82 @@ CachedTier::CachedTier(const Layout& layout, Tier& lower_tier, const CacheOption
       grows_with_batch_(options.grows_with_batch),
       directory_(layout.shape, options.budget_bytes, options.policy, overflow_rows_),
       hit_counts_(layout.num_tables),
-      process_(getpid()),
-      state_(std::make_unique<SharedState>()) {
+      process_id_(getpid()),
+      sync_(std::make_unique<Synchronization>()) {
     if (lower_tier.is_on_disk())
-        state_->writer.emplace(directory_.overflow, state_->directory_mutex, lower_tier, last_completed_,
+        sync_->writer.emplace(directory_.overflow, sync_->directory_mutex, lower_tier, last_completed_,
                                write_latency_, options.io_threads);
 }
 
 CachedTier::~CachedTier() {
-    if (process_ == getpid())
-        close();
-    else
-        static_cast<void>(state_.release());
+    process_id_ == getpid() ? close() : static_cast<void>(sync_.release());
 }
 
 void CachedTier::close() {
-    if (state_->writer) state_->writer->stop();
+    if (sync_->writer) sync_->writer->stop();
     cancel();
 }
 
-CachedTier::AnnouncedBatch* CachedTier::find_announced(u32 number) {
+CachedTier::AnnouncedBatch* CachedTier::find_announced(u32 batch_number) {
     for (AnnouncedBatch& entry : announced_)
-        if (entry.number == number) return &entry;
+        if (entry.batch_number == batch_number) return &entry;
     return nullptr;
 }
 
 void CachedTier::update_last_completed() {
-    const u32 last = pinned_ ? pinned_number_ - 1 : announced_.empty() ? latest_number_ : announced_.front().number - 1;
-    last_completed_.store(last, std::memory_order_release);
+    const u32 next = announced_.empty() ? latest_number_ + 1 : announced_.front().batch_number;
+    last_completed_.store((pinned_ ? pinned_number_ : next) - 1, std::memory_order_release);
 }
 
 void CachedTier::announce(std::shared_ptr<Batch> batch) {
-    const std::lock_guard directory_lock(state_->directory_mutex);
-    const BatchRows requested(*batch, false);
-    u32 number;
+    const std::lock_guard directory_lock(sync_->directory_mutex);
+    const BatchRows batch_rows(*batch, false);
+    u32 batch_number;
     {
-        const std::lock_guard queue_lock(state_->queue_mutex);
+        const std::lock_guard queue_lock(sync_->queue_mutex);
         if (directory_.window.is_full()) throw std::runtime_error("too many batches are announced");
-        number = ++latest_number_;
-        announced_.push_back({std::move(batch), number, AnnouncedBatch::waiting});
+        batch_number = ++latest_number_;
+        announced_.push_back({std::move(batch), batch_number, AnnouncedBatch::waiting});
     }
-    directory_.announce(requested.rows, number);
+    directory_.announce(batch_rows.rows, batch_number);
 }
 
 bool CachedTier::prefetch(const Batch& batch) {
     std::shared_ptr<Batch> owned;
-    u32 number;
+    u32 batch_number;
     {
-        std::unique_lock queue_lock(state_->queue_mutex);
-        state_->batch_fetched.wait(queue_lock, [&] {
+        std::unique_lock queue_lock(sync_->queue_mutex);
+        sync_->batch_fetched.wait(queue_lock, [&] {
             return std::none_of(announced_.begin(), announced_.end(),
                                 [](const AnnouncedBatch& entry) { return entry.state == AnnouncedBatch::fetching; });
         });
-        const auto is_waiting = [](const AnnouncedBatch& entry) { return entry.state != AnnouncedBatch::fetched; };
-        const auto first = std::find_if(announced_.begin(), announced_.end(), is_waiting);
+        const auto is_unfetched = [](const AnnouncedBatch& entry) { return entry.state != AnnouncedBatch::fetched; };
+        const auto first = std::find_if(announced_.begin(), announced_.end(), is_unfetched);
         const auto position = std::find_if(announced_.begin(), announced_.end(),
                                            [&](const AnnouncedBatch& entry) { return entry.batch.get() == &batch; });
-        if (position == announced_.end() || !is_waiting(*position)) return true;
+        if (position == announced_.end() || !is_unfetched(*position)) return true;
         if (position != first) return false;
         position->state = AnnouncedBatch::fetching;
         owned = position->batch;
-        number = position->number;
+        batch_number = position->batch_number;
     }
     const auto is_cancelled = [&] {
-        const std::lock_guard queue_lock(state_->queue_mutex);
-        return find_announced(number) == nullptr;
+        const std::lock_guard queue_lock(sync_->queue_mutex);
+        return find_announced(batch_number) == nullptr;
     };
     const auto finish = [&](bool is_fetched) {
-        const std::lock_guard queue_lock(state_->queue_mutex);
-        if (AnnouncedBatch* const entry = find_announced(number))
+        const std::lock_guard queue_lock(sync_->queue_mutex);
+        if (AnnouncedBatch* const entry = find_announced(batch_number))
             entry->state = is_fetched ? AnnouncedBatch::fetched : AnnouncedBatch::waiting;
-        state_->batch_fetched.notify_all();
+        sync_->batch_fetched.notify_all();
         return is_fetched;
     };
     try {
-        const std::lock_guard placement_lock(state_->placement_mutex);
+        const std::lock_guard placement_lock(sync_->placement_mutex);
         if (is_cancelled()) return finish(true);
-        BatchRows requested(*owned, false);
-        if (!place_batch(requested.rows, number, Purpose::prefetch)) return finish(false);
-        requested.set_lines();
+        BatchRows batch_rows(*owned, false);
+        if (!place_batch(batch_rows.rows, batch_number, Purpose::prefetch)) return finish(false);
+        batch_rows.set_lines();
         return finish(true);
     } catch (...) {
         finish(false);
@@ -146,44 +143,44 @@ bool CachedTier::prefetch(const Batch& batch) {
 }
 
 void CachedTier::pin(std::shared_ptr<Batch> batch) {
-    u32 number;
+    u32 batch_number;
     bool is_fetched = false;
     {
-        std::unique_lock queue_lock(state_->queue_mutex);
+        std::unique_lock queue_lock(sync_->queue_mutex);
         if (pinned_) throw std::runtime_error("a batch is still pinned; one step at a time");
         if (announced_.empty()) {
-            number = ++latest_number_;
+            batch_number = ++latest_number_;
         } else {
             AnnouncedBatch& first = announced_.front();
             if (first.batch != batch) throw std::runtime_error("another batch was announced; cancel it");
-            state_->batch_fetched.wait(queue_lock, [&] { return first.state != AnnouncedBatch::fetching; });
-            number = first.number;
+            sync_->batch_fetched.wait(queue_lock, [&] { return first.state != AnnouncedBatch::fetching; });
+            batch_number = first.batch_number;
             is_fetched = first.state == AnnouncedBatch::fetched;
             first.state = AnnouncedBatch::fetching;
         }
     }
     const auto finish = [&](bool is_pinned) {
         std::shared_ptr<Batch> ended;  // destroyed after the lock is released
-        const std::lock_guard queue_lock(state_->queue_mutex);
-        if (!announced_.empty() && announced_.front().number == number) {
+        const std::lock_guard queue_lock(sync_->queue_mutex);
+        if (!announced_.empty() && announced_.front().batch_number == batch_number) {
             ended = std::move(announced_.front().batch);
             announced_.pop_front();
         }
         if (is_pinned) {
             pinned_ = batch;
-            pinned_number_ = number;
+            pinned_number_ = batch_number;
         }
         update_last_completed();
-        state_->batch_fetched.notify_all();
+        sync_->batch_fetched.notify_all();
     };
     try {
         if (is_fetched) {
             batch->use_refused_lines();
         } else {
-            const std::lock_guard placement_lock(state_->placement_mutex);
-            BatchRows requested(*batch, true);
-            place_batch(requested.rows, number, Purpose::step);
-            requested.set_lines();
+            const std::lock_guard placement_lock(sync_->placement_mutex);
+            BatchRows batch_rows(*batch, true);
+            place_batch(batch_rows.rows, batch_number, Purpose::step);
+            batch_rows.set_lines();
         }
     } catch (...) {
         finish(false);
@@ -195,51 +192,51 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
 void CachedTier::unpin(const Batch& batch) {
     std::shared_ptr<Batch> ended;
     {
-        const std::lock_guard queue_lock(state_->queue_mutex);
+        const std::lock_guard queue_lock(sync_->queue_mutex);
         if (pinned_.get() != &batch) throw std::runtime_error("unpin of a batch that is not pinned");
         ended.swap(pinned_);
         update_last_completed();
     }
-    if (!state_->writer) return;
+    if (!sync_->writer) return;
     // Wake the writer now, since the next step may come late. A placement in progress wakes the writer anyway.
-    const std::unique_lock directory_lock(state_->directory_mutex, std::try_to_lock);
-    if (directory_lock && directory_.overflow.num_rows() > overflow_rows_) state_->writer->wake(overflow_limits());
+    const std::unique_lock directory_lock(sync_->directory_mutex, std::try_to_lock);
+    if (directory_lock && directory_.overflow.num_rows() > overflow_rows_) sync_->writer->wake(overflow_limits());
 }
 
 void CachedTier::cancel() {
     std::deque<AnnouncedBatch> ended;
-    const std::lock_guard placement_lock(state_->placement_mutex);  // no batch may end while its rows are being fetched
-    const std::lock_guard directory_lock(state_->directory_mutex);
-    const std::lock_guard queue_lock(state_->queue_mutex);
+    const std::lock_guard placement_lock(sync_->placement_mutex);  // no batch may end while its rows are being fetched
+    const std::lock_guard directory_lock(sync_->directory_mutex);
+    const std::lock_guard queue_lock(sync_->queue_mutex);
     ended.swap(announced_);
     directory_.window.clear();
     update_last_completed();
 }
 
 std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
-    BatchRows requested(batch, false);
-    const RequestedRows& rows = requested.rows;
+    BatchRows batch_rows(batch, false);
+    const RequestedRows& rows = batch_rows.rows;
     const std::vector<u64> lines = batch.allocate(batch.num_unique, layout_.shape);
     RowList missing;
     {
-        const std::lock_guard placement_lock(state_->placement_mutex);
+        const std::lock_guard placement_lock(sync_->placement_mutex);
         for (const std::size_t row : copy_resident(rows, lines.data(), false))
             missing.add(rows.tables[row], rows.hashes[row], lines[row]);
     }
     std::copy(lines.begin(), lines.end(), rows.lines);
-    requested.set_lines();
+    batch_rows.set_lines();
     const std::vector<u32> updates = read_lower_tier(missing.rows(), false);
     return {updates.size(), static_cast<std::size_t>(std::count(updates.begin(), updates.end(), 0u))};
 }
 
-bool CachedTier::place_batch(const RequestedRows& requested, u32 number, Purpose purpose) {
-    std::unique_lock lock(state_->directory_mutex);
-    auto& writer = state_->writer;
+bool CachedTier::place_batch(const RequestedRows& requested, u32 batch_number, Purpose purpose) {
+    std::unique_lock lock(sync_->directory_mutex);
+    auto& writer = sync_->writer;
     Overflow& overflow = directory_.overflow;
     if (writer) writer->rethrow_error();
     overflow.trim();
     if (grows_with_batch_ && overflow.grow(2 * requested.size())) overflow_rows_ = overflow.capacity();
-    directory_.probe(requested, number, purpose != Purpose::prefetch);
+    directory_.probe(requested, batch_number, purpose != Purpose::prefetch);
     const std::size_t demand = directory_.overflow_demand();
     const auto fits = [&] { return overflow.num_rows() + demand <= overflow_rows_; };
     if (purpose == Purpose::prefetch) {
@@ -248,13 +245,13 @@ bool CachedTier::place_batch(const RequestedRows& requested, u32 number, Purpose
             writer ? writer->wake(overflow_limits(demand)) : write_back_overflow();
             return false;
         }
-        directory_.pin(requested, number);
+        directory_.pin(requested, batch_number);
     } else if (writer && !fits()) {
         writer->wait_until(lock, overflow_limits(demand), fits);
         writer->rethrow_error();
     }
     if (!writer) write_back_overflow();
-    directory_.choose_victims(requested, number, last_completed());
+    directory_.choose_victims(requested, batch_number, last_completed());
     const CacheCounts& counts = directory_.counts();
     try {
         overflow.reserve(std::min<std::size_t>(counts.evictions_dirty + counts.overflows, demand + 1));
@@ -281,22 +278,22 @@ void CachedTier::fetch(const RequestedRows& requested) {
     if (missing.size() == 0) return;
     try {
         const std::vector<u32> updates = read_lower_tier(missing.rows(), true);
-        const std::lock_guard directory_lock(state_->directory_mutex);
+        const std::lock_guard directory_lock(sync_->directory_mutex);
         directory_.set_fetched(updates.data());
     } catch (...) {
-        const std::lock_guard directory_lock(state_->directory_mutex);
+        const std::lock_guard directory_lock(sync_->directory_mutex);
         directory_.drop_unfetched();
         throw;
     }
 }
 
-std::vector<u32> CachedTier::read_lower_tier(const RowSpan& rows, bool counts_as_use) {
+std::vector<u32> CachedTier::read_lower_tier(const RowSpan& rows, bool should_touch) {
     std::vector<u32> updates(rows.n);
     if (rows.n == 0) return updates;
     const auto is_hit = std::make_unique<bool[]>(rows.n);
     {
         const Timer timer(fetch_latency_);
-        lower_tier_.read(rows, is_hit.get(), counts_as_use);
+        lower_tier_.read(rows, is_hit.get(), should_touch);
     }
     std::atomic<std::size_t> rows_found{0};
     parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
@@ -339,12 +336,12 @@ void CachedTier::write_back_overflow() {
                         [&](const RowSpan& dirty) { write_back(dirty); });
 }
 
-std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* to, bool counts_as_use) {
-    const u32 number = counts_as_use ? begin_internal_batch() : 0;
-    const std::lock_guard directory_lock(state_->directory_mutex);
+std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* dst, bool should_touch) {
+    const u32 batch_number = should_touch ? begin_internal_batch() : 0;
+    const std::lock_guard directory_lock(sync_->directory_mutex);
     std::vector<std::size_t> missing;
-    directory_.probe(requested, number, false);
-    if (counts_as_use) directory_.pin(requested, number);
+    directory_.probe(requested, batch_number, false);
+    if (should_touch) directory_.pin(requested, batch_number);
     directory_.for_each_miss([&](const Miss& miss) {
         if (miss.old_entry == NONE)
             missing.push_back(miss.row);
@@ -355,7 +352,7 @@ std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requeste
         for (std::size_t i = begin; i < end; ++i) {
             if (const std::size_t k = i + PREFETCH_DISTANCE; k < end)
                 prefetch_bytes(requested.lines[k], layout_.shape.line_bytes);
-            if (requested.lines[i]) copy_line(THREAD, to[i], requested.lines[i], layout_.shape);
+            if (requested.lines[i]) copy_line(THREAD, dst[i], requested.lines[i], layout_.shape);
         }
     });
     directory_.count_hits(requested, hit_counts_);
@@ -363,32 +360,32 @@ std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requeste
 }
 
 u32 CachedTier::begin_internal_batch() {
-    const std::lock_guard queue_lock(state_->queue_mutex);
+    const std::lock_guard queue_lock(sync_->queue_mutex);
     if (pinned_ || !announced_.empty())
         throw std::runtime_error("a cache with announced or pinned batches cannot be used as a tier");
     return ++latest_number_;
 }
 
 void CachedTier::end_internal_batch() {
-    const std::lock_guard queue_lock(state_->queue_mutex);
+    const std::lock_guard queue_lock(sync_->queue_mutex);
     update_last_completed();
 }
 
-void CachedTier::read(const RowSpan& rows, bool* is_hit, bool counts_as_use) {
+void CachedTier::read(const RowSpan& rows, bool* is_hit, bool should_touch) {
     Buffer<u64> lines(rows.n);
     const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_offsets()};
     RowList lower_rows;
     std::vector<std::size_t> missing;
     {
-        const std::lock_guard placement_lock(state_->placement_mutex);
-        missing = copy_resident(requested, rows.lines, counts_as_use);
-        if (counts_as_use) end_internal_batch();
+        const std::lock_guard placement_lock(sync_->placement_mutex);
+        missing = copy_resident(requested, rows.lines, should_touch);
+        if (should_touch) end_internal_batch();
     }
     for (const std::size_t row : missing) lower_rows.add(rows.tables[row], rows.hashes[row], rows.lines[row]);
     const auto is_in_lower_tier = std::make_unique<bool[]>(missing.size());
     if (!missing.empty()) {
         const Timer timer(fetch_latency_);
-        lower_tier_.read(lower_rows.rows(), is_in_lower_tier.get(), counts_as_use);
+        lower_tier_.read(lower_rows.rows(), is_in_lower_tier.get(), should_touch);
     }
     for (std::size_t i = 0; i < rows.n; ++i)
         is_hit[i] = lines[i] != 0 && row_counters(rows.lines[i], layout_.shape)->updates > 0;
@@ -398,10 +395,10 @@ void CachedTier::read(const RowSpan& rows, bool* is_hit, bool counts_as_use) {
 void CachedTier::write(const RowSpan& rows) {
     Buffer<u64> lines(rows.n);
     const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_offsets()};
-    const std::lock_guard placement_lock(state_->placement_mutex);
-    const u32 number = begin_internal_batch();
+    const std::lock_guard placement_lock(sync_->placement_mutex);
+    const u32 batch_number = begin_internal_batch();
     try {
-        place_batch(requested, number, Purpose::write);
+        place_batch(requested, batch_number, Purpose::write);
     } catch (...) {
         end_internal_batch();
         throw;
@@ -413,10 +410,10 @@ void CachedTier::write(const RowSpan& rows) {
 }
 
 void CachedTier::erase(const RowSpan& rows) {
-    const std::lock_guard placement_lock(state_->placement_mutex);
+    const std::lock_guard placement_lock(sync_->placement_mutex);
     {
-        std::unique_lock directory_lock(state_->directory_mutex);
-        auto& writer = state_->writer;
+        std::unique_lock directory_lock(sync_->directory_mutex);
+        auto& writer = sync_->writer;
         if (writer) writer->wait_for_write(directory_lock);
         for (std::size_t i = 0; i < rows.n; ++i) {
             const Directory::Location location = directory_.find(rows.hashes[i], rows.tables[i]);
@@ -435,9 +432,9 @@ void CachedTier::erase(const RowSpan& rows) {
 
 void CachedTier::forget_errors() {
     lower_tier_.forget_errors();
-    const std::lock_guard placement_lock(state_->placement_mutex);  // so that no thread waits for the writer meanwhile
-    std::unique_lock directory_lock(state_->directory_mutex);
-    auto& writer = state_->writer;
+    const std::lock_guard placement_lock(sync_->placement_mutex);  // so that no thread waits for the writer meanwhile
+    std::unique_lock directory_lock(sync_->directory_mutex);
+    auto& writer = sync_->writer;
     if (!writer) return;
     writer->wait_for_write(directory_lock);
     writer->drop_error();
@@ -450,8 +447,8 @@ void CachedTier::flush() {
 u32 CachedTier::flush_some(u32 begin, u32 max_rows) {
     const u32 num_slots = directory_.sets.num_slots();
     if (begin >= num_slots) {
-        const auto overflow = [&](const auto& body) { directory_.for_each_in_overflow(body); };
-        return flush_rows(overflow, max_rows) ? num_slots : 0;
+        const auto for_each_overflow_row = [&](const auto& body) { directory_.for_each_in_overflow(body); };
+        return flush_rows(for_each_overflow_row, max_rows) ? num_slots : 0;
     }
     const u32 end = begin + std::min(num_slots - begin, max_rows);
     flush_rows([&](const auto& body) { directory_.for_each_in_slots(begin, end, body); });
@@ -460,10 +457,10 @@ u32 CachedTier::flush_some(u32 begin, u32 max_rows) {
 
 template <class ForEach>
 bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
-    const std::lock_guard placement_lock(state_->placement_mutex);
+    const std::lock_guard placement_lock(sync_->placement_mutex);
     lower_tier_.forget_errors();  // drop earlier errors; a write that fails from now on throws again
-    std::unique_lock directory_lock(state_->directory_mutex);
-    auto& writer = state_->writer;
+    std::unique_lock directory_lock(sync_->directory_mutex);
+    auto& writer = sync_->writer;
     if (writer) {
         writer->wait_for_write(directory_lock);
         writer->drop_error();
@@ -471,7 +468,7 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     bool has_more = false;
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written_ways;  // for each written row: its way, and the `updates` written
-    const auto write = [&] {
+    const auto write_chunk = [&] {
         write_back(dirty.rows());
         for (const auto& [way, updates] : written_ways) way->stored_updates = updates;
         dirty.clear();
@@ -485,58 +482,58 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
         --max_rows;
         dirty.add(way.table, way.hash, line);
         written_ways.push_back({&way, updates});
-        if (dirty.size() == FLUSH_ROWS) write();
+        if (dirty.size() == FLUSH_ROWS) write_chunk();
     });
-    write();
+    write_chunk();
     if (writer) writer->wake(overflow_limits());
     return has_more;
 }
 
 Metrics CachedTier::metrics() const {
-    const std::lock_guard directory_lock(state_->directory_mutex);
+    const std::lock_guard directory_lock(sync_->directory_mutex);
     const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
-    const u64 rows_written_behind = state_->writer ? state_->writer->num_written : 0;
+    const u64 rows_written_behind = sync_->writer ? sync_->writer->num_written : 0;
     const std::size_t used = sets.count_used();
     const auto [hits, misses] = hit_counts_.totals();
-    Metrics all{{{"hits", hits},
-                 {"misses", misses},
-                 {"insertions", counts_.insertions},
-                 {"evictions_clean", counts_.evictions_clean},
-                 {"evictions_dirty", counts_.evictions_dirty},
-                 {"overflows", counts_.overflows},
-                 {"bytes_in", bytes_in_},
-                 {"bytes_out", bytes_out_ + rows_written_behind * compute_stored_bytes(layout_.shape.width)},
-                 {"capacity", sets.num_slots()},
-                 {"resident_rows", used},
-                 {"bytes", sets.bytes()},
-                 {"overflow_rows", overflow.num_rows()},
-                 {"overflow_peak_rows", overflow.peak_rows()},
-                 {"overflow_capacity", overflow_rows_},
-                 {"overflow_bytes", overflow.bytes()},
-                 {"window_bytes", directory_.window.bytes()},
-                 {"overflow_evictions", overflow.evictions()},
-                 {"prefetch_waits", prefetch_waits_}},
-                {{"fill", static_cast<double>(used) / sets.num_slots()}}};
-    all.add("fetch", fetch_latency_);
-    all.add("write", write_latency_);
-    return all;
+    Metrics metrics{{{"hits", hits},
+                     {"misses", misses},
+                     {"insertions", counts_.insertions},
+                     {"evictions_clean", counts_.evictions_clean},
+                     {"evictions_dirty", counts_.evictions_dirty},
+                     {"overflows", counts_.overflows},
+                     {"bytes_in", bytes_in_},
+                     {"bytes_out", bytes_out_ + rows_written_behind * compute_stored_bytes(layout_.shape.width)},
+                     {"capacity", sets.num_slots()},
+                     {"resident_rows", used},
+                     {"bytes", sets.bytes()},
+                     {"overflow_rows", overflow.num_rows()},
+                     {"overflow_peak_rows", overflow.peak_rows()},
+                     {"overflow_capacity", overflow_rows_},
+                     {"overflow_bytes", overflow.bytes()},
+                     {"window_bytes", directory_.window.bytes()},
+                     {"overflow_evictions", overflow.evictions()},
+                     {"prefetch_waits", prefetch_waits_}},
+                    {{"fill", static_cast<double>(used) / sets.num_slots()}}};
+    metrics.add("fetch", fetch_latency_);
+    metrics.add("write", write_latency_);
+    return metrics;
 }
 
 std::vector<u64> CachedTier::hit_counts() const {
-    const std::lock_guard directory_lock(state_->directory_mutex);
+    const std::lock_guard directory_lock(sync_->directory_mutex);
     return hit_counts_.sums();
 }
 
-std::optional<CachedTier::ResidentRow> CachedTier::find(u32 table, u64 key) {
-    const std::lock_guard placement_lock(state_->placement_mutex);
-    const std::lock_guard directory_lock(state_->directory_mutex);
+std::optional<CachedTier::ResidentRow> CachedTier::locate(u32 table, u64 key) {
+    const std::lock_guard placement_lock(sync_->placement_mutex);
+    const std::lock_guard directory_lock(sync_->directory_mutex);
     const Directory::Location location = directory_.find(slot_hash(table, key), table);
     if (!location.way) return std::nullopt;
-    const RowCounters now = *row_counters(location.line, layout_.shape);
-    const bool dirty = is_dirty(now.updates, location.way->stored_updates);
+    const RowCounters counters = *row_counters(location.line, layout_.shape);
+    const bool dirty = is_dirty(counters.updates, location.way->stored_updates);
     const i64 slot = location.slot == NONE ? -1 : static_cast<i64>(location.slot);
-    return ResidentRow{slot, dirty, is_after(location.way->last_batch, last_completed()), now};
+    return ResidentRow{slot, dirty, is_after(location.way->last_batch, last_completed()), counters};
 }
 
 }  // namespace tierbed

@@ -59,7 +59,7 @@ public:
 
     // `write` makes rows resident, `read` does not. While any batch is announced or pinned, `write` throws, and so does
     // `read` with `counts_as_use`.
-    void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) override;
+    void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     void forget_errors() override;
@@ -82,16 +82,16 @@ public:
         bool is_dirty, is_pinned;
         RowCounters counters;
     };
-    std::optional<ResidentRow> find(u32 table, u64 key);
+    std::optional<ResidentRow> locate(u32 table, u64 key);
 
 private:
     struct AnnouncedBatch {
         std::shared_ptr<Batch> batch;
-        u32 number;
+        u32 batch_number;
         enum { waiting, fetching, fetched } state;
     };
     // Allocated on the heap, because a forked child must not destroy these objects and leaks them instead.
-    struct SharedState {
+    struct Synchronization {
         std::mutex placement_mutex, directory_mutex, queue_mutex;
         std::condition_variable batch_fetched;
         std::optional<WriteBehind> writer;
@@ -99,17 +99,17 @@ private:
     enum class Purpose { prefetch, step, write };
 
     // The caller must hold `queue_mutex` for the next two functions.
-    AnnouncedBatch* find_announced(u32 number);  // returns null if the batch was cancelled
+    AnnouncedBatch* find_announced(u32 batch_number);  // returns null if the batch was cancelled
     void update_last_completed();
     // The caller must hold `placement_mutex` for the next functions. `begin_internal_batch` gives a number to a
     // `write`, or to a `read` with `counts_as_use`. `end_internal_batch` ends this batch.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetch might need too much of the overflow area now.
-    bool place_batch(const RequestedRows& requested, u32 number, Purpose purpose);
+    bool place_batch(const RequestedRows& requested, u32 batch_number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Copies resident rows to the lines `to`, and returns the missing rows.
-    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* to, bool counts_as_use);
+    // Copies resident rows to the lines `dst`, and returns the missing rows.
+    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* dst, bool should_touch);
     // The caller must hold `placement_mutex` and `directory_mutex` for the next three functions.
     void write_back_overflow();
     void write_back_victims();
@@ -119,7 +119,7 @@ private:
     template <class ForEach>
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Fills lines from the lower tier or with initial values. Returns each row's `updates`. Needs no lock.
-    std::vector<u32> read_lower_tier(const RowSpan& rows, bool counts_as_use);
+    std::vector<u32> read_lower_tier(const RowSpan& rows, bool should_touch);
     // Returns the limits to which write-back must shrink the overflow area before `added` rows arrive. These limits
     // keep about half of the area free for a batch.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
@@ -139,8 +139,8 @@ private:
     std::atomic<u64> bytes_in_{0};
     u64 bytes_out_ = 0, prefetch_waits_ = 0;
     Histogram fetch_latency_, write_latency_;
-    pid_t process_;
-    std::unique_ptr<SharedState> state_;
+    pid_t process_id_;
+    std::unique_ptr<Synchronization> sync_;
 
     // Guarded by `queue_mutex`.
     std::deque<AnnouncedBatch> announced_;

@@ -38,8 +38,8 @@ CacheCounts& CacheCounts::operator+=(const CacheCounts& other) {
     return *this;
 }
 
-void Directory::announce(const RequestedRows& batch, u32 number) {
-    window.add(number);
+void Directory::announce(const RequestedRows& batch, u32 batch_number) {
+    window.add(batch_number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const std::size_t end = batch.bucket_offsets[b + 1];
@@ -51,22 +51,22 @@ void Directory::announce(const RequestedRows& batch, u32 number) {
             }
             if (!window.add_row(bucket, batch.hashes[i], batch.tables[i])) continue;  // an earlier batch needs the row
             const Location location = find(batch.hashes[i], batch.tables[i]);
-            if (location.way) location.way->next_batch = number;
+            if (location.way) location.way->next_batch = batch_number;
         }
     });
 }
 
-void Directory::begin_batch(u32 number) {
-    if (number % MAX_AGE == 0)  // batch numbers wrap around, so old rows get a newer number
+void Directory::begin_batch(u32 batch_number) {
+    if (batch_number % MAX_AGE == 0)  // batch numbers wrap around, so old rows get a newer number
         for_each_row([&](Way& way, u64, i64) {
-            if (is_after(number - MAX_AGE, way.last_batch)) way.last_batch = number - MAX_AGE;
+            if (is_after(batch_number - MAX_AGE, way.last_batch)) way.last_batch = batch_number - MAX_AGE;
         });
-    has_later_batch_ = window.has_batch_after(number);
-    window.remove(number);
+    has_later_batch_ = window.has_batch_after(batch_number);
+    window.remove(batch_number);
 }
 
-void Directory::probe(const RequestedRows& batch, u32 number, bool should_pin) {
-    if (should_pin) begin_batch(number);
+void Directory::probe(const RequestedRows& batch, u32 batch_number, bool should_pin) {
+    if (should_pin) begin_batch(batch_number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         std::vector<Miss>& misses = misses_[b];
@@ -80,18 +80,18 @@ void Directory::probe(const RequestedRows& batch, u32 number, bool should_pin) {
             }
             if (batch.refused_lines && batch.refused_lines[i]) {
                 batch.lines[i] = batch.refused_lines[i];
-                if (should_pin) take_next_batch(batch, bucket, i, number);
+                if (should_pin) take_next_batch(batch, bucket, i, batch_number);
                 continue;
             }
             const u32 slot = sets.find(batch.hashes[i], batch.tables[i]);
             if (slot != NONE) {
                 batch.lines[i] = sets.line(slot);
-                if (should_pin) touch(sets.way(slot), number, take_next_batch(batch, bucket, i, number));
+                if (should_pin) touch(sets.way(slot), batch_number, take_next_batch(batch, bucket, i, batch_number));
                 continue;
             }
             const u32 entry = overflow.empty() ? NONE : overflow.find(batch.hashes[i], batch.tables[i]);
             misses.push_back({static_cast<u32>(i), entry, entry == NONE ? 0 : overflow.at(entry).way.last_batch});
-            if (should_pin && entry != NONE) overflow.at(entry).way.last_batch = number;
+            if (should_pin && entry != NONE) overflow.at(entry).way.last_batch = batch_number;
             batch.lines[i] = 0;
         }
     });
@@ -107,15 +107,15 @@ void Directory::count_hits(const RequestedRows& batch, HitCounts& counts) const 
     });
 }
 
-void Directory::pin(const RequestedRows& batch, u32 number) {
-    begin_batch(number);
+void Directory::pin(const RequestedRows& batch, u32 batch_number) {
+    begin_batch(batch_number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         for (std::size_t i = batch.bucket_offsets[b]; i < batch.bucket_offsets[b + 1]; ++i)
             if (batch.lines[i])
-                touch(sets.way(sets.slot(batch.lines[i])), number,
-                      take_next_batch(batch, static_cast<u32>(b), i, number));
+                touch(sets.way(sets.slot(batch.lines[i])), batch_number,
+                      take_next_batch(batch, static_cast<u32>(b), i, batch_number));
         for (const Miss& miss : misses_[b])
-            if (miss.old_entry != NONE) overflow.at(miss.old_entry).way.last_batch = number;
+            if (miss.old_entry != NONE) overflow.at(miss.old_entry).way.last_batch = batch_number;
     });
 }
 
@@ -126,14 +126,15 @@ std::size_t Directory::overflow_demand() const {
     return rows;
 }
 
-void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_completed) {
+void Directory::choose_victims(const RequestedRows& batch, u32 batch_number, u32 last_completed) {
     std::array<CacheCounts, BUCKETS> parts;
     const auto choose_in = [&](std::size_t b) {
         std::vector<Miss>& misses = misses_[b];
-        for (Miss& miss : misses) miss.next_batch = take_next_batch(batch, static_cast<u32>(b), miss.row, number);
+        for (Miss& miss : misses) miss.next_batch = take_next_batch(batch, static_cast<u32>(b), miss.row, batch_number);
         if (has_later_batch_)
             std::stable_sort(misses.begin(), misses.end(), [&](const Miss& one, const Miss& other) {
-                return count_batches_until(one.next_batch, number) < count_batches_until(other.next_batch, number);
+                return count_batches_until(one.next_batch, batch_number) <
+                       count_batches_until(other.next_batch, batch_number);
             });
         for (std::size_t k = 0; k < misses.size(); ++k) {
             if (const std::size_t later = k + PREFETCH_DISTANCE; later < misses.size())
@@ -141,14 +142,14 @@ void Directory::choose_victims(const RequestedRows& batch, u32 number, u32 last_
             Miss& miss = misses[k];
             const u64 hash = batch.hashes[miss.row];
             const u32 table = batch.tables[miss.row], next = miss.next_batch;
-            Way way{hash, table, number, next, 1, 0, 0};
+            Way way{hash, table, batch_number, next, 1, 0, 0};
             if (miss.old_entry != NONE) {
-                touch(overflow.at(miss.old_entry).way, number, next);
+                touch(overflow.at(miss.old_entry).way, batch_number, next);
                 way = overflow.at(miss.old_entry).way;
             }
             miss.displaced_way = way;
             const bool stays_in_overflow = miss.old_entry != NONE && is_after(miss.last_batch, last_completed);
-            miss.slot = stays_in_overflow ? NONE : sets.find_victim_slot(hash, number, last_completed);
+            miss.slot = stays_in_overflow ? NONE : sets.find_victim_slot(hash, batch_number, last_completed);
             if (miss.slot == NONE) {
                 ++parts[b].overflows;
                 continue;

@@ -29,15 +29,15 @@ public:
 
     // Returns the row's slot, or NONE.
     u32 find(u64 hash, u32 table) const {
-        const u32 number = get_set(hash, num_sets_);
-        const u32 way = probe_set(THREAD, set(number), hash, table);
-        return way == NONE ? NONE : number * WAYS + way;
+        const u32 set_index = get_set(hash, num_sets_);
+        const u32 way = probe_set(THREAD, set(set_index), hash, table);
+        return way == NONE ? NONE : set_index * WAYS + way;
     }
     // Returns the slot that `find_victim` chooses for a row without a slot, or NONE.
     u32 find_victim_slot(u64 hash, u32 batch, u32 last_completed) const {
-        const u32 number = get_set(hash, num_sets_);
-        const u32 way = find_victim(set(number), get_home(hash), batch, last_completed, policy_);
-        return way == NONE ? NONE : number * WAYS + way;
+        const u32 set_index = get_set(hash, num_sets_);
+        const u32 way = find_victim(set(set_index), get_home(hash), batch, last_completed, policy_);
+        return way == NONE ? NONE : set_index * WAYS + way;
     }
     void fill(u32 slot, const Way& row) {
         tags()[slot] = get_tag(row.hash);
@@ -78,7 +78,7 @@ public:
 
 private:
     u8* tags() const { return reinterpret_cast<u8*>(tags_.start()); }
-    SetView set(u32 number) const { return {tags() + std::size_t{number} * WAYS, &way(number * WAYS)}; }
+    SetView set(u32 set_index) const { return {tags() + std::size_t{set_index} * WAYS, &way(set_index * WAYS)}; }
 
     LineShape shape_;
     CachePolicy policy_;
@@ -93,13 +93,13 @@ public:
     static constexpr u32 MAX_BATCHES = 32;
 
     bool is_full() const { return last_ + 1 - first_ == MAX_BATCHES; }
-    // True if a batch after `number` is announced.
-    bool has_batch_after(u32 number) const { return is_after(last_, number); }
+    // True if a batch after `batch_number` is announced.
+    bool has_batch_after(u32 batch_number) const { return is_after(last_, batch_number); }
 
     // Adds an announced batch.
-    void add(u32 number) {
-        if (empty()) first_ = number;
-        last_ = number;
+    void add(u32 batch_number) {
+        if (empty()) first_ = batch_number;
+        last_ = batch_number;
     }
     // Records that the last added batch needs the row. Returns false if an earlier batch needs the row too.
     bool add_row(u32 bucket, u64 hash, u32 table) {
@@ -111,22 +111,22 @@ public:
         return !bits;
     }
 
-    // Removes batch `number`, the window's earliest batch, because it is being placed.
-    void remove(u32 number) {
+    // Removes batch `batch_number`, the window's earliest batch, because it is being placed.
+    void remove(u32 batch_number) {
         if (empty()) return;
-        first_ = number + 1;
+        first_ = batch_number + 1;
         if (empty()) clear();
     }
-    // Records that batch `number` no longer needs the row. Returns the next batch that needs the row, or 0.
-    u32 remove_row(u32 bucket, u64 hash, u32 table, u32 number) {
+    // Records that batch `batch_number` no longer needs the row. Returns the next batch that needs the row, or 0.
+    u32 remove_row(u32 bucket, u64 hash, u32 table, u32 batch_number) {
         u32* const bits = maps_[bucket].find_mutable(hash, table);
-        const u32 later_bits = bits ? *bits & ~batch_bit(number) : 0;
+        const u32 later_bits = bits ? *bits & ~batch_bit(batch_number) : 0;
         if (!later_bits) {
             if (bits) maps_[bucket].erase(hash, table);
             return 0;
         }
         *bits = later_bits;
-        return find_next(later_bits, number);
+        return find_next(later_bits, batch_number);
     }
 
     TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
@@ -135,12 +135,12 @@ public:
 
 private:
     bool empty() const { return is_after(first_, last_); }
-    static u32 batch_bit(u32 number) { return 1u << number % MAX_BATCHES; }
-    // Returns the first batch after `number` whose bit is set.
-    static u32 find_next(u32 bits, u32 number) {
-        const u32 shift = static_cast<u32>((number + 1) % MAX_BATCHES);
+    static u32 batch_bit(u32 batch_number) { return 1u << batch_number % MAX_BATCHES; }
+    // Returns the first batch after `batch_number` whose bit is set.
+    static u32 find_next(u32 bits, u32 batch_number) {
+        const u32 shift = static_cast<u32>((batch_number + 1) % MAX_BATCHES);
         const u32 rotated = shift ? bits >> shift | bits << (MAX_BATCHES - shift) : bits;
-        return number + 1 + lowest_bit(rotated);
+        return batch_number + 1 + lowest_bit(rotated);
     }
 
     std::array<RowMap, BUCKETS> maps_;
@@ -184,17 +184,17 @@ public:
         : sets(shape, budget_bytes, policy), overflow(shape, overflow_rows), shape_(shape) {}
 
     // Adds a batch to the look-ahead window.
-    void announce(const RequestedRows& batch, u32 number);
+    void announce(const RequestedRows& batch, u32 batch_number);
 
     // Sets the lines of resident rows, and lists the misses. should_pin: also pin the resident rows.
-    void probe(const RequestedRows& batch, u32 number, bool should_pin);
+    void probe(const RequestedRows& batch, u32 batch_number, bool should_pin);
     // Pins the resident rows of the batch that was just probed.
-    void pin(const RequestedRows& batch, u32 number);
+    void pin(const RequestedRows& batch, u32 batch_number);
     // Returns how many overflow entries the batch may still need.
     std::size_t overflow_demand() const;
 
     // Chooses a slot for each miss. The sooner an announced batch needs a row, the earlier the row gets a slot.
-    void choose_victims(const RequestedRows& batch, u32 number, u32 last_completed);
+    void choose_victims(const RequestedRows& batch, u32 batch_number, u32 last_completed);
     void undo_victims();
     // Gives each missing row its line. A row that was in the overflow area keeps its values.
     // keep_victims: move dirty victims to the overflow area instead of overwriting them.
@@ -244,15 +244,15 @@ public:
     Window window;
 
 private:
-    u32 take_next_batch(const RequestedRows& batch, u32 bucket, std::size_t row, u32 number) {
-        return has_later_batch_ ? window.remove_row(bucket, batch.hashes[row], batch.tables[row], number) : 0;
+    u32 take_next_batch(const RequestedRows& batch, u32 bucket, std::size_t row, u32 batch_number) {
+        return has_later_batch_ ? window.remove_row(bucket, batch.hashes[row], batch.tables[row], batch_number) : 0;
     }
-    static void touch(Way& way, u32 number, u32 next) {
-        way.last_batch = number;
+    static void touch(Way& way, u32 batch_number, u32 next) {
+        way.last_batch = batch_number;
         way.next_batch = next;
         way.num_uses += way.num_uses != 0xFFFFFFFFu;
     }
-    void begin_batch(u32 number);
+    void begin_batch(u32 batch_number);
     // Prefetches the memory that `place_misses` copies.
     void prefetch_lines(const Miss& miss) const;
 

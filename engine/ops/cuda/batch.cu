@@ -13,7 +13,7 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
     for_each(bags + 1, [&](u64 bag) {
         const i64 begin = offsets[bag], expected = bag == bags ? static_cast<i64>(n) : 0;
         const bool is_end = bag == 0 || bag == bags;
-        if ((is_end && begin != expected) || (bag > 0 && begin < offsets[bag - 1])) atomicOr(faults, BAD_OFFSETS);
+        if ((is_end && begin != expected) || (bag > 0 && begin < offsets[bag - 1])) atomicOr(faults, FAULT_BAD_OFFSETS);
         clamped[bag] = is_end ? expected : begin < 0 ? 0 : begin > static_cast<i64>(n) ? static_cast<i64>(n) : begin;
     });
 }
@@ -21,8 +21,8 @@ extern "C" __global__ void check_offsets(const i64* offsets, u64 bags, u64 n, i6
 // An embedding's legal ids.
 struct LegalIds {
     u64 padding;
-    const u64* last_ids;      // [num_tables], each table's last legal id, or null
-    const u8* drops_illegal;  // [num_tables], 1 if ids beyond `last_ids` become padding instead of faults; or null
+    const u64* max_ids;       // [num_tables], each table's last legal id, or null
+    const u8* drops_illegal;  // [num_tables], 1 if ids beyond `max_ids` become padding instead of faults; or null
     u64* dropped_counts;      // [num_tables], counts dropped ids
     u32 has_padding, num_tables;
 
@@ -30,14 +30,14 @@ struct LegalIds {
     TIERBED_FN u32 table(u64 key, u64 table, u32* faults) const {
         if (has_padding && key == padding) return NONE;
         if (table >= num_tables) {
-            atomicOr(faults, BAD_TABLE);
+            atomicOr(faults, FAULT_BAD_TABLE);
             return NONE;
         }
-        if (!last_ids || key <= last_ids[table]) return static_cast<u32>(table);
+        if (!max_ids || key <= max_ids[table]) return static_cast<u32>(table);
         if (drops_illegal && drops_illegal[table])
             atomicAdd(&dropped_counts[table], u64{1});
         else
-            atomicOr(faults, BAD_ID);
+            atomicOr(faults, FAULT_BAD_ID);
         return NONE;
     }
 };

@@ -24,11 +24,11 @@ from ..batch import invert_feature_columns
 from .device import Argument, Device, launch, make_struct, make_struct_type
 from .program import Program
 
-NO_ROOM, BAD_TABLE, BAD_OFFSETS, BAD_ID = 1, 2, 4, 16  # as in items.h
+FAULT_NO_ROOM, FAULT_BAD_TABLE, FAULT_BAD_OFFSETS, FAULT_BAD_ID = 1, 2, 4, 16  # as in items.h
 CHANGED = 8
 SLOT_HASH = _core.slot_hash()  # the SlotHash in kernels/hash.h, passed by value
 _PROGRAM = Program("ops/cuda/batch.cu")
-_LEGAL_IDS = make_struct_type("uint64 padding last_ids drops_illegal dropped_counts", "uint32 has_padding num_tables")
+_LEGAL_IDS = make_struct_type("uint64 padding max_ids drops_illegal dropped_counts", "uint32 has_padding num_tables")
 
 
 class Faults:
@@ -59,10 +59,10 @@ class Faults:
         self._host_word.zero_()
         where, effect = f"embedding {self._name!r}", "Its batch and the steps since changed nothing"
         mistakes = {
-            BAD_TABLE: f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}",
-            BAD_OFFSETS: f"offsets of {where}: they do not ascend from 0 to the number of ids",
-            BAD_ID: f"ids of {where}: one is no id of its table, whose ids are 0 to ids - 1; correct the ids, or make "
-            "the table with a larger ids, ids=None to allow any id, or bad_ids='drop' to leave such ids out",
+            FAULT_BAD_TABLE: f"table_ids of {where}: one is not from 0 to {self._num_tables - 1}",
+            FAULT_BAD_OFFSETS: f"offsets of {where}: they do not ascend from 0 to the number of ids",
+            FAULT_BAD_ID: f"ids of {where}: one is no id of its table, whose ids are 0 to ids - 1; correct the ids, or "
+            "make the table with a larger ids, ids=None to allow any id, or bad_ids='drop' to leave such ids out",
             CHANGED: f"ids of {where}: they changed between being announced and their step, in a way torch does not "
             "track, such as .data, NumPy or DLPack; change them with torch's in-place ops, or give ahead=0",
         }
@@ -91,18 +91,18 @@ class LookupArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class LegalIds:
-    """An embedding's legal ids. `last_ids` and `drops_illegal`: [num_tables], as in `TableSpec`, or None."""
+    """An embedding's legal ids. `max_ids` and `drops_illegal`: [num_tables], as in `TableSpec`, or None."""
 
     num_tables: int
     padding: int | None = None
-    last_ids: Tensor | None = None  # uint64 as int64
+    max_ids: Tensor | None = None  # uint64 as int64
     drops_illegal: Tensor | None = None  # bool
 
     def make_struct(self, dropped_counts: Tensor | None) -> np.ndarray:
         """Return the kernels' argument `ids`. Kernels count dropped ids in `dropped_counts` [num_tables], int64."""
         return make_struct(
             _LEGAL_IDS, padding=self.padding, has_padding=self.padding is not None, num_tables=self.num_tables,
-            last_ids=self.last_ids, drops_illegal=self.drops_illegal, dropped_counts=dropped_counts,
+            max_ids=self.max_ids, drops_illegal=self.drops_illegal, dropped_counts=dropped_counts,
         )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ class Device:
         # torch may hand out a stream of default priority again, so this stream needs another priority
         self._capture_stream = torch.cuda.Stream(self.torch_device, priority=-1)
 
-    def free_memory(self) -> int:
+    def read_free_memory(self) -> int:
         """Return how many bytes torch can still allocate: free bytes, and bytes that its allocator keeps for reuse."""
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return torch.cuda.mem_get_info(self.torch_device)[0] + cached

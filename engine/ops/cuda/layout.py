@@ -79,7 +79,7 @@ class HitCounters:
 
     def __init__(self, layout: Layout) -> None:
         self._copies = torch.zeros(_COPIES, layout.num_tables, 2, dtype=torch.int64, device=layout.device.torch_device)
-        self.struct = make_struct(_COUNTERS, counts=self._copies, size=2 * layout.num_tables)  # items.h's Counters
+        self.struct = make_struct(_COUNTERS, counts=self._copies, size=2 * layout.num_tables)  # DeviceCounters
 
     def total(self) -> NDArray[np.int64]:
         """Return hits and misses [tables, 2]. Waits for the device."""

@@ -24,27 +24,27 @@ extern "C" __global__ void initialise_lines(const u64* hashes, const u32* tables
 
 // Counts, for each table, how many of the first `count` lines were ever written. Adds these counts to counts [tables].
 extern "C" __global__ void count_written(const u64* lines, const u32* tables, const u32* count, u64* counts) {
-    Tally tally(counts);
+    CoalescingCounter counter(counts);
     for_each(*count, [&](u64 i) {
-        if (lines[i] && row_counters(lines[i], SHAPE)->updates) tally.add(tables[i]);
+        if (lines[i] && row_counters(lines[i], SHAPE)->updates) counter.add(tables[i]);
     });
-    tally.flush();
+    counter.flush();
 }
 
 // Writes values [positions, dim] to embeddings. A row's last value wins. Counts first writes by table.
 extern "C" __global__ void assign_rows(const u64* lines, const u32* tables, const u32* offsets, const u32* positions,
-                                       const u32* count, const float* values, u32 step, u64* first_writes,
+                                       const u32* count, const float* values, u32 step, u64* first_write_counts,
                                        const u32* faults) {
     if (*faults) return;
-    Tally tally(first_writes);
+    CoalescingCounter counter(first_write_counts);
     for_each_item<WARP>(*count, [&](Tile tile, u64 i) {
         const u64 last = positions[offsets[i + 1] - 1];
         set_embedding(tile, lines[i], values + last * SHAPE.dim, SHAPE);
         if (tile.lane != 0) return;
         RowCounters* counters = row_counters(lines[i], SHAPE);
-        if (counters->updates == 0) tally.add(tables[i]);
+        if (counters->updates == 0) counter.add(tables[i]);
         if (counters->updates != 0xFFFFFFFFu) counters->updates += 1;
         counters->step = step;
     });
-    tally.flush();
+    counter.flush();
 }

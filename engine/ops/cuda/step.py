@@ -91,15 +91,15 @@ def catch_up(
     launch(layout.device, _update_program(layout, rule), "catch_up_lines", batch.num_positions, WARP, *arguments)
 
 
-def sum_rows(layout: Layout, batch: Batch, gradients: LookupGradients, positions: Tensor | None, out: Tensor) -> None:
-    """Write row u's gradient to out[positions[u]], or to out[u] without positions. out: [*, dim]."""
-    _reduce("sum_rows", layout, batch, gradients, positions, out)
+def sum_gradients(layout: Layout, batch: Batch, gradients: LookupGradients, rows: Tensor | None, out: Tensor) -> None:
+    """Write row u's gradient to out[rows[u]], or to out[u] without `rows`. out: [*, dim]."""
+    _reduce("sum_gradients", layout, batch, gradients, rows, out)
 
 
-def square_rows(layout: Layout, batch: Batch, gradients: LookupGradients) -> Tensor:
+def compute_squared_norms(layout: Layout, batch: Batch, gradients: LookupGradients) -> Tensor:
     """Return each row's squared gradient norm, [positions] float32. Elements after the unique rows are 0."""
     squares = torch.zeros(batch.num_positions, dtype=torch.float32, device=batch.lines.device)
-    _reduce("square_rows", layout, batch, gradients, _allocate_row_memory(layout, batch), squares)
+    _reduce("compute_squared_norms", layout, batch, gradients, _allocate_row_memory(layout, batch), squares)
     return squares
 
 
@@ -108,12 +108,12 @@ def allocate_step_params(device: torch.device) -> Tensor:
     return torch.zeros(_STEP_PARAMS.itemsize, dtype=torch.uint8, device=device)
 
 
-def assign(batch: Batch, layout: Layout, values: Tensor, step: int, first_writes: Tensor, faults: Tensor) -> None:
+def assign(batch: Batch, layout: Layout, values: Tensor, step: int, first_write_counts: Tensor, faults: Tensor) -> None:
     """Write values [positions, dim] to rows. A row's last value wins. Other arguments: see `update`."""
     groups = batch.positions_by_row
     launch(
         layout.device, layout.program(LINES), "assign_rows", batch.num_positions, WARP, batch.lines, batch.tables,
-        groups.offsets, groups.positions, batch.count, values, np.uint32(step), first_writes, faults,
+        groups.offsets, groups.positions, batch.count, values, np.uint32(step), first_write_counts, faults,
     )  # fmt: skip
 
 

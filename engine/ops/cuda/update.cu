@@ -54,14 +54,14 @@ TIERBED_FN void change_line(Tile tile, u64 line, u64 float32_lines, const Body& 
 // Updates all rows. Counts first writes by table. memory [warps of the grid, dim]: scratch. hashes, seed: for rounding.
 extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients batch, const u64* lines,
                                        const u32* tables, const u32* count, const StepParams* step_params,
-                                       const float* sums, float* memory, u64* first_writes, const u32* faults,
+                                       const float* sums, float* memory, u64* first_write_counts, const u32* faults,
                                        u64 float32_lines, const u64* hashes, u64 seed,
                                        const __grid_constant__ SlotHash slot_hash) {
     if (*faults) return;
     const Rule rule(step_params->hyperparams);
     const float scale = step_params->scale;
     const u32 step = step_params->step;
-    Tally tally(first_writes);
+    CoalescingCounter counter(first_write_counts);
     for_each_row(batch, *count, lines, [&](Tile tile, u64 row, const RowInput& input) {
         const RowGradient gradient(batch, input, sums);
         if (gradient.num_occurrences() == 0) return;
@@ -69,13 +69,13 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients ba
             const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, scale); };
             const bool is_first_write = apply_rule(tile, line, FLOAT32_SHAPE, sum, rule, step, warp_memory(memory));
             if (rule.row_norm > 0.0f) limit_row(tile, line, SHAPE.dim, rule.row_norm);
-            if (is_first_write && tile.lane == 0) tally.add(tables[row]);
+            if (is_first_write && tile.lane == 0) counter.add(tables[row]);
         };
         change_line(tile, input.line, float32_lines, update, [&](u64 line, u64 decoded) {
             encode_line(tile, line, decoded, SHAPE, Noise(seed, slot_hash.row_hash(tables[row], hashes[row]), step));
         });
     });
-    tally.flush();
+    counter.flush();
 }
 
 // Templates, since a rule that does not catch up lacks the members used here. For such a rule nothing happens.

@@ -87,7 +87,7 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
     : chunks_(chunks), entry_counts_(chunks.size()), ends_(chunks.size() * BUCKETS) {
     hashed_ = Buffer<Entry>(n);
     Buffer<u32> position_output_rows(is_pooled ? n : 0);
-    const u64* const last = legal.last_ids.empty() ? nullptr : legal.last_ids.data();
+    const u64* const max_ids = legal.max_ids.empty() ? nullptr : legal.max_ids.data();
     parallel_for(chunks.size(), [&](std::size_t c) {
         const Chunk chunk = chunks[c];
         std::size_t* const counts = &ends_[c * BUCKETS];
@@ -107,7 +107,7 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
                 throw std::out_of_range("table id " + std::to_string(table) + " at position " +
                                         std::to_string(position));
             if constexpr (decltype(limited)::value)
-                if (keys[i] > last[table]) {
+                if (keys[i] > max_ids[table]) {
                     inverse[position] = -1;
                     on_illegal(table, keys[i], position);
                     return;
@@ -122,7 +122,7 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
                 for (; i < end; ++i) add_id(limited, i, table, row);
             });
         };
-        last ? add_chunk(std::true_type{}) : add_chunk(std::false_type{});
+        max_ids ? add_chunk(std::true_type{}) : add_chunk(std::false_type{});
         entry_counts_[c] = static_cast<std::size_t>(entry - first_entry);
     });
     std::size_t total = 0;
@@ -237,14 +237,14 @@ struct TablePart {
 
 // Makes one part per table, or several for a table with many of the ids, so that threads can share the work.
 std::vector<TablePart> make_parts(const std::vector<std::vector<Chunk>>& chunks, std::size_t size,
-                                  const Numbering& numbering) {
+                                  const IdLinearizer& linearizer) {
     constexpr std::size_t PARTS_PER_TABLE = 4;
     std::vector<TablePart> parts;
     for (u32 table = 0; table < chunks.size(); ++table) {
         std::size_t positions = 0;
         for (const Chunk& chunk : chunks[table]) positions += chunk.end - chunk.begin;
         if (positions == 0) continue;
-        const u64 ids = numbering.num_ids(table), count = (positions * PARTS_PER_TABLE + size - 1) / size;
+        const u64 ids = linearizer.num_ids(table), count = (positions * PARTS_PER_TABLE + size - 1) / size;
         for (u64 p = 0; p < count; ++p)
             if (const u64 first = ids * p / count, end = ids * (p + 1) / count; first < end)
                 parts.push_back({table, first, end - 1, positions, {}});
@@ -328,20 +328,20 @@ void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
 template <class OnIllegal>
 void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
                            const LegalIds& legal, const OnIllegal& on_illegal) {
-    std::vector<TablePart> parts = make_parts(chunks, out.num_positions, out.numbering);
+    std::vector<TablePart> parts = make_parts(chunks, out.num_positions, out.linearizer);
     Buffer<u32> output_rows(out.is_pooled ? out.num_positions : 0);  // each position's output row
     parallel_for(parts.size(), out.num_positions, [&](std::size_t p) {
         TablePart& part = parts[p];
         part.memory = Buffer<u64>(2 * part.num_positions);
         u64* end = part.memory.data();
-        const u64 last = legal.last_ids[part.table];
+        const u64 max_id = legal.max_ids[part.table];
         const bool first_part = part.first == 0;
         for (const Chunk& chunk : chunks[part.table]) {
             const u64* const keys = chunk.arrays->keys;
             for (std::size_t i = chunk.begin; i < chunk.end; ++i) {
                 const u64 key = keys[i];
                 const u32 position = static_cast<u32>(chunk.first_position + i);
-                if ((padding && key == *padding) || key > last) {
+                if ((padding && key == *padding) || key > max_id) {
                     if (!first_part) continue;
                     out.inverse[position] = -1;
                     if (!padding || key != *padding) on_illegal(part.table, key, position);
@@ -370,7 +370,7 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
         part.first_occurrence = std::exchange(num_entries, num_entries + part.num_entries);
     }
     allocate(out, num_unique, num_entries);
-    out.id_numbers = Buffer<u32>(num_unique);
+    out.linear_ids = Buffer<u32>(num_unique);
     parallel_for(parts.size(), out.num_positions, [&](std::size_t p) {
         const TablePart& part = parts[p];
         u32 row = part.first_row - 1, index = part.first_occurrence;
@@ -382,14 +382,14 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
             previous = key;
             row += is_first;
             out.inverse[position] = static_cast<i32>(row);
-            out.id_numbers[row] = out.numbering.number(part.table, key);
+            out.linear_ids[row] = out.linearizer.linearize(part.table, key);
             out.occurrence_offsets[row] = is_first ? index : out.occurrence_offsets[row];
             out.occurrences[index] = position;
             if (out.is_pooled) out.occurrence_output_rows[index] = output_rows[position];
         }
         for (u32 i = part.first_row; i < part.first_row + part.num_rows; ++i) {
             out.tables[i] = part.table;
-            out.hashes[i] = slot_hash(part.table, out.numbering.find_key(out.id_numbers[i], part.table));
+            out.hashes[i] = slot_hash(part.table, out.linearizer.find_key(out.linear_ids[i], part.table));
         }
     });
 }
@@ -407,7 +407,7 @@ BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n) 
 
 UniqueRows::UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, std::optional<u64> padding,
                        const LegalIds& legal)
-    : dropped_counts(legal.last_ids.size()), numbering(legal.last_ids) {
+    : dropped_counts(legal.max_ids.size()), linearizer(legal.max_ids) {
     for (const LookupArrays& arrays : inputs) {
         lookups.push_back(make_lookup_span(arrays, num_positions, num_output_rows));
         num_positions += arrays.num_ids;
@@ -439,7 +439,7 @@ UniqueRows::UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, 
             append_chunks(chunks, arrays, span.first_position, span.first_output_row, 0, arrays.num_ids);
     }
     std::vector<std::vector<Chunk>> table_chunks;
-    if (numbering.size()) table_chunks = group_by_table(chunks, num_tables);
+    if (linearizer.size()) table_chunks = group_by_table(chunks, num_tables);
     if (table_chunks.empty())
         deduplicate_by_hash(
             *this,
@@ -451,7 +451,7 @@ UniqueRows::UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, 
 
 const BucketOrder& UniqueRows::buckets() const {
     std::call_once(ordered_, [this] {
-        if (id_numbers.size() == 0) return;
+        if (linear_ids.size() == 0) return;
         std::size_t next[BUCKETS] = {};
         for (std::size_t row = 0; row < num_unique; ++row) ++next[get_bucket(hashes[row])];
         for (u32 b = 0; b < BUCKETS; ++b) {

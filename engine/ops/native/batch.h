@@ -33,7 +33,7 @@ struct LookupArrays {
 
 // The ids that a table accepts.
 struct LegalIds {
-    std::vector<u64> last_ids;        // [tables]; empty if all ids are legal
+    std::vector<u64> max_ids;         // [tables]; empty if all ids are legal
     std::vector<bool> drops_illegal;  // [tables], true if ids above the table's last id become padding, not errors
 };
 
@@ -55,7 +55,7 @@ struct BucketOrder {
 };
 
 // The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Sorted rows
-// are ordered by id number; rows deduplicated by hash are ordered by bucket, then by first occurrence.
+// are ordered by linear id; rows deduplicated by hash are ordered by bucket, then by first occurrence.
 struct UniqueRows {
     // Keys equal to `padding` are padding. Throws std::out_of_range for a table id >= num_tables.
     UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, std::optional<u64> padding,
@@ -77,14 +77,14 @@ struct UniqueRows {
     bool is_pooled = false;      // true if any lookup is pooled
     Buffer<u64> hashes;          // [unique]
     Buffer<u32> tables;          // [unique]
-    Buffer<u32> id_numbers;      // [unique], the rows' numbers in `numbering`; empty if rows are ordered by bucket
+    Buffer<u32> linear_ids;      // [unique], the rows' numbers in `numbering`; empty if rows are ordered by bucket
     Buffer<i32> inverse;         // [positions], the row at each position; -1 if the position is padding
     Buffer<u32> occurrences;     // [positions - padding], the positions without padding, grouped by row
     Buffer<u32> occurrence_output_rows;  // [positions - padding], each occurrence's output row; empty without pooling
     Buffer<u32> occurrence_offsets;      // [unique + 1], the index in `occurrences` where each row's occurrences begin
     std::vector<u64> dropped_counts;     // [tables], how many ids were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); an illegal id counts as padding
-    const Numbering numbering;
+    const IdLinearizer linearizer;
 
     // Thread-safe; the first call may sort rows.
     const BucketOrder& buckets() const;
@@ -123,7 +123,7 @@ public:
     const bool is_pooled = shared_->is_pooled;
     const Buffer<u64>& hashes = shared_->hashes;
     const Buffer<u32>& tables = shared_->tables;
-    const Buffer<u32>& id_numbers = shared_->id_numbers;
+    const Buffer<u32>& linear_ids = shared_->linear_ids;
     const Buffer<i32>& inverse = shared_->inverse;
     const Buffer<u32>& occurrences = shared_->occurrences;
     const Buffer<u32>& occurrence_output_rows = shared_->occurrence_output_rows;

@@ -70,9 +70,9 @@ auto view(Values& values) {
     return Array<std::remove_pointer_t<decltype(values.data())>>(values.data(), {values.size()});
 }
 
-u64* require_counts(const Layout& layout, std::optional<OutVector<u64>>& by_table) {
-    require(!by_table || by_table->size() == layout.num_tables, "by_table must be [tables]");
-    return by_table ? by_table->data() : nullptr;
+u64* require_counts(const Layout& layout, std::optional<OutVector<u64>>& counts) {
+    require(!counts || counts->size() == layout.num_tables, "first_write_counts must be [tables]");
+    return counts ? counts->data() : nullptr;
 }
 
 void bind_batch(nb::module_& m) {
@@ -80,22 +80,22 @@ void bind_batch(nb::module_& m) {
         .def(
             "__init__",
             [](Batch* self, nb::sequence lookups, u32 num_tables, std::optional<u64> padding,
-               std::optional<InVector<u64>> last_ids, std::vector<bool> drops_illegal) {
+               std::optional<InVector<u64>> max_ids, std::vector<bool> drops_illegal) {
                 std::vector<nb::object> keep_alive;
                 std::vector<LookupArrays> views;
                 for (nb::handle item : lookups) views.push_back(parse_lookup(nb::cast<nb::tuple>(item), keep_alive));
                 require(num_tables > 0, "num_tables must be positive");
                 LegalIds legal;
-                if (last_ids) {
+                if (max_ids) {
                     if (drops_illegal.empty()) drops_illegal.resize(num_tables);
-                    legal = {{last_ids->data(), last_ids->data() + last_ids->size()}, std::move(drops_illegal)};
-                    require(legal.last_ids.size() == num_tables && legal.drops_illegal.size() == num_tables,
-                            "last_ids and drops_illegal must be [num_tables]");
+                    legal = {{max_ids->data(), max_ids->data() + max_ids->size()}, std::move(drops_illegal)};
+                    require(legal.max_ids.size() == num_tables && legal.drops_illegal.size() == num_tables,
+                            "max_ids and drops_illegal must be [num_tables]");
                 }
                 nb::gil_scoped_release unlocked;
                 new (self) Batch(std::make_shared<const UniqueRows>(views, num_tables, padding, legal));
             },
-            "lookups"_a, "num_tables"_a, "padding"_a.none(), "last_ids"_a.none() = nb::none(),
+            "lookups"_a, "num_tables"_a, "padding"_a.none(), "max_ids"_a.none() = nb::none(),
             "drops_illegal"_a = std::vector<bool>{})
         .def(
             "make_sibling", [](const Batch& batch) { return new Batch(batch.shared()); }, Unlocked())
@@ -160,11 +160,11 @@ struct LookupGradients {
     }
 };
 
-// Checks that each unique row has a position below `rows`. If there are no `positions`, checks for `rows` unique rows.
-void require_positions(const Batch& batch, const std::optional<InVector<i64>>& positions, std::size_t rows) {
-    require(positions ? positions->size() == batch.num_unique : rows == batch.num_unique, "give one position per row");
-    for (std::size_t row = 0; positions && row < batch.num_unique; ++row)
-        require(static_cast<u64>(positions->data()[row]) < rows, "a position is out of range");
+// Checks that each unique row has an index below `rows`. If there are no `indices`, checks for `rows` unique rows.
+void require_indices(const Batch& batch, const std::optional<InVector<i64>>& indices, std::size_t rows) {
+    require(indices ? indices->size() == batch.num_unique : rows == batch.num_unique, "give one index per row");
+    for (std::size_t row = 0; indices && row < batch.num_unique; ++row)
+        require(static_cast<u64>(indices->data()[row]) < rows, "an index is out of range");
 }
 
 void bind_step(nb::module_& m) {
@@ -202,66 +202,66 @@ void bind_step(nb::module_& m) {
         "update",
         [](Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
            const std::string& rule, std::vector<double> hyperparams, u32 step, const std::string& dtype, float scale,
-           std::optional<OutVector<u64>> by_table) {
-            u64* const counts = require_counts(layout, by_table);
+           std::optional<OutVector<u64>> first_write_counts) {
+            u64* const counts = require_counts(layout, first_write_counts);
             const LookupGradients gradients(batch, layout, grads, means, weights, dtype);
             const BoundRule bound(layout, rule, std::move(hyperparams));
             nb::gil_scoped_release unlocked;
             return update(batch, layout, gradients.gradients, bound, step, scale, counts);
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "rule"_a, "hyperparams"_a, "step"_a,
-        "dtype"_a = "float32", "scale"_a = 1.0f, "by_table"_a.none() = nb::none());
+        "dtype"_a = "float32", "scale"_a = 1.0f, "first_write_counts"_a.none() = nb::none());
     m.def(
-        "square_gradients",
+        "compute_squared_norms",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
            const std::string& dtype) {
             const LookupGradients gradients(batch, layout, grads, means, weights, dtype);
             Buffer<float> squares(batch.num_unique);
-            without_gil([&] { square_gradients(batch, layout.shape.dim, gradients.gradients, squares.data()); });
+            without_gil([&] { compute_squared_norms(batch, layout.shape.dim, gradients.gradients, squares.data()); });
             return to_numpy(std::move(squares));
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "dtype"_a = "float32");
     m.def(
         "sum_gradients",
         [](const Batch& batch, const Layout& layout, nb::list grads, std::vector<bool> means, nb::list weights,
-           Out<float, nb::ndim<2>> out, std::optional<InVector<i64>> positions, const std::string& dtype) {
+           Out<float, nb::ndim<2>> out, std::optional<InVector<i64>> indices, const std::string& dtype) {
             const LookupGradients gradients(batch, layout, grads, means, weights, dtype);
             require(out.shape(1) == layout.shape.dim, "out must be [*, dim]");
-            require_positions(batch, positions, out.shape(0));
+            require_indices(batch, indices, out.shape(0));
             nb::gil_scoped_release unlocked;
-            sum_gradients(batch, layout.shape.dim, gradients.gradients, positions ? positions->data() : nullptr,
+            sum_gradients(batch, layout.shape.dim, gradients.gradients, indices ? indices->data() : nullptr,
                           out.data());
         },
-        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "positions"_a.none() = nb::none(),
+        "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "indices"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[positions[u]]. If positions[u] is len(rows) + i, the line comes from another
+    // Sets the line of row u to rows[indices[u]]. If indices[u] is len(rows) + i, the line comes from another
     // batch, `other`. Row u gets the line that a lookup reads at position `begin` + i of `other`.
     m.def(
-        "set_lines",
-        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> positions, const Batch* other,
+        "set_lookup_rows",
+        [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> indices, const Batch* other,
            std::size_t begin) {
             require(rows.shape(1) == layout.shape.dim, "rows must be [*, dim]");
             require(!other || begin <= other->num_positions, "begin must be a position of the batch or its end");
             const std::size_t count = rows.shape(0);
-            require_positions(batch, positions, count + (other ? other->num_positions - begin : 0));
+            require_indices(batch, indices, count + (other ? other->num_positions - begin : 0));
             const Batch& source = other ? *other : batch;
             const Buffer<u64>& source_lines = source.lookup_lines.size() ? source.lookup_lines : source.lines;
             const bool has_16bit_embedding = layout.shape.embedding != FloatType::float32;
             std::vector<std::size_t> from_other;
             for (std::size_t row = 0; row < batch.num_unique; ++row) {
-                const std::size_t position = static_cast<std::size_t>(positions.data()[row]);
-                if (position >= count) {
-                    const i32 source_row = source.inverse[begin + position - count];
-                    require(source_row >= 0, "a position is padding");
+                const std::size_t index = static_cast<std::size_t>(indices.data()[row]);
+                if (index >= count) {
+                    const i32 source_row = source.inverse[begin + index - count];
+                    require(source_row >= 0, "an index refers to padding");
                     batch.lines[row] = source_lines[source_row];
                     if (has_16bit_embedding) from_other.push_back(row);
                 } else {
-                    batch.lines[row] = reinterpret_cast<u64>(rows.data() + position * rows.shape(1));
+                    batch.lines[row] = reinterpret_cast<u64>(rows.data() + index * rows.shape(1));
                 }
             }
             if (has_16bit_embedding) use_float32_lines(batch, layout, from_other);
         },
-        "batch"_a, "layout"_a, "rows"_a, "positions"_a, "other"_a.none() = nb::none(), "begin"_a = 0,
+        "batch"_a, "layout"_a, "rows"_a, "indices"_a, "other"_a.none() = nb::none(), "begin"_a = 0,
         nb::keep_alive<1, 3>());
     m.def(
         "preview_catch_up",
@@ -278,17 +278,17 @@ void bind_step(nb::module_& m) {
     m.def(
         "assign",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> values, u32 step,
-           std::optional<OutVector<u64>> by_table) {
+           std::optional<OutVector<u64>> first_write_counts) {
             require(values.shape(0) == batch.num_positions && values.shape(1) == layout.shape.dim,
                     "values must be [batch.num_positions, dim]");
-            return assign(batch, layout, values.data(), step, require_counts(layout, by_table));
+            return assign(batch, layout, values.data(), step, require_counts(layout, first_write_counts));
         },
-        "batch"_a, "layout"_a, "values"_a, "step"_a, "by_table"_a.none() = nb::none(), Unlocked());
+        "batch"_a, "layout"_a, "values"_a, "step"_a, "first_write_counts"_a.none() = nb::none(), Unlocked());
     m.def("count_new", &count_new, Unlocked());
     m.def("count_written", [](const Batch& batch, const Layout& layout) {
-        std::vector<u64> by_table(layout.num_tables);
-        without_gil([&] { count_written(batch, layout, by_table.data()); });
-        return to_numpy(std::move(by_table));
+        std::vector<u64> row_counts(layout.num_tables);
+        without_gil([&] { count_written(batch, layout, row_counts.data()); });
+        return to_numpy(std::move(row_counts));
     });
 }
 
@@ -300,7 +300,7 @@ void bind_layout(nb::module_& m) {
             [](Layout* self, u32 dim, std::vector<float> states, std::vector<u32> state_widths, u64 seed,
                std::vector<u32> columns, std::vector<u32> kinds, In<float, nb::shape<-1, 2>> parameters,
                In<double, nb::shape<-1, 2>> quantiles, const std::string& dtype, const std::string& state_dtype,
-               u32 num_16bit_states, std::optional<u64> zero_key, std::optional<std::vector<u64>> last_ids) {
+               u32 num_16bit_states, std::optional<u64> zero_key, std::optional<std::vector<u64>> max_ids) {
                 require(states.size() == state_widths.size(), "states and state_widths differ in length");
                 require(kinds.size() == parameters.shape(0) && kinds.size() == quantiles.shape(0),
                         "kinds, parameters and quantiles differ in length");
@@ -324,13 +324,13 @@ void bind_layout(nb::module_& m) {
                     values.push_back({static_cast<Initial>(kinds[i]), parameters(i, 0), parameters(i, 1),
                                       quantiles(i, 0), quantiles(i, 1)});
                 }
-                require(!last_ids || last_ids->size() * columns.size() == kinds.size(), "last_ids must be [tables]");
+                require(!max_ids || max_ids->size() * columns.size() == kinds.size(), "max_ids must be [tables]");
                 new (self) Layout(dim, std::move(states), state_widths, seed, columns, std::move(values), types,
-                                  num_16bit_states, last_ids ? Numbering(*last_ids) : Numbering(), zero_key);
+                                  num_16bit_states, max_ids ? IdLinearizer(*max_ids) : IdLinearizer(), zero_key);
             },
             "dim"_a, "states"_a, "state_widths"_a, "seed"_a, "columns"_a, "kinds"_a, "parameters"_a, "quantiles"_a,
             "dtype"_a = "float32", "state_dtype"_a = "float32", "num_16bit_states"_a = 0,
-            "zero_key"_a.none() = nb::none(), "last_ids"_a.none() = nb::none())
+            "zero_key"_a.none() = nb::none(), "max_ids"_a.none() = nb::none())
         .def_prop_ro("dim", [](const Layout& l) { return l.shape.dim; })
         .def_prop_ro("width", [](const Layout& l) { return l.shape.width; })
         .def_prop_ro("line_bytes", [](const Layout& l) { return l.shape.line_bytes; });
@@ -356,7 +356,7 @@ void bind_hashes(nb::module_& m) {
         "buckets", [](InVector<u32> tables, InVector<u64> keys) { return map_hashes<u8>(tables, keys, get_bucket); },
         "tables"_a, "keys"_a);
     m.def(
-        "owners",
+        "find_owners",
         [](InVector<u32> tables, InVector<u64> keys, u32 ranks) {
             require(0 < ranks && ranks <= MAX_RANKS, "ranks must lie between 1 and 1024");
             return map_hashes<u16>(tables, keys, [&](u64 hash) { return find_owner(hash, ranks); });
@@ -368,7 +368,7 @@ void bind_hashes(nb::module_& m) {
 
 void bind_ops(nb::module_& m) {
     m.def("set_threads", &set_threads);
-    m.def("instruction_sets", &instruction_sets);
+    m.def("list_instruction_sets", &list_instruction_sets);
     m.def("use_instruction_set", &use_instruction_set, "name"_a);
     m.def("scratch", [](std::size_t bytes) { return to_numpy(Buffer<u8>(bytes)); });
     m.def("normal_quantile", [](double p) {

@@ -29,7 +29,7 @@ std::atomic<const Loops*> chosen_loops{list_available().front()};
 
 const Loops& loops() { return *chosen_loops; }
 
-std::vector<std::string> instruction_sets() {
+std::vector<std::string> list_instruction_sets() {
     std::vector<std::string> names;
     for (const Loops* set : list_available()) names.emplace_back(set->name);
     return names;

@@ -13,9 +13,9 @@ LineShape make_shape(u32 dim, const std::vector<u32>& state_widths, std::pair<Fl
 
 }  // namespace
 
-Numbering::Numbering(const std::vector<u64>& last) {
+IdLinearizer::IdLinearizer(const std::vector<u64>& max_ids) {
     u64 first = 0;
-    for (const u64 id : last) {
+    for (const u64 id : max_ids) {
         if (id >= MAX_IDS - first) {
             first_.clear();
             return;
@@ -28,12 +28,12 @@ Numbering::Numbering(const std::vector<u64>& last) {
 
 Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
                const std::vector<u32>& columns, std::vector<InitialValues> values,
-               std::pair<FloatType, FloatType> types, u32 num_16bit_states, Numbering numbers,
+               std::pair<FloatType, FloatType> types, u32 num_16bit_states, IdLinearizer id_linearizer,
                std::optional<u64> zero_key)
     : shape(make_shape(dim, state_widths, types, num_16bit_states)),
       num_tables(static_cast<u32>(values.size() / columns.size())),
       seed(seed),
-      numbering(std::move(numbers)),
+      linearizer(std::move(id_linearizer)),
       states_(std::move(states)),
       values_(std::move(values)) {
     u32 end = 0;

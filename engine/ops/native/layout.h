@@ -13,26 +13,26 @@ namespace tierbed {
 constexpr Tile THREAD{0, 1};
 
 // Numbers an embedding's ids consecutively, table after table. Empty if a table lacks a last id, or above MAX_IDS ids.
-class Numbering {
+class IdLinearizer {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;
 
-    Numbering() = default;
-    // last [tables]: each table's last id.
-    explicit Numbering(const std::vector<u64>& last);
+    IdLinearizer() = default;
+    // max_ids [tables]: each table's last id.
+    explicit IdLinearizer(const std::vector<u64>& max_ids);
 
     u32 num_ids(u32 table) const { return first_[table + 1] - first_[table]; }
     u32 size() const { return first_.empty() ? 0 : first_.back(); }
     bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < num_ids(table); }
-    u32 number(u32 table, u64 key) const { return first_[table] + static_cast<u32>(key); }
-    u32 find_table(u32 number) const {
-        return static_cast<u32>(std::upper_bound(first_.begin(), first_.end(), number) - first_.begin()) - 1;
+    u32 linearize(u32 table, u64 key) const { return first_[table] + static_cast<u32>(key); }
+    u32 find_table(u32 linear_id) const {
+        return static_cast<u32>(std::upper_bound(first_.begin(), first_.end(), linear_id) - first_.begin()) - 1;
     }
-    u64 find_key(u32 number, u32 table) const { return number - first_[table]; }
-    bool operator==(const Numbering& other) const { return first_ == other.first_; }
+    u64 find_key(u32 linear_id, u32 table) const { return linear_id - first_[table]; }
+    bool operator==(const IdLinearizer& other) const { return first_ == other.first_; }
 
 private:
-    std::vector<u32> first_;  // [tables + 1], each table's first number, then the last table's end
+    std::vector<u32> first_;  // [tables + 1], each table's first linear id, then the last table's end
 };
 
 class Layout {
@@ -42,7 +42,7 @@ public:
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 num_16bit_states = 0,
-           Numbering numbering = {}, std::optional<u64> zero_key = {});
+           IdLinearizer linearizer = {}, std::optional<u64> zero_key = {});
     Layout(const Layout&) = delete;
 
     void initialise(u64 line, u32 table, u64 key) const { initialise_line(THREAD, line, shape, initial_, table, key); }
@@ -50,7 +50,7 @@ public:
     const LineShape shape;
     const u32 num_tables;
     const u64 seed;
-    const Numbering numbering;
+    const IdLinearizer linearizer;
 
 private:
     std::vector<float> states_;

@@ -41,14 +41,14 @@ void* allocate_scratch(std::size_t bytes) {
     if (bytes > MIN_KEPT_BYTES) {
         const u32 c = size_class(bytes);
         size = MIN_KEPT_BYTES << c;
-        FreeBlocks& all = get_free_blocks();
-        if (!all.is_locked.test_and_set(std::memory_order_acquire)) {
-            if (!all.blocks[c].empty()) {
-                block = all.blocks[c].back();
-                all.blocks[c].pop_back();
-                all.bytes -= size;
+        FreeBlocks& pool = get_free_blocks();
+        if (!pool.is_locked.test_and_set(std::memory_order_acquire)) {
+            if (!pool.blocks[c].empty()) {
+                block = pool.blocks[c].back();
+                pool.blocks[c].pop_back();
+                pool.bytes -= size;
             }
-            all.is_locked.clear(std::memory_order_release);
+            pool.is_locked.clear(std::memory_order_release);
         }
     }
     if (!block) {
@@ -63,14 +63,14 @@ void* allocate_scratch(std::size_t bytes) {
 void free_scratch(void* block, std::size_t bytes) {
     if (bytes > MIN_KEPT_BYTES) {
         const u32 c = size_class(bytes);
-        FreeBlocks& all = get_free_blocks();
-        if (!all.is_locked.test_and_set(std::memory_order_acquire)) {
-            if (all.bytes + (MIN_KEPT_BYTES << c) <= MAX_KEPT_BYTES && all.blocks[c].size() < MAX_KEPT_BLOCKS) {
-                all.blocks[c].push_back(block);
-                all.bytes += MIN_KEPT_BYTES << c;
+        FreeBlocks& pool = get_free_blocks();
+        if (!pool.is_locked.test_and_set(std::memory_order_acquire)) {
+            if (pool.bytes + (MIN_KEPT_BYTES << c) <= MAX_KEPT_BYTES && pool.blocks[c].size() < MAX_KEPT_BLOCKS) {
+                pool.blocks[c].push_back(block);
+                pool.bytes += MIN_KEPT_BYTES << c;
                 block = nullptr;
             }
-            all.is_locked.clear(std::memory_order_release);
+            pool.is_locked.clear(std::memory_order_release);
         }
     }
     std::free(block);

@@ -61,11 +61,11 @@ std::size_t count_bags_per_task(const LookupArrays& arrays) {
                                  1);
 }
 
-// Counts a batch's first writes. Adds each table's count to by_table [layout.num_tables], unless `by_table` is null.
+// Counts a batch's first writes. Adds each table's count to first_write_counts [layout.num_tables], unless it is null.
 struct FirstWrites {
     const Batch& batch;
     const Layout& layout;
-    u64* const by_table;
+    u64* const first_write_counts;
     std::size_t total = 0;
     std::mutex mutex{};
 
@@ -74,9 +74,9 @@ struct FirstWrites {
         if (count == 0) return;
         const std::lock_guard lock(mutex);
         total += count;
-        for (std::size_t row = begin; by_table && row < end; ++row)
+        for (std::size_t row = begin; first_write_counts && row < end; ++row)
             if (row_counters(batch.lines[row], layout.shape)->updates == 1 && batch.tables[row] < layout.num_tables)
-                ++by_table[batch.tables[row]];
+                ++first_write_counts[batch.tables[row]];
     }
 };
 
@@ -103,8 +103,8 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
-std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table) {
-    FirstWrites first_writes{batch, layout, by_table};
+std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* first_write_counts) {
+    FirstWrites first_writes{batch, layout, first_write_counts};
     const auto write = [&](std::size_t row) {
         const u32 last = batch.occurrences[batch.occurrence_offsets[row + 1] - 1];
         set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
@@ -129,11 +129,11 @@ std::size_t count_new(const Batch& batch, const Layout& layout) {
     return total;
 }
 
-void count_written(const Batch& batch, const Layout& layout, u64* by_table) {
+void count_written(const Batch& batch, const Layout& layout, u64* row_counts) {
     for (std::size_t row = 0; row < batch.num_unique; ++row)
         if (batch.lines[row] && row_counters(batch.lines[row], layout.shape)->updates > 0 &&
             batch.tables[row] < layout.num_tables)
-            ++by_table[batch.tables[row]];
+            ++row_counts[batch.tables[row]];
 }
 
 void use_float32_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows) {
@@ -283,14 +283,14 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
 }
 
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
-                   u32 step, float scale, u64* by_table) {
+                   u32 step, float scale, u64* first_write_counts) {
     const GradientJob gradients(batch, layout.shape.dim, grads);
     UpdateJob job = gradients.job;
     job.scale = scale;
     job.shape = layout.shape;
     job.hyperparams = rule.hyperparams.data();
     job.step = step;
-    FirstWrites first_writes{batch, layout, by_table};
+    FirstWrites first_writes{batch, layout, first_write_counts};
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
         const std::size_t written = layout.shape.has_16bit_floats()
@@ -301,7 +301,7 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
     return first_writes.total;
 }
 
-void square_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out) {
+void compute_squared_norms(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out) {
     const GradientJob gradients(batch, dim, grads);
     const auto square = loops().square[static_cast<u32>(gradients.job.type)];
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
@@ -310,13 +310,13 @@ void square_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradi
     });
 }
 
-void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* positions,
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* indices,
                    float* out) {
     const GradientJob gradients(batch, dim, grads);
     const auto sum = loops().sum[static_cast<u32>(gradients.job.type)];
     parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
-        sum(gradients.job, begin, end, memory.data(), positions, out);
+        sum(gradients.job, begin, end, memory.data(), indices, out);
     });
 }
 

@@ -22,12 +22,12 @@ void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, 
                   const void* grads, float* out);
 
 // Writes values [positions, dim] to the embeddings; a row's last occurrence wins. Returns how many rows
-// were written for the first time, and adds the counts to by_table [layout.num_tables] unless it is null.
-std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* by_table);
+// were written for the first time, and adds the counts to first_write_counts [layout.num_tables] unless it is null.
+std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* first_write_counts);
 // Returns how many rows were never written. A row without a line counts as new.
 std::size_t count_new(const Batch& batch, const Layout& layout);
-// Counts rows with updates > 0 per table, and adds the counts to by_table [layout.num_tables].
-void count_written(const Batch& batch, const Layout& layout, u64* by_table);
+// Counts rows with updates > 0 per table, and adds the counts to row_counts [layout.num_tables].
+void count_written(const Batch& batch, const Layout& layout, u64* row_counts);
 // Replaces the lines of `rows` by float32 copies owned by the batch. All other lines must be float32 already.
 void use_float32_lines(Batch& batch, const Layout& layout, const std::vector<std::size_t>& rows);
 // Gives each row without a line a new line with initial values, owned by the batch.
@@ -51,11 +51,11 @@ struct BoundRule {
 
 // Applies the rule to rows. grads: one per lookup, of one type. scale: multiplies gradients. Counts like `assign`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
-                   u32 step, float scale, u64* by_table);
+                   u32 step, float scale, u64* first_write_counts);
 // Writes each row's squared gradient norm to out [unique].
-void square_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out);
-// Writes row u's gradient to row positions[u] of out [*, dim], or to row u if `positions` is null.
-void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* positions,
+void compute_squared_norms(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out);
+// Writes row u's gradient to row indices[u] of out [*, dim], or to row u if `indices` is null.
+void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* indices,
                    float* out);
 // Applies the steps before `step` that the lines missed. Does nothing for a rule that does not catch up.
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step);

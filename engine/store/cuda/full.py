@@ -207,7 +207,7 @@ class CudaFullTier(TopTier[Batch]):
     def start_change_source(self) -> ChangedLines:
         return ChangedLines(self.table)
 
-    def read(self, tables: TableIds, keys: Keys, lines: Lines, counts_as_use: bool = True) -> HitMask:
+    def read(self, tables: TableIds, keys: Keys, lines: Lines, should_touch: bool = True) -> HitMask:
         """Copy rows to their lines in host memory, except rows that the table lacks."""
         batch = make_row_batch(self.layout.device, tables, keys, self._faults.word)
         self.table.find(batch)

@@ -30,7 +30,7 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
     for_each_item<PROBE_LANES>(n, [&](Tile tile, u64 i) {
         const u32 row = i < rows ? find_value(tile, index.view, hashes[i], tables[i]) : 0;
         if (tile.lane != 0) return;
-        lines[i] = row ? index.memory.address(row - 1) : 0;
+        lines[i] = row ? index.segments.address(row - 1) : 0;
         missing[i] = i < rows && row == 0;
         if (numbers) numbers[i] = static_cast<i64>(row) - 1;
     });
@@ -44,9 +44,9 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
                                        InitialRow initial, const __grid_constant__ SlotHash slot_hash, u32 record_only,
                                        u64 zero_line, u32* faults) {
     const u64 used = counts[USED], free = counts[ERASED];
-    const bool fits = used + static_cast<u32>(prefix_sums[n - 1]) <= index.memory.num_lines + free;
+    const bool fits = used + static_cast<u32>(prefix_sums[n - 1]) <= index.segments.num_lines + free;
     if (*faults || !fits) {
-        if (!fits && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, NO_ROOM);
+        if (!fits && blockIdx.x == 0 && threadIdx.x == 0) atomicOr(faults, FAULT_NO_ROOM);
         for_each(*count, [&](u64 i) {
             if (lines[i] == 0) lines[i] = zero_line;
         });
@@ -57,7 +57,7 @@ extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const
         synchronise(tile);  // until every lane has read `lines`
         const u64 number = static_cast<u32>(prefix_sums[i]);
         const u64 row = number <= free ? (*erased)[free - number] - 1 : used + number - free - 1;
-        const u64 line = index.memory.address(row);
+        const u64 line = index.segments.address(row);
         if (tile.lane == 0) {
             claim_slot(index.view, Slot{hashes[i], tables[i], static_cast<u32>(row + 1)});
             lines[i] = line;
@@ -80,10 +80,11 @@ extern "C" __global__ void count_inserted(const i32* prefix_sums, u64 n, u64* co
 }
 
 // Adds the first `count` rows' hits and misses to counts [tables, 2]. Row i is a miss if prefix_sums increases there.
-extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* prefix_sums, Counters counts) {
-    Tally tally(counts);
-    for_each(*count, [&](u64 i) { tally.add(hit_index(tables[i], prefix_sums[i] != (i ? prefix_sums[i - 1] : 0))); });
-    tally.flush();
+extern "C" __global__ void count_lookups(const u32* tables, const u32* count, const i32* prefix_sums,
+                                         DeviceCounters hit_counters) {
+    CoalescingCounter counter(hit_counters);
+    for_each(*count, [&](u64 i) { counter.add(hit_index(tables[i], prefix_sums[i] == (i ? prefix_sums[i - 1] : 0))); });
+    counter.flush();
 }
 
 // Writes clusters [n]: the number of the nearest free slot before each row. So rows in one run of used slots have the
@@ -126,7 +127,7 @@ extern "C" __global__ void list_rows(LineIndex index, u64* hashes, u32* tables, 
         const u32 row = slot.value - 1;
         hashes[row] = slot.hash;
         tables[row] = slot.table;
-        lines[row] = index.memory.address(row);
+        lines[row] = index.segments.address(row);
         updates[row] = row_counters(lines[row], SHAPE)->updates;
     });
 }

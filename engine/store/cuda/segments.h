@@ -22,12 +22,12 @@ struct LineSegments {
 // The index and the lines of a full table.
 struct LineIndex {
     IndexView view;
-    LineSegments memory;
+    LineSegments segments;
 
     // Returns the address of the row's line, or 0 if the row is absent.
     TIERBED_FN u64 find(Tile tile, u64 hash, u32 table) const {
         const u32 row = find_value(tile, view, hash, table);
-        return row ? memory.address(row - 1) : 0;
+        return row ? segments.address(row - 1) : 0;
     }
 };
 

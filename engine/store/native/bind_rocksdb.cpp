@@ -16,23 +16,23 @@ namespace {
 
 nb::dict info_dict(const RocksTier& tier) {
     const RocksInfo info = tier.info();
-    nb::dict all;
-    all["async_io"] = info.async_io;
-    all["flush_threads"] = info.threads.flushes;
-    all["compaction_threads"] = info.threads.compactions;
-    all["memtable_bytes_max"] = info.memtable_bytes;
-    return all;
+    nb::dict result;
+    result["async_io"] = info.async_io;
+    result["flush_threads"] = info.threads.flushes;
+    result["compaction_threads"] = info.threads.compactions;
+    result["memtable_bytes_max"] = info.memtable_bytes;
+    return result;
 }
 
 auto hold_files(RocksTier& tier) {
     const std::vector<DatabaseFile> files = without_gil([&] { return tier.hold_files(); });
-    std::vector<std::tuple<std::string, u64, std::optional<u32>, std::optional<nb::bytes>>> all;
+    std::vector<std::tuple<std::string, u64, std::optional<u32>, std::optional<nb::bytes>>> result;
     for (const DatabaseFile& file : files) {
         std::optional<nb::bytes> content;
         if (file.content) content.emplace(file.content->data(), file.content->size());
-        all.emplace_back(file.name, file.bytes, file.crc32c, content);
+        result.emplace_back(file.name, file.bytes, file.crc32c, content);
     }
-    return all;
+    return result;
 }
 
 std::pair<u32, std::size_t> read_next(RocksTier::Scan& scan, OutVector<u8> rows, std::size_t max_rows) {
@@ -49,7 +49,7 @@ void bind_rocksdb(nb::module_& m) {
     m.def("check_rocksdb_options", &check_options, "options"_a);
     m.def("parse_rocksdb_options", &parse_options, "text"_a);
     m.def("rocksdb_has_async_io", &has_async_io);
-    m.attr("rocksdb_version") = library_version();
+    m.attr("rocksdb_version") = read_library_version();
     nb::class_<Crc32c>(m, "Crc32c")
         .def(nb::init<>())
         .def(
@@ -59,18 +59,19 @@ void bind_rocksdb(nb::module_& m) {
     nb::class_<RocksTier, Tier> tier(m, "RocksTier");
     tier.def(
             "__init__",
-            [](RocksTier* self, const std::string& folder, u32 width, bool create, bool read_only, u32 shards,
-               std::size_t block_bytes, std::size_t cache_bytes, std::size_t buffer_bytes, const std::string& read_mode,
-               bool async_io, std::size_t read_threads, const NamedOptions& options) {
+            [](RocksTier* self, const std::string& folder, u32 width, bool create_if_missing, bool read_only,
+               u32 num_shards, std::size_t block_bytes, std::size_t block_cache_bytes, std::size_t write_buffer_bytes,
+               const std::string& read_mode, bool async_io, std::size_t max_read_threads, const NamedOptions& named) {
                 require(read_mode == "buffered" || read_mode == "mmap" || read_mode == "direct",
                         "read_mode: buffered, mmap or direct");
-                const RocksOptions all{create,       read_only, shards,   block_bytes,  cache_bytes,
-                                       buffer_bytes, read_mode, async_io, read_threads, options};
+                const RocksOptions tuned{create_if_missing,  read_only, num_shards, block_bytes,      block_cache_bytes,
+                                         write_buffer_bytes, read_mode, async_io,   max_read_threads, named};
                 nb::gil_scoped_release unlocked;
-                new (self) RocksTier(folder, width, all);
+                new (self) RocksTier(folder, width, tuned);
             },
-            "folder"_a, "width"_a, nb::kw_only(), "create"_a, "read_only"_a, "shards"_a, "block_bytes"_a,
-            "cache_bytes"_a, "buffer_bytes"_a, "read_mode"_a, "async_io"_a, "read_threads"_a, "options"_a)
+            "folder"_a, "width"_a, nb::kw_only(), "create_if_missing"_a, "read_only"_a, "num_shards"_a, "block_bytes"_a,
+            "block_cache_bytes"_a, "write_buffer_bytes"_a, "read_mode"_a, "async_io"_a,
+            "max_read_threads"_a, "options"_a)
         .def("flush", &RocksTier::flush, Unlocked())
         .def("compact", &RocksTier::compact, Unlocked())
         .def("close", &RocksTier::close, Unlocked())

@@ -12,13 +12,13 @@
 namespace tierbed {
 namespace {
 
-Array<bool> read_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines, bool counts_as_use) {
+Array<bool> read_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys, InVector<u64> lines, bool should_touch) {
     require_one_length(tables, keys, lines);
     Buffer<bool> is_hit(keys.size());
     without_gil([&] {
         const HashedRows hashed(tables.data(), keys.data(), lines.data(), keys.size());
         Buffer<bool> hashed_hits(keys.size());
-        tier.read(hashed.rows(), hashed_hits.data(), counts_as_use);
+        tier.read(hashed.rows(), hashed_hits.data(), should_touch);
         for (std::size_t i = 0; i < keys.size(); ++i) is_hit[hashed.position(i)] = hashed_hits[i];
     });
     return to_numpy(std::move(is_hit));
@@ -34,25 +34,25 @@ void erase_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys) {
     tier.erase(HashedRows(tables.data(), keys.data(), nullptr, keys.size()).rows());
 }
 
-std::size_t gather_few(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> last_ids,
+std::size_t gather_few(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> max_ids,
                        Out<float, nb::ndim<2>> out) {
     const LineShape& shape = table.shape();
     require(keys.size() <= FullTable::MAX_FEW_IDS, "too many ids");
     require(shape.embedding == FloatType::float32, "rows must be float32");
     require(out.shape(0) == keys.size() && out.shape(1) == shape.dim, "rows must be [ids, dim]");
-    return table.gather_few(keys.data(), keys.size(), last_ids ? *last_ids->data() : ~u64{0}, out.data());
+    return table.gather_few(keys.data(), keys.size(), max_ids ? *max_ids->data() : ~u64{0}, out.data());
 }
 
 void bind_tiers(nb::module_& m) {
     nb::class_<Tier>(m, "Tier")
-        .def("read", &read_tier, "tables"_a, "keys"_a, "lines"_a, "counts_as_use"_a = true)
+        .def("read", &read_tier, "tables"_a, "keys"_a, "lines"_a, "should_touch"_a = true)
         .def("write", &write_tier, "tables"_a, "keys"_a, "lines"_a, Unlocked())
         .def("erase", &erase_tier, "tables"_a, "keys"_a, Unlocked())
         .def("forget_errors", &Tier::forget_errors, Unlocked());
     nb::class_<FullTable, Tier>(m, "FullTable")
         .def(nb::init<const Layout&>())
-        .def("find", &FullTable::find, Unlocked())
-        .def("gather_few", &gather_few, "keys"_a, "last_ids"_a.none(), "out"_a, Unlocked())
+        .def("look_up_rows", &FullTable::look_up_rows, Unlocked())
+        .def("gather_few", &gather_few, "keys"_a, "max_ids"_a.none(), "out"_a, Unlocked())
         .def("insert_missing", &FullTable::insert_missing, Unlocked())
         .def("scan", [](const FullTable& table,
                         u32 bucket) { return to_numpy(without_gil([&] { return table.scan(bucket); })); })
@@ -61,7 +61,7 @@ void bind_tiers(nb::module_& m) {
                  const auto location = without_gil([&] { return table.locate(id, key); });
                  if (!location) return std::nullopt;
                  nb::dict row = to_dict(location->counters);
-                 row["line"] = location->line;
+                 row["line"] = location->line_index;
                  return row;
              })
         .def("metrics", &read_metrics<FullTable>)

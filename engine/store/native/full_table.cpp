@@ -10,23 +10,23 @@
 
 namespace tierbed {
 
-void NumberIndex::insert(u32 bucket, u32* entry, u32 line) {
-    std::vector<u32>& numbers = numbers_[bucket];
-    if (line > numbers.size()) numbers.resize(line, NONE);
-    numbers[line - 1] = static_cast<u32>(entry - &this->entry(0));
-    *entry = line;
+void LinearIdIndex::insert(u32 bucket, u32* entry, u32 line_ref) {
+    std::vector<u32>& ids = linear_ids_[bucket];
+    if (line_ref > ids.size()) ids.resize(line_ref, NONE);
+    ids[line_ref - 1] = static_cast<u32>(entry - &this->entry(0));
+    *entry = line_ref;
 }
 
-std::size_t NumberIndex::bytes() const {
-    std::size_t total = lines_.size();
-    for (const std::vector<u32>& bucket : numbers_) total += bucket.capacity() * sizeof(u32);
+std::size_t LinearIdIndex::bytes() const {
+    std::size_t total = entries_.size();
+    for (const std::vector<u32>& ids : linear_ids_) total += ids.capacity() * sizeof(u32);
     return total;
 }
 
 namespace {
 
 constexpr std::size_t PREFETCH_DISTANCE = 16;           // in rows
-constexpr std::size_t NUMBERED_PREFETCH_DISTANCE = 64;  // numbered rows are faster to locate
+constexpr std::size_t LINEAR_PREFETCH_DISTANCE = 64;  // rows with linear ids are faster to locate
 constexpr std::size_t ROWS = 1024;                      // rows per task
 
 // Calls body(bucket, begin, end) for each bucket's rows.
@@ -41,13 +41,13 @@ void for_each_bucket(const RowSpan& rows, const Body& body) {
 
 u32 LinePool::allocate(Arena& arena, u32 line_bytes) {
     if (num_free_) {
-        const u32 row = first_free_ - 1;
-        std::memcpy(&first_free_, floats(address(row, line_bytes)), sizeof first_free_);
+        const u32 line_index = first_free_ - 1;
+        std::memcpy(&first_free_, floats(address(line_index, line_bytes)), sizeof first_free_);
         --num_free_;
-        return row;
+        return line_index;
     }
-    const u64 r = static_cast<u64>(num_lines_) + BASE;
-    const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
+    const u64 offset = static_cast<u64>(num_lines_) + BASE;
+    const u32 segment = 63 - static_cast<u32>(__builtin_clzll(offset)) - BASE_BITS;
     if (segment == segments_.size()) throw std::length_error("a bucket of the table is full: 2^32 rows");
     if (segment == num_segments_) {
         segments_[segment] = arena.allocate((static_cast<std::size_t>(BASE) << segment) * line_bytes);
@@ -56,40 +56,40 @@ u32 LinePool::allocate(Arena& arena, u32 line_bytes) {
     return num_lines_++;
 }
 
-void LinePool::release(u32 row, const LineShape& shape) {
-    const u64 line = address(row, shape.line_bytes);
+void LinePool::release(u32 line_index, const LineShape& shape) {
+    const u64 line = address(line_index, shape.line_bytes);
     row_counters(line, shape)->updates = 0;
     std::memcpy(floats(line), &first_free_, sizeof first_free_);
-    first_free_ = row + 1;
+    first_free_ = line_index + 1;
     ++num_free_;
 }
 
 FullTable::FullTable(const Layout& layout)
-    : shape_(layout.shape), index_(layout.numbering), hit_counts_(layout.num_tables) {}
+    : shape_(layout.shape), index_(layout.linearizer), hit_counts_(layout.num_tables) {}
 
-std::size_t FullTable::find(Batch& batch) {
+std::size_t FullTable::look_up_rows(Batch& batch) {
     const std::lock_guard lock(mutex_);
     const u64* const refused_lines = batch.refused_lines.data();
     const u64* const hashes = batch.hashes.data();
-    const u32 *const tables = batch.tables.data(), *const numbers = batch.id_numbers.data();
+    const u32 *const tables = batch.tables.data(), *const linear_ids = batch.linear_ids.data();
     u64* const lines = batch.lines.data();
     std::atomic<std::size_t> missing{0};
-    const NumberIndex& numbered = index_.numbered();
-    if (batch.id_numbers.size()) {
-        if (!(batch.shared()->numbering == numbered.numbering))
-            throw std::invalid_argument("the batch's id numbers do not match the table's id numbers");
+    const LinearIdIndex& linear = index_.linear();
+    if (batch.linear_ids.size()) {
+        if (!(batch.shared()->linearizer == linear.linearizer))
+            throw std::invalid_argument("the batch's linear ids do not match the table's linear ids");
         const std::size_t grain = std::max(ROWS, (batch.num_unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
         parallel_ranges(batch.num_unique, grain, [&](std::size_t begin, std::size_t end) {
             HitCounts::Part counter = hit_counts_.part(begin / grain);
             u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
             for (std::size_t i = begin; i < end; ++i) {
-                if (const auto k = i + NUMBERED_PREFETCH_DISTANCE; k < end) prefetch(&numbered.entry(numbers[k]));
+                if (const auto k = i + LINEAR_PREFETCH_DISTANCE; k < end) prefetch(&linear.entry(linear_ids[k]));
                 if (refused_lines && refused_lines[i]) {
                     lines[i] = refused_lines[i];
                 } else {
-                    const u32 line = numbered.entry(numbers[i]);
-                    lines[i] = line ? line_address(get_bucket(hashes[i]), line) : 0;
-                    ++counts[line != 0];
+                    const u32 line_ref = linear.entry(linear_ids[i]);
+                    lines[i] = line_ref ? line_address(get_bucket(hashes[i]), line_ref) : 0;
+                    ++counts[line_ref != 0];
                 }
                 if (i + 1 < end && tables[i + 1] == tables[i]) continue;
                 for (const bool hit : {false, true}) {
@@ -101,7 +101,7 @@ std::size_t FullTable::find(Batch& batch) {
     } else {
         const auto& offsets = batch.buckets().bucket_offsets;
         const auto find_bucket = [&, refused_lines, hashes, tables, lines](std::size_t b, const auto& index) {
-            const LinePool& bucket_lines = lines_[b];
+            const LinePool& line_pool = pools_[b];
             const std::size_t begin = offsets[b], end = offsets[b + 1];
             HitCounts::Part counter = hit_counts_.part(b);
             std::size_t misses = 0;
@@ -111,22 +111,22 @@ std::size_t FullTable::find(Batch& batch) {
                     lines[i] = refused_lines[i];
                     continue;
                 }
-                const u32 line = index.find(hashes[i], tables[i]);
-                lines[i] = line ? bucket_lines.address(line - 1, shape_.line_bytes) : 0;
-                misses += line == 0;
-                counter.add(tables[i], line != 0);
+                const u32 line_ref = index.find(hashes[i], tables[i]);
+                lines[i] = line_ref ? line_pool.address(line_ref - 1, shape_.line_bytes) : 0;
+                misses += line_ref == 0;
+                counter.add(tables[i], line_ref != 0);
             }
             missing += misses;
         };
         parallel_for(BUCKETS, batch.num_unique, [&](std::size_t b) {
             const RowIndex::Reader index = index_.reader(static_cast<u32>(b));
-            numbered.numbering.size() ? find_bucket(b, index) : find_bucket(b, index.hashed);
+            linear.linearizer.size() ? find_bucket(b, index) : find_bucket(b, index.hashed);
         });
     }
     return missing;
 }
 
-std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, float* out) {
+std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 max_id, float* out) {
     const std::lock_guard lock(mutex_);
     u64 hashes[MAX_FEW_IDS], lines[MAX_FEW_IDS];
     for (std::size_t i = 0; i < n; ++i) {
@@ -136,9 +136,9 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
     u16 first[2 * MAX_FEW_IDS] = {};  // a hash table of the distinct ids, each stored as index + 1
     std::size_t unique = 0;
     for (std::size_t i = 0; i < n; ++i) {
-        const u32 bucket = get_bucket(hashes[i]), line = index_.reader(bucket).find(hashes[i], 0);
-        if (!line || keys[i] > last) return 0;
-        lines[i] = line_address(bucket, line);
+        const u32 bucket = get_bucket(hashes[i]), line_ref = index_.reader(bucket).find(hashes[i], 0);
+        if (!line_ref || keys[i] > max_id) return 0;
+        lines[i] = line_address(bucket, line_ref);
         prefetch_bytes(lines[i], shape_.dim * 4);
         std::size_t slot = hashes[i] % (2 * MAX_FEW_IDS);
         while (first[slot] && hashes[first[slot] - 1] != hashes[i]) slot = (slot + 1) % (2 * MAX_FEW_IDS);
@@ -152,9 +152,9 @@ std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 last, floa
 
 u64 FullTable::insert(u32 bucket, u64 hash, u32 table) {
     index_.reserve(bucket);
-    const u32 row = lines_[bucket].allocate(arena_, shape_.line_bytes) + 1;
-    index_.insert(bucket, hash, table, row);
-    return line_address(bucket, row);
+    const u32 line_ref = pools_[bucket].allocate(arena_, shape_.line_bytes) + 1;
+    index_.insert(bucket, hash, table, line_ref);
+    return line_address(bucket, line_ref);
 }
 
 void FullTable::insert_missing(Batch& batch, const Layout& layout) {
@@ -185,10 +185,10 @@ void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
         HitCounts::Part counter = hit_counts_.part(bucket);
         for (std::size_t i = begin; i < end; ++i) {
             if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
-            const u32 row = index.find(rows.hashes[i], rows.tables[i]);
-            is_hit[i] = row != 0 && row_counters(line_address(bucket, row), shape_)->updates > 0;
+            const u32 line_ref = index.find(rows.hashes[i], rows.tables[i]);
+            is_hit[i] = line_ref != 0 && row_counters(line_address(bucket, line_ref), shape_)->updates > 0;
             counter.add(rows.tables[i], is_hit[i]);
-            if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_address(bucket, row), shape_);
+            if (is_hit[i]) copy_line(THREAD, rows.lines[i], line_address(bucket, line_ref), shape_);
         }
     });
     bytes_out_ += static_cast<u64>(std::count(is_hit, is_hit + rows.n, true)) * compute_stored_bytes(shape_.width);
@@ -202,9 +202,9 @@ void FullTable::write(const RowSpan& rows) {
         for (std::size_t i = begin; i < end; ++i) {
             const RowIndex::Reader index = index_.reader(bucket);  // read again, because an insert may replace the map
             if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
-            const u32 row = index.find(rows.hashes[i], rows.tables[i]);
-            copy_line(THREAD, row ? line_address(bucket, row) : insert(bucket, rows.hashes[i], rows.tables[i]),
-                      rows.lines[i], shape_);
+            const u32 line_ref = index.find(rows.hashes[i], rows.tables[i]);
+            const u64 line = line_ref ? line_address(bucket, line_ref) : insert(bucket, rows.hashes[i], rows.tables[i]);
+            copy_line(THREAD, line, rows.lines[i], shape_);
         }
     });
     num_insertions_ += num_used() - before;
@@ -218,28 +218,28 @@ void FullTable::erase(const RowSpan& rows) {
         std::vector<u32> erased;
         for (std::size_t i = begin; i < end; ++i) {
             if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
-            const u32 row = index_.erase(bucket, rows.hashes[i], rows.tables[i]);
-            if (row == 0) continue;
-            prefetch_to_write(line_address(bucket, row), shape_.line_bytes);
-            erased.push_back(row);
+            const u32 line_ref = index_.erase(bucket, rows.hashes[i], rows.tables[i]);
+            if (line_ref == 0) continue;
+            prefetch_to_write(line_address(bucket, line_ref), shape_.line_bytes);
+            erased.push_back(line_ref);
         }
-        for (const u32 row : erased) lines_[bucket].release(row - 1, shape_);
+        for (const u32 line_ref : erased) pools_[bucket].release(line_ref - 1, shape_);
     });
 }
 
 std::optional<FullTable::Location> FullTable::locate(u32 table, u64 key) const {
     const std::lock_guard lock(mutex_);
     const u64 hash = slot_hash(table, key);
-    const u32 row = index_.reader(get_bucket(hash)).find(hash, table);
-    if (!row) return std::nullopt;
-    return Location{row - 1, *row_counters(line_address(get_bucket(hash), row), shape_)};
+    const u32 line_ref = index_.reader(get_bucket(hash)).find(hash, table);
+    if (!line_ref) return std::nullopt;
+    return Location{line_ref - 1, *row_counters(line_address(get_bucket(hash), line_ref), shape_)};
 }
 
 std::vector<TableRow> FullTable::list_rows_locked(u32 bucket) const {
     std::vector<TableRow> rows;
-    rows.reserve(lines_[bucket].num_used());
-    index_.for_each(bucket, [&](u32 table, u64 key, u32 row) {
-        rows.push_back({key, line_address(bucket, row), table});
+    rows.reserve(pools_[bucket].num_used());
+    index_.for_each(bucket, [&](u32 table, u64 key, u32 line_ref) {
+        rows.push_back({key, line_address(bucket, line_ref), table});
     });
     return rows;
 }
@@ -267,17 +267,17 @@ std::vector<u8> FullTable::scan(u32 bucket) const {
 Metrics FullTable::metrics() const {
     const std::lock_guard lock(mutex_);
     const auto [hits, misses] = hit_counts_.totals();
-    Metrics all{{{"hits", hits},
-                 {"misses", misses},
-                 {"insertions", num_insertions_},
-                 {"bytes_in", bytes_in_},
-                 {"bytes_out", bytes_out_},
-                 {"resident_rows", num_used()},
-                 {"bytes", arena_.bytes() + index_.bytes()}},
-                {}};
-    all.add("fetch", read_times_);
-    all.add("write", write_times_);
-    return all;
+    Metrics metrics{{{"hits", hits},
+                     {"misses", misses},
+                     {"insertions", num_insertions_},
+                     {"bytes_in", bytes_in_},
+                     {"bytes_out", bytes_out_},
+                     {"resident_rows", num_used()},
+                     {"bytes", arena_.bytes() + index_.bytes()}},
+                    {}};
+    metrics.add("fetch", read_times_);
+    metrics.add("write", write_times_);
+    return metrics;
 }
 
 std::vector<u64> FullTable::hit_counts() const {
@@ -287,7 +287,7 @@ std::vector<u64> FullTable::hit_counts() const {
 
 std::size_t FullTable::num_used() const {
     std::size_t total = 0;
-    for (const LinePool& lines : lines_) total += lines.num_used();
+    for (const LinePool& pool : pools_) total += pool.num_used();
     return total;
 }
 

@@ -14,35 +14,35 @@
 
 namespace tierbed {
 
-// The index of rows with numbered ids (tables with `num_embeddings`): an array that holds for each id number the row's
-// line + 1, or 0 if the row is absent. Threads may change different buckets at the same time.
-class NumberIndex {
+// The index of rows with linear ids (tables with `num_embeddings`): an array that holds for each linear id the row's
+// line_ref: the line's index + 1, or 0 if the row is absent. Threads may change different buckets at the same time.
+class LinearIdIndex {
 public:
-    explicit NumberIndex(const Numbering& all) : numbering(all) {
-        const std::size_t bytes = all.size() * sizeof(u32);
-        if (bytes) lines_ = Pages(bytes, bytes <= MAX_HUGE);
+    explicit LinearIdIndex(const IdLinearizer& linearizer) : linearizer(linearizer) {
+        const std::size_t bytes = linearizer.size() * sizeof(u32);
+        if (bytes) entries_ = Pages(bytes, bytes <= MAX_HUGE);
     }
 
-    const Numbering numbering;
+    const IdLinearizer linearizer;
 
-    u32& entry(u32 number) const { return reinterpret_cast<u32*>(lines_.start())[number]; }
+    u32& entry(u32 linear_id) const { return reinterpret_cast<u32*>(entries_.start())[linear_id]; }
     // Returns the array entry of the row; null if its id has no number.
     u32* find_entry(u64 hash, u32 table) const {
-        if (numbering.size() == 0) return nullptr;
+        if (linearizer.size() == 0) return nullptr;
         const u64 key = get_key(table, hash);
-        return numbering.has(table, key) ? &entry(numbering.number(table, key)) : nullptr;
+        return linearizer.has(table, key) ? &entry(linearizer.linearize(table, key)) : nullptr;
     }
     // entry: the result of `find_entry`.
-    void insert(u32 bucket, u32* entry, u32 line);
+    void insert(u32 bucket, u32* entry, u32 line_ref);
 
-    // Calls body(table, key, line + 1) for all rows in a bucket, in any order.
+    // Calls body(table, key, line_ref) for all rows in a bucket, in any order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
-        const std::vector<u32>& numbers = numbers_[bucket];
-        for (u32 i = 0; i < numbers.size(); ++i) {
-            if (numbers[i] == NONE || entry(numbers[i]) != i + 1) continue;
-            const u32 table = numbering.find_table(numbers[i]);
-            body(table, numbering.find_key(numbers[i], table), i + 1);
+        const std::vector<u32>& ids = linear_ids_[bucket];
+        for (u32 i = 0; i < ids.size(); ++i) {
+            if (ids[i] == NONE || entry(ids[i]) != i + 1) continue;
+            const u32 table = linearizer.find_table(ids[i]);
+            body(table, linearizer.find_key(ids[i], table), i + 1);
         }
     }
     std::size_t bytes() const;
@@ -50,65 +50,65 @@ public:
 private:
     static constexpr std::size_t MAX_HUGE = std::size_t{64} << 20;  // larger arrays avoid huge pages, to save memory
 
-    Pages lines_;                                    // u32 [numbers]
-    std::array<std::vector<u32>, BUCKETS> numbers_;  // [bucket][line]: id number of the row that last used the line
+    Pages entries_;                                     // u32 [linear ids]
+    std::array<std::vector<u32>, BUCKETS> linear_ids_;  // [bucket][line]: linear id of the row that last used the line
 };
 
-// The index of the full table: an array for numbered ids, and a hash map per bucket for other ids. Threads may change
+// The index of the full table: an array for linear ids, and a hash map per bucket for other ids. Threads may change
 // different buckets at the same time.
 class RowIndex {
 public:
-    explicit RowIndex(const Numbering& numbering) : numbered_(numbering) {}
+    explicit RowIndex(const IdLinearizer& linearizer) : linear_(linearizer) {}
 
-    const NumberIndex& numbered() const { return numbered_; }
+    const LinearIdIndex& linear() const { return linear_; }
 
     // Finds the hashed rows in a bucket. A reader is valid until the bucket changes.
     struct HashedReader {
         IndexView slots;
 
-        // Returns row number + 1, or 0 if the row is absent.
+        // Returns the row's line_ref, or 0 if the row is absent.
         u32 find(u64 hash, u32 table) const { return find_value(THREAD, slots, hash, table); }
         TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
     };
     // Finds all rows in a bucket.
     struct Reader {
         HashedReader hashed;
-        const NumberIndex& numbered;
+        const LinearIdIndex& linear;
 
         u32 find(u64 hash, u32 table) const {
-            const u32* const line = numbered.find_entry(hash, table);
-            return line ? *line : hashed.find(hash, table);
+            const u32* const entry = linear.find_entry(hash, table);
+            return entry ? *entry : hashed.find(hash, table);
         }
         TIERBED_INLINE void prefetch_row(u64 hash, u32 table) const {
-            const u32* const line = numbered.find_entry(hash, table);
-            line ? prefetch(line) : hashed.prefetch_row(hash, table);
+            const u32* const entry = linear.find_entry(hash, table);
+            entry ? prefetch(entry) : hashed.prefetch_row(hash, table);
         }
     };
-    Reader reader(u32 bucket) const { return {{hashed_[bucket].view()}, numbered_}; }
+    Reader reader(u32 bucket) const { return {{hashed_[bucket].view()}, linear_}; }
 
     // Allocates memory for one more row.
     void reserve(u32 bucket) { reserve_rows(hashed_[bucket], bucket, hashed_[bucket].size() + 1); }
     // The row must be absent, and `reserve` must have made room.
-    void insert(u32 bucket, u64 hash, u32 table, u32 row) {
-        u32* const entry = numbered_.find_entry(hash, table);
-        entry ? numbered_.insert(bucket, entry, row) : hashed_[bucket].insert(hash, table, row);
+    void insert(u32 bucket, u64 hash, u32 table, u32 line_ref) {
+        u32* const entry = linear_.find_entry(hash, table);
+        entry ? linear_.insert(bucket, entry, line_ref) : hashed_[bucket].insert(hash, table, line_ref);
     }
-    // Returns row number + 1, or 0 if the row is absent.
+    // Returns the row's line_ref, or 0 if the row is absent.
     u32 erase(u32 bucket, u64 hash, u32 table) {
-        u32* const entry = numbered_.find_entry(hash, table);
+        u32* const entry = linear_.find_entry(hash, table);
         return entry ? std::exchange(*entry, 0u) : hashed_[bucket].erase(hash, table);
     }
 
-    // Calls body(table, key, line + 1) for all rows of a bucket, in any order.
+    // Calls body(table, key, line_ref) for all rows of a bucket, in any order.
     template <class Body>
     void for_each(u32 bucket, const Body& body) const {
-        numbered_.for_each(bucket, body);
+        linear_.for_each(bucket, body);
         hashed_[bucket].for_each([&](const Slot& s) { body(s.table, get_key(s.table, s.hash), s.value); });
     }
-    std::size_t bytes() const { return numbered_.bytes() + total_bytes(hashed_); }
+    std::size_t bytes() const { return linear_.bytes() + total_bytes(hashed_); }
 
 private:
-    NumberIndex numbered_;
+    LinearIdIndex linear_;
     std::array<RowMap, BUCKETS> hashed_;
 };
 
@@ -116,14 +116,14 @@ private:
 // lines are reused first, and form a linked list: a free line's first word is the next free line.
 class LinePool {
 public:
-    u64 address(u32 row, u32 line_bytes) const {
-        const u64 r = static_cast<u64>(row) + BASE;
-        const u32 segment = 63 - static_cast<u32>(__builtin_clzll(r)) - BASE_BITS;
-        return segments_[segment] + (r - (static_cast<u64>(BASE) << segment)) * line_bytes;
+    u64 address(u32 line_index, u32 line_bytes) const {
+        const u64 offset = static_cast<u64>(line_index) + BASE;
+        const u32 segment = 63 - static_cast<u32>(__builtin_clzll(offset)) - BASE_BITS;
+        return segments_[segment] + (offset - (static_cast<u64>(BASE) << segment)) * line_bytes;
     }
     u32 allocate(Arena& arena, u32 line_bytes);
     // Resets the line's counters, so that the row counts as never updated.
-    void release(u32 row, const LineShape& shape);
+    void release(u32 line_index, const LineShape& shape);
     u32 num_lines() const { return num_lines_; }  // includes free lines
     u32 num_used() const { return num_lines_ - num_free_; }
 
@@ -147,20 +147,20 @@ public:
     FullTable(const FullTable&) = delete;
 
     // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips refused rows.
-    std::size_t find(Batch& batch);
+    std::size_t look_up_rows(Batch& batch);
     static constexpr std::size_t MAX_FEW_IDS = 256;
-    // Copies the float32 embeddings of n <= MAX_FEW_IDS ids in table 0 to `out` [n, dim]. Counts hits too. Returns
-    // the number of distinct ids. If a row is missing or an id is above `last`, returns 0 and leaves `out` undefined.
-    std::size_t gather_few(const u64* keys, std::size_t n, u64 last, float* out);
+    // Copies the float32 embeddings of n <= MAX_FEW_IDS ids in table 0 to `out` [n, dim]. Counts hits too.
+    // Returns the number of distinct ids, or 0 with `out` undefined if a row is missing or an id is above `max_id`.
+    std::size_t gather_few(const u64* keys, std::size_t n, u64 max_id, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
-    void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) override;
+    void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool is_on_disk() const override { return false; }
 
-    // A row's line number within its bucket, and the row's counters. `locate` counts no hit.
+    // A row's line index within its bucket, and the row's counters. `locate` counts no hit.
     struct Location {
-        u32 line;
+        u32 line_index;
         RowCounters counters;
     };
     std::optional<Location> locate(u32 table, u64 key) const;
@@ -175,7 +175,7 @@ public:
     const LineShape& shape() const { return shape_; }
 
 private:
-    u64 line_address(u32 bucket, u32 row) const { return lines_[bucket].address(row - 1, shape_.line_bytes); }
+    u64 line_address(u32 bucket, u32 line_ref) const { return pools_[bucket].address(line_ref - 1, shape_.line_bytes); }
     u64 insert(u32 bucket, u64 hash, u32 table);
     std::vector<TableRow> list_rows_locked(u32 bucket) const;
     std::size_t num_used() const;  // lines in use
@@ -183,7 +183,7 @@ private:
     LineShape shape_;
     Arena arena_;
     RowIndex index_;
-    std::array<LinePool, BUCKETS> lines_;
+    std::array<LinePool, BUCKETS> pools_;
     u64 num_insertions_ = 0;              // how many rows got a line
     u64 bytes_in_ = 0, bytes_out_ = 0;    // bytes that the tier above wrote and read
     Histogram read_times_, write_times_;  // call latencies

@@ -24,11 +24,11 @@ long blocks_read() {
 
 }  // namespace
 
-ReadThreadPool::ReadThreadPool(std::size_t limit)
-    : cores_(std::max(1u, std::thread::hardware_concurrency())),
-      limit_(limit),
+ReadThreadPool::ReadThreadPool(std::size_t max_threads)
+    : num_cores_(std::max(1u, std::thread::hardware_concurrency())),
+      max_threads_(max_threads),
       process_id_(getpid()),
-      thread_target_(std::min(cores_, limit)) {}
+      thread_target_(std::min(num_cores_, max_threads)) {}
 
 ReadThreadPool::~ReadThreadPool() {
     {
@@ -41,17 +41,17 @@ ReadThreadPool::~ReadThreadPool() {
 
 void ReadThreadPool::run(std::size_t num_tasks, const std::function<void(std::size_t)>& task) {
     Call call{task, num_tasks, std::min<std::size_t>(thread_target_, std::max<std::size_t>(num_tasks, 1)) - 1};
-    if (call.num_joins == 0 || process_id_ != getpid()) {
+    if (call.num_open_places == 0 || process_id_ != getpid()) {
         run_tasks(call);
     } else {
         {
             const std::lock_guard lock(mutex_);
             calls_.push_back(&call);
-            wake(call.num_joins);
+            wake(call.num_open_places);
         }
         run_tasks(call);
         std::unique_lock lock(mutex_);
-        if (call.num_joins) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
+        if (call.num_open_places) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
         call_done_.wait(lock, [&] { return call.num_helpers == 0; });
     }
     if (call.error) std::rethrow_exception(call.error);
@@ -61,7 +61,7 @@ void ReadThreadPool::run(std::size_t num_tasks, const std::function<void(std::si
 // Call with the lock held. Starts fewer threads if the system cannot start more.
 void ReadThreadPool::wake(std::size_t num_threads) {
     for (std::size_t asleep = num_idle_; asleep < num_threads; ++asleep) {
-        if (threads_.size() + 1 >= limit_) break;
+        if (threads_.size() + 1 >= max_threads_) break;
         try {
             threads_.emplace_back([this] { run_thread(); });
         } catch (const std::exception&) {
@@ -79,7 +79,7 @@ void ReadThreadPool::run_thread() {
         --num_idle_;
         if (is_stopping_) return;
         Call& call = *calls_.front();
-        if (--call.num_joins == 0) calls_.pop_front();
+        if (--call.num_open_places == 0) calls_.pop_front();
         ++call.num_helpers;
         lock.unlock();
         run_tasks(call);
@@ -109,11 +109,11 @@ void ReadThreadPool::run_tasks(Call& call) {
 }
 
 void ReadThreadPool::adapt(const Call& call) {
-    if (call.num_tasks < cores_) return;  // too few tasks to measure wait and work times
-    const double ratio =
-        static_cast<double>(call.wait_ns) / static_cast<double>(std::max<std::uint64_t>(call.work_ns, 1));
-    const double target = static_cast<double>(cores_) * (1 + std::min(ratio, static_cast<double>(limit_)));
-    thread_target_ = std::clamp<std::size_t>((thread_target_ + static_cast<std::size_t>(target) + 1) / 2, 1, limit_);
+    if (call.num_tasks < num_cores_) return;  // too few tasks to measure wait and work times
+    const double ratio = static_cast<double>(call.wait_ns) / std::max(1.0, static_cast<double>(call.work_ns));
+    const double target = static_cast<double>(num_cores_) * (1 + std::min(ratio, static_cast<double>(max_threads_)));
+    thread_target_ =
+        std::clamp<std::size_t>((thread_target_ + static_cast<std::size_t>(target) + 1) / 2, 1, max_threads_);
 }
 
 }  // namespace tierbed

@@ -23,8 +23,8 @@ namespace tierbed {
 
 class ReadThreadPool {
 public:
-    // limit: maximum threads of one call, including the caller.
-    explicit ReadThreadPool(std::size_t limit);
+    // max_threads: maximum threads of one call, including the caller.
+    explicit ReadThreadPool(std::size_t max_threads);
     ~ReadThreadPool();  // no call of `run` may be in progress
     ReadThreadPool(const ReadThreadPool&) = delete;
 
@@ -38,7 +38,7 @@ private:
     struct Call {
         const std::function<void(std::size_t)>& task;
         const std::size_t num_tasks;
-        std::size_t num_joins;        // how many more threads may join
+        std::size_t num_open_places;  // how many more threads may join
         std::size_t num_helpers = 0;  // threads at work, without the caller
         std::atomic<std::size_t> next{0};
         std::atomic<std::uint64_t> wait_ns{0}, work_ns{0};
@@ -50,7 +50,7 @@ private:
     void wake(std::size_t num_threads);
     void adapt(const Call& call);
 
-    const std::size_t cores_, limit_;
+    const std::size_t num_cores_, max_threads_;
     const pid_t process_id_;
     std::atomic<std::size_t> thread_target_;
     std::mutex mutex_;

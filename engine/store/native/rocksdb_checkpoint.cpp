@@ -32,7 +32,7 @@ auto allow_deletions(Database& db, long) -> decltype(db.EnableFileDeletions()) {
 
 #ifdef __SSE4_2__
 // RocksDB's checksum with the CPU's crc32 instruction. Linux distributions build RocksDB without this instruction.
-class HardwareChecksum : public rocksdb::FileChecksumGenerator {
+class HardwareChecksumGenerator : public rocksdb::FileChecksumGenerator {
 public:
     void Update(const char* data, std::size_t n) override {
         u64 crc = crc_;
@@ -59,30 +59,30 @@ private:
 #endif
 
 // Decodes a crc32c from RocksDB's manifest: four bytes, big-endian.
-u32 checksum_number(const std::string& bytes) {
+u32 decode_checksum(const std::string& bytes) {
     u32 big_endian;
     std::memcpy(&big_endian, bytes.data(), sizeof big_endian);
     return __builtin_bswap32(big_endian);
 }
 
 // Returns a file's crc32c. Returns nothing if the file was written by a tierbed version without checksums.
-std::optional<u32> checksum_of(const rocksdb::LiveFileStorageInfo& file) {
+std::optional<u32> find_checksum(const rocksdb::LiveFileStorageInfo& file) {
     const bool has_checksum = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
-    return has_checksum && file.file_checksum.size() == sizeof(u32) ? std::optional(checksum_number(file.file_checksum))
+    return has_checksum && file.file_checksum.size() == sizeof(u32) ? std::optional(decode_checksum(file.file_checksum))
                                                                     : std::nullopt;
 }
 
 }  // namespace
 
-std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum() {
+std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum_generator() {
 #ifdef __SSE4_2__
-    return std::make_unique<HardwareChecksum>();
+    return std::make_unique<HardwareChecksumGenerator>();
 #else
     return rocksdb::GetFileChecksumGenCrc32cFactory()->CreateFileChecksumGenerator({});
 #endif
 }
 
-Crc32c::Crc32c() : generator_(make_checksum()) {}
+Crc32c::Crc32c() : generator_(make_checksum_generator()) {}
 
 Crc32c::~Crc32c() = default;
 
@@ -90,13 +90,13 @@ void Crc32c::update(const u8* bytes, std::size_t n) { generator_->Update(reinter
 
 u32 Crc32c::finish() {
     generator_->Finalize();
-    return checksum_number(generator_->GetChecksum());
+    return decode_checksum(generator_->GetChecksum());
 }
 
 std::vector<DatabaseFile> RocksTier::hold_files() {
     make_writable();
     flush();
-    std::vector<DatabaseFile> all;
+    std::vector<DatabaseFile> database_files;
     rocksdb::LiveFilesStorageInfoOptions options;
     options.include_checksum_info = true;
     options.wal_size_for_flush = std::numeric_limits<u64>::max();  // no second flush
@@ -112,16 +112,16 @@ std::vector<DatabaseFile> RocksTier::hold_files() {
             check(call([&] { return db.GetLiveFilesStorageInfo(options, &files); }), db.GetName(), "list files");
             for (const rocksdb::LiveFileStorageInfo& file : files) {
                 if (file.file_type == rocksdb::kWalFile) continue;  // the write-ahead log is always empty
-                const bool replaced = !file.replacement_contents.empty();
-                all.push_back({"shard-" + std::to_string(i) + "/" + file.relative_filename, file.size,
-                               checksum_of(file), replaced ? std::optional(file.replacement_contents) : std::nullopt});
+                database_files.push_back(
+                    {"shard-" + std::to_string(i) + "/" + file.relative_filename, file.size, find_checksum(file),
+                     file.replacement_contents.empty() ? std::nullopt : std::optional(file.replacement_contents)});
             }
         }
     } catch (...) {
         release_files();
         throw;
     }
-    return all;
+    return database_files;
 }
 
 void RocksTier::release_files() {

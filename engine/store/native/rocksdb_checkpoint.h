@@ -14,7 +14,7 @@ class FileChecksumGenerator;
 namespace tierbed {
 
 // Returns a generator of RocksDB's file checksum, a crc32c.
-std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum();
+std::unique_ptr<rocksdb::FileChecksumGenerator> make_checksum_generator();
 
 // Computes the crc32c of bytes that are passed in pieces.
 class Crc32c {

@@ -30,7 +30,7 @@ class PendingChecksums {
 public:
     Checksum begin(const std::string& path) {
         const std::lock_guard lock(mutex_);
-        return files_[path] = make_checksum();
+        return files_[path] = make_checksum_generator();
     }
     // Returns null for a file without a pending checksum.
     Checksum end(const std::string& path) {
@@ -92,7 +92,7 @@ public:
         const std::string& name = context.requested_checksum_func_name;
         if (!name.empty() && name != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
         Checksum checksum = pending_->end(context.file_name);
-        if (!checksum) return make_checksum();
+        if (!checksum) return make_checksum_generator();
         return std::make_unique<WrittenChecksum>(std::move(checksum));
     }
     // RocksDB's own name for this checksum. With another name, other programs could not load the database's options.

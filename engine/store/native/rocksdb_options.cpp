@@ -78,12 +78,12 @@ rocksdb::Options tier_options(const RocksOptions& options) {
     table.format_version = 5;  // RocksDB 6.6 and later can read this version
     rocksdb::Options database;
     database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
-    database.create_if_missing = options.create;
-    database.max_open_files = max_open_files(options.shards);
+    database.create_if_missing = options.create_if_missing;
+    database.max_open_files = max_open_files(options.num_shards);
     database.compression = rocksdb::kNoCompression;
     // Small memtables fit in the CPU cache, so inserts are several times faster. A flush merges several memtables.
     database.write_buffer_size =
-        std::max<std::size_t>(options.buffer_bytes / options.shards / MAX_MEMTABLES, MIN_MEMTABLE_BYTES);
+        std::max<std::size_t>(options.write_buffer_bytes / options.num_shards / MAX_MEMTABLES, MIN_MEMTABLE_BYTES);
     database.max_write_buffer_number = MAX_MEMTABLES;
     database.min_write_buffer_number_to_merge = MERGED_MEMTABLES;
     database.memtable_whole_key_filtering = true;
@@ -117,7 +117,7 @@ void apply_user_options(rocksdb::Options& options, const NamedOptions& user_opti
     for (const auto& [name, value] : user_options) {
         const std::string option = name + "={" + value + "}";
         const rocksdb::Status status = rocksdb::GetOptionsFromString(config, options, option, &options);
-        if (!status.ok()) reject(name, value, "RocksDB " + library_version() + ": " + status.ToString());
+        if (!status.ok()) reject(name, value, "RocksDB " + read_library_version() + ": " + status.ToString());
     }
     const std::vector<rocksdb::CompressionType> supported = rocksdb::GetSupportedCompressions();
     for (const rocksdb::CompressionType type : {options.compression, options.bottommost_compression})
@@ -166,23 +166,25 @@ NamedOptions parse_options(const std::string& text) {
     return named;
 }
 
-bool uses_block_cache(const RocksOptions& options) { return options.read_mode == "direct" && options.cache_bytes; }
+bool uses_block_cache(const RocksOptions& options) {
+    return options.read_mode == "direct" && options.block_cache_bytes;
+}
 
-rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes) {
+rocksdb::Options make_shard_options(const RocksOptions& options, std::size_t row_bytes) {
     rocksdb::Options database = tier_options(options);
     apply_user_options(database, options.user_options);
     align_blocks(database, row_bytes, options.user_options);
     // One flush at a time: RocksDB 7 loses a flush that starts while another flush of the same database fails.
     database.max_background_flushes = 1;
-    database.max_background_compactions = background_threads(database).compactions;
+    database.max_background_compactions = count_background_threads(database).compactions;
     return database;
 }
 
 void check_options(const NamedOptions& user_options) {
-    shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, "buffered", false, 1, user_options}, 64);
+    make_shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, "buffered", false, 1, user_options}, 64);
 }
 
-std::string library_version() { return rocksdb::GetRocksVersionAsString(); }
+std::string read_library_version() { return rocksdb::GetRocksVersionAsString(); }
 
 bool has_async_io() {
     const auto files = rocksdb::Env::Default()->GetFileSystem();
@@ -196,8 +198,7 @@ bool has_async_io() {
     void* handle = nullptr;
     rocksdb::IOHandleDeleter release;
     const auto ignore = [](auto&&, void*) {};
-    const bool started =
-        file->ReadAsync(request, rocksdb::IOOptions(), ignore, nullptr, &handle, &release, nullptr).ok();
+    const bool started = file->ReadAsync(request, {}, ignore, nullptr, &handle, &release, nullptr).ok();
     if (handle == nullptr) return false;
     std::vector<void*> handles{handle};
     const bool ended = files->Poll(handles, 1).ok();
@@ -205,7 +206,7 @@ bool has_async_io() {
     return started && ended;
 }
 
-BackgroundThreads background_threads(const rocksdb::Options& options) {
+BackgroundThreads count_background_threads(const rocksdb::Options& options) {
     const int flushes = std::max(1, options.max_background_jobs / 4);
     return {flushes, std::max(1, options.max_background_jobs - flushes)};
 }

@@ -16,22 +16,22 @@ namespace tierbed {
 using NamedOptions = std::vector<std::pair<std::string, std::string>>;
 
 struct RocksOptions {
-    bool create;     // if false, a missing shard is an error
-    bool read_only;  // if true, nothing is written to the folder
-    u32 shards;
+    bool create_if_missing;  // if false, a missing shard is an error
+    bool read_only;          // if true, nothing is written to the folder
+    u32 num_shards;
     std::size_t block_bytes;
-    std::size_t cache_bytes;   // RocksDB's block cache, used for direct reads only; other reads use the page cache
-    std::size_t buffer_bytes;  // limit for all shards' memtables together
-    std::string read_mode;     // buffered, mmap or direct
-    bool async_io;             // ignored if the library cannot use io_uring
-    std::size_t read_threads;  // maximum threads of one call, including the caller
+    std::size_t block_cache_bytes;   // RocksDB's block cache, for direct reads only; other reads use the page cache
+    std::size_t write_buffer_bytes;  // limit for all shards' memtables together
+    std::string read_mode;           // buffered, mmap or direct
+    bool async_io;                   // ignored if the library cannot use io_uring
+    std::size_t max_read_threads;    // maximum threads of one call, including the caller
     NamedOptions user_options;
 };
 
 bool uses_block_cache(const RocksOptions& options);
 
 // Returns a shard's options, except the cache and statistics that all shards share. Throws as `check_options` does.
-rocksdb::Options shard_options(const RocksOptions& options, std::size_t row_bytes);
+rocksdb::Options make_shard_options(const RocksOptions& options, std::size_t row_bytes);
 
 // Throws std::invalid_argument if this RocksDB lacks one of the options (engine/options/rocksdb_options.py).
 void check_options(const NamedOptions& user_options);
@@ -39,7 +39,7 @@ void check_options(const NamedOptions& user_options);
 // Parses RocksDB's options string into names and values. Throws std::invalid_argument.
 NamedOptions parse_options(const std::string& text);
 
-std::string library_version();
+std::string read_library_version();
 
 // True if RocksDB can read by io_uring on this machine.
 bool has_async_io();
@@ -48,6 +48,6 @@ bool has_async_io();
 struct BackgroundThreads {
     int flushes, compactions;
 };
-BackgroundThreads background_threads(const rocksdb::Options& options);
+BackgroundThreads count_background_threads(const rocksdb::Options& options);
 
 }  // namespace tierbed

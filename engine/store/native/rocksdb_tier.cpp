@@ -59,29 +59,29 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     : shape_{width, width, compute_line_bytes(width)},
       folder_(folder),
       process_id_(getpid()),
-      options_(std::make_unique<rocksdb::Options>(shard_options(options, compute_stored_bytes(width)))),
-      read_threads_(std::make_unique<ReadThreadPool>(options.read_threads)) {
+      options_(std::make_unique<rocksdb::Options>(make_shard_options(options, compute_stored_bytes(width)))),
+      read_threads_(std::make_unique<ReadThreadPool>(options.max_read_threads)) {
     make_forked_children_exit_early();
     rocksdb::Options& database = *options_;
     database.env = fence_->env();
     if (database.file_checksum_gen_factory)  // files carry checksums, so a checkpoint need not read them
         database.file_checksum_gen_factory = fence_->checksums();
-    database.env->IncBackgroundThreadsIfNeeded(background_threads(database).flushes, rocksdb::Env::HIGH);
+    database.env->IncBackgroundThreadsIfNeeded(count_background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    if (uses_block_cache(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.cache_bytes);
+    if (uses_block_cache(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.block_cache_bytes);
     database.statistics = statistics_ = rocksdb::CreateDBStatistics();
     statistics_->set_stats_level(rocksdb::kExceptHistogramOrTimers);
-    info_ = {background_threads(database),
-             database.write_buffer_size * static_cast<std::size_t>(database.max_write_buffer_number) * options.shards,
+    info_ = {count_background_threads(database),
+             database.write_buffer_size * static_cast<u64>(database.max_write_buffer_number) * options.num_shards,
              options.async_io && has_async_io()};
     // Shards fill evenly. Each shard flushes early once, at its own fill level, so that shards never all flush at once.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
-        for (u32 i = 0; i < options.shards; ++i) {
+        for (u32 i = 0; i < options.num_shards; ++i) {
             auto shard = std::make_unique<Shard>();
             shard->folder = folder + "/shard-" + std::to_string(i);
-            shard->bytes_to_flush = static_cast<i64>(cycle * i / options.shards);
-            open(*shard, options.read_only, options.create);
+            shard->bytes_to_flush = static_cast<i64>(cycle * i / options.num_shards);
+            open(*shard, options.read_only, options.create_if_missing);
             shards_.push_back(std::move(shard));
         }
     } catch (...) {

@@ -56,7 +56,7 @@ public:
     ~RocksTier() override;
     RocksTier(const RocksTier&) = delete;
 
-    void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) override;
+    void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool is_on_disk() const override { return true; }

@@ -33,8 +33,8 @@ struct RowSpan {
 class Tier {
 public:
     virtual ~Tier() = default;
-    // Copies rows to their lines, except rows that the tier lacks. Sets `is_hit` [n]. counts_as_use: count a use.
-    virtual void read(const RowSpan& rows, bool* is_hit, bool counts_as_use) = 0;
+    // Copies rows to their lines, except rows that the tier lacks. Sets `is_hit` [n]. should_touch: count a use.
+    virtual void read(const RowSpan& rows, bool* is_hit, bool should_touch) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
     // Erases rows. Ignores missing rows, and the span's `lines`.

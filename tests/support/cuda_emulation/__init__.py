@@ -36,7 +36,7 @@ class EmulatedDevice(Device):
         self._seed = seed
         self._recording = _Recording()
 
-    def free_memory(self) -> int:
+    def read_free_memory(self) -> int:
         return self.memory
 
     def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
