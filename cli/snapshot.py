@@ -142,7 +142,7 @@ def verify(
         snapshots = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
         listing = Listing(snapshots, {}) if names else list_snapshots(folder / "snapshots")
         chains, broken = find_chains(listing.snapshots)
-        rows = {snapshot.name: snapshot.manifest.own_rows for chain in chains.values() for snapshot in chain}
+        rows = {snapshot.name: snapshot.manifest.num_entries for chain in chains.values() for snapshot in chain}
         with output.show_progress("verifying", sum(rows.values())) as advance:
             errors = {**listing.damaged, **verify_all(chains, broken, advance)}
         prefix = store_name and f"{store_name}/"

@@ -91,7 +91,8 @@ class SnapshotManager:
             record, store_id = file.record, file.store_id
             is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
         id = record.parents.get(store_id, EMPTY)
-        if restored and is_as_opened and (record.trained or record.now.get(store_id, NOTHING).snapshot != restored):
+        is_restored = not record.changed_stores and record.entries.get(store_id, NOTHING).snapshot == restored
+        if restored and is_as_opened and not is_restored:
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
         return None if id == EMPTY else find_snapshot_name(self._folder, id)
 

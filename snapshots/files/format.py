@@ -218,7 +218,7 @@ class Manifest:
         return RowFormat.from_description(self.description)
 
     @property
-    def own_rows(self) -> int:
+    def num_entries(self) -> int:
         """The number of rows plus the number of deleted keys, in the snapshot's own files."""
         return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
 

@@ -164,7 +164,7 @@ class Snapshot:
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read and check all files of the chain, as a load does. Raises SnapshotError that names a damaged file.
 
-        progress: called with each chunk's row count. The sum of the counts is the sum of `own_rows` over the chain.
+        progress: called with each chunk's row count. The sum of the counts is the sum of `num_entries` over the chain.
         """
         read_all(self._merge_chain(65536, progress or (lambda count: None)))
 

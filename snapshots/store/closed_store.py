@@ -149,7 +149,7 @@ def load_into_stores(
             for store, member, (manifest, _) in zip(stores, members, results, strict=True):
                 if member not in whole_loads:
                     member.begin_change(replaces=True)
-                    member.write()
+                    member.count_write()
                 if member.mark_folder is not store:
                     member.copy_to(store)
                 version = version_of_snapshot(ids[member]) if member in whole_loads else member.version

@@ -85,7 +85,7 @@ def list_needed(store: FolderState) -> set[str]:
 
 def find_undone_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
     """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
-    low, high = record.undone.get(store_id, (0, 0))
+    low, high = record.skipped_sequences.get(store_id, (0, 0))
     needed_ids = find_needed_ids(record, store_id)
     return {
         snapshot.name

@@ -256,7 +256,7 @@ def test_parts_are_read_as_one_snapshot_of_the_same_rows_and_each_row_by_its_own
     save_in_parts(folder / "parts", description(width), chunked(buckets), parts)
     one, other = Snapshot.open(folder / "one"), Snapshot.open(folder / "parts")
     assert (one.manifest.parts, other.manifest.parts) == (None, parts)
-    assert other.manifest.rows == other.manifest.own_rows == one.manifest.rows
+    assert other.manifest.rows == other.manifest.num_entries == one.manifest.rows
     for name in other.manifest.files:
         assert owners(np.load(other.folder / name), parts) == {parse_shard_index(name)}
     other.verify()
