@@ -79,7 +79,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             raise OptionError("default_initializer is for tables=None alone; leave it out, or set it in each table")
         if not isinstance(tables, (list, tuple)) or not tables:
             raise OptionError(f"tables={tables!r}: give a list with make_table_options(...) for each table, or None")
-        self.naming, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
+        self.name_source, self._has_seed = "given" if name is not None else "path", name is not None or seed is not None
         name = make_provisional_name(world is not None) if name is None else name
         self.spec = make_table_spec(name, embedding_dim, key_type, tables, padding_idx, seed, dtype, state_dtype)
         self.spec.make_layout(RowState())  # raise now if a table has too many or too few column options
@@ -102,7 +102,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         """Rename the embedding. Rows in memory stay."""
         self.fix_seed()
         self.set_spec(name=check_name(name))
-        self.naming = "given"
+        self.name_source = "given"
         if self._handle is not None:
             self._handle.rename(name)
 
@@ -409,7 +409,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 except OptimizerError as error:
                     self._optimizer_error = error  # without the optimizer, rows can still be read
                     self._handle = self._make_handle(None, device, for_load)
-                weakref.finalize(self, self._handle.finish)
+                weakref.finalize(self, self._handle.close_and_log)
                 if self._handle.local.persistence.unusable_reason:
                     self._pending[:] = self._pending or [UNLOADABLE_ROWS]
             elif self._handle.device != device:
@@ -425,7 +425,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def _check_has_name(self) -> None:
         path = self.store_options.persistent_path
-        if self.naming == "path" and path is not None:
+        if self.name_source == "path" and path is not None:
             with self.raise_on_all_ranks():
                 raise StoreError(
                     f"an embedding was used before it had a name, so its folder under {path!r} is not known; before "

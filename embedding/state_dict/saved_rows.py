@@ -274,7 +274,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             )
         if self._handle is not None:
             return self._handle.snapshots.rows_reference()
-        if path is None or self.naming == "path" or self.world is not None or options.snapshot_path is not None:
+        if path is None or self.name_source == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
         return read_reference(Path(path) / self.name, options.open == "fresh")
 

@@ -47,7 +47,7 @@ def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, mo
     path_names = {path: re.sub(r"[^\w.-]", "-", bare)[-200:].strip(".") for path, bare in bare_paths.items()}
     names = [embedding.name for embedding in embeddings.values()]
     for path, embedding in embeddings.items():
-        if embedding.naming == "path" or (embedding.naming == "default" and names.count(embedding.name) > 1):
+        if embedding.name_source == "path" or (embedding.name_source == "default" and names.count(embedding.name) > 1):
             embedding.set_name(path_names[path] or "embedding")
     check_distinct(embeddings, error)
 

@@ -38,7 +38,7 @@ from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import check_rows, load_rows
 from ...engine.table.stack import build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
-from ...snapshots.files.format import FILES, LIVE_VERSION, SHARD, check_description
+from ...snapshots.files.format import LIVE_FILES, LIVE_VERSION, SHARD_FIELD, check_description
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
@@ -582,10 +582,10 @@ class TablePersistence:
         bottom = table.stack.bottom
         live_fields: dict[str, Any] = {"live": "rows"}
         if isinstance(bottom, RocksDB):
-            live_fields = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.read_versions()}
+            live_fields = {"live": "rocksdb", "shards": bottom.shards, LIVE_FILES: bottom.read_versions()}
         counts = table.counts.known_table_counts
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
-        shard = {} if self.rows_version is None else {SHARD: self.rows_version.make_marker_fields()}
+        shard = {} if self.rows_version is None else {SHARD_FIELD: self.rows_version.make_marker_fields()}
         version = {} if self.member is None or self.rows_version is not None else {LIVE_VERSION: self.member.version}
         return {**table.describe(), **live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
 

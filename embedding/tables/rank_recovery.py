@@ -44,7 +44,7 @@ class _Decision(NamedTuple):
 class RecoveryDecision:
     """One rank's part in a joint decision: all ranks decide together which rows to open.
 
-    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `finish`. The constructor
+    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `end`. The constructor
     raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
     `shared_folder` is the store folder as this rank sees it. `mode` and `for_load` are as in `open_store`. `group` is
     the embedding's `TrainingGroup`.
@@ -146,7 +146,7 @@ class RecoveryDecision:
         name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
         return _Decision(None, id, name, member.unusable_reason, *(log_entry or (0, "")))
 
-    def finish(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Join the remaining collectives, where other ranks may wait. One rank's `error` is raised on all ranks."""
         try:
             self._join(self._op, self._has_reported, self._has_agreed, error)

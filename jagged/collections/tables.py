@@ -142,7 +142,7 @@ class TableModule(NoTorchScript, ModelSnapshots, nn.Module):
             self.embeddings[group] = embedding
             embedding.set_spec(has_own_seed=False)  # accept a stored seed that an older version of tierbed computed
             if not self._is_named and stores[group].persistent_path is None:
-                embedding.naming = "default"
+                embedding.name_source = "default"
             for table_id, table in enumerate(tables):
                 self._add_table(table, group, table_id)
         train_together(self.embeddings[group] for group in groups)

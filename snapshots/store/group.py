@@ -135,14 +135,14 @@ class Member(MemberRows):
         self.version = f"{self._run}:{self._writes}"
         self.unchanged_since = clock.moment + 1
 
-    def capture(self) -> Capture:
+    def capture(self) -> PendingSave:
         """Begin a save of the current rows. The caller must hold the table's lock. Raises StoreError."""
         if self.unusable_reason:
             raise StoreError(self.unusable_reason)
         with _groups_lock:
             self.lock()
             clock.moment += 1
-            capture = Capture("", self.unchanged_since, member=self)
+            capture = PendingSave("", self.unchanged_since, member=self)
             self.intervals.append(capture)
             self.expect_change()
             return capture
@@ -199,7 +199,7 @@ class Member(MemberRows):
 
 
 @dataclass(eq=False, kw_only=True)
-class Capture(Interval):
+class PendingSave(Interval):
     """A save in progress. The interval tells from when to when the store has the rows that are being saved."""
 
     member: Member
@@ -495,7 +495,7 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
         raise
 
 
-def record_save(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
+def record_save(snapshots: Mapping[PendingSave, str], is_parent: bool = True) -> None:
     """Record that rows were saved, after their snapshots got their final names. Raises StoreError.
 
     snapshots: {capture: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.

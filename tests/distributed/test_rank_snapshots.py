@@ -101,7 +101,7 @@ def test_rows_are_the_same_for_any_numbers_of_ranks_and_stores(
         path = tmp_path / "rows" / "snapshots" / f"s{number}"
         found.append(stored(path))
         snapshot = Snapshot.open(path)
-        assert snapshot.manifest.parts == (None if size == 1 else size)
+        assert snapshot.manifest.num_shards == (None if size == 1 else size)
         export_snapshot(snapshot, tmp_path / f"x{number}", "snapshot")
         exports.append({file.name: file.read_bytes() for file in (tmp_path / f"x{number}").glob("*.npy")})
     assert {*found} == {found[0]}
