@@ -76,7 +76,7 @@ def parse_table(text: str) -> int | str:
     return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else text
 
 
-def check_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
+def parse_tables(tables: list[str] | None, snapshot: Snapshot) -> list[int] | None:
     """Convert the --table options to table ids, or to None if none is given. Raises BadParameter for unknown tables."""
     from ..engine.options.table_names import find_table, format_choices, read_table_names
 

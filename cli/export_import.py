@@ -17,10 +17,10 @@ from .arguments import (
     Overwrite,
     Store,
     Tables,
-    check_tables,
     exit_if_in_use,
     open_snapshot,
     parse_table,
+    parse_tables,
 )
 from .output import escape, format_seconds, format_size, print_json, report, show_progress
 
@@ -50,7 +50,7 @@ def export(
         raise typer.BadParameter(f"{str(path)!r} has no known suffix; give --format {' | '.join(Format)}") from None
     begin = time.monotonic()
     snapshot = open_snapshot(store, name)
-    tables = check_tables(table, snapshot)
+    tables = parse_tables(table, snapshot)
     with show_progress("exporting", snapshot.manifest.rows) as advance:
         rows = export_snapshot(
             snapshot, path, chosen.value, advance, tables=tables, state=not weights_only, overwrite=overwrite

@@ -18,11 +18,11 @@ from .arguments import (
     Overwrite,
     Store,
     Timeout,
-    check_tables,
     complete_names,
     exit_if_in_use,
     lock_stores,
     open_snapshot,
+    parse_tables,
 )
 from .model import find_serving_processes, find_stores_at, save_together
 
@@ -37,13 +37,13 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
     """
     from ..snapshots.files.format import check_name
     from ..snapshots.files.writer import write_snapshot
-    from ..snapshots.store.retention import list_needed
+    from ..snapshots.store.retention import list_needed_names
 
     begin = time.monotonic()
     check_name(new)
     with lock_stores([store], as_json) as (folder,):
         snapshot = open_snapshot(store, name)
-        if overwrite and new != name and new in list_needed(folder):
+        if overwrite and new != name and new in list_needed_names(folder):
             reason = "it is the recovery snapshot of live rows; choose another name"
             raise SnapshotError(f"snapshot {new!r} cannot be overwritten by the rows of {name!r}: {reason}")
         with output.show_progress("merging", snapshot.manifest.rows) as advance:
@@ -68,11 +68,11 @@ def prune(
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
     from ..snapshots.store.folder_state import FolderState
-    from ..snapshots.store.linked import REPLACED_PREFIX
-    from ..snapshots.store.retention import plan_for
+    from ..snapshots.store.linking import REPLACED_PREFIX
+    from ..snapshots.store.retention import plan_store_prune
 
     stores = find_stores_at(store)
-    plans = {folder: plan_for(FolderState(folder), keep_last, keep_every) for folder in stores}
+    plans = {folder: plan_store_prune(FolderState(folder), keep_last, keep_every) for folder in stores}
     if not dry_run:
         _prune(plans, keep_last, keep_every, timeout, as_json)
     documents = {}
@@ -142,7 +142,7 @@ def verify(
         snapshots = [open_snapshot(folder, name) for name in dict.fromkeys(names or ())]
         listing = Listing(snapshots, {}) if names else list_snapshots(folder / "snapshots")
         chains, broken = find_chains(listing.snapshots)
-        rows = {snapshot.name: snapshot.manifest.own_rows for chain in chains.values() for snapshot in chain}
+        rows = {snapshot.name: snapshot.manifest.num_entries for chain in chains.values() for snapshot in chain}
         with output.show_progress("verifying", sum(rows.values())) as advance:
             errors = {**listing.damaged, **verify_all(chains, broken, advance)}
         prefix = store_name and f"{store_name}/"
@@ -211,7 +211,7 @@ def load(
     with lock_stores([*stores], as_json) as folders:
         snapshots = [open_snapshot(path, name) for path in stores]
         check_one_moment([path.name for path in stores], snapshots)
-        selection = Selection(tables=check_tables(table, snapshots[0]), state=not weights_only, convert=convert)
+        selection = Selection(tables=parse_tables(table, snapshots[0]), state=not weights_only, convert=convert)
         with output.show_progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
             loaded, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
     left_out = {"left_out": selections[0].left_out} if is_single else {}

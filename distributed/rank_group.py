@@ -214,7 +214,7 @@ class RankGroup:
         if self._peers is not None:
             self._peers.last_call_number = self.num_calls
         transfer = PendingAllToAll(self, op, self.num_calls, work, out)
-        self._in_flight = [*(other for other in self._in_flight if other.poll()), transfer]
+        self._in_flight = [*(other for other in self._in_flight if other.is_in_flight()), transfer]
         return transfer
 
     def exchange_bytes(self, op: str, data: bytes, num_readers: int | None = None) -> list[bytes]:
@@ -360,7 +360,7 @@ class PendingAllToAll:
                 raise group.abort_unresponsive(self._op, self.call_number, self._failure)
             return self._out
 
-    def poll(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Return True if the transfer is in flight. If it is complete, stop keeping the process group alive."""
         if self._work is not None and self._work.is_completed():
             try:
@@ -376,7 +376,7 @@ class PendingAllToAll:
         if self._work is not None:
             with suppress(RuntimeError):
                 self._work.wait(POLL_INTERVAL)
-        return self.poll()
+        return self.is_in_flight()
 
     def release(self) -> bool:
         """Release the process group. Returns True if the transfer was complete."""

@@ -36,7 +36,7 @@ class RankBuffers:
     """All ranks' rows in one piece of memory. blocks: each rank's rows, [the rank's count, dim]."""
 
     def __init__(self, world: World, counts: list[int], dim: int, dtype: torch.dtype) -> None:
-        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), without_rank(counts, world.rank)
+        self.rows, self.remote_counts = empty((sum(counts), dim), dtype), zero_out_rank(counts, world.rank)
         *self.blocks, own = self.rows.split([*self.remote_counts, counts[world.rank]])
         self.blocks[world.rank] = own
 
@@ -92,7 +92,7 @@ class IdExchange:
         if local.spec.num_tables > 1:
             ids = torch.stack((local.owner_order.keys, local.owner_order.tables), 1)
         self._rank, self._device = world.rank, local.processor.device
-        send_counts, self._receive_counts = (without_rank(part, world.rank) for part in (local.counts, counts))
+        send_counts, self._receive_counts = (zero_out_rank(part, world.rank) for part in (local.counts, counts))
         remote_ids, self._own_ids = ids.tensor_split([sum(send_counts)])  # this rank's own ids are last
         traffic.ids_sent += sum(send_counts)
         traffic.ids_received += sum(self._receive_counts)
@@ -107,7 +107,7 @@ class IdExchange:
         return [Lookup(*(column.contiguous().to(self._device) for column in part.unbind(1))) for part in parts]
 
 
-def without_rank(counts: list[int], rank: int) -> list[int]:
+def zero_out_rank(counts: list[int], rank: int) -> list[int]:
     """Return the counts, with one rank's count replaced by 0."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 

@@ -31,7 +31,7 @@ from ..engine.table.table_report import count_new_rows
 from .handshake import Handshake
 from .id_prefetch import IdPrefetcher
 from .rank_group import PendingAllToAll
-from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, without_rank
+from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, zero_out_rank
 from .world import World, try_call
 
 T = TypeVar("T")
@@ -65,7 +65,7 @@ class ShardedBatch:
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
         wire_dtype = dtype if not has_pooling and self._world.row_dtype == torch.float32 else self._world.row_dtype
         self._keeps_own = wire_dtype == torch.float32  # if False, this rank's own rows are rounded like sent rows
-        received = without_rank(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
+        received = zero_out_rank(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
         self._received_buffers = RankBuffers(self._world, received, self._dim, wire_dtype)
         self._rows: Tensor | None = None  # the received rows, [m, dim] float32
         self._exchange: PendingAllToAll | None = None
@@ -75,12 +75,12 @@ class ShardedBatch:
         outgoing, op = self._gather_blocks(wire_dtype), f"rows of {op}"
         self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, payload=rows)
         self._in_flight = start_exchange(self._world, op, outgoing, self._received_buffers, table.traffic)
-        table.traffic.rows_received += sum(without_rank(local_batch.counts, self._world.rank))
+        table.traffic.rows_received += sum(zero_out_rank(local_batch.counts, self._world.rank))
 
     def _gather_blocks(self, wire_dtype: torch.dtype) -> RankBuffers:
         """Return the requested rows that this rank owns, one block per requesting rank."""
         own_rank = self._world.rank
-        blocks = RankBuffers(self._world, without_rank(self._requested_counts, own_rank), self._dim, wire_dtype)
+        blocks = RankBuffers(self._world, zero_out_rank(self._requested_counts, own_rank), self._dim, wire_dtype)
         if self.owner_batch is not None:
             for rank in range(self._world.size):
                 if rank == own_rank and self._keeps_own:
@@ -282,7 +282,7 @@ class ShardedTable:
         self.local = local
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
-        self._diverged = ""  # which update this rank's rows lack, and why; "" if they lack none
+        self._divergence = ""  # which update this rank's rows lack, and why; "" if they lack none
         self.id_prefetcher = IdPrefetcher(
             world, self.name, self.traffic, lambda requested: self.open_table.announce(requested)
         )
@@ -504,12 +504,12 @@ class ShardedTable:
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Called after this rank failed in an update. No rank can use the rows until a load."""
         try_call(self.release)  # this may raise: after a failure the pin cannot end normally
-        self._diverged = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
+        self._divergence = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
         self.local.mark_failed(error)
 
     def _check_diverged(self) -> None:
-        if self._diverged and self.open_table.failure is not None:  # a load replaces the failed table by a new one
-            raise StoreError(f"{self._diverged}; on all ranks, load snapshots of all embeddings from the same step")
+        if self._divergence and self.open_table.failure is not None:  # a load replaces the failed table by a new one
+            raise StoreError(f"{self._divergence}; on all ranks, load snapshots of all embeddings from the same step")
 
     def release(self) -> None:
         """Unpin the batch that a failed step may have left pinned."""

@@ -350,7 +350,7 @@ class Graph(ModelSnapshots, HasBuild):
             GraphError: If a checkpoint cannot hold the state.
             InputError: If `path` is not a path.
         """
-        folder = checkpoint.check_save(self, path, overwrite)
+        folder = checkpoint.parse_new_folder(self, path, overwrite)
         check_nothing_accumulated(self.__epilogue)
         with exclude_rows():
             state = self.state_dict()
@@ -358,7 +358,7 @@ class Graph(ModelSnapshots, HasBuild):
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Useful before a long training."""
-        checkpoint.check_save(self, path, overwrite)
+        checkpoint.parse_new_folder(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
         """Continue training from a checkpoint of `save`.
@@ -469,7 +469,7 @@ class Graph(ModelSnapshots, HasBuild):
         if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
             with trace_lock, defer_signals():  # Ctrl-C in the middle of a trace would abort inside torch
-                self.__optimizers.add_from_backward(self)
+                self.__optimizers.add_in_backward_optimizers(self)
                 # compute the signature again: another thread may have traced meanwhile
                 signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
                 try:
@@ -541,7 +541,7 @@ class Graph(ModelSnapshots, HasBuild):
         step = self.__steps.make(signature, call, static_only, compile_call)
         if step.trained_rows and not self.__has_checked_resumed_rows:
             self.__has_checked_resumed_rows = True
-            self.__optimizers.check_resumed_rows(name, [embedding for embedding, _ in step.trained_rows])
+            self.__optimizers.warn_if_rows_mismatched(name, [embedding for embedding, _ in step.trained_rows])
         is_dynamic, compiled_parts = step.guard is not None, step.module.graph.find_nodes(op="call_module")
         if self.__inductor is not None and is_dynamic and not compiled_parts and not self.__has_warned_uncompiled:
             self.__has_warned_uncompiled = True

@@ -59,7 +59,7 @@ def find_embedding(op_id: int) -> EmbeddingBase:
     reference = _embeddings.get(op_id)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of handle {op_id}, but this process has no embedding with this handle. Python may have "
+            f"a lookup of op_id {op_id}, but this process has no embedding with this op_id. Python may have "
             "deleted the embedding: keep a reference to it. Or another process recorded the lookup: record only the "
             "modules after the embedding, and pass them the embedding's result"
         )
@@ -91,17 +91,17 @@ _refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _op(name: str, arguments: str) -> Any:
-    """Decorate an op's implementation. arguments: the op's schema, where `rows` stands for a `Lookup`'s fields."""
-    rows = "Tensor ids, Tensor? table_ids, Tensor? offsets, str? pooling, SymInt[]? places"
-    schema = f"({arguments.replace('rows', rows)}) -> Tensor"
+    """Decorate an op's implementation. arguments: the op's schema, where `lookup` stands for a `Lookup`'s fields."""
+    fields = "Tensor ids, Tensor? table_ids, Tensor? offsets, str? pooling, SymInt[]? feature_columns"
+    schema = f"({arguments.replace('lookup', fields)}) -> Tensor"
     return torch.library.custom_op(f"tierbed::{name}", mutates_args=(), schema=schema)
 
 
-@_op("lookup", "Tensor shadow, rows, Tensor? weights, SymInt op_id")
+@_op("lookup", "Tensor shadow, lookup, Tensor? weights, SymInt op_id")
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
     """Read a `Lookup`'s rows or pooled bags, lookup.shape + (dim,), without inserting rows."""
-    *rows, weights, op_id = rest
-    return find_embedding(op_id).read(make_lookup(*rows), weights, is_training=shadow.requires_grad)
+    *fields, weights, op_id = rest
+    return find_embedding(op_id).read(make_lookup(*fields), weights, is_training=shadow.requires_grad)
 
 
 @lookup.register_fake
@@ -113,11 +113,11 @@ def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 
-@_op("lookup_grad", "Tensor grad, rows, Tensor? weights, SymInt order, SymInt op_id")
+@_op("lookup_grad", "Tensor grad, lookup, Tensor? weights, SymInt order, SymInt op_id")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Keep the gradient of lookup number `order` for a step. Returns an unused zero as the shadow's gradient."""
-    *rows, weights, order, op_id = rest
-    find_embedding(op_id).accumulate(make_lookup(*rows), grad, weights, order)
+    *fields, weights, order, op_id = rest
+    find_embedding(op_id).accumulate(make_lookup(*fields), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
 
 
@@ -126,11 +126,11 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty((1, 1), dtype=torch.float32)
 
 
-@_op("lookup_weights_grad", "Tensor grad, rows, Tensor shadow, SymInt op_id")
+@_op("lookup_weights_grad", "Tensor grad, lookup, Tensor shadow, SymInt op_id")
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Compute the gradient of a lookup's weights. The argument `shadow` tells autograd that the result needs rows."""
-    *rows, _, op_id = rest
-    return find_embedding(op_id).read_weights_grad(make_lookup(*rows), grad)
+    *fields, _, op_id = rest
+    return find_embedding(op_id).read_weights_grad(make_lookup(*fields), grad)
 
 
 @lookup_weights_grad.register_fake
@@ -152,16 +152,16 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
     pooling, feature_columns, op_id, order = ctx.constants
-    rows = ids, table_ids, offsets, pooling, feature_columns
+    fields = ids, table_ids, offsets, pooling, feature_columns
     shadow_grad = weights_grad = None
     if ctx.needs_input_grad[0] and are_rows_reached(embedding := find_embedding(op_id)):
         if runs_eagerly(grad):
-            embedding.accumulate(make_lookup(*rows), grad, weights, order)
+            embedding.accumulate(make_lookup(*fields), grad, weights, order)
             shadow_grad = grad.new_zeros((1, 1), dtype=torch.float32)
         else:
-            shadow_grad = lookup_grad(grad, *rows, weights, order, op_id)
+            shadow_grad = lookup_grad(grad, *fields, weights, order, op_id)
     if ctx.needs_input_grad[6]:
-        weights_grad = lookup_weights_grad(grad, *rows, shadow, op_id)
+        weights_grad = lookup_weights_grad(grad, *fields, shadow, op_id)
     return shadow_grad, None, None, None, None, None, weights_grad, None
 
 
@@ -179,25 +179,25 @@ class EagerLookup(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _, *lookup, weights, op_id = inputs
-        output = find_embedding(op_id).read(Lookup(*lookup), weights, is_training=ctx.needs_input_grad[0])
+        _, *fields, weights, op_id = inputs
+        output = find_embedding(op_id).read(Lookup(*fields), weights, is_training=ctx.needs_input_grad[0])
         _setup(ctx, inputs, output)
         return output
 
     backward = staticmethod(_backward)
 
 
-def look_up(embedding: EmbeddingBase, shadow: Tensor, rows: Lookup, weights: Tensor | None) -> Tensor:
+def look_up(embedding: EmbeddingBase, shadow: Tensor, inputs: Lookup, weights: Tensor | None) -> Tensor:
     """Run a checked lookup. It runs directly, or as an op if a trace or transform must record the lookup."""
-    is_trained, is_direct = torch.is_grad_enabled(), runs_eagerly(rows.ids)
+    is_trained, is_direct = torch.is_grad_enabled(), runs_eagerly(inputs.ids)
     if is_direct and not is_trained:
-        return embedding.read(rows, weights)
+        return embedding.read(inputs, weights)
     if is_direct:
-        return EagerLookup.apply(shadow, *rows, weights, embedding.op_id)  # type: ignore[attr-defined]
+        return EagerLookup.apply(shadow, *inputs, weights, embedding.op_id)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack():
             shadow = to_plain(shadow) if isinstance(shadow, Shadow) else shadow
-        output: Tensor = lookup(shadow if is_trained else shadow.detach(), *rows, weights, embedding.op_id)
+        output: Tensor = lookup(shadow if is_trained else shadow.detach(), *inputs, weights, embedding.op_id)
         return output
 
 

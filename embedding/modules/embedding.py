@@ -407,7 +407,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 except OptimizerError as error:
                     self._optimizer_error = error  # without the optimizer, rows can still be read
                     self._handle = self._make_handle(None, device, for_load)
-                weakref.finalize(self, self._handle.finish)
+                weakref.finalize(self, self._handle.close_and_log)
                 if self._handle.local.persistence.unusable_reason:
                     self._pending[:] = self._pending or [UNLOADABLE_ROWS]
             elif self._handle.device != device:

@@ -20,7 +20,7 @@ from .table_save import TableSave, commit
 log = logging.getLogger("tierbed")
 
 
-class BackgroundSaving:
+class BackgroundSnapshotJob:
     """Writes snapshots in threads while training continues. Implements `SaveHandle`.
 
     In one process, the last thread to finish writing gives all snapshots their names. With several ranks,

@@ -17,7 +17,7 @@ from ...snapshots.store.group import record_load
 from ...snapshots.store.group_file import check_one_moment
 from ...snapshots.store.selection import LoadReport
 from ..tables.training_group import lock_between_steps, mark_inconsistent
-from .background_saving import BackgroundSaving
+from .background_saving import BackgroundSnapshotJob
 from .table_save import write_and_commit
 
 log = logging.getLogger("tierbed")
@@ -60,7 +60,7 @@ def save_together(
         saves = [manager.begin_save(op, name, k, overwrite, new) for manager, k in zip(managers, kinds, strict=True)]
         if background:
             label = f"snapshot {name!r}" + (f" of {count_text}" if count_text else "")
-            saving = BackgroundSaving(world, op, label, saves, new.pop_all())
+            saving = BackgroundSnapshotJob(world, op, label, saves, new.pop_all())
             for manager in managers:
                 manager.remember_saving(saving)
             return saving
@@ -83,7 +83,7 @@ def load_together(world: World, managers: SnapshotManagers, name: str) -> list[L
     be written until every store is loaded. Raises SnapshotError (also if steps differ), StoreError, OptimizerError.
     """
     op = f"loading snapshot {name!r} of {len(managers)} embeddings"
-    _finish_saving(world, op, managers)
+    _wait_for_save(world, op, managers)
     with lock_between_steps(managers, replaces_rows=True):
         snapshots: list[Snapshot] = world.call_on_all_ranks(
             op, lambda: [manager.snapshot(name) for manager in managers]
@@ -97,17 +97,17 @@ def load_together(world: World, managers: SnapshotManagers, name: str) -> list[L
 def load_rows_together(world: World, managers: SnapshotManagers, paths: Sequence[Path]) -> None:
     """Load the snapshots `paths`, already checked by `check_rows`, and link them into the store folders."""
     op = f"loading {len(managers)} embeddings"
-    _finish_saving(world, op, managers)
+    _wait_for_save(world, op, managers)
     with lock_between_steps(managers, replaces_rows=True), ExitStack() as linking:
         linked = [manager.link_into_store(path, linking) for manager, path in zip(managers, paths, strict=True)]
         _load(world, op, managers, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
 
 
-def _finish_saving(world: World, op: str, managers: SnapshotManagers) -> None:
+def _wait_for_save(world: World, op: str, managers: SnapshotManagers) -> None:
     """Wait for background saves before taking locks. One may still be writing the snapshot that will be loaded."""
     world.call_on_all_ranks(op, lambda: [manager.local.table for manager in managers])  # raises ClosedError
     for manager in managers:
-        manager.finish_saving()
+        manager.wait_for_save()
 
 
 def _load(world: World, op: str, managers: SnapshotManagers, snapshots: Sequence[Snapshot]) -> list[LoadReport]:

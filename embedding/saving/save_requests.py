@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from ...distributed.world import World
 from ...engine.errors import GroupError, TierbedError
 from ...engine.table.table import OpenTable
-from ...snapshots.control.server import RequestedSave
+from ...snapshots.control.server import ClientSaveRequest
 from ...snapshots.files.format import Manifest
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.inspection.row import read_row, resolve_row_key, to_plain_row
@@ -47,7 +47,7 @@ class LocalRequests:
     def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
         self._handle, self._find = handle, find
 
-    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+    def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
         others = [self._find(path) for path in save.stores]
         handles = others if len(others) > 1 else [self._handle]
 
@@ -101,7 +101,7 @@ class RankRequests(LocalRequests):
     def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
         super().__init__(handle, find)
         self._world = world
-        self._request: _SaveRequest | None = None
+        self._request: _PendingRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
 
     def is_wanted(self) -> bool:
@@ -129,7 +129,7 @@ class RankRequests(LocalRequests):
             if request is not None:
                 request.end(error)
 
-    def _execute(self, op: str, call: list[Any], request: _SaveRequest | None) -> None:
+    def _execute(self, op: str, call: list[Any], request: _PendingRequest | None) -> None:
         match call:
             case ["save", name, kind, overwrite, stores]:
                 managers = [self._handle.snapshots]
@@ -142,24 +142,24 @@ class RankRequests(LocalRequests):
                 if request is not None:
                     request.row = next((row for row in rows if row), {})
 
-    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+    def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
         store_paths = list(save.stores) if len(save.stores) > 1 else []
         handles = [self._find(path) for path in store_paths] or [self._handle]
         for handle in handles:
             check_not_pending(handle.name, handle.pending)
         call = ["save", save.name, save.kind, save.overwrite, store_paths]
-        if self._submit(_SaveRequest(call, handles, save.is_given_up, save.progress)) is None:
+        if self._submit(_PendingRequest(call, handles, save.is_given_up, save.progress)) is None:
             return None
         return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
 
     def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
-        request = self._submit(_SaveRequest(["get", table, key], [self._handle], give_up))
+        request = self._submit(_PendingRequest(["get", table, key], [self._handle], give_up))
         return None if request is None else request.row
 
     def status(self) -> dict[str, Any]:
         return super().status() | {"ranks": self._world.size}
 
-    def _submit(self, request: _SaveRequest) -> _SaveRequest | None:
+    def _submit(self, request: _PendingRequest) -> _PendingRequest | None:
         """Wait until the ranks have served `request`. Returns `request`, or None if the client gave up before that."""
         while not self._request_lock.acquire(timeout=_POLL_SECONDS):  # one request at a time
             if request.give_up():
@@ -175,7 +175,7 @@ class RankRequests(LocalRequests):
             raise request.error
         return request if request.is_begun else None
 
-    def _take_request(self, begin: bool = False) -> _SaveRequest | None:
+    def _take_request(self, begin: bool = False) -> _PendingRequest | None:
         """Remove the request.
 
         Returns the request if `begin` is True and the client still waits. Otherwise marks the request as done.
@@ -191,7 +191,7 @@ class RankRequests(LocalRequests):
 
 
 @dataclass(eq=False)
-class _SaveRequest:
+class _PendingRequest:
     """A request to all ranks."""
 
     call: list[Any]  # the name and arguments of the call to make

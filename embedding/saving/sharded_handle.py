@@ -76,7 +76,7 @@ class ShardedTableHandle:
             if local is not None:
                 undo.callback(local.close)
             if recovery is not None:
-                recovery.finish(error)
+                recovery.end(error)
             world.handshake(f"{op}: done", error)
             if recovery is not None and shared_folder is not None and not recovery.is_live:
                 world.call_on_all_ranks(f"{op}: begun", lambda: shared_folder.begin(world.size, recovery.member))
@@ -144,7 +144,7 @@ class ShardedTableHandle:
             checksum = crc32(rows.tobytes(), checksum)
         self.world.handshake(op, shared_values={"rows": len(all_rows), "their checksum": checksum})
         shard = HashShard(self.world.rank, self.world.size)
-        chunks = [shard.rows(rows) for _, rows in all_rows.chunks()]
+        chunks = [shard.select_rows(rows) for _, rows in all_rows.chunks()]
         shard_tensors = RowTensors.from_chunks(all_rows.description, sum(map(len, chunks)), chunks)
         try:
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
@@ -181,10 +181,10 @@ class ShardedTableHandle:
             if not self.local.is_open:
                 self._release_folder()
 
-    def finish(self) -> None:
+    def close_and_log(self) -> None:
         """Close when the embedding or the process ends, without waiting for other ranks. Errors are logged."""
         self.snapshots.drop_saving()
-        self.local.finish()
+        self.local.close_and_log()
         self._release_folder()
 
     def _release_folder(self) -> None:

@@ -23,9 +23,9 @@ from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapsho
 from ...snapshots.files.writer import NewSnapshots
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
-from ...snapshots.store.group import Capture, Member, record_load
+from ...snapshots.store.group import Member, PendingSave, record_load
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.linked import STATE_PREFIX, check_linked, link_snapshot, linked, remove_snapshot
+from ...snapshots.store.linking import STATE_PREFIX, check_linked, link_snapshot, link_temporarily, remove_snapshot
 from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, version_of_snapshot
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
 from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
@@ -33,7 +33,7 @@ from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
 from ..tables.training_group import TrainingGroup, lock_between_steps
-from .background_saving import BackgroundSaving
+from .background_saving import BackgroundSnapshotJob
 from .rows_reference import RowsReference, compare_references, make_reference, read_snapshot_reference
 from .save_and_load import save_together
 from .table_save import TableSave, commit, write_and_commit
@@ -55,7 +55,7 @@ class SnapshotManager:
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSaving | None = None  # a running background save of a shard; None in one process
+        self._saving: BackgroundSnapshotJob | None = None  # a running background save of a shard; None in one process
 
     @property
     def name(self) -> str:
@@ -91,7 +91,8 @@ class SnapshotManager:
             record, store_id = file.record, file.store_id
             is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
         id = record.parents.get(store_id, EMPTY)
-        if restored and is_as_opened and (record.trained or record.now.get(store_id, NOTHING).snapshot != restored):
+        is_restored = not record.changed_stores and record.entries.get(store_id, NOTHING).snapshot == restored
+        if restored and is_as_opened and not is_restored:
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
         return None if id == EMPTY else find_snapshot_name(self._folder, id)
 
@@ -165,11 +166,11 @@ class SnapshotManager:
 
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call this, holding the table's lock."""
-        capture: Capture | None
+        capture: PendingSave | None
         source: SaveSource
         parent: Snapshot | None = None
 
-        def prepare() -> tuple[Capture | None, SaveSource]:
+        def prepare() -> tuple[PendingSave | None, SaveSource]:
             self.check_not_saving()
             return None if self.member is None else self.member.capture(), self._make_source(new.new_id())
 
@@ -193,7 +194,7 @@ class SnapshotManager:
         self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
         """Begin the snapshot `path` of the present rows. member: the store, if the snapshot is for a state_dict."""
-        capture: Capture | None = None
+        capture: PendingSave | None = None
 
         def begin() -> None:
             nonlocal capture
@@ -254,7 +255,7 @@ class SnapshotManager:
 
     # saves in the background
 
-    def remember_saving(self, saving: BackgroundSaving) -> None:
+    def remember_saving(self, saving: BackgroundSnapshotJob) -> None:
         """Remember a background save that includes these rows."""
         self._saving = saving if self._shard is not None else None
 
@@ -265,7 +266,7 @@ class SnapshotManager:
             if self._saving.done:
                 self._saving = None
 
-    def finish_saving(self) -> None:
+    def wait_for_save(self) -> None:
         """Wait for a background save, because the caller may load its snapshot. Errors were logged already."""
         if self._saving is None:
             if self.local.table_if_open is not None:  # if the table is closed, the next call raises on all ranks
@@ -294,7 +295,7 @@ class SnapshotManager:
 
     def load_snapshot(self, name: str, selection: Selection = ALL, strict: bool = True) -> LoadReport:
         """Replace the rows by a snapshot in the store folder. The returned report counts the rows of all ranks."""
-        self.finish_saving()
+        self.wait_for_save()
         snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.snapshot(name))
         return self.load(snapshot, selection, strict)
 
@@ -305,7 +306,7 @@ class SnapshotManager:
         link if the load drops state or converts rows, because recovery would load the snapshot unchanged.
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
-        self.finish_saving()
+        self.wait_for_save()
         with lock_between_steps([self], replaces_rows=True), ExitStack() as linking:
             path = self.link_into_store(path, linking) if self._folder is not None and selection.can_recover else path
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
@@ -459,7 +460,7 @@ class SnapshotManager:
     def link_into_store(self, path: Path, linking: ExitStack) -> Path:
         """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""
         op = f"linking snapshot {path.name!r} of embedding {self.name!r}"
-        self._on_rank_0(op, lambda store: linking.enter_context(linked(path, store)))
+        self._on_rank_0(op, lambda store: linking.enter_context(link_temporarily(path, store)))
         return self.folder / path.name
 
     def drop_rows(self, snapshot: Snapshot) -> None:

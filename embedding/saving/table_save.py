@@ -19,9 +19,9 @@ from ...engine.table.background_save import BackgroundSave, ForegroundSave
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import HashShard, RowFile
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.files.writer import NewSnapshots, ProgressCallback, finish
-from ...snapshots.store.group import Capture, record_save
-from ...snapshots.store.retention import drop_replaced
+from ...snapshots.files.writer import NewSnapshots, ProgressCallback, write_manifest
+from ...snapshots.store.group import PendingSave, record_save
+from ...snapshots.store.retention import unlink_replaced
 from ...snapshots.store.save import Part, SaveSource, write_part
 
 
@@ -30,7 +30,7 @@ class TableSave:
     """One table's snapshot, begun on all ranks. Each rank writes its rows as they were when the snapshot began."""
 
     table: OpenTable
-    capture: Capture | None  # how the record describes these rows, on rank 0
+    capture: PendingSave | None  # how the record describes these rows, on rank 0
     folder: Path  # the snapshot's final path
     kind: str
     source: SaveSource
@@ -65,24 +65,24 @@ class TableSave:
         self._part = write_part(self.folder, self.kind, self.source, self.parent, progress, self.shard, chunks)
 
     def describe_part(self) -> list[Any]:
-        """Return the row count and the files that this rank has written. Rank 0 passes them to `finish`."""
+        """Return the row count and the files that this rank has written. Rank 0 passes them to `write_manifest`."""
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
         return [self._part.rows, files]
 
-    def finish(self, parts: Sequence[list[Any]]) -> str:
+    def write_manifest(self, parts: Sequence[list[Any]]) -> str:
         """Write the snapshot's manifest on rank 0 and return its id. Afterwards the snapshot lacks only its name.
 
         parts: each rank's result of `describe_part`.
         """
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
-        manifest = finish(
+        manifest = write_manifest(
             make_temporary_path(self.folder),
             self.source.description,
             sum(rows for rows, _ in parts),
             files={name: RowFile(*entry) for name, entry in entries},
             rocksdb=self._part.rocksdb,
             parent=self.parent,
-            parts=None if self.shard is None else len(parts),
+            num_shards=None if self.shard is None else len(parts),
             id=self.source.id,
         )
         return manifest.id
@@ -97,7 +97,7 @@ class TableSave:
                 observers.track_changes(id)
             self.on_saved(id)
             if self.capture is not None and self.shard is None:
-                drop_replaced(self.capture.member.store.snapshot_store)
+                unlink_replaced(self.capture.member.store.snapshot_store)
 
 
 def write_and_commit(
@@ -136,9 +136,9 @@ def commit(
     ranks = world.all_gather_object(op, describe_part)
 
     def publish() -> list[str]:
-        ids = [save.finish([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
+        ids = [save.write_manifest([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
         captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
-        new.then(lambda: record_save(captured, is_parent=not saves[0].is_state_snapshot))
+        new.call_after_publish(lambda: record_save(captured, is_parent=not saves[0].is_state_snapshot))
         new.publish()
         return ids
 

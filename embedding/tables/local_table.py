@@ -314,7 +314,7 @@ class LocalTable:
             if deferred_error is not None:
                 raise deferred_error
 
-    def finish(self) -> None:
+    def close_and_log(self) -> None:
         """Close when the embedding or the process ends. Logs errors, because no caller could catch them."""
         try:
             self.close()

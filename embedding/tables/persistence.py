@@ -38,7 +38,7 @@ from ...engine.table.auto_budgets import AutoBudgets
 from ...engine.table.row_scan import check_rows, load_rows
 from ...engine.table.stack import build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
-from ...snapshots.files.format import FILES, LIVE_VERSION, SHARD, check_description
+from ...snapshots.files.format import LIVE_FILES, LIVE_VERSION, SHARD_FIELD, check_description
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
@@ -79,7 +79,7 @@ class LiveRows(Enum):
 class TablePersistence:
     """The store folder of an embedding, locked until `release`. There is no folder if the options have no path.
 
-    partners: returns the stores trained together with this store. beside: the folders of the group's stores.
+    partners: returns the stores trained together with this store. siblings: the folders of the group's stores.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TablePersistence:
         device: torch.device,
         shard: RankShard | None = None,
         partners: Callable[[], Iterable[Member]] = tuple,
-        beside: Sequence[Path] = (),
+        siblings: Sequence[Path] = (),
     ) -> None:
         self.spec = spec
         self.options = options = options if shard is None else shard.options(options)
@@ -108,7 +108,7 @@ class TablePersistence:
         self._mode = options.open
         self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
         self._live_rows = LiveRows.RECORDED
-        self._list_partners, self._folders = partners, beside
+        self._list_partners, self._folders = partners, siblings
         self._run_id = ""  # the id of the run that began with an empty table and created these rows
         self.source = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
         self.resumed_step = 0  # the step of an earlier run's rows; 0 if the rows are new or a user loaded them
@@ -149,7 +149,7 @@ class TablePersistence:
         check_shards_unlocked(folder.path, folder.num_ranks)
         if self._mode == "fresh" and contents.clean_marker is None:
             folder.discard_live()  # frees space for the record: no run uses these rows again
-        member = open_store(folder, self._mode, for_load, beside=self._folders)
+        member = open_store(folder, self._mode, for_load, siblings=self._folders)
         self.set_member(member)
         plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, contents, member)
         if member.mark_folder is not folder:
@@ -159,7 +159,7 @@ class TablePersistence:
     @property
     def unusable_reason(self) -> str:
         """The reason why the rows may not be used before a load; "" if they may be used."""
-        return self._unusable_reason if self.member is None else self.member.broken
+        return self._unusable_reason if self.member is None else self.member.unusable_reason
 
     @property
     def is_placeholder(self) -> bool:
@@ -250,10 +250,11 @@ class TablePersistence:
 
     def _has_rows_to_keep(self, table: OpenTable) -> bool:
         """True if a close must write live rows, or name live rows in the record."""
-        if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.broken):
+        if self.folder is None or table.is_inconsistent or (self.member is not None and self.member.unusable_reason):
             return False
         version, member = read_live_version(self.folder.clean_marker), self.member
-        return version is None or (member is not None and member.group.record.now[member.id].live_version != version)
+        entries = {} if member is None else member.group.record.entries
+        return version is None or (member is not None and entries[member.id].live_version != version)
 
     def expect_change(self) -> None:
         """Require a note in the group's record before the next change of rows."""
@@ -552,7 +553,7 @@ class TablePersistence:
                 self.begin_change()
                 self._live_rows = LiveRows.CHANGED
             if self.rows_version is None and self.member is not None:
-                self.member.write()
+                self.member.count_write()
             self.folder.store_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
@@ -560,7 +561,7 @@ class TablePersistence:
         assert self.rows_version is not None
         self.rows_version.record_write(num_earlier)
         if self.member is not None:
-            self.member.write()
+            self.member.count_write()
 
     def rename(self, name: str) -> None:
         self.spec = replace(self.spec, name=name)
@@ -582,10 +583,10 @@ class TablePersistence:
         bottom = table.stack.bottom
         live_fields: dict[str, Any] = {"live": "rows"}
         if isinstance(bottom, RocksDB):
-            live_fields = {"live": "rocksdb", "shards": bottom.shards, FILES: bottom.read_versions()}
+            live_fields = {"live": "rocksdb", "shards": bottom.shards, LIVE_FILES: bottom.read_versions()}
         counts = table.counts.known_table_counts
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
-        shard = {} if self.rows_version is None else {SHARD: self.rows_version.make_marker_fields()}
+        shard = {} if self.rows_version is None else {SHARD_FIELD: self.rows_version.make_marker_fields()}
         version = {} if self.member is None or self.rows_version is not None else {LIVE_VERSION: self.member.version}
         return {**table.describe(), **live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
 

@@ -44,7 +44,7 @@ class _Decision(NamedTuple):
 class RecoveryDecision:
     """One rank's part in a joint decision: all ranks decide together which rows to open.
 
-    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `finish`. The constructor
+    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `end`. The constructor
     raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
 
     Args:
@@ -77,11 +77,11 @@ class RecoveryDecision:
         assert shared_folder.folder is not None
         folders: list[FolderState] = []
         with suppress(StoreError):  # if the error matters, `open_store` raises it again
-            file = GroupFile(shared_folder.folder, beside=self._folders)
+            file = GroupFile(shared_folder.folder, siblings=self._folders)
             for store_id, folder in file.members(lenient=True).items():
                 if folder.num_ranks:
                     folders.append(folder)
-                    self._recorded_versions[str(folder.path)] = file.record.now[store_id].live_version
+                    self._recorded_versions[str(folder.path)] = file.record.entries[store_id].live_version
         stores = [(os.path.relpath(folder.path, shared_folder.path), folder.num_ranks) for folder in folders]
         return {"token": shared_folder.write_token(), "stores": stores}
 
@@ -136,7 +136,7 @@ class RecoveryDecision:
         ranks = shared_folder.folder.num_ranks
         self.member = member = open_store(shared_folder.folder, self._mode, self._for_load, versions, self._folders)
         if member.entry.live_version is not None and ranks == self._world.size:
-            return _Decision(member.entry.live_version, member.entry.snapshot, "", member.broken, 0, "")
+            return _Decision(member.entry.live_version, member.entry.snapshot, "", member.unusable_reason, 0, "")
         steps = [step for _, step in reports] if ranks else [contents.recorded_step]
         if contents.clean_marker is not None:
             steps = [contents.clean_marker["step"]]
@@ -147,9 +147,9 @@ class RecoveryDecision:
             own, prefix = versions.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
             log_entry = make_log_entry(shared_folder.folder, contents, member, snapshot, own, step, prefix)
         name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
-        return _Decision(None, id, name, member.broken, *(log_entry or (0, "")))
+        return _Decision(None, id, name, member.unusable_reason, *(log_entry or (0, "")))
 
-    def finish(self, error: BaseException | None) -> None:
+    def end(self, error: BaseException | None) -> None:
         """Join the remaining collectives, where other ranks may wait. One rank's `error` is raised on all ranks."""
         try:
             self._join(self._op, self._has_reported, self._has_agreed, error)

@@ -77,7 +77,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
     """
     if member.entry.snapshot is None:
         record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
-        bases = (s for ids in (record.commit, record.before) for s in saved if s.manifest.id == ids[member.id])
+        bases = (s for ids in (record.commit, record.previous_commit) for s in saved if s.manifest.id == ids[member.id])
         base, owner = next(bases, None), _describe_owner(folder)
         last = "there is none" if base is None else f"the last is {base.name!r}, from step {_read_step(base)}"
         raise StoreError(
@@ -106,16 +106,17 @@ def make_log_entry(
     if member.entry.live_version is not None:
         return logging.INFO, f"{where} has rows of {_describe_owner(folder)}; {restored}"
     record, marker = member.group.record, contents.clean_marker
-    if marker and not live_versions and member.id not in record.trained and member.entry == record.now[member.id]:
+    is_unchanged = member.id not in record.changed_stores and member.entry == record.entries[member.id]
+    if marker and not live_versions and is_unchanged:
         return logging.WARNING, f"{where} was being loaded when the last run was killed; {restored}"
-    run = (record.now[member.id].live_version or "").rpartition(":")[0]
+    run = (record.entries[member.id].live_version or "").rpartition(":")[0]
     unclosed = [str(rank) for rank, live in sorted(live_versions.items()) if live is None or not live.startswith(run)]
     reason = "was not closed by its last run"
     if unclosed:
         reason = f"was not closed by rank {', '.join(unclosed)} of its {folder.num_ranks}"
     elif len({*live_versions.values()}) > 1:
         reason = "was closed by its ranks at different steps"
-    elif len(record.now) > 1 and (live_versions or marker):
+    elif len(record.entries) > 1 and (live_versions or marker):
         reason = "is trained together with others that were not closed by their last run"
     lost, unused = describe_lost_steps(snapshot, live_step), _describe_unused_snapshot(folder, member, snapshot)
     return logging.WARNING, f"{where} {reason}; {ranks_prefix}{restored}; {lost}{unused}"
@@ -124,7 +125,7 @@ def make_log_entry(
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
     """Return text that names the store's last snapshot, if recovery takes the group back to an earlier one, `base`."""
     record = member.group.record
-    saved = list_snapshots(folder.snapshots).snapshots if len(record.now) > 1 else ()
+    saved = list_snapshots(folder.snapshots).snapshots if len(record.entries) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from ...distributed.dense import AllReduceResult
+from ...distributed.dense_gradients import AllReduceResult
 from ...engine.errors import GraphError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ..trace.alias import call_target, find_storages, written_storages

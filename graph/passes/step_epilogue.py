@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from ...distributed.dense import AllReduceResult
+from ...distributed.dense_gradients import AllReduceResult
 from ...engine.checks import as_int, check_flags
 from ...engine.errors import GraphError, InputError, OptimizerError
 from ...engine.ops.embedding_base import EmbeddingBase

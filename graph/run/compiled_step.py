@@ -163,7 +163,7 @@ def compile_step(
     rewrite.drop_double_transpose(graph)
     num_results = sum(result_spec.is_tensor)
     grad_indices = result_spec.grad_indices if root.training else []
-    optimizers.warn_untrained(root, bool(grad_indices))
+    optimizers.warn_if_untrained(root, bool(grad_indices))
     values: Any = graph.output_node().args[0]
     trained_rows: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if grad_indices else []

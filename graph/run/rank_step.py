@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.optim.lr_scheduler import LRScheduler
 
-from ...distributed.dense import AllReduceResult, all_reduce_in_order, broadcast_parameters, describe_tensors
+from ...distributed.dense_gradients import AllReduceResult, all_reduce_in_order, broadcast_parameters, describe_tensors
 from ...distributed.rank_group import CollectiveSequence
 from ...distributed.world import World, try_call
 from ...engine.errors import GraphError

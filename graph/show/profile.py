@@ -29,7 +29,7 @@ _WAITING_SHARE = 0.1  # fraction of the elapsed time; above this, the profile gi
 _CLOCK = "_clock"
 _PYTHON = "Python around"
 _PRODUCT_OPS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
-_FUSED_SHARE = 0.25  # fraction of step time in fusible ops; above this, the profile gives advice
+_FUSIBLE_SHARE = 0.25  # fraction of step time in fusible ops; above this, the profile gives advice
 
 
 def _advise_on_waits(waited_s: float, elapsed_s: float) -> str:
@@ -84,23 +84,23 @@ class Timer:
         self._compiles = compiles
         self._timed_modules: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._timed_ops: list[tuple[Op, Span]] = []
-        self._clock_ns = 0  # nanoseconds spent on inserting clock reads into steps
+        self._instrumentation_ns = 0  # nanoseconds spent on inserting clock reads into steps
 
     def forward(self, module: fx.GraphModule, tensors: list[Tensor]) -> Any:
         """Return `module.forward(*tensors)`, timing each op."""
         if module not in self._timed_modules:
             begin = perf_counter_ns()
             self._timed_modules[module] = _add_clock(module)
-            self._clock_ns += perf_counter_ns() - begin
-        timed, clock, ops = self._timed_modules[module]
-        clock.clear()
+            self._instrumentation_ns += perf_counter_ns() - begin
+        timed, timestamps, ops = self._timed_modules[module]
+        timestamps.clear()
         outputs = timed.forward(*tensors)
-        self._timed_ops += zip(ops, map(Span, clock, clock[1:]), strict=True)
+        self._timed_ops += zip(ops, map(Span, timestamps, timestamps[1:]), strict=True)
         return outputs
 
     def compile_ns(self) -> int:
         """Return the nanoseconds spent on compiling the graph's steps and inserting clock reads."""
-        return int(self._compiles.seconds * 1e9) + self._clock_ns
+        return int(self._compiles.seconds * 1e9) + self._instrumentation_ns
 
     def take_ops(self) -> list[tuple[Op, Span]]:
         """Return the ops that ran since the last `take_ops`, with their times."""
@@ -119,7 +119,7 @@ class Profile:
     """
 
     def __init__(self, name: str, steps: list[ProfiledStep], advice: str, may_compile: bool) -> None:
-        self._name, self._steps, self._advice, self._may_compile = name, steps, advice, may_compile
+        self._name, self._timed_steps, self._advice, self._may_compile = name, steps, advice, may_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compile_ns for step in steps) / 1e9
         spent_ns: dict[str, int] = dict.fromkeys(["loader", *STAGES, _PYTHON], 0)
@@ -148,7 +148,7 @@ class Profile:
         if as_int(most, minimum=1) is None:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent_ns: Counter[Op] = Counter()
-        for step in self._steps:
+        for step in self._timed_steps:
             for op, (begin, end) in step.ops:
                 spent_ns[op] += end - begin
         seconds = sum(self.stages.values())
@@ -160,7 +160,7 @@ class Profile:
 
     def chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write steps as JSON for chrome://tracing or ui.perfetto.dev, one event per op and step. Raises InputError."""
-        start = self._steps[0].span.begin if self._steps else 0
+        start = self._timed_steps[0].span.begin if self._timed_steps else 0
         track = {"pid": 0, "tid": 0}
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "args": {"name": self._name}, **track}]
 
@@ -168,7 +168,7 @@ class Profile:
             times = {"ts": (span.begin - start) / 1e3, "dur": (span.end - span.begin) / 1e3}  # microseconds
             events.append({"ph": "X", "name": name, "cat": category, **times, "args": arguments, **track})
 
-        for number, step in enumerate(self._steps):
+        for number, step in enumerate(self._timed_steps):
             add(f"step {number}", "step", step.span)
             for span in step.loader:
                 add("loader", "loader", span, step=number)
@@ -177,11 +177,12 @@ class Profile:
         as_path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _advise_compiling(self, seconds: float) -> str:
-        fused = sum(span.end - span.begin for step in self._steps for op, span in step.ops if op.is_fusible) / 1e9
-        if not self._may_compile or fused <= _FUSED_SHARE * seconds:
+        spans = (span for step in self._timed_steps for op, span in step.ops if op.is_fusible)
+        fusible = sum(span.end - span.begin for span in spans) / 1e9
+        if not self._may_compile or fusible <= _FUSIBLE_SHARE * seconds:
             return ""
         return (
-            f"{fused / seconds:.0%} went to dense ops that TorchInductor can fuse: try compile_dense(); "
+            f"{fusible / seconds:.0%} went to dense ops that TorchInductor can fuse: try compile_dense(); "
             "the first call of each shape then takes seconds longer"
         )
 
@@ -199,12 +200,12 @@ def profile(
     steps: list[ProfiledStep] = []
     waits_before, start = _core_wait_times(), perf_counter_ns()
     results = run(_time_loader(batches, loader_spans))
-    begin, compiled = perf_counter_ns(), timer.compile_ns()
+    begin, compiled_ns = perf_counter_ns(), timer.compile_ns()
     for _ in results:
-        span, compile_ns = Span(begin, perf_counter_ns()), timer.compile_ns() - compiled
+        span, compile_ns = Span(begin, perf_counter_ns()), timer.compile_ns() - compiled_ns
         steps.append(ProfiledStep(span, list(loader_spans), compile_ns, timer.take_ops()))
         loader_spans.clear()
-        begin, compiled = perf_counter_ns(), timer.compile_ns()
+        begin, compiled_ns = perf_counter_ns(), timer.compile_ns()
     waited = sum(ns - waits_before.get(thread, 0) for thread, ns in _core_wait_times().items())
     return Profile(name, steps, _advise_on_waits(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
 
@@ -223,7 +224,7 @@ def _add_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
     stamp = _append_gpu_time if on_gpu else _append_time
-    clock: list[int] = []
+    timestamps: list[int] = []
     ops: list[Op] = []
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -241,13 +242,13 @@ def _add_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[
             ops.append(Op(node.name, stage, describe(module, node), is_fusible))
     names = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
     attributes = {name: getattr(module, name) for name in names}
-    return fx.GraphModule({_CLOCK: clock, **attributes}, graph), clock, ops
+    return fx.GraphModule({_CLOCK: timestamps, **attributes}, graph), timestamps, ops
 
 
-def _append_time(clock: list[int]) -> None:
-    clock.append(perf_counter_ns())
+def _append_time(timestamps: list[int]) -> None:
+    timestamps.append(perf_counter_ns())
 
 
-def _append_gpu_time(clock: list[int]) -> None:
+def _append_gpu_time(timestamps: list[int]) -> None:
     torch.cuda.synchronize()
-    clock.append(perf_counter_ns())
+    timestamps.append(perf_counter_ns())

@@ -156,7 +156,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
     """Run `durable.atomic_folder` on rank 0, and raise its OS errors as SnapshotError."""
     block = ExitStack()
 
-    @_raise_snapshot_errors(folder)
+    @_convert_to_snapshot_errors(folder)
     def begin() -> None:
         block.enter_context(atomic_folder(folder, overwrite))
 
@@ -166,7 +166,7 @@ def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iter
     except BaseException:
         block.__exit__(*sys.exc_info())
         raise
-    world.call_on_rank_0(f"{op}: in place", _raise_snapshot_errors(folder)(block.close))
+    world.call_on_rank_0(f"{op}: in place", _convert_to_snapshot_errors(folder)(block.close))
 
 
 def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -202,7 +202,7 @@ def select_random_state(world: World, rank_0_states: RandomStates, other_states:
     return other_states[world.rank - 1] if world.rank <= len(other_states) else [torch.get_rng_state()]
 
 
-def check_save(root: nn.Module, path: Any, overwrite: bool) -> Path:
+def parse_new_folder(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """Check a new checkpoint's path and return it. Raises SnapshotError, InputError or GraphError."""
     world, op = shared_world(_find_saved_embeddings(root)), "checking a checkpoint"
     folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _parse_folder(path, overwrite))
@@ -295,7 +295,7 @@ def _make_contents(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: s
 
 
 def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
-    with _raise_snapshot_errors(folder):
+    with _convert_to_snapshot_errors(folder):
         # clone: safetensors refuses tensors that share memory
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSORS)
         fsync_file(temporary / TENSORS)
@@ -312,7 +312,7 @@ def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, T
 
 
 @contextlib.contextmanager
-def _raise_snapshot_errors(folder: Path) -> Iterator[None]:
+def _convert_to_snapshot_errors(folder: Path) -> Iterator[None]:
     """Raise the block's errors as SnapshotError about the checkpoint `folder`."""
     try:
         yield

@@ -13,7 +13,7 @@ from ...engine.checks import is_folder_name
 from ...engine.durable import TEMPORARY_PREFIX, open_regular, read_record, remove_folder, unseal
 from ...engine.errors import SnapshotError
 from ...snapshots.files.reader import Snapshot
-from ...snapshots.store.linked import remove_snapshot
+from ...snapshots.store.linking import remove_snapshot
 from ...snapshots.store.status import CHECKPOINT, find_stores
 
 STATE, TENSORS, ROWS = CHECKPOINT, "tensors.safetensors", "rows"

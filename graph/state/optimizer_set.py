@@ -84,7 +84,7 @@ class OptimizerSet:
         self.optimizers[optimizer] = scheduler
         remember_versions(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def add_from_backward(self, root: nn.Module) -> None:
+    def add_in_backward_optimizers(self, root: nn.Module) -> None:
         """Add the optimizers that `apply_optimizer_in_backward` set on embeddings in `root`. Raises OptimizerError."""
         for embedding in find_embeddings(root).values():
             for entry in getattr(embedding.shadow, IN_BACKWARD, ()):
@@ -122,7 +122,7 @@ class OptimizerSet:
                 if isinstance(value, Tensor) and must_move:
                     state[name] = value.to(parameter.device)
 
-    def check_resumed_rows(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
+    def warn_if_rows_mismatched(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
         """Warn, once the embeddings are open, if rows come from another run than the dense part."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
         states = {p: optimizer.state.get(p) for optimizer, _, p in self._entries() if id(p) not in shadows}
@@ -144,7 +144,7 @@ class OptimizerSet:
                     "lacks; assign its module to self in __init__, and create the optimizer after replacing modules"
                 )
 
-    def warn_untrained(self, root: HasBuild, has_updates: bool) -> None:
+    def warn_if_untrained(self, root: HasBuild, has_updates: bool) -> None:
         """Warn once if `root` is in training mode but no step has trained anything yet."""
         should_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._entries())
         if should_train and not has_updates and not self._has_checked_training:

@@ -113,7 +113,7 @@ class ReadRecorder:
         self.names[name] = value
         return name
 
-    def _is_new(self, *key: Any) -> bool:
+    def _mark_seen(self, *key: Any) -> bool:
         return not (key in self._seen_keys or self._seen_keys.add(key))  # type: ignore[func-returns-value]
 
     def _observe(self, expr: str, label: str, value: Any) -> None:
@@ -149,7 +149,7 @@ class ReadRecorder:
 
     def _record_attribute(self, owner: Any, name: str, value: Any) -> None:
         observed, is_module = self._objects.get(id(owner)), id(owner) in self._module_ids
-        if observed is None or not name.isidentifier() or not self._is_new(id(owner), name):
+        if observed is None or not name.isidentifier() or not self._mark_seen(id(owner), name):
             return
         owner_expr, label, _ = observed
         attributes = vars(owner) if is_module else {}  # reading the dict is faster than reading the module
@@ -169,7 +169,7 @@ class ReadRecorder:
         if isinstance(value, type) and _is_user_code(value):
             self._scan_class(value, _ALL_FUNCTIONS)
             self._scan_class(value, names)
-        if not self._is_new(expr):
+        if not self._mark_seen(expr):
             return
         source = value.__self__ if isinstance(value, BuiltinFunctionType) else value
         if isinstance(source, _GENERATOR_CLASSES):
@@ -207,14 +207,14 @@ class ReadRecorder:
             return
         values = vars(module)
         for name in names & values.keys():
-            if self._is_new(id(module), name, names):  # visit once: modules may refer to each other
+            if self._mark_seen(id(module), name, names):  # visit once: modules may refer to each other
                 self._record(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
         """Record the globals, closures and defaults that a function and its callees may read. cls: a method's class."""
         while isinstance(function, FunctionType) and function.__globals__.get("__name__", "").startswith("torch."):
             function = getattr(function, "__wrapped__", None)  # torch and FX decorate some functions
-        if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._is_new(function, cls):
+        if not isinstance(function, FunctionType) or not _is_user_code(function) or not self._mark_seen(function, cls):
             return
         code, values = function.__code__, function.__globals__
         names, global_names, assigned_names = _collect_names(code)
@@ -236,7 +236,7 @@ class ReadRecorder:
                 self._scan_class(scanned_class, names)
 
     def _scan_class(self, cls: type, names: Names) -> None:
-        if issubclass(cls, Enum) or not self._is_new(cls, names):
+        if issubclass(cls, Enum) or not self._mark_seen(cls, names):
             return
         for base in filter(_is_user_code, cls.__mro__):
             for name, member in [*vars(base).items()]:

@@ -142,7 +142,7 @@ class TBECall:
         return replace(self, weights=torch.where(id_requires_grad, self.weights, self.weights.detach()))
 
 
-def check_call(
+def parse_call(
     name: str, num_features: int, indices: Any, offsets: Any, weights: Any, bag_counts: Any, device: torch.device
 ) -> TBECall:
     """Check a call's arguments, and convert integers to int64 and weights to float32. Raises InputError."""

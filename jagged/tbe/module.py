@@ -33,7 +33,7 @@ from .call_arguments import (
     REFUSED_CALL_ARGS,
     TBECall,
     check_arguments,
-    check_call,
+    parse_call,
     pop_ignored,
 )
 from .enums import (
@@ -417,7 +417,7 @@ class TableBatchedEmbeddingBags(TableModule):
             reason = "PoolingMode.NONE returns a row for each index and has no bags"
             raise InputError(f"batch_size_per_feature_per_rank: {reason}; leave it out")
         device = next(self.each()).device
-        return check_call(self.name, len(self.features), indices, offsets, weights, counts, device)
+        return parse_call(self.name, len(self.features), indices, offsets, weights, counts, device)
 
     def _require_optimizer(self, call: str) -> RowOptimizer:
         if self._row_optimizer is None:

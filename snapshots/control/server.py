@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_close_in_child)
 class SaveTarget(Protocol):
     """The methods of an open table that the server calls."""
 
-    def save_between_steps(self, save: RequestedSave) -> Manifest | None:
+    def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
         """Save a snapshot between two training steps. A thread of the server calls this method. Raises TierbedError.
 
         Returns None without saving if `save.is_given_up()` is True before the save starts. Calls `save.progress` with 0
@@ -69,7 +69,7 @@ class Service:
     def __init__(self) -> None:
         self._is_running = False
         self._save_lock = Lock()
-        self._save: RequestedSave | None = None  # the running save
+        self._save: ClientSaveRequest | None = None  # the running save
         self._clients: dict[Thread, socket.socket] = {}
 
     def start(self, folder: Path, target: SaveTarget) -> None:
@@ -205,7 +205,7 @@ class Service:
     def _save_for(
         self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
     ) -> Message:
-        save = RequestedSave(client, self._stop_event, self._target, name, kind, overwrite, stores)
+        save = ClientSaveRequest(client, self._stop_event, self._target, name, kind, overwrite, stores)
         if (given_up := save.is_given_up()) or not self._save_lock.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
             if given_up:  # the client no longer waits, so do not report that another save is running
@@ -231,7 +231,7 @@ class Service:
 
 
 @dataclass(eq=False)
-class RequestedSave:
+class ClientSaveRequest:
     """A save that a client requested. While the client listens, it receives progress messages."""
 
     _client: socket.socket

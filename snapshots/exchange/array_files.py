@@ -32,7 +32,7 @@ from .columns import Columns
 METADATA = "tierbed"  # files store the table's description, as JSON, under this name
 _SUFFIX = ".npy"
 _COPY_BYTES = 1 << 20
-_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
+_TYPE_NAMES = {"float32": "F32", "int32": "I32", "int64": "I64", "uint32": "U32", "uint64": "U64"}
 
 
 class Column(NamedTuple):
@@ -148,16 +148,16 @@ class _NpyColumn:
             raise ValueError(f"array {name!r} has the unknown .npy version {version}")
         read_header = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         try:
-            self.shape, by_columns, self.dtype = read_header(file)
+            self.shape, is_column_major, self.dtype = read_header(file)
         except Exception as error:  # as in `map_npy`
             raise ValueError(f"the header of array {name!r} is damaged: {error}") from error
         if min(self.shape, default=0) < 0:
             raise ValueError(f"array {name!r} has the invalid shape {self.shape}")
-        self._by_columns = by_columns and len(self.shape) > 1
+        self._is_column_major = is_column_major and len(self.shape) > 1
         self._name, self._position = name, 0
 
     def read(self, begin: int, end: int) -> NDArray[Any]:
-        if self._by_columns:
+        if self._is_column_major:
             raise InputError(f"array {self._name!r} is in Fortran order: save np.ascontiguousarray(array)")
         if begin != self._position:
             raise InputError(f"array {self._name!r} is named twice, but an .npz array is read only once: name another")
@@ -175,8 +175,8 @@ class _NpyColumn:
         return np.frombuffer(data, self.dtype)
 
 
-_DTYPES = {name: numpy for numpy, name in _NAMES.items()} | {"F64": "float64", "I16": "int16"}
-_DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
+_NUMPY_DTYPES = {name: numpy for numpy, name in _TYPE_NAMES.items()} | {"F64": "float64", "I16": "int16"}
+_NUMPY_DTYPES |= {"F16": "float16", "BF16": "bfloat16"}
 
 
 def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> None:
@@ -185,7 +185,7 @@ def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> Non
     end = 0
     for name, column in columns.items():  # the keys come first, so all tensors are aligned
         begin, end = end, end + column.dtype.itemsize * int(np.prod(column.shape, dtype=np.int64))
-        header[name] = {"dtype": _NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
+        header[name] = {"dtype": _TYPE_NAMES[str(column.dtype)], "shape": column.shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("xb") as file:
@@ -197,11 +197,11 @@ def write_safetensors(path: Path, columns: SpilledColumns, metadata: str) -> Non
 @contextmanager
 def open_safetensors(path: Path) -> Iterator[NamedArrays]:
     """Yield the tensors in a safetensors file. Rows of a tensor are read only when the tensor is sliced."""
-    with safe_open(path, "np") as file, safe_open(path, "pt") as of_torch:
+    with safe_open(path, "np") as file, safe_open(path, "pt") as torch_file:
         columns: dict[str, Column] = {}
         for name in file.keys():  # noqa: SIM118
             tensor = file.get_slice(name)
             dtype, shape = tensor.get_dtype(), tuple(tensor.get_shape())
-            source = of_torch.get_slice(name) if dtype == "BF16" else tensor
-            columns[name] = Column(_DTYPES.get(dtype, dtype), shape, partial(_read, source))
+            source = torch_file.get_slice(name) if dtype == "BF16" else tensor
+            columns[name] = Column(_NUMPY_DTYPES.get(dtype, dtype), shape, partial(_read, source))
         yield NamedArrays(columns, (file.metadata() or {}).get(METADATA))

@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 25
 Arrays = Mapping[str, Any]  # maps column names to NumPy arrays of n rows; "table" may also be one table for all rows
 
 
-def chunk_rows(row_bytes: int) -> int:
+def compute_chunk_rows(row_bytes: int) -> int:
     """Return how many rows of `row_bytes` to process together: at most 65,536 rows and about 32 MiB."""
     return max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // row_bytes))
 
@@ -101,7 +101,7 @@ class Columns:
 
     def _pack(self, arrays: Arrays) -> Iterator[NDArray[np.void]]:
         values = {UPDATES: 1, STEP: self.description["step"], **arrays}
-        limit = chunk_rows(self.row_format.dtype.itemsize)
+        limit = compute_chunk_rows(self.row_format.dtype.itemsize)
         for begin in range(0, len(values[KEY]), limit):
             chunk = slice(begin, begin + limit)
             keys = values[KEY][chunk]

@@ -18,7 +18,7 @@ _GROUP_ROWS = 1 << 18
 _GROUP_BYTES = 1 << 25
 
 
-def _pyarrow() -> Any:
+def _import_pyarrow() -> Any:
     try:
         import pyarrow.parquet  # type: ignore[import-untyped]
     except ImportError as error:
@@ -28,8 +28,8 @@ def _pyarrow() -> Any:
 
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
     """Write rows in row groups of about 32 MiB, floats as fixed-size lists, and `metadata` as the file's metadata."""
-    pa = _pyarrow()
-    types = {name: _type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
+    pa = _import_pyarrow()
+    types = {name: _make_arrow_type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
     fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
     names = pa.array([*columns.table_names, None], pa.string())
     name_fields = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # for other programs
@@ -38,18 +38,18 @@ def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void
     with pa.parquet.ParquetWriter(path, schema, use_dictionary=[TABLE_NAME], write_page_checksum=True) as writer:
         for rows in _regroup(chunks):
             arrays = columns.split(rows)
-            arrow_arrays = [_array(pa, arrays[name], kind) for name, kind in types.items()]
+            arrow_arrays = [_make_arrow_array(pa, arrays[name], kind) for name, kind in types.items()]
             indexes = np.minimum(arrays[TABLE], len(columns.table_names))  # a row of an unknown table gets no name
             arrow_arrays += [names.take(pa.array(indexes)) for _ in name_fields]
             writer.write_table(pa.table(arrow_arrays, schema))
 
 
-def _type(pa: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
+def _make_arrow_type(pa: Any, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Any:
     plain = pa.from_numpy_dtype(dtype)
     return pa.list_(pa.field("element", plain, nullable=False), *shape) if shape else plain
 
 
-def _array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
+def _make_arrow_array(pa: Any, array: NDArray[Any], kind: Any) -> Any:
     return pa.FixedSizeListArray.from_arrays(array.reshape(-1), type=kind) if array.ndim > 1 else pa.array(array)
 
 
@@ -78,9 +78,9 @@ class ParquetReader:
         self._file, self._pa = file, pa
         metadata = (file.schema_arrow.metadata or {}).get(METADATA.encode())
         self.metadata = None if metadata is None else metadata.decode()
-        self.column_types = {field.name: self._shape(field) for field in file.schema_arrow}
+        self.column_types = {field.name: self._read_column_type(field) for field in file.schema_arrow}
 
-    def _shape(self, field: Any) -> tuple[str, tuple[int, ...]]:
+    def _read_column_type(self, field: Any) -> tuple[str, tuple[int, ...]]:
         types, count = self._pa.types, self._file.metadata.num_rows
         if types.is_fixed_size_list(field.type):
             return self._dtype_name(field.type.value_type), (count, field.type.list_size)
@@ -97,9 +97,9 @@ class ParquetReader:
         """Yields rows of the columns `names`, `max_rows` rows at a time. Raises InputError if a value is missing."""
         names = list(names)
         for batch in self._file.iter_batches(max_rows, columns=names):
-            yield {name: self._values(name, batch.column(name)) for name in names}
+            yield {name: self._to_numpy(name, batch.column(name)) for name in names}
 
-    def _values(self, name: str, array: Any) -> NDArray[Any]:
+    def _to_numpy(self, name: str, array: Any) -> NDArray[Any]:
         pa, shape = self._pa, self.column_types[name][1]
         if len(shape) > 1:
             try:
@@ -118,6 +118,6 @@ class ParquetReader:
 @contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetReader]:
     """Yield a file's rows. Raises OptionError if pyarrow is missing, ValueError or OSError for an unreadable file."""
-    pa = _pyarrow()
+    pa = _import_pyarrow()
     with pa.parquet.ParquetFile(path, page_checksum_verification=True) as file:
         yield ParquetReader(file, pa)

@@ -16,7 +16,7 @@ from ...engine import _core
 from ...engine.durable import make_folder
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Chunks
-from .columns import chunk_rows
+from .columns import compute_chunk_rows
 
 _BUFFER_BYTES = 1 << 16
 
@@ -31,7 +31,7 @@ class RowSorter:
 
     def __init__(self, folder: Path, dtype: np.dtype[np.void]) -> None:
         self._folder, self._dtype = folder, dtype
-        self._limit = chunk_rows(dtype.itemsize)
+        self._limit = compute_chunk_rows(dtype.itemsize)
         self._files: dict[int, IO[bytes]] = {}
 
     def add(self, rows: NDArray[np.void]) -> None:
@@ -40,7 +40,7 @@ class RowSorter:
         order = np.argsort(buckets, kind="stable")
         ordered = rows[order]
         bounds = np.searchsorted(buckets[order], np.arange(BUCKETS + 1))
-        with self._errors():
+        with self._convert_errors():
             for bucket in np.flatnonzero(np.diff(bounds)).tolist():
                 if bucket not in self._files:
                     make_folder(self._folder)
@@ -50,7 +50,7 @@ class RowSorter:
     def chunks(self) -> Chunks:
         """Yields all rows as pairs (bucket, rows), sorted by bucket, and by (table, key) within a bucket."""
         for bucket in sorted(self._files):
-            with self._errors(), self._files.pop(bucket) as file:
+            with self._convert_errors(), self._files.pop(bucket) as file:
                 file.flush()
                 rows = np.empty(os.fstat(file.fileno()).st_size // self._dtype.itemsize, self._dtype)
                 file.seek(0)
@@ -71,7 +71,7 @@ class RowSorter:
                 file.close()
 
     @contextlib.contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _convert_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -26,7 +26,7 @@ from ...engine.options.table_names import is_table_name
 from ...engine.row_format import STORED_DTYPES
 from ..files.reader import Snapshot
 from .array_files import Column, NamedArrays, make_column, map_npy, open_npz, open_safetensors
-from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, chunk_rows
+from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, compute_chunk_rows
 from .descriptions import checked_description
 from .parquet import ParquetReader, open_parquet
 
@@ -116,7 +116,7 @@ class Source:
         with _convert_errors(self.what), self._opener() as file:
             for part in self._tables:
                 begin = 0
-                for batch in file.batches([part.columns[name] for name in present], chunk_rows(4 * self.dim)):
+                for batch in file.batches([part.columns[name] for name in present], compute_chunk_rows(4 * self.dim)):
                     columns: dict[str, Any] = {name: batch[part.columns[name]] for name in present}
                     end = begin + len(columns[EMBEDDING])
                     columns[EMBEDDING] = columns[EMBEDDING].astype(np.float32, copy=False)

@@ -27,7 +27,7 @@ from ...engine.store.table_counts import TABLE_ROWS
 _HEADER_STEP = 256  # bytes
 MAX_SHARDS = 1024
 
-_NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
+_ROW_FILE_NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
 _HASH_SLOTS = 1 << 16  # 16 bits of the hash choose the shard
 FORMAT = 3  # the format of snapshots with 2-byte numbers and of sharded snapshots; all others have format 2
@@ -47,14 +47,14 @@ OLD_CANDIDATES = "base"  # a field of MARK in earlier versions: the recovery sna
 OLD_GROUP = "group"  # a field of MARK in earlier versions: the stores that are trained together
 # the fields of MARK that do not belong to the clean marker
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
-SHARD = "share"  # this field of a shard's MARK stores the shard's rank
-FILES = "live_files"  # this field of MARK identifies the files of the live rows
+SHARD_FIELD = "share"  # this field of a shard's MARK stores the shard's rank
+LIVE_FILES = "live_files"  # this field of MARK identifies the files of the live rows
 # fields of the clean marker that are not in a snapshot's description
-MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD, LIVE_VERSION, FILES)
+MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD_FIELD, LIVE_VERSION, LIVE_FILES)
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
-_STATE = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
+_STATE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
 _MAX_NAMED = 16  # maximum number of optimizer states that are stored as named NumPy fields
-_OWN_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
+_ROW_FIELDS = ("table", "table_name", "key", "embedding", "values", "updates", "step")
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -65,15 +65,15 @@ class HashShard(NamedTuple):
     num_shards: int
 
     @property
-    def slots(self) -> range:
+    def hash_range(self) -> range:
         """The range of hash values (of 16 bits) whose rows are in this shard."""
         return range(*(-(-i * _HASH_SLOTS // self.num_shards) for i in (self.shard_index, self.shard_index + 1)))
 
     def overlaps(self, other: HashShard) -> bool:
         """True if a row can be in both shards."""
-        return max(self.slots.start, other.slots.start) < min(self.slots.stop, other.slots.stop)
+        return max(self.hash_range.start, other.hash_range.start) < min(self.hash_range.stop, other.hash_range.stop)
 
-    def rows(self, rows: RowArray) -> RowArray:
+    def select_rows(self, rows: RowArray) -> RowArray:
         owners = _core.find_owners(rows["table"].copy(), rows["key"].copy(), self.num_shards)
         return rows[owners == self.shard_index]
 
@@ -112,12 +112,12 @@ def parse_shard_index(name: str) -> int | None:
     return int(words[2]) if len(words) > 2 else None
 
 
-def decode_file(name: str, entry: Any, row_format: RowFormat, parts: int | None) -> RowFile:
-    """Check and decode a file's entry in a manifest. `parts` is the snapshot's `Manifest.parts`. Raises ValueError."""
-    match = _NAME.fullmatch(name)
-    if match is None or int(match[2]) >= BUCKETS or (parts is None) != (match[3] is None):
+def decode_file(name: str, entry: Any, row_format: RowFormat, num_shards: int | None) -> RowFile:
+    """Check and decode a file's entry in a manifest. `num_shards` is the snapshot's. Raises ValueError."""
+    match = _ROW_FILE_NAME.fullmatch(name)
+    if match is None or int(match[2]) >= BUCKETS or (num_shards is None) != (match[3] is None):
         raise ValueError(f"it names a foreign file {name!r}")
-    _require(parts is None or int(match[3]) < parts, f"it names {name!r}, and it has {parts} parts")
+    _require(num_shards is None or int(match[3]) < num_shards, f"it names {name!r}, and it has {num_shards} parts")
     _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is invalid")
     _require(all(map(_is_count, entry.values())), f"the entry of {name} has values that are not counts")
     file = RowFile(**entry)
@@ -189,7 +189,7 @@ class Manifest:
         rocksdb: RocksDB's files if `kind` is "checkpoint", or None.
         created: time of the save, in nanoseconds since 1970 (UTC).
         sequence: a number that is larger than the sequence of every earlier snapshot in the folder.
-        parts: the number of shards, each with its own files; None if one process wrote all rows.
+        num_shards: the number of shards, each with its own files; None if one process wrote all rows.
         moment: only earlier versions wrote this value; it is equal in all snapshots that were saved together.
     """
 
@@ -203,7 +203,7 @@ class Manifest:
     rocksdb: RocksDBFiles | None
     created: int
     sequence: int
-    parts: int | None = None
+    num_shards: int | None = None
     moment: str | None = None
 
     def __repr__(self) -> str:
@@ -218,7 +218,7 @@ class Manifest:
         return RowFormat.from_description(self.description)
 
     @property
-    def own_rows(self) -> int:
+    def num_entries(self) -> int:
         """The number of rows plus the number of deleted keys, in the snapshot's own files."""
         return self.rows if self.rocksdb is not None else sum(file.rows for file in self.files.values())
 
@@ -230,10 +230,10 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Returns the manifest file's content. Raises ValueError if `decode` would refuse this content."""
-        format = FORMAT - 1 if self.parts is None and not self.row_format.has_16bit_floats else FORMAT
-        omitted = ("moment",) if format == FORMAT else ("moment", "parts")
+        format = FORMAT - 1 if self.num_shards is None and not self.row_format.has_16bit_floats else FORMAT
+        omitted = ("moment",) if format == FORMAT else ("moment", "num_shards")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
-        fields = {name: getattr(self, name) for name in names}
+        fields = {"parts" if name == "num_shards" else name: getattr(self, name) for name in names}
         fields["files"] = {name: vars(file) for name, file in self.files.items()}
         fields |= {name: vars(fields[name]) for name in ("parent", "rocksdb") if fields[name] is not None}
         data = seal({"format": format, **fields})
@@ -257,16 +257,16 @@ class Manifest:
             FORMAT - 1 <= format <= GROUP_FORMAT,
             f"its format is {format}, but this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
         )
-        fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment"}
-        fields -= {"parts"} if format < FORMAT else set()
+        fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment", "num_shards"}
+        fields |= {"parts"} if format >= FORMAT else set()
         group_fields = {"instant"} if format == GROUP_FORMAT else set()
         _require(value.keys() == fields | group_fields | {"format"}, "fields are missing or foreign")
         check_description(value["description"])
-        row_format, parts = RowFormat.from_description(value["description"]), value.get("parts")
-        needs_parts = format == FORMAT and not row_format.has_16bit_floats
+        row_format, num_shards = RowFormat.from_description(value["description"]), value.get("parts")
+        needs_shards = format == FORMAT and not row_format.has_16bit_floats
         _require(
-            (parts is None and not needs_parts) or (_is_count(parts) and 0 < parts <= MAX_SHARDS),
-            f"'parts' is {parts!r}, but a snapshot has 1 to {MAX_SHARDS} parts",
+            (num_shards is None and not needs_shards) or (_is_count(num_shards) and 0 < num_shards <= MAX_SHARDS),
+            f"'parts' is {num_shards!r}, but a snapshot has 1 to {MAX_SHARDS} parts",
         )
         _require(format >= FORMAT or not row_format.has_16bit_floats, f"rows that are not float32 need format {FORMAT}")
         versions = value["instant"].get("versions") if group_fields and type(value["instant"]) is dict else None
@@ -286,16 +286,16 @@ class Manifest:
         _require((rocksdb is not None) == (kind == "checkpoint"), "only a checkpoint has, and needs, RocksDB's files")
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "'files' is not a map by file name")
-        files = {name: decode_file(name, entry, row_format, parts) for name, entry in sorted(files.items())}
+        files = {name: decode_file(name, entry, row_format, num_shards) for name, entry in sorted(files.items())}
         rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
         _require(deleted == value["deleted"], "'deleted' is not the sum over the files")
         _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
         if kind == "full":
             _require(rows == value["rows"], "'rows' is not the sum over the files")
         else:
-            _require(kind == "incremental" or not (files or parts), "a checkpoint has neither row files nor parts")
-        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "moment": moment}
-        return Manifest(**{field: value[field] for field in fields} | decoded)
+            _require(kind == "incremental" or not (files or num_shards), "a checkpoint has neither row files nor parts")
+        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "num_shards": num_shards, "moment": moment}
+        return Manifest(**{field: value[field] for field in fields - {"parts"}} | decoded)
 
 
 def _decode_parent(value: Any) -> Parent | None:
@@ -373,7 +373,7 @@ def _check_types(value: dict[str, Any], dim: int) -> None:
     names = value["states"]
     _require(len(names) <= _MAX_NAMED, f"description has 2-byte numbers and more than {_MAX_NAMED} 'states'")
     _require(
-        len({*names}) == len(names) and all(_STATE.fullmatch(name) and name not in _OWN_FIELDS for name in names),
+        len({*names}) == len(names) and all(_STATE_NAME.fullmatch(name) and name not in _ROW_FIELDS for name in names),
         "description has 'states' whose names cannot be field names of a row",
     )
 

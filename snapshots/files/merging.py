@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, RowArray, extract_row_keys
 
-NEW = 2  # the state of a row that is only in the later table
+STATUS_NEW = 2  # the status of a row that is only in the later table
 _NONE: RowArray = np.empty(0, ROW_KEY_DTYPE)
 
 
@@ -56,22 +56,22 @@ def join_tables(
 ) -> Iterator[tuple[int, RowArray, RowArray, NDArray[np.uint8], NDArray[np.uint8]]]:
     """Read two tables in parallel, in pieces that cover the same key range.
 
-    Yields (bucket, rows before, rows after, gone, state); `diff_rows` defines gone and state. Both inputs are sorted
+    Yields (bucket, rows before, rows after, is_removed, status); see `diff_rows`. Both inputs are sorted
     like `Tier.scan`. If row dtypes differ, only `updates` and `step` are compared. It keeps one chunk of each table.
     """
-    old, now = RowCursor(before), RowCursor(after)
-    while (bucket := min(old.bucket, now.bucket)) < BUCKETS:
-        gone, state = _bytes(_NONE), _bytes(_NONE)
-        if now.bucket > bucket:
-            gone = np.ones(len(old.rows), np.uint8)
+    old, newer = RowCursor(before), RowCursor(after)
+    while (bucket := min(old.bucket, newer.bucket)) < BUCKETS:
+        is_removed, status = _bytes(_NONE), _bytes(_NONE)
+        if newer.bucket > bucket:
+            is_removed = np.ones(len(old.rows), np.uint8)
         elif old.bucket > bucket:
-            state = np.full(len(now.rows), NEW, np.uint8)
+            status = np.full(len(newer.rows), STATUS_NEW, np.uint8)
         else:
-            left, right = old.rows, now.rows
+            left, right = old.rows, newer.rows
             if left.dtype != right.dtype:
                 left, right = (repack_fields(rows[["table", "key", "updates", "step"]]) for rows in (left, right))
-            gone, state = _core.diff_rows(_bytes(left), _bytes(right), left.dtype.itemsize)
-        yield bucket, old.take(len(gone)), now.take(len(state)), gone, state
+            is_removed, status = _core.diff_rows(_bytes(left), _bytes(right), left.dtype.itemsize)
+        yield bucket, old.take(len(is_removed)), newer.take(len(status)), is_removed, status
 
 
 def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error: Callable[[int], Exception]) -> Chunks:
@@ -86,8 +86,8 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
             yield bucket, present[0].take()
             continue
         dtype = present[0].rows.dtype
-        before, after, gone = (_bytes(cursor.rows if cursor in present else _NONE) for cursor in cursors)
-        merged, *counts, has_conflict = _core.merge_rows(before, after, gone, dtype.itemsize)
+        before, after, deleted_keys = (_bytes(cursor.rows if cursor in present else _NONE) for cursor in cursors)
+        merged, *counts, has_conflict = _core.merge_rows(before, after, deleted_keys, dtype.itemsize)
         if has_conflict:
             raise conflict_error(bucket)
         for cursor, count in zip(cursors, counts, strict=True):
@@ -99,9 +99,9 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
 
 def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
     """Yields the changes from table `before` to `after`, in the order of `join_tables`. Row dtypes must be equal."""
-    for bucket, old, new, gone, state in join_tables(before, after):
-        if gone.any() or state.any():
-            yield bucket, new[state > 0], extract_row_keys(old[gone > 0])
+    for bucket, old, new, is_removed, status in join_tables(before, after):
+        if is_removed.any() or status.any():
+            yield bucket, new[status > 0], extract_row_keys(old[is_removed > 0])
 
 
 def _bytes(rows: RowArray) -> NDArray[np.uint8]:

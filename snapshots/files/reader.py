@@ -43,12 +43,12 @@ from .read_errors import ReadIOError, make_damage_error, make_read_error, make_r
 
 _CHUNK_BYTES = 1 << 25
 
-Piece = tuple[str, RowArray]  # the name of a file, and some of its rows
+FileChunk = tuple[str, RowArray]  # the name of a file, and some of its rows
 ProgressCallback = Callable[[int], None]
 MAX_CHAIN = 100  # maximum length of a chain, because each snapshot in it needs its own open files and threads
 
 
-def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
+def report_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only: bool = False) -> Chunks:
     """Yields the chunks, or only their keys if `keys_only`. Calls `progress`, if given, with each chunk's row count."""
     for bucket, rows in chunks:
         if progress is None:
@@ -58,7 +58,7 @@ def count_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only:
             yield bucket, extract_row_keys(rows) if keys_only else rows
 
 
-def read_all(chunks: Chunks) -> None:
+def exhaust(chunks: Chunks) -> None:
     deque(chunks, maxlen=0)
 
 
@@ -164,9 +164,9 @@ class Snapshot:
     def verify(self, progress: Callable[[int], None] | None = None) -> None:
         """Read and check all files of the chain, as a load does. Raises SnapshotError that names a damaged file.
 
-        progress: called with each chunk's row count. The sum of the counts is the sum of `own_rows` over the chain.
+        progress: called with each chunk's row count. The sum of the counts is the sum of `num_entries` over the chain.
         """
-        read_all(self._merge_chain(65536, progress or (lambda count: None)))
+        exhaust(self._merge_chain(65536, progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Yields every row of the table, sorted like `Tier.scan`.
@@ -203,9 +203,9 @@ class Snapshot:
         """Yields the table's rows after this snapshot's changes, and checks the row count at the end.
 
         parent_chunks: the table's rows in the parent snapshot, or empty for a full snapshot. If None, only this
-        snapshot's own files are read and checked. progress, keys_only: see `count_progress`.
+        snapshot's own files are read and checked. progress, keys_only: see `report_progress`.
         """
-        rows, deleted = (count_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
+        rows, deleted = (report_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
         if self.manifest.parent is not None:
             rows = apply_changes(parent_chunks or iter(()), rows, deleted, self._make_conflict_error)
         return rows if parent_chunks is None else self._yield_counted(rows)
@@ -241,7 +241,7 @@ class Snapshot:
     def _file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
             self._open(name, entry).close()
-        if self.manifest.parts is None:
+        if self.manifest.num_shards is None:
             with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._yield_checked(pieces)) as chunks:
                 yield from self._select_shard(chunks)
         else:
@@ -263,9 +263,10 @@ class Snapshot:
         """Yields only the rows that belong to `self.shard`."""
         shard = self.shard
         for bucket, rows in chunks:
-            yield bucket, rows if shard is None or shard.num_shards == self.manifest.parts else shard.rows(rows)
+            is_complete = shard is None or shard.num_shards == self.manifest.num_shards
+            yield bucket, rows if shard is None or is_complete else shard.select_rows(rows)
 
-    def _yield_checked(self, pieces: Iterator[Piece]) -> Generator[tuple[int, RowArray], None, None]:
+    def _yield_checked(self, pieces: Iterator[FileChunk]) -> Generator[tuple[int, RowArray], None, None]:
         """Yields (bucket, rows) pairs. Compares each file's checksum before it yields the file's last chunk."""
         for name, group in groupby(pieces, key=itemgetter(0)):
             entry, count, checksum = self.manifest.files[name], 0, 0
@@ -291,7 +292,7 @@ class Snapshot:
 
     def _read(
         self, files: dict[str, RowFile], max_rows: int, max_bytes: int = _CHUNK_BYTES
-    ) -> Generator[Piece, None, None]:
+    ) -> Generator[FileChunk, None, None]:
         # no memory map: if the disk fails, a read raises an error, but access to a memory map kills the process
         for name, entry in files.items():
             dtype = file_dtype(name, self.manifest.row_format)
@@ -299,7 +300,7 @@ class Snapshot:
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
                 # reopen the file for each piece, because an open file per bucket and rank would be too many
-                with self._open(name, entry) as file, self._read_errors(name):
+                with self._open(name, entry) as file, self._convert_read_errors(name):
                     file.seek(count_header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
                 if count != rows.nbytes:
@@ -308,7 +309,7 @@ class Snapshot:
 
     def _open(self, name: str, entry: RowFile) -> BinaryIO:
         """Open a file, and check the file's size and header."""
-        with self._read_errors(name):
+        with self._convert_read_errors(name):
             file = open_regular(self.folder / name)
         size, dtype = os.fstat(file.fileno()).st_size, file_dtype(name, self.manifest.row_format)
         if size != entry.bytes:
@@ -321,7 +322,7 @@ class Snapshot:
         raise self._make_damage_error(name, problem)
 
     @contextmanager
-    def _read_errors(self, name: str) -> Iterator[None]:
+    def _convert_read_errors(self, name: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -329,7 +330,7 @@ class Snapshot:
 
     def _find_shard(self, name: str) -> HashShard | None:
         """Returns the shard that a file belongs to, or None if the snapshot is not sharded."""
-        index, num_shards = parse_shard_index(name), self.manifest.parts
+        index, num_shards = parse_shard_index(name), self.manifest.num_shards
         return None if index is None or num_shards is None else HashShard(index, num_shards)
 
     def _detect_replacement(self, chunks: Chunks) -> Chunks:
@@ -353,7 +354,7 @@ class Snapshot:
     def _make_conflict_error(self, bucket: int) -> SnapshotError:
         """Returns the error for a bucket that contains a key as both written and deleted."""
         rows, keys = bucket_file(bucket), deleted_file(bucket)
-        if self.manifest.parts is None:
+        if self.manifest.num_shards is None:
             return self._make_damage_error(keys, f"it has keys of rows that {rows} also has")
         return self._make_damage_error("", f"parts of {keys} have keys of rows that parts of {rows} also have")
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks
 from .read_errors import ReadIOError
-from .reader import ProgressCallback, Snapshot, read_all
+from .reader import ProgressCallback, Snapshot, exhaust
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
@@ -43,7 +43,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
 
     def is_sound(chunks: Chunks) -> bool:
         try:
-            read_all(chunks)
+            exhaust(chunks)
         except ReadIOError:
             raise
         except SnapshotError:

@@ -2,8 +2,8 @@
 
 Several writers, such as ranks, can each write a shard of one snapshot if all of them see the snapshot's folder.
 The first writer opens a `NewSnapshots` block, and each writer calls `write_rows` in the snapshot's temporary folder.
-After all writers have returned, the first writer calls `finish` and `publish`. If any writer fails, the block must
-raise an exception, so that all files are removed. Snapshots of several stores are written in the same way.
+After all writers have returned, the first writer calls `write_manifest` and `publish`. If any writer fails, the block
+must raise an exception, so that all files are removed. Snapshots of several stores are written in the same way.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ def write_rows(
     folder is synced. Raises SnapshotError for invalid rows. Raises OSError.
     """
     files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
-    do: Callable[[Task], object]
-    then: Callable[[Task], object]
+    submit: Callable[[Task], object]
+    submit_sync: Callable[[Task], object]
     last_bucket, row_format = -1, RowFormat.from_description(description)
     with ExitStack() as open_files, ExitStack() as workers:
         for bucket, group in groupby(chunks, key=lambda chunk: int(chunk[0])):
@@ -102,7 +102,7 @@ def write_rows(
                     f"bucket {bucket} came after bucket {last_bucket}: buckets must ascend and be below {BUCKETS}"
                 )
             last_bucket, name = bucket, make_file_name(bucket, None if shard is None else shard.shard_index)
-            file, do, then = None, (lambda task: task()), syncs_of_small.append
+            file, submit, submit_sync = None, (lambda task: task()), syncs_of_small.append
             dtype, validator = file_dtype(name, row_format), make_validator(description, bucket, shard)
             for rows in _yield_valid(bucket, dtype, validator, group):
                 if file is None:
@@ -110,12 +110,12 @@ def write_rows(
                     if rows.nbytes >= _SMALL_BYTES:
                         if not threads:
                             threads = [workers.enter_context(TaskThread(f"tierbed-{job}")) for job in ("sync", "write")]
-                        then, do = (thread.do for thread in threads)
-                do(partial(file.write, rows))
+                        submit_sync, submit = (thread.do for thread in threads)
+                submit(partial(file.write, rows))
                 if progress is not None:
                     progress(len(rows))
             if file is not None:
-                do(partial(file.finish, then))
+                submit(partial(file.write_header, submit_sync))
             if len(syncs_of_small) == _OPEN_FILES:
                 run_syncs(syncs_of_small)
                 syncs_of_small.clear()
@@ -124,7 +124,7 @@ def write_rows(
 
 
 class _File:
-    """A row file that is being written. Call `write` for each chunk of rows, then `finish`."""
+    """A row file that is being written. Call `write` for each chunk of rows, then `write_header`."""
 
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
         self._dtype = dtype
@@ -138,12 +138,12 @@ class _File:
         self._checksum = zlib.crc32(data, self._checksum)
         self._count += len(rows)
 
-    def finish(self, then: Callable[[Task], object]) -> None:
-        """Write the file's header. Then call `then` with a task that makes the file durable."""
+    def write_header(self, submit_sync: Callable[[Task], object]) -> None:
+        """Write the file's header. Then call `submit_sync` with a task that makes the file durable."""
         self._file.seek(0)
         self._file.write(make_npy_header(self._dtype, self._count))
         self._file.flush()
-        then(self._sync)
+        submit_sync(self._sync)
 
     def _sync(self) -> None:
         os.fsync(self._file.fileno())
@@ -191,9 +191,9 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
     """
 
     def __init__(self) -> None:
-        self._begin_of_ids = secrets.token_hex(8)
+        self._id_prefix = secrets.token_hex(8)
         self._new: list[NewFolder] = []
-        self._then: list[Callable[[], object]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     def __exit__(self, *_: object) -> None:
         while self._new:
@@ -207,7 +207,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
 
     def new_id(self) -> str:
         """Returns a new snapshot id. All ids of one save share their first half."""
-        return self._begin_of_ids + secrets.token_hex(8)
+        return self._id_prefix + secrets.token_hex(8)
 
     def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
         """Begin the snapshot `folder`. Returns its temporary folder. Raises the same errors as `write_snapshot`."""
@@ -216,21 +216,21 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
             check_description(description)
         except ValueError as error:
             raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
-        with write_errors(folder):
+        with convert_write_errors(folder):
             self._new.append(NewFolder(folder, overwrite))
         return self._new[-1].temporary
 
-    def then(self, call: Callable[[], object]) -> None:
+    def call_after_publish(self, call: Callable[[], object]) -> None:
         """Register a function to call after all snapshots were renamed. If the function raises, `publish` is undone."""
-        self._then.append(call)
+        self._callbacks.append(call)
 
     def publish(self) -> None:
         """Rename all snapshots, then call the registered functions. A SnapshotError tells which snapshots exist."""
         for new in self._new:
-            with write_errors(new.path):
+            with convert_write_errors(new.path):
                 fsync_dir(new.temporary)
         published: list[NewFolder] = []
-        with defer_signals(), ExitStack() as dropping:  # Ctrl-C leaves either no snapshot or all
+        with defer_signals(), ExitStack() as cleanup:  # Ctrl-C leaves either no snapshot or all
             while self._new:
                 new = self._new[0]
                 try:
@@ -241,9 +241,9 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                 except OSError as error:
                     raise self._error(new.path, "was not", error, published) from error
                 published.append(self._new.pop(0))
-                dropping.callback(new.drop)  # removes the replaced folder
+                cleanup.callback(new.drop)  # removes the replaced folder
             try:
-                for call in self._then:
+                for call in self._callbacks:
                     call()
             except BaseException:
                 for new in published:
@@ -260,7 +260,7 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
 
 
 @contextmanager
-def write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]:
+def convert_write_errors(folder: Path, shard: HashShard | None = None) -> Iterator[None]:
     """Wrap a block that writes the snapshot `folder`, or one shard of it. Turns an OSError into a SnapshotError."""
     try:
         yield
@@ -300,7 +300,7 @@ def write_snapshot(
     with new_snapshot(folder, description, overwrite) as temporary:
         files = write_rows(temporary, description, chunks, progress)
         rows = sum(file.rows for file in files.values())
-        return finish(temporary, description, rows, files=files, id=id)
+        return write_manifest(temporary, description, rows, files=files, id=id)
 
 
 def write_incremental(
@@ -324,7 +324,7 @@ def write_incremental(
     check_parent(folder, parent, description)
     with new_snapshot(folder, description, overwrite) as temporary:
         files = write_changes(temporary, description, changes, progress)
-        return finish(temporary, description, rows, files=files, parent=parent, id=id)
+        return write_manifest(temporary, description, rows, files=files, parent=parent, id=id)
 
 
 def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) -> None:
@@ -343,11 +343,11 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder for the snapshot `folder`. The block must call `finish`. Raises SnapshotError."""
+    """Yield a temporary folder for the snapshot `folder`. The block must call `write_manifest`. Raises SnapshotError."""
     folder = Path(folder)
     with NewSnapshots() as new:
         temporary = new.begin(folder, description, overwrite)
-        with write_errors(folder):
+        with convert_write_errors(folder):
             yield temporary
         new.publish()
 
@@ -381,7 +381,7 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
         raise SnapshotError(f"snapshot {str(folder)!r} cannot be overwritten: {error}. Choose another name") from error
 
 
-def finish(
+def write_manifest(
     place: Path,
     description: dict[str, Any],
     rows: int,
@@ -389,13 +389,13 @@ def finish(
     rocksdb: RocksDBFiles | None = None,
     *,
     parent: Snapshot | None = None,
-    parts: int | None = None,
+    num_shards: int | None = None,
     id: str | None = None,
 ) -> Manifest:
     """Write the manifest for the durable files in the folder `place`. Raises OSError, SnapshotError.
 
     rocksdb: the files of a RocksDB checkpoint. parent: the parent of an incremental snapshot. If both are None,
-    the snapshot is full. parts: the number of shards; None if there was one writer.
+    the snapshot is full. num_shards: the number of shards; None if there was one writer.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
@@ -409,7 +409,8 @@ def finish(
     id = id or secrets.token_hex(16)
     link = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
-    manifest = Manifest(kind, id, link, description, rows, deleted, files, rocksdb, time.time_ns(), sequence, parts)
+    now = time.time_ns()
+    manifest = Manifest(kind, id, link, description, rows, deleted, files, rocksdb, now, sequence, num_shards)
     try:
         data = manifest.encode()
     except ValueError as error:

@@ -14,7 +14,7 @@ from ...engine.options.table_names import Names, merge_names, read_table_names, 
 from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import name_hyperparams
-from ..files.merging import NEW, join_tables
+from ..files.merging import STATUS_NEW, join_tables
 from ..files.reader import Snapshot
 
 Sort = Literal["added", "changed", "gone"]
@@ -102,7 +102,7 @@ def compare(
         fields["hyper"] = old_values, new_values
     result = Comparison(fields, names, Columns(old), Columns(new), first)
     for _, old_rows, new_rows, deleted, state in join_tables(before.chunks(), after.chunks()):
-        result.add(old_rows, new_rows, deleted > 0, state == NEW)
+        result.add(old_rows, new_rows, deleted > 0, state == STATUS_NEW)
         if progress is not None:
             progress(len(old_rows) + len(new_rows))
     return result

@@ -15,7 +15,7 @@ from ...engine.row_format import ROW_KEY_DTYPE as ROW_NAME
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from ..files.format import SHARD, bucket_file, deleted_file, is_deleted
+from ..files.format import SHARD_FIELD, bucket_file, deleted_file, is_deleted
 from ..files.reader import Snapshot
 from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
@@ -32,8 +32,8 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
     """
     marker = require_clean_marker(store)
     table_id, bits = resolve_row_key(marker, table, key)
-    if SHARD in marker:
-        rank, ranks = marker[SHARD]["rank"], marker[SHARD]["ranks"]
+    if SHARD_FIELD in marker:
+        rank, ranks = marker[SHARD_FIELD]["rank"], marker[SHARD_FIELD]["ranks"]
         owner = int(_core.find_owners(np.array([table_id], np.uint32), np.array([bits], np.uint64), ranks)[0])
         if owner != rank:
             folder = shard_folder(store.path.parent.parent, owner, ranks)
@@ -89,8 +89,8 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
     for member in reversed(snapshot.chain):
         if member.manifest.rocksdb is not None:
             return _find_in_chunks(member.read_rows_and_deletions()[0], table, key)
-        parts = member.manifest.parts
-        shard = None if parts is None else int(_core.find_owners(*row_key, parts)[0])
+        num_shards = member.manifest.num_shards
+        shard = None if num_shards is None else int(_core.find_owners(*row_key, num_shards)[0])
         for file in (bucket_file(bucket, shard), deleted_file(bucket, shard)):
             entry = member.manifest.files.get(file)
             row = None if entry is None else _find_in_chunks(member.read_files({file: entry}), table, key)

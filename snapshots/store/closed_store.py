@@ -11,16 +11,16 @@ from ...engine.durable import make_temporary_path, remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
-from ..files.format import FILES, LIVE_VERSION, MARKER_FIELDS, SHARD, Manifest, check_name, read_snapshot_id
+from ..files.format import LIVE_FILES, LIVE_VERSION, MARKER_FIELDS, SHARD_FIELD, Manifest, check_name, read_snapshot_id
 from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
-from ..files.writer import NewSnapshots, ProgressCallback, finish, write_snapshot
+from ..files.writer import NewSnapshots, ProgressCallback, write_manifest, write_snapshot
 from .folder import StoreFolder
 from .folder_state import RANKS, FolderState, find_shards, read_clean_markers, read_linked_stores, shard_folder
 from .group import Member, open_store, record_load, record_save
 from .mark import read_live_version
 from .recovery_rule import EMPTY, version_of_snapshot
-from .retention import drop_replaced
+from .retention import unlink_replaced
 from .save import SaveSource, begin_save, check_save, write_part
 from .selection import ALL, LoadReport, Selection, read_dtypes
 
@@ -41,7 +41,7 @@ def merge_clean_markers(store: FolderState) -> dict[str, Any] | None:
     if len(clean) < len(markers) or len({read_live_version(marker) for marker in clean}) != 1:
         return None
     common = {
-        field: value for field, value in clean[0].items() if field not in (SHARD, "rows", "shards", TABLE_ROWS, FILES)
+        x: value for x, value in clean[0].items() if x not in (SHARD_FIELD, "rows", "shards", TABLE_ROWS, LIVE_FILES)
     }
     return common | ({"rows": sum(marker["rows"] for marker in clean)} if len(clean) == store.num_ranks else {})
 
@@ -87,12 +87,12 @@ def save_closed_stores(
             folder, parent = begin_save(store.snapshot_store, name, store_kind, source, overwrite, new)
             part = write_part(folder, store_kind, source, parent, progress)
             temporary = make_temporary_path(folder)
-            manifests.append(finish(temporary, source.description, *part, parent=parent, id=source.id))
+            manifests.append(write_manifest(temporary, source.description, *part, parent=parent, id=source.id))
             new_ids[capture] = manifests[-1].id
-        new.then(lambda: record_save(new_ids))
+        new.call_after_publish(lambda: record_save(new_ids))
         new.publish()
     for store in stores:
-        drop_replaced(store.snapshot_store)
+        unlink_replaced(store.snapshot_store)
     return manifests
 
 
@@ -149,7 +149,7 @@ def load_into_stores(
             for store, member, (manifest, _) in zip(stores, members, results, strict=True):
                 if member not in whole_loads:
                     member.begin_change(replaces=True)
-                    member.write()
+                    member.count_write()
                 if member.mark_folder is not store:
                     member.copy_to(store)
                 version = version_of_snapshot(ids[member]) if member in whole_loads else member.version
@@ -255,7 +255,8 @@ def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | No
 
     RocksDB would open such a file without an error. Stores that an earlier version closed are not checked.
     """
-    recorded, present = marker.get(FILES), read_snapshot_id(store.live_path) if tier is None else tier.read_versions()
+    recorded = marker.get(LIVE_FILES)
+    present = read_snapshot_id(store.live_path) if tier is None else tier.read_versions()
     if recorded in (None, present):
         return
     suffixes = [""]

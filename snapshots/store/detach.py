@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...engine.errors import SnapshotError, StoreError
 from .folder import StoreFolder
 from .group_file import GroupFile, RecordError, lock_group, remove_record, write_record
-from .recovery_rule import NOTHING, union
+from .recovery_rule import NOTHING, merge_records
 
 
 class Detached(NamedTuple):
@@ -44,20 +44,20 @@ def detach(store: StoreFolder) -> Detached:
 
 def _detach(store: StoreFolder, file: GroupFile) -> Detached:
     """Take a store out of its group. The caller must have locked the group's record."""
-    record, path, entries = file.record, file.path, file.record.now
+    record, path, entries = file.record, file.path, file.record.entries
     assert path is not None
     names = sorted(location.name for other, location in record.places.items() if other != file.store_id)
     if NOTHING in entries.values():  # a run was killed, so this store must be recovered together with the group
         try:
             entries = file.choose_entries()
-            record = replace(record, trained=frozenset(entries))  # the next run then records skipped snapshots
+            record = replace(record, changed_stores=frozenset(entries))  # the next run then records skipped snapshots
         except (StoreError, SnapshotError):  # the other stores will raise this error when they open
-            entries = {**record.now, file.store_id: file.choose_newest()[file.store_id]}
-    write_record(path, replace(record, joining=True).plain())  # the store leaves its group when MARK changes
-    own = union([record], {file.store_id: entries[file.store_id]})
+            entries = {**record.entries, file.store_id: file.choose_newest()[file.store_id]}
+    write_record(path, replace(record, is_joining=True).plain())  # the store leaves its group when MARK changes
+    own = merge_records([record], {file.store_id: entries[file.store_id]})
     _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
     if others := {other: entry for other, entry in entries.items() if other != file.store_id}:
-        write_record(path, union([record], others).plain())
+        write_record(path, merge_records([record], others).plain())
     else:
         remove_record(path)
     return Detached(names)

@@ -14,7 +14,7 @@ from typing import Any
 
 from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_record, write_atomically
 from ...engine.errors import StoreError
-from ..files.format import SHARD
+from ..files.format import SHARD_FIELD
 from .mark import Mark, read_live_version
 
 Marker = dict[str, Any]  # a clean marker
@@ -36,7 +36,7 @@ class FolderState:
     @cached_property
     def mark(self) -> Mark:
         """The content of MARK, read once, at the first use. Raises StoreError."""
-        with self._errors("read MARK of"):
+        with self._convert_errors("read MARK of"):
             try:
                 return Mark.parse(read_record(self._mark_file))
             except (FileNotFoundError, ValueError):
@@ -74,7 +74,7 @@ class FolderState:
     def sharing_stores(self) -> list[FolderState]:
         """All store folders on this host that share this store's snapshots, beginning with this folder."""
         stores, folder = [self], self.snapshot_store.snapshots
-        with self._errors("read which stores have their snapshots in"):
+        with self._convert_errors("read which stores have their snapshots in"):
             for store in read_linked_stores(folder):
                 with contextlib.suppress(OSError):
                     if os.path.samefile(store / SNAPSHOTS, folder) and not os.path.samefile(store, self.path):
@@ -92,7 +92,7 @@ class FolderState:
     @property
     def has_rows_or_snapshots(self) -> bool:
         """True if a run ever wrote rows or snapshots in this folder. If False, the store is new."""
-        with self._errors("list the snapshots of"):
+        with self._convert_errors("list the snapshots of"):
             return self._mark_file.exists() or self.live_path.exists() or has_snapshots(self.snapshots)
 
     @property
@@ -101,7 +101,7 @@ class FolderState:
         return self._mark_file.exists() or self.live_path.exists() or self.recorded_step is not None
 
     @contextlib.contextmanager
-    def _errors(self, action: str) -> Iterator[None]:
+    def _convert_errors(self, action: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -143,7 +143,7 @@ def read_clean_markers(store: Path, num_ranks: int, among: Iterable[int] | None 
     """Returns {rank: clean marker} for this host's shards; None for unclean or misplaced ones. Raises StoreError."""
     markers: dict[int, Marker | None] = {}
     for rank, shard in find_shards(store, num_ranks, among).items():
-        share = (shard.clean_marker or {}).get(SHARD)
+        share = (shard.clean_marker or {}).get(SHARD_FIELD)
         is_own = isinstance(share, dict) and (share.get("rank"), share.get("ranks")) == (rank, num_ranks)
         markers[rank] = shard.clean_marker if is_own else None
     return markers

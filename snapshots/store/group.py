@@ -40,17 +40,17 @@ from .recovery_rule import (
     Interval,
     Location,
     Record,
+    merge_records,
     newest_moment,
     next_record,
-    union,
     version_of_snapshot,
 )
 
 log = logging.getLogger("tierbed")
 OPEN_ATTEMPTS = 20  # how often to try to open a store whose group another process has locked
-LOADING = "its rows are being replaced by a load"
+LOADING_REASON = "its rows are being replaced by a load"
 _groups: set[Group] = set()  # the training groups that have open stores
-_changing = RLock()  # held while a thread changes groups and records
+_groups_lock = RLock()  # held while a thread changes groups and records
 
 
 class Clock:
@@ -68,12 +68,12 @@ class MemberRows:
     """Facts about one store's rows. If this process locks the group, kept for every store in it, even if closed."""
 
     current_entry: Entry = NOTHING  # durable rows that equal the current rows
-    first: int = 0  # the rows have not changed since this moment
-    spans: list[Interval] = field(default_factory=list)  # one interval per snapshot of the rows, even if unfinished
+    unchanged_since: int = 0  # the rows have not changed since this moment
+    intervals: list[Interval] = field(default_factory=list)  # one interval per snapshot of the rows, even if unfinished
 
-    def change(self, entry: Entry = NOTHING) -> None:
-        """Called when the rows change. Ends all intervals in `spans`, because these snapshots have the earlier rows."""
-        for span in self.spans:
+    def mark_changed(self, entry: Entry = NOTHING) -> None:
+        """Called when the rows change. Ends all intervals, because these snapshots have the earlier rows."""
+        for span in self.intervals:
             span.end(clock.moment)
         self.current_entry = entry
 
@@ -82,14 +82,15 @@ class Member(MemberRows):
     """A store that this process has open."""
 
     def __init__(
-        self, store: StoreFolder, folder: StoreFolder, id: str, group: Group, entry: Entry, broken: str
+        self, store: StoreFolder, folder: StoreFolder, id: str, group: Group, entry: Entry, unusable_reason: str
     ) -> None:
         rows = group.rows.get(id, MemberRows(entry))
-        self.current_entry, self.first, self.spans = NOTHING if broken else rows.current_entry, rows.first, rows.spans
+        self.current_entry = NOTHING if unusable_reason else rows.current_entry
+        self.unchanged_since, self.intervals = rows.unchanged_since, rows.intervals
         self.store, self.id, self.group = store, id, group
         self.mark_folder = folder  # the folder whose MARK leads to the record; for ranks, the snapshots' folder
         self.entry = entry  # the durable rows that the store opens with
-        self.broken = broken  # why rows must be loaded before any write or save; "" if they need not be
+        self.unusable_reason = unusable_reason  # why rows must be loaded before a write or save; "" if they need not
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with this store
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
         self._writes = 0  # the number of writes since the store was opened
@@ -103,12 +104,12 @@ class Member(MemberRows):
 
     def mark_broken(self, why: str) -> None:
         """Forbid writes, saves and a clean close until rows are loaded again. why: the text for errors."""
-        self.broken = why
+        self.unusable_reason = why
         self.expect_change()
 
     def lock(self) -> Group:
         """Lock the groups of this store and its partners, and join them into one. Raises StoreError, SnapshotError."""
-        with _changing:
+        with _groups_lock:
             groups = list(dict.fromkeys(member.group for member in (self, *self.partners())))
             for group in groups:
                 group.lock()
@@ -121,56 +122,57 @@ class Member(MemberRows):
 
         replaces: True if all rows will be replaced. A `broken` store allows only such a change. Raises StoreError.
         """
-        if self.broken and not replaces:
-            raise StoreError(self.broken)
-        with _changing:
+        if self.unusable_reason and not replaces:
+            raise StoreError(self.unusable_reason)
+        with _groups_lock:
             group = self.lock()
-            if self.id not in group.record.trained:  # else write nothing, because the disk may be full
+            changed = group.record.changed_stores
+            if self.id not in changed:  # else write nothing, because the disk may be full
                 group.warn_of_lone_saves(self)
-                group.write({self.id: Entry(self.current_entry.snapshot)}, trained=group.record.trained | {self.id})
-            self.change()
+                group.write({self.id: Entry(self.current_entry.snapshot)}, changed_stores=changed | {self.id})
+            self.mark_changed()
 
-    def write(self) -> None:
+    def count_write(self) -> None:
         """Count a write of rows, after `begin_change` has recorded that rows will change."""
         self._writes += 1
         self.version = f"{self._run}:{self._writes}"
-        self.first = clock.moment + 1
+        self.unchanged_since = clock.moment + 1
 
-    def capture(self) -> Capture:
+    def capture(self) -> PendingSave:
         """Begin a save of the current rows. The caller must hold the table's lock. Raises StoreError."""
-        if self.broken:
-            raise StoreError(self.broken)
-        with _changing:
+        if self.unusable_reason:
+            raise StoreError(self.unusable_reason)
+        with _groups_lock:
             self.lock()
             clock.moment += 1
-            capture = Capture("", self.first, member=self)
-            self.spans.append(capture)
+            capture = PendingSave("", self.unchanged_since, member=self)
+            self.intervals.append(capture)
             self.expect_change()
             return capture
 
     def mark_replaced(self, snapshot: str | None) -> None:
         """Called after all rows were replaced. snapshot: the id of the snapshot with these rows, or None."""
-        with _changing:
-            self.write()
-            self.broken = ""
-            self.change(Entry(snapshot))
+        with _groups_lock:
+            self.count_write()
+            self.unusable_reason = ""
+            self.mark_changed(Entry(snapshot))
             if snapshot is not None:
-                self.spans.append(Interval(snapshot, self.first))
+                self.intervals.append(Interval(snapshot, self.unchanged_since))
                 self.version = version_of_snapshot(snapshot)
                 self.expect_change()
 
-    def end_failed_load(self, entry: Entry, broken: str) -> None:
-        """Called after a load failed, with `entry` and `broken` from before it. The load may have replaced rows."""
-        if broken or self.broken != LOADING:
-            self.change()
+    def end_failed_load(self, entry: Entry, unusable_reason: str) -> None:
+        """Called after a load failed, with its old `entry` and `unusable_reason`. It may have replaced rows."""
+        if unusable_reason or self.unusable_reason != LOADING_REASON:
+            self.mark_changed()
         else:
             self.current_entry = entry
-        if self.broken == LOADING:
-            self.broken = broken
+        if self.unusable_reason == LOADING_REASON:
+            self.unusable_reason = unusable_reason
 
     def mark_closed(self, version: str) -> None:
         """Record that the live rows are clean and have this `version`. Raises StoreError."""
-        with _changing:
+        with _groups_lock:
             try:
                 group = self.lock()
             except StoreError:
@@ -178,7 +180,7 @@ class Member(MemberRows):
                     return  # another process trains the group, and the record already names these unchanged rows
                 raise
             entry = Entry(self.current_entry.snapshot, version)
-            group.write({self.id: entry}, trained=group.record.trained - {self.id})
+            group.write({self.id: entry}, changed_stores=group.record.changed_stores - {self.id})
 
     def copy_to(self, mark_folder: StoreFolder, ranks_record: RanksRecord | None = None) -> None:
         """Copy the record, or the link to the record file, into another folder's MARK. Raises StoreError."""
@@ -195,38 +197,39 @@ class Member(MemberRows):
 
     def leave(self) -> None:
         """Called when this process closes the store."""
-        with _changing:
+        with _groups_lock:
             self.group.leave(self)
 
 
 @dataclass(eq=False, kw_only=True)
-class Capture(Interval):
+class PendingSave(Interval):
     """A save in progress. The interval tells from when to when the store has the rows that are being saved."""
 
     member: Member
 
 
 def open_store(
-    store: StoreFolder, mode: str, for_load: bool = False, shards: Shards | None = None, beside: Sequence[Path] = ()
+    store: StoreFolder, mode: str, for_load: bool = False, shards: Shards | None = None, siblings: Sequence[Path] = ()
 ) -> Member:
     """Open a store in this process, with the rows that its entry names. Raises StoreError, SnapshotError.
 
     mode: the store option `open`. for_load: True if a load will replace the rows. With for_load, if rows cannot be
-    recovered, the store is `broken` until the load, and no error is raised. shards, beside: see `GroupFile`.
+    recovered, the store is unusable until the load, and no error is raised. shards, siblings: see `GroupFile`.
     """
-    with _changing:
-        file = GroupFile(store, shards, beside)
+    with _groups_lock:
+        file = GroupFile(store, shards, siblings)
         group = next((group for group in _groups if group.file.key == file.key), None) or Group(file)
         if mode == "fresh":
-            entry, broken = Entry(EMPTY), "its rows are about to be emptied"  # so rows need not be recovered
+            entry, unusable_reason = Entry(EMPTY), "its rows are about to be emptied"  # so rows need not be recovered
         else:
             try:
-                entry, broken = group.choose_entry(file, mode), ""
+                entry, unusable_reason = group.choose_entry(file, mode), ""
             except (StoreError, SnapshotError) as error:
                 if not for_load:
                     raise
-                entry, broken = file.choose_newest()[file.store_id], str(error)
-        member = Member(store, store.snapshot_store if store.num_ranks else store, file.store_id, group, entry, broken)
+                entry, unusable_reason = file.choose_newest()[file.store_id], str(error)
+        mark_folder = store.snapshot_store if store.num_ranks else store
+        member = Member(store, mark_folder, file.store_id, group, entry, unusable_reason)
         group.enter(member, mode)
         try:
             if mode == "fresh":
@@ -280,7 +283,7 @@ class Group:
     def choose_entry(self, file: GroupFile, mode: str) -> Entry:
         """Choose the rows that a store opens with. Raises StoreError, SnapshotError."""
         if self.is_locked:
-            return self._entry_beside(file)
+            return self._choose_entry_while_locked(file)
         self.file = file
         with ExitStack() as guard:
             for attempt in range(OPEN_ATTEMPTS if file.path is not None else 0):
@@ -304,7 +307,7 @@ class Group:
                 file.check_closed()
             return file.choose_newest()[file.store_id] if mode == "mixed" else file.choose_entries()[file.store_id]
 
-    def _entry_beside(self, file: GroupFile) -> Entry:
+    def _choose_entry_while_locked(self, file: GroupFile) -> Entry:
         """Choose the rows that a store opens with if this process has locked its group. Raises StoreError."""
         rows, commit = self.rows.get(file.store_id, MemberRows()), self.record.commit
         if rows.current_entry != NOTHING:
@@ -325,7 +328,7 @@ class Group:
             if self.file.path is not None:
                 self._lock = lock_group(self.file)
                 store = next(iter(self.members.values())).store
-                file = GroupFile(store, self.file.shards, self.file.beside)
+                file = GroupFile(store, self.file.shards, self.file.siblings)
                 if file.key != self.file.key:  # another process changed the groups
                     raise StoreError(_describe_change(store))
                 self.file = file
@@ -343,29 +346,29 @@ class Group:
             try:
                 target = self.file.choose_entries()
             except (StoreError, SnapshotError):
-                if not any(member.broken for member in self.members.values()):
+                if not any(member.unusable_reason for member in self.members.values()):
                     raise
-                target = self.record.unchanged  # a broken store's rows are not used before a load
+                target = self.record.unchanged_entries  # an unusable store's rows are not used before a load
         for id, member in self.members.items():
-            if not member.broken and not _is_same(member.entry, target[id]):
+            if not member.unusable_reason and not _have_common_rows(member.entry, target[id]):
                 raise StoreError(_describe_change(member.store))
         self.rows = {id: self.members.get(id) or MemberRows() for id in target}
         for id, rows in self.rows.items():
-            rows.current_entry = NOTHING if id in self.members and self.members[id].broken else target[id]
+            rows.current_entry = NOTHING if id in self.members and self.members[id].unusable_reason else target[id]
             snapshot = rows.current_entry.snapshot
-            rows.spans = [Interval(snapshot, 0)] if snapshot else []  # 0 is the first moment
+            rows.intervals = [Interval(snapshot, 0)] if snapshot else []  # 0 is the first moment
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
-        if self.record.trained or any(not _is_same(self.record.now[id], entry) for id, entry in known.items()):
+        if self.record.changed_stores or any(not _have_common_rows(self.record.entries[id], known[id]) for id in known):
             folders = self.file.members(lenient=True)
-            undone = {id: _find_skipped_range(folders[id], entry) for id, entry in known.items() if id in folders}
+            skipped = {id: _find_skipped_range(folders[id], entry) for id, entry in known.items() if id in folders}
             parents = {id: entry.snapshot for id, entry in known.items() if entry.snapshot}
             self.write(
-                trained=self.record.trained & (self.rows.keys() - known.keys()),
+                changed_stores=self.record.changed_stores & (self.rows.keys() - known.keys()),
                 parents={**self.record.parents, **parents},
-                undone={**self.record.undone, **undone},
+                skipped_sequences={**self.record.skipped_sequences, **skipped},
             )
-        elif self.record.now != self.current_entries:
+        elif self.record.entries != self.current_entries:
             self.write()
 
     @property
@@ -373,11 +376,11 @@ class Group:
         """The durable rows that equal the current rows, for each store."""
         return {id: rows.current_entry for id, rows in self.rows.items()}
 
-    def write(self, now: Mapping[str, Entry] | None = None, **fields: Any) -> None:
-        """Replace entries (`now`) and fields of the record, and write it if anything changed. Raises StoreError."""
-        now, path = now or {}, self.file.path
+    def write(self, entries: Mapping[str, Entry] | None = None, **fields: Any) -> None:
+        """Replace `entries` and fields of the record, and write it if anything changed. Raises StoreError."""
+        entries, path = entries or {}, self.file.path
         moment, snapshots = self._newest_moment() or (0, None)
-        record = replace(next_record(self.record, {**self.current_entries, **now}, snapshots), **fields)
+        record = replace(next_record(self.record, {**self.current_entries, **entries}, snapshots), **fields)
         if path is not None:
             stores = {id: member.store for id, member in self.members.items()}
             places = {id: Location.make(f.path, f.snapshot_store.path, path.parent) for id, f in stores.items()}
@@ -391,15 +394,15 @@ class Group:
             for mark_folder in mark_folders if path is not None else {member.mark_folder}:
                 file.write_mark(mark_folder, member.id)
         self.file = file
-        for id, entry in now.items():
+        for id, entry in entries.items():
             self.rows[id].current_entry = entry
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
-                rows.spans = [span for span in rows.spans if span.last >= moment]
+                rows.intervals = [span for span in rows.intervals if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
         """Warn before the first change to rows that no snapshot has: a kill then undoes saves of other stores."""
-        entries, commit = self.record.now, self.record.commit
+        entries, commit = self.record.entries, self.record.commit
         alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.current_entry.snapshot is None and NOTHING not in entries.values():
             log.warning(
@@ -411,7 +414,7 @@ class Group:
 
     def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
         """Find the newest moment that snapshots of all stores share. Forgets snapshots that no longer exist."""
-        while newest := newest_moment({id: rows.spans for id, rows in self.rows.items()}, clock.moment):
+        while newest := newest_moment({id: rows.intervals for id, rows in self.rows.items()}, clock.moment):
             snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
@@ -421,7 +424,7 @@ class Group:
             if not missing:
                 break
             for x in missing:
-                self.rows[x].spans = [span for span in self.rows[x].spans if span.snapshot != snapshots[x]]
+                self.rows[x].intervals = [span for span in self.rows[x].intervals if span.snapshot != snapshots[x]]
         return newest
 
 
@@ -445,8 +448,8 @@ def _join(groups: Sequence[Group]) -> None:
                 member.store.path.name,
                 others,
             )
-    record = union([group.record for group in groups], {id: present.current_entry for id, present in rows.items()})
-    file = groups[0].file.copy_with(path=path, record=replace(record, places=places, joining=True))
+    record = merge_records([group.record for group in groups], {id: m.current_entry for id, m in rows.items()})
+    file = groups[0].file.copy_with(path=path, record=replace(record, places=places, is_joining=True))
     write_record(path, file.record.plain())
     for group in groups:
         if group.file.path is not None:
@@ -458,7 +461,7 @@ def _join(groups: Sequence[Group]) -> None:
         member.group.leave(member)
         member.group = joined
         joined.enter(member)
-    joined.write()  # clears `joining`: the join is complete
+    joined.write()  # clears `is_joining`: the join is complete
     for group in groups:
         if group.file.path is not None and not group.rows.keys() - joined.members.keys():
             remove_record(group.file.path)  # no store's MARK names this record any more
@@ -471,46 +474,47 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
     The record names the snapshots before the block runs, so recovery completes the load after a kill. If the block
     raises, the record is rewritten to name the rows that each store then has. Raises StoreError.
     """
-    if all(member.broken == LOADING for member in snapshots):  # an outer `record_load` loads several stores
+    if all(member.unusable_reason == LOADING_REASON for member in snapshots):  # in an outer `record_load`
         yield
         return
     before = {}
     try:
-        with _changing:
+        with _groups_lock:
             for member in snapshots:
                 member.lock()
-            before = {member: (member.current_entry, member.broken) for member in snapshots}
+            before = {member: (member.current_entry, member.unusable_reason) for member in snapshots}
             for member in snapshots:
-                member.broken = LOADING
+                member.unusable_reason = LOADING_REASON
             for group, ids in _by_group(snapshots):
                 loaded = {id: Entry(snapshot) for id, snapshot in ids.items()}
                 group.write(loaded, parents={**group.record.parents, **ids})
         yield
         clock.moment += 1
     except BaseException:
-        with _changing, suppress(StoreError):
-            for member, (entry, broken) in before.items():
-                member.end_failed_load(entry, broken)
+        with _groups_lock, suppress(StoreError):
+            for member, (entry, unusable_reason) in before.items():
+                member.end_failed_load(entry, unusable_reason)
             for group, _ in _by_group(before):
                 group.write()
         raise
 
 
-def record_save(snapshots: Mapping[Capture, str], is_parent: bool = True) -> None:
+def record_save(snapshots: Mapping[PendingSave, str], is_parent: bool = True) -> None:
     """Record that rows were saved, after their snapshots got their final names. Raises StoreError.
 
     snapshots: {capture: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.
     """
-    with _changing:
+    with _groups_lock:
         present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
         groups = _by_group({capture.member: id for capture, id in snapshots.items()})
-        before = [(group, {**vars(group.record), "now": group.current_entries}) for group, _ in groups]
+        before = [(group, {**vars(group.record), "entries": group.current_entries}) for group, _ in groups]
         try:
             for capture, snapshot in snapshots.items():
                 capture.snapshot = snapshot
             for group, ids in groups:
-                now = {m.id: Entry(id, m.current_entry.live_version) for m, id in present.items() if m.group is group}
-                group.write(now, parents={**group.record.parents, **(ids if is_parent else {})})
+                own = {member: id for member, id in present.items() if member.group is group}
+                entries = {m.id: Entry(id, m.current_entry.live_version) for m, id in own.items()}
+                group.write(entries, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
             for capture in snapshots:
                 capture.snapshot = ""
@@ -537,7 +541,7 @@ def find_group_file(store: FolderState) -> GroupFile:
     return GroupFile(store) if member is None else member.group.file.copy_with(folder=store, store_id=member.id)
 
 
-def _is_same(entry: Entry, other: Entry) -> bool:
+def _have_common_rows(entry: Entry, other: Entry) -> bool:
     return any(a and a == b for a, b in zip(entry, other, strict=True))
 
 

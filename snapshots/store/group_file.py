@@ -26,7 +26,7 @@ from .folder_state import SNAPSHOTS, FolderState, read_shard_versions
 from .initial_records import GROUP_FILE_PREFIX, MISSING_SNAPSHOT_ID, OldGroup, make_group_record, make_store_record
 from .lock import FileLock, InUseError
 from .mark import Link, read_live_version
-from .recovery_rule import EMPTY, NOTHING, Entry, Files, Record, choose, drop_lost
+from .recovery_rule import EMPTY, NOTHING, Entry, Record, StoreFiles, choose_entries, drop_lost_rows
 
 INVALID = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
 Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
@@ -50,9 +50,9 @@ class GroupFile:
     """
 
     def __init__(
-        self, folder: FolderState, shards: Shards | None = None, beside: Sequence[Path] = (), is_alone: bool = False
+        self, folder: FolderState, shards: Shards | None = None, siblings: Sequence[Path] = (), is_alone: bool = False
     ) -> None:
-        self.folder, self.shards, self.beside = folder, shards or {}, beside
+        self.folder, self.shards, self.siblings = folder, shards or {}, siblings
         self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
         self.mark_folder = folder.recovery_folder  # its MARK contains the record, or the record file's path
         mark, group = self.mark_folder.mark, OldGroup.read(self.mark_folder.mark)
@@ -84,7 +84,7 @@ class GroupFile:
 
     def read_again(self) -> Self:
         """Read the record again, because it may have changed before this process locked it. Raises StoreError."""
-        return self if self.path is None else type(self)(self.folder, self.shards, self.beside)
+        return self if self.path is None else type(self)(self.folder, self.shards, self.siblings)
 
     @property
     def key(self) -> str:
@@ -115,7 +115,7 @@ class GroupFile:
 
     def _check_listed(self) -> None:
         """Raises StoreError if the record does not list this store, or lists another folder with the same id."""
-        if self.store_id not in self.record.now:
+        if self.store_id not in self.record.entries:
             raise RecordError(
                 f"the group's record {str(self.path)!r} does not list {str(self.folder.path)!r}: this folder is a copy "
                 "from before the store was taken out of the group",
@@ -137,7 +137,7 @@ class GroupFile:
             for path in sorted(self.folder.path.parent.glob(f"{GROUP_FILE_PREFIX}*")):
                 with suppress(OSError, *INVALID):
                     record = Record.parse(unseal(read_record(path)))
-                    for id, location in record.places.items() if not record.joining else ():
+                    for id, location in record.places.items() if not record.is_joining else ():
                         folders = [folder for folder in location.paths(path.parent) if folder.is_dir()]
                         if any(os.path.samefile(folder, self.folder.path) for folder in folders):
                             self.path, self.record, self.store_id = path, record, id
@@ -176,7 +176,7 @@ class GroupFile:
             member = next((candidate for candidate in candidates if self._leads_here(candidate, id)), None)
             if member is not None:
                 folders[id] = member
-            elif not self.record.joining and not lenient:
+            elif not self.record.is_joining and not lenient:
                 raise StoreError(
                     f"{str(candidates[0].path)!r} is not in the group of {self.folder.path.name!r}. It is a new store, "
                     "another store, or a copy from before the store joined the group. Put the right folder back; "
@@ -185,10 +185,10 @@ class GroupFile:
         return folders
 
     def _find_folders(self, id: str) -> list[FolderState]:
-        """Returns folders that may be a store: existing paths from the record, and same-named folders in `beside`."""
+        """Returns folders that may be a store: existing paths from the record, and same-named folders in `siblings`."""
         assert self.path is not None
         location = self.record.places[id]
-        moved = [] if id == self.store_id else [path for path in self.beside if path.name == location.name]
+        moved = [] if id == self.store_id else [path for path in self.siblings if path.name == location.name]
         folders = {
             os.path.realpath(path): path for path in (*location.paths(self.path.parent), *moved) if path.is_dir()
         }
@@ -204,10 +204,10 @@ class GroupFile:
         is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
         return mark.store_id == id and (is_direct or GroupFile(folder).key == self.key)
 
-    def read_files(self, folder: FolderState) -> Files:
+    def read_files(self, folder: FolderState) -> StoreFiles:
         versions = self.read_shards(folder)
         live_versions = [*map(versions.get, range(folder.num_ranks))] or [read_live_version(folder.clean_marker)]
-        return Files(live_versions, {snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots})
+        return StoreFiles(live_versions, {one.manifest.id for one in list_snapshots(folder.snapshots).snapshots})
 
     def read_shards(self, folder: FolderState) -> Mapping[int, str | None]:
         """Returns the versions of a store's shards by rank: from `self.shards`, or else from shards on this host."""
@@ -218,8 +218,8 @@ class GroupFile:
         """Raises StoreError if the last run did not close all members. Called for the store option open="error"."""
         unclosed = []
         for id, folder in self.members(lenient=True).items():
-            version = self.record.now[id].live_version if folder.num_ranks else None
-            if id in self.record.trained or (version and version != self.read_files(folder).common_version):
+            version = self.record.entries[id].live_version if folder.num_ranks else None
+            if id in self.record.changed_stores or (version and version != self.read_files(folder).common_version):
                 unclosed.append(repr(str(folder.path)))
         if unclosed and self.path is None:
             raise StoreError(
@@ -234,9 +234,9 @@ class GroupFile:
 
     def _check_remote_shards(self, id: str, folder: FolderState) -> None:
         """Raises StoreError if shards on other hosts may hold live rows that no snapshot has."""
-        entry, shards, ranks = self.record.now[id], self.read_shards(folder), folder.num_ranks
+        entry, shards, ranks = self.record.entries[id], self.read_shards(folder), folder.num_ranks
         remote = [str(rank) for rank in range(ranks) if rank not in shards]
-        is_saved = drop_lost(entry, self.read_files(folder)).snapshot is not None
+        is_saved = drop_lost_rows(entry, self.read_files(folder)).snapshot is not None
         if remote and entry.live_version and {*shards.values()} <= {entry.live_version} and not is_saved:
             problem = f"the shards of rank {', '.join(remote)} are not" if shards else "none of their shards is"
             raise StoreError(
@@ -253,12 +253,12 @@ class GroupFile:
         members, record, commit = self.members(), self.record, self.record.commit
         for id, folder in members.items():
             self._check_remote_shards(id, folder)
-        chosen = choose(record, {id: self.read_files(folder) for id, folder in members.items()})
+        chosen = choose_entries(record, {id: self.read_files(folder) for id, folder in members.items()})
         if chosen is None or any(e.snapshot != commit[id] and not e.live_version for id, e in chosen.items()):
             _check_damage(members.values())
         if chosen is not None:
             was_saved = any(record.parents.get(id, EMPTY) != EMPTY for id in members)
-            starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {id: record.now[id] for id in chosen}
+            starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {id: record.entries[id] for id in chosen}
             if not (was_saved and starts_over):
                 return chosen
         in_order = sorted(members.items(), key=lambda item: item[1].path.name)
@@ -283,12 +283,12 @@ class GroupFile:
 
     def choose_after_kill(self) -> dict[str, Entry]:
         """Choose each member's rows for the next open, as if all processes that use the group were killed now."""
-        now = {id: Entry(entry.snapshot) for id, entry in self.record.now.items()}
-        return self.copy_with(record=replace(self.record, now=now)).choose_entries()
+        entries = {id: Entry(entry.snapshot) for id, entry in self.record.entries.items()}
+        return self.copy_with(record=replace(self.record, entries=entries)).choose_entries()
 
     def choose_own_entry(self) -> Entry:
         """Choose the rows for opening this store while another process trains its group. Returns NOTHING if unknown."""
-        return drop_lost(self.record.now[self.store_id], self.read_files(self.folder))
+        return drop_lost_rows(self.record.entries[self.store_id], self.read_files(self.folder))
 
     def choose_newest(self) -> dict[str, Entry]:
         """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
@@ -297,7 +297,7 @@ class GroupFile:
             ids = [EMPTY, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots)]
             files = self.read_files(folder)
             parent = Entry(self.record.parents.get(id, self.record.commit[id]))
-            entries = (drop_lost(entry, files) for entry in (self.record.now[id], parent))
+            entries = (drop_lost_rows(entry, files) for entry in (self.record.entries[id], parent))
             chosen[id] = next((entry for entry in entries if entry != NOTHING), Entry(ids[-1]))
         return chosen
 

@@ -12,7 +12,7 @@ from ..files.format import OLD_CANDIDATES, OLD_GROUP, read_snapshot_id
 from ..files.reader import list_snapshots
 from .folder_state import FolderState
 from .mark import Mark
-from .recovery_rule import EMPTY, Entry, Files, Location, Record, version_of_snapshot
+from .recovery_rule import EMPTY, Entry, Location, Record, StoreFiles, version_of_snapshot
 
 GROUP_FILE_PREFIX = "GROUP-"
 MISSING_SNAPSHOT_ID = "unknown"  # the id of a snapshot that no folder has
@@ -59,13 +59,13 @@ def make_store_record(id: str, folder: FolderState, version: str | None, shards:
     is_commit = ranks_record is not None and version == f"{ranks_record.run}:{ranks_record.saved}"
     is_commit |= version == version_of_snapshot(commit)  # killed in the first close, before the record was written
     is_commit |= version is None and not folder.had_live_rows
-    commits, trained = {id: commit}, frozenset({id} if version is None and folder.had_live_rows else ())
+    commits, changed_stores = {id: commit}, frozenset({id} if version is None and folder.had_live_rows else ())
     entries, parents = {id: Entry(commit if is_commit else None, version)}, {id: ids.get(parent, EMPTY)}
-    return Record(entries, commits, commits, trained=trained, parents=parents if parent else {})
+    return Record(entries, commits, commits, changed_stores=changed_stores, parents=parents if parent else {})
 
 
 def make_group_record(
-    folder: FolderState, group: OldGroup, read_files: Callable[[FolderState], Files]
+    folder: FolderState, group: OldGroup, read_files: Callable[[FolderState], StoreFiles]
 ) -> tuple[Path, Record | None]:
     """Returns the path and the record of stores that trained together. The commit is the newest save that all share.
 
@@ -102,5 +102,5 @@ def make_group_record(
     newest = next((moment for moment in reversed(saved_ids[min(saved_ids)]) if moment in common_moments), None)
     commit = {id: saved_ids.get(id, {}).get(newest, MISSING_SNAPSHOT_ID) for id in locations}
     entries = {id: Entry(None, live_versions.get(id)) for id in locations}
-    trained = frozenset(id for id, version in live_versions.items() if version is None)
-    return path, Record(entries, commit, commit, locations, trained, parents={} if newest is None else commit)
+    changed_stores = frozenset(id for id, version in live_versions.items() if version is None)
+    return path, Record(entries, commit, commit, locations, changed_stores, parents={} if newest is None else commit)

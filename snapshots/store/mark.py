@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...engine.durable import unseal
-from ..files.format import FOLDER_FIELDS, LIVE_VERSION, OLD_CANDIDATES, OLD_GROUP, SHARD
+from ..files.format import FOLDER_FIELDS, LIVE_VERSION, OLD_CANDIDATES, OLD_GROUP, SHARD_FIELD
 from .recovery_rule import Record
 
 LIVE_FOLDERS = ("live", "live-2")
@@ -88,7 +88,7 @@ def read_live_version(marker: Mapping[str, Any] | None) -> str | None:
     """Returns the version of the live rows that a clean marker describes, or None without a marker."""
     if marker is None:
         return None
-    match marker.get(SHARD), marker.get(LIVE_VERSION):
+    match marker.get(SHARD_FIELD), marker.get(LIVE_VERSION):
         case {"run": str(run), "writes": int(writes)}, _:
             return f"{run}:{writes}"
         case _, str(version):

@@ -8,11 +8,12 @@ A *moment* is a point between two steps. The *record* is a small file with an *e
 durable rows, such as a snapshot. When the record was written, the store's rows were equal to these durable rows. Saves,
 loads and closes write the record. The first step after the group is locked also writes the record. That first step is
 about to change the live rows, so it removes them from the entry. Later steps write nothing. The record also names two
-sets of snapshots. The *commit* is one snapshot per store, all of the newest common moment; `before` is the old commit.
+sets of snapshots. The *commit* is one snapshot per store, all of the newest common moment; `previous_commit` is the old commit.
 
-On the next start, `choose` uses the entries if each entry names rows that still exist. Otherwise all stores go back to
-the commit. If a snapshot of the commit was removed, all stores go back to `before` instead. `next_record` computes the
-record that a save, load or close writes. All functions are pure; tests/crash/record_model.py checks random histories.
+On the next start, `choose_entries` uses the entries if each entry names rows that still exist. Otherwise all stores go
+back to the commit. If a snapshot of the commit was removed, all stores go back to `previous_commit` instead.
+`next_record` computes the record that a save, load or close writes. All functions are pure; tests/crash/record_model.py
+checks random histories.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EMPTY, FOREVER = "EMPTY", sys.maxsize
+STORED_FIELDS = ("now", "commit", "before", "places", "trained", "parents", "undone", "joining")  # on disk
 SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY for no rows
 
 
@@ -67,30 +69,31 @@ class Location(NamedTuple):
 class Record:
     """The content of a record. The keys of all maps are store ids."""
 
-    now: Mapping[str, Entry]  # the entries when the record was last written
+    entries: Mapping[str, Entry]  # the entries when the record was last written
     commit: SnapshotIds  # one snapshot of each store, all of the same moment, as new as possible
-    before: SnapshotIds  # the previous commit
+    previous_commit: SnapshotIds
     places: Mapping[str, Location] = field(default_factory=dict)  # empty if the file MARK contains the record
-    trained: frozenset[str] = frozenset()  # stores written since a process locked the group
+    changed_stores: frozenset[str] = frozenset()  # stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
     # for each store, the range (low, high] of sequence numbers of the snapshots that recovery skipped
     undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    joining: bool = False  # groups are being joined or split, so only stores whose MARK names this record are members
+    is_joining: bool = False  # groups are being joined or split: only stores whose MARK names this record are members
 
     @property
-    def unchanged(self) -> dict[str, Entry]:
-        """The snapshots that the entries name. A store in `trained` gets NOTHING, because its rows may have changed."""
-        return {store: NOTHING if store in self.trained else Entry(entry.snapshot) for store, entry in self.now.items()}
+    def unchanged_entries(self) -> dict[str, Entry]:
+        """The snapshots that the entries name. Stores in `changed_stores` get NOTHING: their rows may have changed."""
+        return {x: NOTHING if x in self.changed_stores else Entry(e.snapshot) for x, e in self.entries.items()}
 
     def plain(self) -> dict[str, Any]:
-        return {**vars(self), "trained": sorted(self.trained)}
+        values = {**vars(self), "changed_stores": sorted(self.changed_stores)}.values()
+        return dict(zip(STORED_FIELDS, values, strict=True))
 
     @classmethod
     def parse(cls, value: Any) -> Record:
         """Parse the result of `plain`. Raises ValueError, TypeError, KeyError or AttributeError for invalid input."""
-        now = {str(store): Entry(*entry) for store, entry in value["now"].items()}
+        entries = {str(store): Entry(*entry) for store, entry in value["now"].items()}
         record = cls(
-            now,
+            entries,
             {str(store): str(id) for store, id in value["commit"].items()},
             {str(store): str(id) for store, id in value["before"].items()},
             {str(store): Location(*map(str, location)) for store, location in value["places"].items()},
@@ -99,7 +102,7 @@ class Record:
             {str(store): (int(low), int(high)) for store, (low, high) in value["undone"].items()},
             bool(value["joining"]),
         )
-        if not (now and now.keys() == record.commit.keys() == record.before.keys()):
+        if not (entries and entries.keys() == record.commit.keys() == record.previous_commit.keys()):
             raise ValueError("the maps 'now', 'commit' and 'before' list different stores")
         return record
 
@@ -107,7 +110,7 @@ class Record:
 NO_RECORD = Record({}, {}, {})  # for a process that writes no record
 
 
-class Files(NamedTuple):
+class StoreFiles(NamedTuple):
     """What recovery needs to know about a store's files."""
 
     live_versions: Sequence[str | None]  # the version in each shard's clean marker
@@ -132,17 +135,18 @@ class Interval:
         self.last = min(self.last, moment)
 
 
-def drop_lost(entry: Entry, files: Files) -> Entry:
+def drop_lost_rows(entry: Entry, files: StoreFiles) -> Entry:
     """Returns the entry without unusable rows, that is, a missing snapshot, or live rows that some shard lacks."""
     has_snapshot = entry.snapshot == EMPTY or entry.snapshot in files.snapshots
     has_live = entry.live_version is not None and all(version == entry.live_version for version in files.live_versions)
     return Entry(entry.snapshot if has_snapshot else None, entry.live_version if has_live else None)
 
 
-def choose(record: Record, files: Mapping[str, Files]) -> dict[str, Entry] | None:
+def choose_entries(record: Record, files: Mapping[str, StoreFiles]) -> dict[str, Entry] | None:
     """Choose rows for each member of a group that no process locks. Returns None if a member's rows are missing."""
-    for entries in (record.now, *({x: Entry(ids[x]) for x in files} for ids in (record.commit, record.before))):
-        chosen = {x: drop_lost(entries[x], store_files) for x, store_files in files.items()}
+    commits = record.commit, record.previous_commit
+    for entries in (record.entries, *({x: Entry(ids[x]) for x in files} for ids in commits)):
+        chosen = {x: drop_lost_rows(entries[x], store_files) for x, store_files in files.items()}
         if NOTHING not in chosen.values():
             return chosen
     return None
@@ -160,24 +164,25 @@ def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[
     return None
 
 
-def union(records: Sequence[Record], entries: Mapping[str, Entry]) -> Record:
+def merge_records(records: Sequence[Record], entries: Mapping[str, Entry]) -> Record:
     """Combine several groups' records. entries: the entries of the stores to include."""
     fields: dict[str, Any] = {
         name: {x: value for record in records for x, value in getattr(record, name).items() if x in entries}
-        for name in ("commit", "before", "places", "parents", "undone")
+        for name in ("commit", "previous_commit", "places", "parents", "skipped_sequences")
     }
-    return Record(dict(entries), trained=frozenset(x for r in records for x in r.trained if x in entries), **fields)
+    changed_stores = frozenset(x for record in records for x in record.changed_stores if x in entries)
+    return Record(dict(entries), changed_stores=changed_stores, **fields)
 
 
 def next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
     """Returns the record to write. entries: the members' entries. snapshots: the new commit; None keeps the old one."""
-    result = union([record], entries)
+    result = merge_records([record], entries)
     if snapshots is not None and snapshots != result.commit:
-        result = replace(result, commit=dict(snapshots), before=result.commit)
+        result = replace(result, commit=dict(snapshots), previous_commit=result.commit)
     return result
 
 
 def find_needed_ids(record: Record, store_id: str) -> set[str]:
-    """Returns the ids of a store's snapshots that must not be removed. The snapshots in `before` need not be kept."""
-    ids = {record.now.get(store_id, NOTHING).snapshot, record.commit.get(store_id), record.parents.get(store_id)}
+    """Returns the ids of a store's snapshots that must not be removed. Those in `previous_commit` need not be kept."""
+    ids = {record.entries.get(store_id, NOTHING).snapshot, record.commit.get(store_id), record.parents.get(store_id)}
     return {id for id in ids if id not in (None, EMPTY)}

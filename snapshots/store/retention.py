@@ -15,7 +15,7 @@ from ..files.writer import find_children
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import find_group_file
-from .linked import REPLACED_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
+from .linking import REPLACED_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
 from .recovery_rule import Record, find_needed_ids
 
 log = logging.getLogger("tierbed")
@@ -67,25 +67,25 @@ def plan_prune(
     )
 
 
-def plan_for(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
+def plan_store_prune(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """Returns the plan of a `prune` with these arguments. Raises the same errors as `prune`."""
     snapshots, damaged = list_snapshots(store.snapshots)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
     state_snapshots = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
-    return plan_prune(snapshots, keep_last, keep_every, list_needed(store), state_snapshots)
+    return plan_prune(snapshots, keep_last, keep_every, list_needed_names(store), state_snapshots)
 
 
-def list_needed(store: FolderState) -> set[str]:
+def list_needed_names(store: FolderState) -> set[str]:
     """Returns names of snapshots that this store or a sharing store needs. Raises SnapshotError, StoreError."""
     ids = {id for f in map(find_group_file, store.sharing_stores) for id in find_needed_ids(f.record, f.store_id)}
     snapshots = list_snapshots(store.snapshots).snapshots
     return {find_snapshot(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
-def find_undone_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
+def find_skipped_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
     """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
-    low, high = record.undone.get(store_id, (0, 0))
+    low, high = record.skipped_sequences.get(store_id, (0, 0))
     needed_ids = find_needed_ids(record, store_id)
     return {
         snapshot.name
@@ -118,7 +118,7 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
     snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_state_snapshot(snapshot)]
     snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the time of the link, not of the save
     removable = snapshots[:-keep]
-    needed = list_needed(store) if removable else set()
+    needed = list_needed_names(store) if removable else set()
     for snapshot in removable:
         if snapshot.name in needed or find_children(snapshot.folder):
             continue
@@ -131,7 +131,7 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
         )
 
 
-def keep_replaced(folder: Path) -> None:
+def link_replaced(folder: Path) -> None:
     """Link a snapshot under a second name before an overwrite, as recovery may need it. Raises SnapshotError."""
     snapshot = Snapshot.open(folder)
     link = folder.with_name(f"{REPLACED_PREFIX}{snapshot.manifest.id}")
@@ -139,21 +139,21 @@ def keep_replaced(folder: Path) -> None:
         link_snapshot(snapshot, link)
 
 
-def drop_replaced(store: StoreFolder) -> None:
-    """Remove links that `keep_replaced` made, except links that recovery or a child needs. Raises SnapshotError."""
+def unlink_replaced(store: StoreFolder) -> None:
+    """Remove links that `link_replaced` made, except links that recovery or a child needs. Raises SnapshotError."""
     try:
         replaced = [folder for folder in store.snapshots.glob(f"{REPLACED_PREFIX}*/") if is_replaced(folder)]
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
     if replaced:
-        needed = list_needed(store)
+        needed = list_needed_names(store)
         for folder in replaced:
             if folder.name not in needed and not find_children(folder):
                 remove_snapshot(folder)
 
 
 def is_replaced(folder: Path) -> bool:
-    """True if `keep_replaced` gave the snapshot its name."""
+    """True if `link_replaced` gave the snapshot its name."""
     return folder.name == f"{REPLACED_PREFIX}{read_snapshot_id(folder)}"
 
 
@@ -163,8 +163,8 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     Removes the latest snapshots first, so that even after a kill, every remaining snapshot has its parents. If a
     manifest is damaged, raises SnapshotError and removes nothing, because that snapshot's parent is unknown.
     """
-    drop_replaced(store)
-    plan = plan_for(store, keep_last, keep_every)
+    unlink_replaced(store)
+    plan = plan_store_prune(store, keep_last, keep_every)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
     return plan
@@ -172,6 +172,6 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove `saved` unless recovery or a child needs it. Keeps a newer snapshot of this name. Raises SnapshotError."""
-    folder, is_needed = store.snapshots / saved.name, saved.name in list_needed(store)
+    folder, is_needed = store.snapshots / saved.name, saved.name in list_needed_names(store)
     if read_snapshot_id(folder) == saved.manifest.id and not is_needed and not find_children(folder):
         remove_snapshot(folder)

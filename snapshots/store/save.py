@@ -21,15 +21,15 @@ from ..files.writer import (
     RowFiles,
     check_free,
     check_parent,
+    convert_write_errors,
     find_children,
     write_changes,
-    write_errors,
     write_rows,
 )
 from .folder import StoreFolder
-from .linked import remove_snapshot
+from .linking import remove_snapshot
 from .recovery_rule import EMPTY, Record, find_needed_ids
-from .retention import drop_replaced, find_undone_names, is_state_snapshot, keep_replaced
+from .retention import find_skipped_names, is_state_snapshot, link_replaced, unlink_replaced
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -58,9 +58,9 @@ class SaveSource(NamedTuple):
 def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
     """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
-    drop_replaced(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
+    unlink_replaced(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
     folder = store.snapshots / name
-    reusable = find_undone_names(store.snapshots, source.record, source.store_id)
+    reusable = find_skipped_names(store.snapshots, source.record, source.store_id)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
         check_free(folder, overwrite or name in reusable)
     if kind == "checkpoint" and source.rocksdb is None:
@@ -79,12 +79,12 @@ def begin_save(
     if parent is not None:
         check_parent(folder, parent, source.description)
     store.clear_snapshots()
-    if name in find_undone_names(store.snapshots, source.record, source.store_id):
+    if name in find_skipped_names(store.snapshots, source.record, source.store_id):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
     if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(source.record, source.store_id):
-        keep_replaced(folder)
+        link_replaced(folder)
     new.begin(folder, source.description, overwrite or os.path.lexists(folder))
     return folder, parent
 
@@ -112,7 +112,7 @@ def write_part(
     chunks: the rows to write. Default: a scan of all rows. Raises SnapshotError, StoreError.
     """
     temporary = make_temporary_path(folder)
-    with write_errors(folder, shard):
+    with convert_write_errors(folder, shard):
         if kind == "checkpoint":
             from ..files.rocksdb_files import write_rocksdb  # needs RocksDB
 

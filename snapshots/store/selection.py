@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ...engine.errors import InputError
 from ...engine.optim.kernel import load_kernels
 from ...engine.row_format import STATE_DTYPES, Chunks, RowArray, RowFormat, find_overflows
-from ..files.reader import ProgressCallback, Snapshot, count_progress
+from ..files.reader import ProgressCallback, Snapshot, report_progress
 
 Types = tuple[str, str]  # the dtype of embeddings, and the dtype of optimizer states with one number per element
 Where = Callable[[NDArray[np.uint32], NDArray[np.int64] | NDArray[np.uint64]], NDArray[np.bool_]]
@@ -114,7 +114,7 @@ class Selection:
             from ...engine.table.row_scan import catch_up_rows  # loads torch
 
             chunks = catch_up_rows(snapshot.description, chunks)
-        return self.chunks(count_progress(chunks, progress), snapshot.description, report)
+        return self.chunks(report_progress(chunks, progress), snapshot.description, report)
 
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """Yields the selected rows among `chunks`, and counts them in `report`."""

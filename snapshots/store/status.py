@@ -122,7 +122,7 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
     for store, location in file.record.places.items():
         paths = location.paths(file.path.parent)
         path = file.folder.path if store == file.store_id else next((path for path in paths if path.is_dir()), paths[0])
-        entry, commit, folder = file.record.now[store], file.record.commit[store], FolderState(path)
+        entry, commit, folder = file.record.entries[store], file.record.commit[store], FolderState(path)
         snapshot, step = _find_snapshot(folder, entry.snapshot)
         if (version := entry.live_version) is not None:
             markers = [folder.clean_marker, *read_clean_markers(path, folder.num_ranks).values()]  # this host's shards

@@ -44,8 +44,8 @@ from .engine.options.store_options import make_host_mem_store_options as make_ho
 from .engine.store.rocksdb import rocksdb_info as rocksdb_info
 from .engine.version import __version__ as __version__
 from .graph.graph import Graph as Graph
-from .graph.plain_loop import load_checkpoint as load_checkpoint
-from .graph.plain_loop import save_checkpoint as save_checkpoint
+from .graph.loop_checkpoint import load_checkpoint as load_checkpoint
+from .graph.loop_checkpoint import save_checkpoint as save_checkpoint
 from .planning.plan import Curve as Curve
 from .planning.plan import Plan as Plan
 from .planning.plan import plan as plan

@@ -19,7 +19,7 @@ from support.small_snapshots import chunked, description, flip_bit, joined, make
 from support.stores import options
 from tierbed import __version__
 from tierbed.snapshots import Snapshot, write_incremental, write_snapshot
-from tierbed.snapshots.files.format import FILES, LIVE_VERSION, read_snapshot_id
+from tierbed.snapshots.files.format import LIVE_FILES, LIVE_VERSION, read_snapshot_id
 from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
 from tierbed.snapshots.store.folder import StoreFolder
 
@@ -53,7 +53,7 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
         assert joined(Snapshot.open(store.live_path).chunks()) == rows
         expected = description(step=99, optimizer="shampoo") | {"live": "rows", "rows": 40}
         version = f"{read_snapshot_id(cli.store / 'snapshots' / 'a')}:0"
-        assert store.clean_marker == expected | {FILES: read_snapshot_id(store.live_path), LIVE_VERSION: version}
+        assert store.clean_marker == expected | {LIVE_FILES: read_snapshot_id(store.live_path), LIVE_VERSION: version}
         assert not store.incoming.exists()
     assert cli.json("save", "b")["step"] == 99
 

@@ -15,16 +15,16 @@ from tierbed.snapshots.store.recovery_rule import (
     FOREVER,
     NOTHING,
     Entry,
-    Files,
     Interval,
     Record,
     SnapshotIds,
-    choose,
-    drop_lost,
+    StoreFiles,
+    choose_entries,
+    drop_lost_rows,
     find_needed_ids,
+    merge_records,
     newest_moment,
     next_record,
-    union,
 )
 
 Rows = tuple[int, ...]
@@ -80,16 +80,16 @@ class Disk:
     def members(self, key: str) -> list[str]:
         """Membership is mutual: the record lists the store, and the store's MARK leads to the record."""
         record = self.record(key)
-        members = [x for x in record.now if self.leads_to(x) == key]
-        if len(members) < len(record.now) and not record.joining:
+        members = [x for x in record.entries if self.leads_to(x) == key]
+        if len(members) < len(record.entries) and not record.is_joining:
             raise Refused("a folder is from before it was trained with the others")
         return members
 
     def snapshots(self, store: str) -> list[str]:
         return [s for name, s in self.names[store].items() if not name.startswith(".tmp-")]
 
-    def folder(self, store: str) -> Files:
-        return Files([marker for marker, _ in self.live[store]], self.names[store].values())
+    def folder(self, store: str) -> StoreFiles:
+        return StoreFiles([marker for marker, _ in self.live[store]], self.names[store].values())
 
     def discard_live(self, store: str) -> None:
         self.live[store] = [(None, HALF)] * len(self.live[store])
@@ -101,7 +101,7 @@ class Disk:
         return HALF if entry.snapshot is None else self.contents[entry.snapshot]
 
     def target(self, key: str) -> dict[str, Entry]:
-        chosen = choose(self.record(key), {x: self.folder(x) for x in self.members(key)})
+        chosen = choose_entries(self.record(key), {x: self.folder(x) for x in self.members(key)})
         if chosen is None:
             raise Refused("no moment has the rows of every store: lists the snapshots of each")
         return chosen
@@ -136,7 +136,7 @@ class Trainer:
         key = self.disk.leads_to(store)
         if key != self.group:
             return self.disk.target(key)[store]
-        entry, commit = drop_lost(self.at[store], self.disk.folder(store)), self.disk.record(key).commit
+        entry, commit = drop_lost_rows(self.at[store], self.disk.folder(store)), self.disk.record(key).commit
         if entry != NOTHING:
             return entry
         if all(self.at[x].snapshot == snapshot for x, snapshot in commit.items() if x != store):
@@ -161,8 +161,8 @@ class Trainer:
         record, target = self.disk.record(key), self.targets(key)
         whole = {x: entry.snapshot for x, entry in target.items() if entry.snapshot}
         recovered = next_record(record, target, whole if len(whole) == len(target) else None)
-        if record.trained:  # its process was killed
-            recovered = replace(recovered, trained=frozenset(), parents={**record.parents, **whole})
+        if record.changed_stores:  # its process was killed
+            recovered = replace(recovered, changed_stores=frozenset(), parents={**record.parents, **whole})
         if recovered != record:
             self.disk.put(key, recovered)
         for x, entry in target.items():
@@ -173,7 +173,7 @@ class Trainer:
     def join(self, keys: Sequence[str]) -> None:
         """One record for all, then each old one leads to it. A kill leaves each old group whole, here or there."""
         self.group = f"g{self.run}-{self.clock}-{self.disk.writes}"
-        joined = replace(union([self.disk.record(key) for key in keys], self.at), joining=True)
+        joined = replace(merge_records([self.disk.record(key) for key in keys], self.at), is_joining=True)
         self.disk.put(self.group, joined)
         for key in keys:
             self.disk.put(key, Forward(self.group))
@@ -189,8 +189,8 @@ class Trainer:
         record, found = self.disk.record(self.group), newest_moment(self.spans, self.clock)
         moment, snapshots = found or (0, None)
         after = next_record(record, self.at, snapshots)
-        now_trained = (after.trained | {*trained.split()}) - {*untrained.split()}
-        after = replace(after, trained=now_trained, parents={**record.parents, **(parents or {})})
+        now_trained = (after.changed_stores | {*trained.split()}) - {*untrained.split()}
+        after = replace(after, changed_stores=now_trained, parents={**record.parents, **(parents or {})})
         if after != record:
             self.disk.put(self.group, after)
         if snapshots is not None and after.commit == snapshots:
@@ -205,7 +205,7 @@ class Trainer:
 
     def clear_before_write(self, store: str) -> None:
         """Describe the moment before a write, without the live part that the write will change."""
-        if store not in self.disk.record(self.group).trained:
+        if store not in self.disk.record(self.group).changed_stores:
             self.at[store] = Entry(self.at[store].snapshot)
             self.write_record(trained=store)
         self.clear_markers(store)
@@ -326,7 +326,7 @@ class Trainer:
         """Ranks close one by one, and rank 0 writes the record without waiting for the others."""
         marker = self.disk.live[store][0][0]
         record = self.disk.record(self.disk.leads_to(store))
-        is_noted = marker is not None and marker == record.now[store].live_version
+        is_noted = marker is not None and marker == record.entries[store].live_version
         if store not in self.broken and not is_noted:
             self.lock()
             live, shards = marker or f"{self.run}:{self.writes}", self.disk.live[store]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 
-from tierbed.snapshots.store.recovery_rule import EMPTY, NOTHING, Entry, Interval, drop_lost, find_needed_ids
+from tierbed.snapshots.store.recovery_rule import EMPTY, NOTHING, Entry, Interval, drop_lost_rows, find_needed_ids
 
 from .record_processes import Disk, Kill, Refused, Rows, Trainer
 
@@ -39,7 +39,7 @@ class Folders(Disk):
     def target(self, key: str) -> dict[str, Entry]:
         chosen, record = super().target(key), self.record(key)
         was_saved = any(record.parents.get(x, EMPTY) != EMPTY for x in chosen)
-        if was_saved and {*chosen.values()} == {Entry(EMPTY)} and chosen != {x: record.now[x] for x in chosen}:
+        if was_saved and {*chosen.values()} == {Entry(EMPTY)} and chosen != {x: record.entries[x] for x in chosen}:
             raise Refused("no moment has rows")
         return chosen
 
@@ -47,8 +47,8 @@ class Folders(Disk):
         """What each has by itself."""
         record, chosen, ids = self.record(key), dict[str, Entry](), list(self.contents)
         for x in self.members(key):
-            own = (record.now[x], Entry(record.parents.get(x, record.commit[x])))
-            found = [entry for entry in (drop_lost(one, self.folder(x)) for one in own) if entry != NOTHING]
+            own = (record.entries[x], Entry(record.parents.get(x, record.commit[x])))
+            found = [entry for entry in (drop_lost_rows(one, self.folder(x)) for one in own) if entry != NOTHING]
             latest = sorted(self.names[x].values(), key=ids.index)
             chosen[x] = found[0] if found else Entry(latest[-1] if latest else EMPTY)
         return chosen

@@ -36,7 +36,7 @@ BROKEN_FOR_MODELS = {
     "a commit is not synced": "from tierbed.engine import durable as d; "
     "d.fsync_dir = lambda path, f=d.fsync_dir: None if path.name == 'snapshots' else f(path)",
     "a prune looks at no record": "from tierbed.snapshots.store import retention as r; "
-    "r.list_needed = lambda store: set()",
+    "r.list_needed_names = lambda store: set()",
     "writes are not noted": "from tierbed.snapshots.store.group import Member as M; "
     "M.begin_change = lambda member, replaces=False: None",
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierbed.snapshots.store import recovery_rule as rule
-from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Record, drop_lost, next_record, union
+from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Record, drop_lost_rows
 
 from . import record_processes as processes
 from .record_model import Checker, History, Violation
@@ -26,7 +26,7 @@ def newest_or_none(spans: Mapping[str, Any], clock: int) -> tuple[int, Mapping[s
 
 
 def any_moment(record: Record, at: Mapping[str, Entry], moment: Any) -> Record:
-    return next_record(record, at, {x: entry.snapshot or record.commit[x] for x, entry in at.items()})
+    return rule.next_record(record, at, {x: entry.snapshot or record.commit[x] for x, entry in at.items()})
 
 
 def count_at_present(trainer: Trainer, store: str, snapshot: str, span: Any) -> None:
@@ -37,34 +37,35 @@ def count_at_present(trainer: Trainer, store: str, snapshot: str, span: Any) -> 
 def forget_at_close(trainer: Trainer, store: str, close: Callable[..., None] = Trainer.close) -> None:
     close(trainer, store)
     if store in trainer.at:  # others of its group are open
-        trainer.at[store] = trainer.disk.record(trainer.group).now[store]
+        trainer.at[store] = trainer.disk.record(trainer.group).entries[store]
 
 
 def union_without_commits(records: Any, at: Mapping[str, Entry]) -> Record:
-    return replace(union(records, at), commit=dict.fromkeys(at, EMPTY), before=dict.fromkeys(at, EMPTY))
+    empty = dict.fromkeys(at, EMPTY)
+    return replace(rule.merge_records(records, at), commit=empty, previous_commit=empty)
 
 
 def choose_own(record: Record, folders: Mapping[str, Any]) -> dict[str, Entry]:
-    chosen = {x: drop_lost(record.now[x], folder) for x, folder in folders.items()}
+    chosen = {x: drop_lost_rows(record.entries[x], folder) for x, folder in folders.items()}
     return {x: Entry(record.commit[x]) if e == NOTHING else e for x, e in chosen.items()}
 
 
 def first_shard_only(entry: Entry, folder: Any) -> Entry:
-    return drop_lost(entry, folder._replace(live_versions=folder.live_versions[:1]))
+    return drop_lost_rows(entry, folder._replace(live_versions=folder.live_versions[:1]))
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "commit: only the entries of the last write count": (processes, "newest_moment", newest_or_none),
     "commit: an incomplete set counts": (processes, "next_record", any_moment),
-    "recovery: of each store alone": (processes, "choose", choose_own),
-    "prune: what the commit needs": (processes, "find_needed_ids", lambda record, x: {record.now[x].snapshot}),
+    "recovery: of each store alone": (processes, "choose_entries", choose_own),
+    "prune: what the commit needs": (processes, "find_needed_ids", lambda record, x: {record.entries[x].snapshot}),
     "overwrite: exchange without a link": (Trainer, "retain_replaced", lambda trainer, store, old: None),
     "background: counts for the present rows": (Trainer, "count_snapshot", count_at_present),
     "load: a failure takes nothing back": (Trainer, "take_back", lambda trainer, at: None),
     "write: no clean marker is cleared, nor the live entry": (Trainer, "clear_before_write", lambda trainer, x: None),
     "close: a store that was not closed cleanly has its old entry": (Trainer, "close", forget_at_close),
-    "ranks: the first shard decides": (rule, "drop_lost", first_shard_only),
-    "join: the old commits are forgotten": (processes, "union", union_without_commits),
+    "ranks: the first shard decides": (rule, "drop_lost_rows", first_shard_only),
+    "join: the old commits are forgotten": (processes, "merge_records", union_without_commits),
 }
 
 

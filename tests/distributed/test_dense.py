@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from support.ranks import assert_alike, on_ranks, run_kept
 from tierbed import CapacityError, Graph, MultiTableEmbedding, World, make_host_mem_store_options
-from tierbed.distributed.dense import all_reduce_in_order
+from tierbed.distributed.dense_gradients import all_reduce_in_order
 from tierbed.engine.ops.exact_sum import sum_squares
 
 KINDS = [torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.float16]

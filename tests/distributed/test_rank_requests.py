@@ -95,7 +95,7 @@ def test_ranks_that_train_save_what_they_are_asked_for(tmp_path: Path) -> None:
         snapshot.verify()
         (counts,) = all_updates(snapshot)
         assert counts[0] == counts[1] <= steps[0] == steps[1]
-    assert Snapshot.open(store / "snapshots" / "asked").manifest.parts == 2
+    assert Snapshot.open(store / "snapshots" / "asked").manifest.num_shards == 2
     assert manifest.rows == 107
 
 

@@ -101,7 +101,7 @@ def test_rows_are_the_same_for_any_numbers_of_ranks_and_stores(
         path = tmp_path / "rows" / "snapshots" / f"s{number}"
         found.append(stored(path))
         snapshot = Snapshot.open(path)
-        assert snapshot.manifest.parts == (None if size == 1 else size)
+        assert snapshot.manifest.num_shards == (None if size == 1 else size)
         export_snapshot(snapshot, tmp_path / f"x{number}", "snapshot")
         exports.append({file.name: file.read_bytes() for file in (tmp_path / f"x{number}").glob("*.npy")})
     assert {*found} == {found[0]}
@@ -141,7 +141,7 @@ def test_incremental_snapshots_have_what_changed_on_all_ranks(tmp_path: Path, st
     for number, name in enumerate(["s0", "s1", "s2", "s3", "after"]):
         assert Snapshot.open(snapshots / name).kind == ("full" if number == 0 else "incremental")
         assert stored(snapshots / name) == together([share[number] for share in shares])
-    assert Snapshot.open(snapshots / "s1").manifest.own_rows < Snapshot.open(snapshots / "s1").manifest.rows
+    assert Snapshot.open(snapshots / "s1").manifest.num_entries < Snapshot.open(snapshots / "s1").manifest.rows
     assert Snapshot.open(snapshots / "after").manifest.parent.name == "s1"  # type: ignore[union-attr]
     wanted = together([share[3] for share in shares])
     assert together(run_kept(3, load_and_save, tmp_path, store, "s3", "again")) == wanted

@@ -139,7 +139,7 @@ def test_a_load_waits_for_a_save_that_another_thread_begins_meanwhile(tmp_path, 
     model = Model(tmp_path, TWO)
     model.steps(2)
     model.save_snapshot("all")
-    finish = SnapshotManager.finish_saving
+    finish = SnapshotManager.wait_for_save
     begun: list[Any] = []
 
     def finish_and_begin(snapshots: SnapshotManager) -> None:
@@ -149,7 +149,7 @@ def test_a_load_waits_for_a_save_that_another_thread_begins_meanwhile(tmp_path, 
             thread.start()
             thread.join()
 
-    monkeypatch.setattr(SnapshotManager, "finish_saving", finish_and_begin)
+    monkeypatch.setattr(SnapshotManager, "wait_for_save", finish_and_begin)
     load = Thread(target=lambda: model.load_snapshot("all"), daemon=True)
     load.start()
     load.join(60)

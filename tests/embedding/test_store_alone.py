@@ -17,7 +17,7 @@ from support.ranks import run_ranks
 from tierbed import StoreError
 from tierbed.distributed import World
 from tierbed.engine.durable import seal, unseal
-from tierbed.snapshots.files.format import FILES, FOLDER_FIELDS, LIVE_VERSION, MANIFEST
+from tierbed.snapshots.files.format import FOLDER_FIELDS, LIVE_FILES, LIVE_VERSION, MANIFEST
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GROUP_FILE_PREFIX
 
@@ -42,7 +42,7 @@ def _without_ids(manifest: dict[str, Any]) -> dict[str, Any]:
     described = manifest.get("description", manifest)
     described.pop("run", None)
     if described is manifest:  # of MARK
-        return {field: value for field, value in manifest.items() if field not in (FILES, LIVE_VERSION, *FOLDER_FIELDS)}
+        return {x: value for x, value in manifest.items() if x not in (LIVE_FILES, LIVE_VERSION, *FOLDER_FIELDS)}
     parent = manifest["parent"]
     return {**manifest, "id": "", "created": 0, "parent": parent and {**parent, "id": ""}}
 

@@ -122,7 +122,7 @@ def test_a_model_goes_by_its_own_folders_and_one_that_is_opened_alone_rolls_noth
 def says(store: Path, name: str) -> bool:
     """Whether the record says that a store has the rows of a snapshot."""
     file = GroupFile(FolderState(store))
-    return file.record.now[file.store_id].snapshot == Snapshot.open(store / "snapshots" / name).manifest.id
+    return file.record.entries[file.store_id].snapshot == Snapshot.open(store / "snapshots" / name).manifest.id
 
 
 def test_names_saved_at_two_instants_are_not_loaded_as_one(tmp_path) -> None:

@@ -32,7 +32,7 @@ from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.rocksdb_files import checkpoint_chunks, write_rocksdb
 from tierbed.snapshots.files.verify import find_chains, verify_all
-from tierbed.snapshots.files.writer import finish, new_snapshot
+from tierbed.snapshots.files.writer import new_snapshot, write_manifest
 
 __all__ = ["disk_path"]
 
@@ -53,7 +53,7 @@ def erase(tier: RocksDB, count: int = 400, seed: int = 0) -> None:
 
 def write_checkpoint(folder: Path, about: dict[str, Any], rows: int, tier: RocksDB) -> None:
     with new_snapshot(folder, about) as place:
-        finish(place, about, rows, rocksdb=write_rocksdb(place, folder.name, rows, tier))
+        write_manifest(place, about, rows, rocksdb=write_rocksdb(place, folder.name, rows, tier))
 
 
 def save(tier: RocksDB, folder: Path) -> Snapshot:

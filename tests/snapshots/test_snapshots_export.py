@@ -173,7 +173,7 @@ def test_an_error_inside_the_with_makes_no_snapshot_and_what_is_closed_refuses_u
 
 
 def test_rows_wait_in_files_without_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sorting, "chunk_rows", lambda width: 100)
+    monkeypatch.setattr(sorting, "compute_chunk_rows", lambda width: 100)
     rows = np.zeros(64 * 150, row_dtype(2))
     rows["key"] = np.random.default_rng(0).permutation(len(rows))
     with closing(RowSorter(tmp_path / "new", row_dtype(2))) as sorter:

@@ -40,7 +40,7 @@ def test_a_golden_snapshot_is_verified_loaded_and_trained_on(tmp_path: Path, nam
     expected = np.load(golden / f"{kind}.npy")
     snapshot = Snapshot.open(golden / kind)
     assert (snapshot.manifest.rows, snapshot.kind) == (len(expected), "full" if kind == "parts" else kind)
-    assert snapshot.manifest.parts == (2 if kind == "parts" else 3 if golden.name == "snapshots-3" else None)
+    assert snapshot.manifest.num_shards == (2 if kind == "parts" else 3 if golden.name == "snapshots-3" else None)
     snapshot.verify()
     if dtype:
         assert (snapshot.description["dtype"], snapshot.description["state_dtypes"]) == (dtype, [states] * 2)

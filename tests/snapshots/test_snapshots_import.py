@@ -204,7 +204,7 @@ def written(folder: Path, format: str) -> Path:
 def test_sources_are_read_a_chunk_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str) -> None:
     from tierbed.snapshots.exchange import sources
 
-    monkeypatch.setattr(sources, "chunk_rows", lambda width: 16)
+    monkeypatch.setattr(sources, "compute_chunk_rows", lambda width: 16)
     path = written(tmp_path, format)
     source = open_source(path, tensor="w" if format == "pt" else None)
     assert (source.num_rows, source.dim) == (40, DIM)

@@ -29,7 +29,7 @@ from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files import reader
 from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, parse_shard_index
-from tierbed.snapshots.files.merging import NEW, join_tables
+from tierbed.snapshots.files.merging import STATUS_NEW, join_tables
 from tierbed.snapshots.files.verify import find_chains, verify_all
 from tierbed.snapshots.files.writer import find_children, new_snapshot, write_rows
 from tierbed.snapshots.inspection.row import read_snapshot_row
@@ -149,7 +149,7 @@ def test_joined_pieces_cover_one_range_of_both(left: Table, right: Table, sizes:
         keys = sides[0] + sides[1]
         assert min(keys) > last
         last = max(keys)
-        for number, flags in enumerate((gone > 0, state == NEW)):
+        for number, flags in enumerate((gone > 0, state == STATUS_NEW)):
             seen[number] += sides[number]
             lacking[number] += [key for key, flag in zip(sides[number], flags, strict=True) if flag]
     assert seen == [sorted(left), sorted(right)]
@@ -255,8 +255,8 @@ def test_parts_are_read_as_one_snapshot_of_the_same_rows_and_each_row_by_its_own
     write_snapshot(folder / "one", description(width), chunked(buckets))
     save_in_parts(folder / "parts", description(width), chunked(buckets), parts)
     one, other = Snapshot.open(folder / "one"), Snapshot.open(folder / "parts")
-    assert (one.manifest.parts, other.manifest.parts) == (None, parts)
-    assert other.manifest.rows == other.manifest.own_rows == one.manifest.rows
+    assert (one.manifest.num_shards, other.manifest.num_shards) == (None, parts)
+    assert other.manifest.rows == other.manifest.num_entries == one.manifest.rows
     for name in other.manifest.files:
         assert owners(np.load(other.folder / name), parts) == {parse_shard_index(name)}
     other.verify()
@@ -292,7 +292,7 @@ def test_the_parts_of_a_row_meet(a: int, b: int, keys: list[int]) -> None:
     tables, ids = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64)
     for x, y in zip(*(_core.find_owners(tables, ids, n).tolist() for n in (a, b)), strict=True):
         assert HashShard(x, a).overlaps(HashShard(y, b))
-    assert [HashShard(0, a).slots.start, HashShard(a - 1, a).slots.stop] == [0, 1 << 16]
+    assert [HashShard(0, a).hash_range.start, HashShard(a - 1, a).hash_range.stop] == [0, 1 << 16]
 
 
 @pytest.mark.parametrize("format", ["parquet", "npz", "safetensors", "snapshot"])
@@ -328,7 +328,7 @@ def test_parts_load_into_any_store_and_are_gone_over(tmp_path: Path, store: str)
         embedding.save_snapshot("after", "incremental")
         rows = contents(embedding).tobytes()
     after = Snapshot.open(snapshots / "after")
-    assert (after.manifest.parts, after.manifest.parent and after.manifest.parent.name) == (None, "three")
+    assert (after.manifest.num_shards, after.manifest.parent and after.manifest.parent.name) == (None, "three")
     folder = tmp_path / "rows"
     if store == "device":
         shown = [command("inspect", folder, name, "--rows", 3)[1]["first_rows"] for name in ("one", "three")]
@@ -348,11 +348,11 @@ ROWS = make_buckets(6, {3: 50, 5: 50})
 def test_a_part_that_fails_leaves_nothing_and_spoils_nothing(tmp_path: Path, case: str) -> None:
     save(tmp_path / "before")
     wrong = HashShard("another" not in case, 2)
-    chunks = [(bucket, wrong.rows(ROWS[bucket])) for bucket in ((5, 3) if "ascend" in case else (3,))]
+    chunks = [(bucket, wrong.select_rows(ROWS[bucket])) for bucket in ((5, 3) if "ascend" in case else (3,))]
 
     def write() -> None:
         with new_snapshot(tmp_path / "s", description()) as place:
-            write_rows(place, description(), [(3, HashShard(0, 2).rows(ROWS[3]))], None, HashShard(0, 2))
+            write_rows(place, description(), [(3, HashShard(0, 2).select_rows(ROWS[3]))], None, HashShard(0, 2))
             elsewhere = tmp_path / "elsewhere" if "not written" in case else place
             write_rows(elsewhere, description(), chunks, None, HashShard(1, 2))
 

@@ -119,7 +119,7 @@ def test_an_incremental_snapshot_costs_the_change(tmp_path: Path, store: str) ->
             embedding.delete([7, 9], 0)
             embedding.save_snapshot(name, "incremental")
     found = [Snapshot.open(tmp_path / "rows" / "snapshots" / name).manifest for name in "abc"]
-    assert [(one.own_rows, one.deleted, one.rows) for one in found] == [(1000, 0, 1000), (5, 2, 999), (3, 0, 999)]
+    assert [(one.num_entries, one.deleted, one.rows) for one in found] == [(1000, 0, 1000), (5, 2, 999), (3, 0, 999)]
 
 
 @pytest.mark.parametrize("store", ["device", "ssd"])
@@ -152,7 +152,7 @@ def test_its_parent_is_what_was_saved_or_loaded_last(tmp_path: Path, store: str)
         assert contents(embedding).tobytes() == state
     found = [Snapshot.open(tmp_path / "rows" / "snapshots" / name).manifest for name in "bcde"]
     assert [one.parent and one.parent.name for one in found] == ["a", "a", "c", "d"]
-    assert found[2].own_rows == 0
+    assert found[2].num_entries == 0
 
 
 def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_snapshots_on_a_device_cost_the_change_and_training_goes_on(
         after = contents(embedding).tobytes()
         embedding.save_snapshot("later", "incremental")
         later = Snapshot.open(tmp_path / "rows" / "snapshots" / "later").manifest
-        assert (later.own_rows, later.deleted, later.rows) == (5, 2, 299)
+        assert (later.num_entries, later.deleted, later.rows) == (5, 2, 299)
         embedding.load_snapshot("behind")
         assert contents(embedding).tobytes() == state
         embedding.load_snapshot("later")
@@ -182,7 +182,7 @@ def test_changes_are_known_after_memory_of_a_device_ran_out(
         with pytest.raises(torch.OutOfMemoryError):
             embedding.save_snapshot("a", "full" if background else "incremental", background=background)
         embedding.save_snapshot("b", "incremental")
-        assert Snapshot.open(tmp_path / "rows" / "snapshots" / "b").manifest.own_rows == 50
+        assert Snapshot.open(tmp_path / "rows" / "snapshots" / "b").manifest.num_entries == 50
         save = embedding.save_snapshot("c", background=True)
         assert save is not None
         assert save.wait()

@@ -8,8 +8,9 @@ from typing import Any
 
 from tierbed.engine.row_format import Change
 from tierbed.snapshots import Manifest, Snapshot
+from tierbed.snapshots.files import writer
 from tierbed.snapshots.files.format import HashShard
-from tierbed.snapshots.files.writer import RowFiles, check_parent, finish, new_snapshot, write_changes, write_rows
+from tierbed.snapshots.files.writer import RowFiles, check_parent, new_snapshot, write_changes, write_rows
 
 from .small_snapshots import Chunk
 
@@ -21,7 +22,7 @@ def save_in_parts(
     kept = list(chunks)
 
     def write(place: Path, part: HashShard) -> RowFiles:
-        return write_rows(place, description, [(bucket, part.rows(rows)) for bucket, rows in kept], None, part)
+        return write_rows(place, description, [(bucket, part.select_rows(rows)) for bucket, rows in kept], None, part)
 
     return _save(folder, description, sum(len(rows) for _, rows in kept), parts, write, overwrite=overwrite)
 
@@ -34,7 +35,7 @@ def save_changes_in_parts(
     kept = list(changes)
 
     def write(place: Path, part: HashShard) -> RowFiles:
-        own = [(bucket, part.rows(changed), part.rows(gone)) for bucket, changed, gone in kept]
+        own = [(bucket, part.select_rows(changed), part.select_rows(gone)) for bucket, changed, gone in kept]
         return write_changes(place, description, own, None, part)
 
     return _save(folder, description, rows, parts, write, parent=parent)
@@ -52,7 +53,7 @@ def _save(
     with new_snapshot(folder, description, overwrite) as place:
         written = [write(place, HashShard(number, parts)) for number in range(parts)]
         files = dict(sorted((name, file) for part in written for name, file in part.items()))
-        return finish(place, description, rows, files=files, parts=parts, **more)
+        return writer.write_manifest(place, description, rows, files=files, num_shards=parts, **more)
 
 
 def in_parts(snapshot: Snapshot, folder: Path, parts: int) -> Snapshot:

@@ -69,7 +69,7 @@ def save_checkpoint(
             )
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
-    folder = checkpoint.check_save(model, path, overwrite)
+    folder = checkpoint.parse_new_folder(model, path, overwrite)
     with exclude_rows():
         state = _collect_state(model, training_state, extra or {})
     checkpoint.save(model, state, folder, overwrite, "loop")

@@ -43,7 +43,7 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def linked(source: Path, store: FolderState) -> Iterator[Snapshot]:
+def link_temporarily(source: Path, store: FolderState) -> Iterator[Snapshot]:
     """Yield the store's snapshot with the name of `source`. If there is none, first link `source` into the store.
 
     If the `with` block raises, removes the snapshot that was linked, unless recovery already needs it.
