@@ -94,7 +94,7 @@ class AutoBudgets:
             free = self._free_memory[memory_key]
             capacity = self._options.capacity
             split = split_memory(
-                free.bytes / MB, row_bytes, shared_with, capacity=capacity, overflow_mb=overflow_mb, fixed_mb=fixed_mb
+                free.bytes / MB, row_bytes, sharer, capacity=capacity, overflow_mb=overflow_mb, fixed_mb=fixed_mb
             )
             if split.cache_mb * MB < MIN_CACHE_ROWS * row_bytes:
                 other_options = f", and other options take {fixed_mb:.1f} MiB (lower these options)" if fixed_mb else ""

@@ -81,7 +81,7 @@ class Prefetcher:
     """Prepares a table's announced batches in order. The thread starts at the first announcement."""
 
     def __init__(self, processor: Processor[Any], top_tier: TopTier[Any], num_threads: int) -> None:
-        self._processor, self._top_tier, self._num_threads = processor, top_tier, threads
+        self._processor, self._top_tier, self._num_threads = processor, top_tier, num_threads
         self.counts = dict(ZERO_COUNTS)
         self._announcements: deque[_Announcement] = deque()  # not used yet, oldest first; empty if no thread runs
         self._condition = Condition()

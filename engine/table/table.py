@@ -362,7 +362,7 @@ class OpenTable:
         """Deduplicate the ids, fetch their rows and pin them. Gathered rows and gradients have `dtype`.
 
         Uses a prefetched batch if there is one. Otherwise `sibling` goes to `Processor.make_batch`. If `pin` raises
-        CapacityError, nothing is pinned. To defer signals until the update is done, call both inside a `row_step`.
+        CapacityError, nothing is pinned. To defer signals until the update is done, call both in `run_row_step`.
         """
         self.yield_to_reader()
         with self.lock:

@@ -45,7 +45,7 @@ class GroupFile:
 
     Args:
         shards: the versions of ranks' shards. Default: the shards on this host.
-        beside: more store folders to try, if a member's folder was moved.
+        siblings: more store folders to try, if a member's folder was moved.
         is_alone: treat the store as new and without a group, even if MARK names a group.
     """
 

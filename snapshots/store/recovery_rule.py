@@ -8,7 +8,7 @@ A *moment* is a point between two steps. The *record* is a small file with an *e
 durable rows, such as a snapshot. When the record was written, the store's rows were equal to these durable rows. Saves,
 loads and closes write the record. The first step after the group is locked also writes the record. That first step is
 about to change the live rows, so it removes them from the entry. Later steps write nothing. The record also names two
-sets of snapshots. The *commit* is one snapshot per store, all of the newest common moment; `previous_commit` is the old commit.
+sets of snapshots. The *commit* is one snapshot per store, all of the newest common moment; `previous_commit` is older.
 
 On the next start, `choose_entries` uses the entries if each entry names rows that still exist. Otherwise all stores go
 back to the commit. If a snapshot of the commit was removed, all stores go back to `previous_commit` instead.
@@ -76,7 +76,7 @@ class Record:
     changed_stores: frozenset[str] = frozenset()  # stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
     # for each store, the range (low, high] of sequence numbers of the snapshots that recovery skipped
-    undone: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    skipped_sequences: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     is_joining: bool = False  # groups are being joined or split: only stores whose MARK names this record are members
 
     @property

@@ -62,13 +62,11 @@ CachedTier::CachedTier(const Layout& layout, Tier& lower_tier, const CacheOption
       process_id_(getpid()),
       sync_(std::make_unique<Synchronization>()) {
     if (lower_tier.is_on_disk())
-        sync_->writer.emplace(directory_.overflow, sync_->directory_mutex, lower_tier, last_completed_,
-                               write_latency_, options.io_threads);
+        sync_->writer.emplace(directory_.overflow, sync_->directory_mutex, lower_tier, last_completed_, write_latency_,
+                              options.io_threads);
 }
 
-CachedTier::~CachedTier() {
-    process_id_ == getpid() ? close() : static_cast<void>(sync_.release());
-}
+CachedTier::~CachedTier() { process_id_ == getpid() ? close() : static_cast<void>(sync_.release()); }
 
 void CachedTier::close() {
     if (sync_->writer) sync_->writer->stop();

@@ -34,7 +34,7 @@ struct LookupArrays {
 // The ids that a table accepts.
 struct LegalIds {
     std::vector<u64> max_ids;         // [tables]; empty if all ids are legal
-    std::vector<bool> drops_illegal;  // [tables], true if ids above the table's last id become padding, not errors
+    std::vector<bool> drops_illegal;  // [tables], true if ids above the table's max id become padding, not errors
 };
 
 // Rows grouped by bucket, and ordered by position within each bucket.
@@ -73,13 +73,13 @@ struct UniqueRows {
     std::vector<LookupSpan> lookups;
     std::size_t num_positions = 0;
     std::size_t num_output_rows = 0;
-    std::size_t num_unique = 0;  // the number of unique rows; "unique" in the shapes below
-    bool is_pooled = false;      // true if any lookup is pooled
-    Buffer<u64> hashes;          // [unique]
-    Buffer<u32> tables;          // [unique]
-    Buffer<u32> linear_ids;      // [unique], the rows' numbers in `numbering`; empty if rows are ordered by bucket
-    Buffer<i32> inverse;         // [positions], the row at each position; -1 if the position is padding
-    Buffer<u32> occurrences;     // [positions - padding], the positions without padding, grouped by row
+    std::size_t num_unique = 0;          // the number of unique rows; "unique" in the shapes below
+    bool is_pooled = false;              // true if any lookup is pooled
+    Buffer<u64> hashes;                  // [unique]
+    Buffer<u32> tables;                  // [unique]
+    Buffer<u32> linear_ids;              // [unique], the rows' linear ids; empty if rows are ordered by bucket
+    Buffer<i32> inverse;                 // [positions], the row at each position; -1 if the position is padding
+    Buffer<u32> occurrences;             // [positions - padding], the positions without padding, grouped by row
     Buffer<u32> occurrence_output_rows;  // [positions - padding], each occurrence's output row; empty without pooling
     Buffer<u32> occurrence_offsets;      // [unique + 1], the index in `occurrences` where each row's occurrences begin
     std::vector<u64> dropped_counts;     // [tables], how many ids were dropped; empty if all ids are legal

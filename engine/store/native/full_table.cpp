@@ -25,9 +25,9 @@ std::size_t LinearIdIndex::bytes() const {
 
 namespace {
 
-constexpr std::size_t PREFETCH_DISTANCE = 16;           // in rows
+constexpr std::size_t PREFETCH_DISTANCE = 16;         // in rows
 constexpr std::size_t LINEAR_PREFETCH_DISTANCE = 64;  // rows with linear ids are faster to locate
-constexpr std::size_t ROWS = 1024;                      // rows per task
+constexpr std::size_t ROWS = 1024;                    // rows per task
 
 // Calls body(bucket, begin, end) for each bucket's rows.
 template <class Body>
