@@ -114,8 +114,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             )
         for embedding in embeddings:
             if id(embedding.shadow) not in groups:
-                has_path = embedding.name_source == "path"
-                paths = (path for path, child in root.named_modules() if has_path and child is embedding)
+                paths = (path for path, one in root.named_modules() if one is embedding and one.name_source == "path")
                 raise OptimizerError(
                     f"{type(optimizer).__name__} does not hold embedding {next(paths, embedding.name)!r}; give it the "
                     "embedding's parameters(), freeze the embedding by requires_grad_(False), or give EagerOptimizer a "

@@ -25,17 +25,8 @@ from ...engine.row_format import MAX_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_tracing
-from .call_arguments import (
-    IGNORED_ARGS,
-    IGNORED_CALL_ARGS,
-    POSITIONAL_ARGS,
-    REFUSED_ARGS,
-    REFUSED_CALL_ARGS,
-    TBECall,
-    check_arguments,
-    parse_call,
-    pop_ignored,
-)
+from . import call_arguments as calls
+from .call_arguments import TBECall, check_arguments, parse_call, pop_ignored
 from .enums import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -134,8 +125,8 @@ class TableBatchedEmbeddingBags(TableModule):
     ) -> None:
         dtype = parse_dtype(weights_precision, "weights_precision")
         unused = pop_ignored(unsupported, dtype)
-        supported = *IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())
-        check_arguments(unsupported, REFUSED_ARGS, supported)
+        supported = *calls.IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())
+        check_arguments(unsupported, calls.REFUSED_ARGS, supported)
         prefix = check_name(self._default_name if name is None else name)
         bounds = BoundsCheck(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
         tables = parse_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
@@ -404,13 +395,14 @@ class TableBatchedEmbeddingBags(TableModule):
                 "make the module with OptimType.NONE, and pass an optimizer for its parameters() to add_optimizer"
             )
         # FBGEMM allocates gradients by total_unique_indices; tierbed ignores this argument
-        ignored = ("total_unique_indices", *IGNORED_CALL_ARGS) if self._row_optimizer is None else IGNORED_CALL_ARGS
-        if not self._has_warned_ignored and any(unsupported.get(name) is not None for name in IGNORED_CALL_ARGS):
+        names = calls.IGNORED_CALL_ARGS
+        ignored = ("total_unique_indices", *names) if self._row_optimizer is None else names
+        if not self._has_warned_ignored and any(unsupported.get(name) is not None for name in names):
             self._has_warned_ignored = True
-            log.warning("%r: rows are never streamed; ignored arguments: %s", self.name, ", ".join(IGNORED_CALL_ARGS))
+            log.warning("%r: rows are never streamed; ignored arguments: %s", self.name, ", ".join(names))
         unsupported = {name: value for name, value in unsupported.items() if name not in ignored}
         supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
-        check_arguments(unsupported, REFUSED_CALL_ARGS, supported, InputError)
+        check_arguments(unsupported, calls.REFUSED_CALL_ARGS, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
         if counts is not None and self.pooling_mode is PoolingMode.NONE:
@@ -438,9 +430,9 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
         *positional: Any,
         **named: Any,
     ) -> None:
-        if (n := len(positional)) > len(POSITIONAL_ARGS):
-            raise OptionError(f"got {n + 2} positional arguments; give arguments after {POSITIONAL_ARGS[-1]} by name")
-        by_name = dict(zip(POSITIONAL_ARGS, positional, strict=False))
+        if (n := len(positional)) > len(calls.POSITIONAL_ARGS):
+            raise OptionError(f"got {n + 2} positional arguments; give all after {calls.POSITIONAL_ARGS[-1]} by name")
+        by_name = dict(zip(calls.POSITIONAL_ARGS, positional, strict=False))
         if repeated := [name for name in by_name if name in named]:
             raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is also given by position; give it once")
         super().__init__(embedding_specs, feature_table_map, **by_name, **named)

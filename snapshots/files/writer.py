@@ -343,7 +343,7 @@ def check_parent(folder: Path, parent: Snapshot, description: dict[str, Any]) ->
 
 @contextmanager
 def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = False) -> Iterator[Path]:
-    """Yield a temporary folder for the snapshot `folder`. The block must call `write_manifest`. Raises SnapshotError."""
+    """Yield a temporary folder for the snapshot `folder`. The block calls `write_manifest`. Raises SnapshotError."""
     folder = Path(folder)
     with NewSnapshots() as new:
         temporary = new.begin(folder, description, overwrite)

@@ -12,8 +12,7 @@ sets of snapshots. The *commit* is one snapshot per store, all of the newest com
 
 On the next start, `choose_entries` uses the entries if each entry names rows that still exist. Otherwise all stores go
 back to the commit. If a snapshot of the commit was removed, all stores go back to `previous_commit` instead.
-`next_record` computes the record that a save, load or close writes. All functions are pure; tests/crash/record_model.py
-checks random histories.
+`next_record` computes the next record. All functions are pure; tests/crash/record_model.py checks random histories.
 """
 
 from __future__ import annotations
@@ -170,8 +169,8 @@ def merge_records(records: Sequence[Record], entries: Mapping[str, Entry]) -> Re
         name: {x: value for record in records for x, value in getattr(record, name).items() if x in entries}
         for name in ("commit", "previous_commit", "places", "parents", "skipped_sequences")
     }
-    changed_stores = frozenset(x for record in records for x in record.changed_stores if x in entries)
-    return Record(dict(entries), changed_stores=changed_stores, **fields)
+    fields["changed_stores"] = frozenset(x for record in records for x in record.changed_stores if x in entries)
+    return Record(dict(entries), **fields)
 
 
 def next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
