@@ -107,7 +107,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         modules = [candidate for candidate in candidates if isinstance(candidate, EmbeddingBase)]
         embeddings = [module for module in modules if module.shadow.requires_grad]
         self._world = check_eager_world(root, embeddings) or World.single()
-        self._partial_update = ""  # this rank's error in row updates that other ranks completed
+        self._partial_update = ""  # the error of this rank, if its row updates failed while other ranks made theirs
         if self._world.size > 1 and len(embeddings) > MAX_SHARED_EMBEDDINGS:
             raise OptimizerError(
                 f"ranks share {len(embeddings)} embeddings; give each EagerOptimizer at most {MAX_SHARED_EMBEDDINGS}"

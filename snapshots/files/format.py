@@ -356,7 +356,7 @@ def check_description(value: Any) -> None:
 
 
 def _check_types(value: dict[str, Any], dim: int) -> None:
-    """Raises ValueError if the list of state dtypes is invalid. If all numbers are float32, there must be no list."""
+    """Raises ValueError if the list of state dtypes is invalid. A description of float32 rows has none."""
     if STATE_DTYPES not in value:
         _require(value["dtype"] == "float32", f"description has no {STATE_DTYPES!r}, which its 'dtype' needs")
         return

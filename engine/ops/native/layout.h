@@ -12,7 +12,7 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
-// Numbers an embedding's ids consecutively, table after table. Empty if a table lacks a last id, or above MAX_IDS ids.
+// Numbers ids consecutively, table after table. It is empty if a table has no last id, or all have above MAX_IDS ids.
 class IdLinearizer {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;

@@ -279,7 +279,7 @@ BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<
     const LineShape& shape = layout.shape;
     if (make_float32_shape(shape).width != shape.dim * (1 + loops.num_element_states) + loops.num_row_states ||
         (shape.num_16bit_states > 0 && shape.num_16bit_states != loops.num_element_states))
-        throw std::invalid_argument("the line has no room for the state of rule " + name);
+        throw std::invalid_argument("the rows are too narrow for the optimizer state of rule " + name);
 }
 
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
