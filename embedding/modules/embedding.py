@@ -131,9 +131,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         Args:
             ids: Integers of any shape, of `key_type` or a dtype that fits into it.
-            table_ids: The table of each id, as integers or a list of names. Must broadcast to ids.shape, or
-                to the bags' shape when pooling. If omitted with several tables, index t of the last dimension of that
-                shape selects table t.
+            table_ids: The table of each id, as integers or a list of names. The shape must broadcast to
+                `ids.shape` without pooling, and to the bags' shape with pooling. If the embedding has several tables
+                and you omit `table_ids`, position t in the last dimension (of ids or bags) uses table t.
             offsets: Int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
                 [n]. When pooling without offsets, each ids[..., :] is one bag.
             pooling: "sum" or "mean" of each bag's rows, without padding_idx. None returns all rows.
@@ -226,9 +226,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             states: Optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number
                 per row. If None, the optimizer starts with new state.
             step: How many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
-                must be the embedding's current step. By default, the first that applies: the largest `step` (torch) or
-                `iter` (FBGEMM) in `states`; 0, if `states` is empty and `weights` has all tables; otherwise the current
-                step. If `states` has no step and the optimizer counts steps, using the current step gives a warning.
+                must be the embedding's current step. If None, the largest `step` (torch) or `iter` (FBGEMM) in
+                `states`. If `states` is empty and `weights` has all tables, None means 0. Otherwise None means the
+                current step, with a warning if the optimizer counts steps.
 
         Raises:
             InputError: If a table, shape or dtype is wrong, or the optimizer counts steps and no step is known.

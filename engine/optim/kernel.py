@@ -52,8 +52,8 @@ class CatchUp:
     step: str  # runs for each step up to `limit`, before `element`; `rate` is the step's learning rate (past_rates.py)
     element: str  # runs for each element; updates w and element states
     # The bodies `rest` and `rest_element` handle the steps beyond `limit`. Both run once if all these steps have the
-    # same learning rate, otherwise several times. Inside both bodies, the variable `rest` (not the body) is the number
-    # of steps, `rate` is the mean of the steps' learning rates, and `is_constant` is true if these rates are equal.
+    # same learning rate, otherwise several times. The bodies may use three variables: `rest` is the number of these
+    # steps, `rate` is the mean of their learning rates, and `is_constant` is true if these rates are equal.
     rest: str = ""
     rest_element: str = ""
     # Missed steps of a row that was never written: "" skips them, "steps" applies them, "rest" applies all by `rest`.

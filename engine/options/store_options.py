@@ -146,8 +146,8 @@ class StoreOptions(_CommonFields):
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
             there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together (a
-            training group) may differ in step. "pretrained" is like "resume", but does not warn if a new dense part
-            trains with the resumed rows. "fresh" starts empty, even after a clean shutdown, and keeps the snapshots.
+            training group) may differ in step. "pretrained" is like "resume", but does not warn if new dense layers
+            train with the resumed rows. "fresh" starts empty, even after a clean shutdown, and keeps the snapshots.
         snapshot_path: The folder for snapshots. Each embedding gets a subfolder. Default: `persistent_path`.
         eviction: Which rows to delete when new rows exceed `capacity`: "lru", "lfu", "ttl" or "distance_lfu"; "none"
             raises `CapacityError` instead.

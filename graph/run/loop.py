@@ -149,7 +149,7 @@ class _PlannedStep(Handshake):
 class Run(Iterator[Any]):
     """Iterates over the results of `build`, one per batch, in the loader's order. A run can continue after an error.
 
-    If a step raises, its batch is used up and becomes `failed`. One exception: if an error of the store, a file or
+    If a step raises, the run drops the step's batch and stores it in `failed`. But if an error of the store, a file or
     memory stops a step before the step trains anything, the batch is kept. The next call retries the kept batch;
     `skip` drops it. An exception of the loader is raised after the steps of all batches drawn earlier. Ctrl-C is
     raised when the current step ends; the step's result is lost, but later batches remain.

@@ -41,8 +41,8 @@ class KeyedJaggedTensor(Jagged):
     """The features of a batch. Sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
-    A KeyedJaggedTensor can be a graph's argument, with another number of values in each batch. If `build` splits the
-    values by key, the graph splits them before each call; on a GPU the split waits for the offsets.
+    A KeyedJaggedTensor can be a graph's argument, with another number of values in each batch. If the graph's
+    `build` reads single keys, the graph splits the batch before each call; on a GPU the split waits for the offsets.
 
     Args:
         keys: The names of the features.

@@ -5,8 +5,8 @@ group. The first write, save or load locks the group. From then on only this pro
 object keeps track of all members, including closed stores. Closing the last open store unlocks the group. When stores
 of two groups begin to train together, the groups are joined under a new record.
 
-`clock` counts this process's moments: it advances when a save begins and when a load ends. `MemberRows` remembers at
-which moments a store had a snapshot's rows. `Group.write` finds the newest moment that snapshots of all stores share,
+`clock` numbers the moments at which this process begins a save or finishes a load. `MemberRows` remembers at which
+moments a store had a snapshot's rows. `Group.write` finds the newest moment that snapshots of all stores share,
 and records these snapshots as the commit.
 """
 
@@ -65,7 +65,7 @@ os.register_at_fork(after_in_child=_groups.clear)
 
 @dataclass(eq=False)
 class MemberRows:
-    """Facts about one store's rows. If this process locks the group, kept for every store in it, even if closed."""
+    """What this process knows about one store's rows. Closed stores are included if the process locks the group."""
 
     current_entry: Entry = NOTHING  # durable rows that equal the current rows
     unchanged_since: int = 0  # the rows have not changed since this moment
@@ -120,7 +120,7 @@ class Member(MemberRows):
     def begin_change(self, replaces: bool = False) -> None:
         """Record durably that the store's rows are about to change. The caller must hold the table's lock.
 
-        replaces: True if all rows will be replaced. A `broken` store allows only such a change. Raises StoreError.
+        replaces: True if all rows will be replaced. Only this is allowed while `unusable_reason` is set. Raises StoreError.
         """
         if self.unusable_reason and not replaces:
             raise StoreError(self.unusable_reason)
@@ -401,7 +401,7 @@ class Group:
                 rows.intervals = [span for span in rows.intervals if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before the first change to rows that no snapshot has: a kill then undoes saves of other stores."""
+        """Warn before the first change to rows without a snapshot. After a kill, other stores' later saves would be lost."""
         entries, commit = self.record.entries, self.record.commit
         alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.current_entry.snapshot is None and NOTHING not in entries.values():

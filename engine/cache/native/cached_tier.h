@@ -12,8 +12,8 @@
 // Above a tier in memory, `place_batch` writes evicted rows back. The overflow area also holds rows without a slot.
 //
 // Threads lock three mutexes in this order: `placement_mutex` to place, copy, flush or erase rows; `directory_mutex` to
-// use the sets, the overflow area and the window; `queue_mutex` to use the queue of batches. Lines need no lock: a
-// pinned row's line belongs to the row's step, and a missing row's line to the thread that places the row.
+// use the sets, the overflow area and the window; `queue_mutex` to use the queue of batches. A line, the
+// memory of a row, needs no lock: only the row's step uses a pinned line, and only the placing thread a missing row's.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -58,7 +58,7 @@ public:
     std::pair<std::size_t, std::size_t> peek(Batch& batch);
 
     // `write` makes rows resident, `read` does not. While any batch is announced or pinned, `write` throws, and so does
-    // `read` with `counts_as_use`.
+    // `read` with `should_touch`.
     void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
@@ -102,7 +102,7 @@ private:
     AnnouncedBatch* find_announced(u32 batch_number);  // returns null if the batch was cancelled
     void update_last_completed();
     // The caller must hold `placement_mutex` for the next functions. `begin_internal_batch` gives a number to a
-    // `write`, or to a `read` with `counts_as_use`. `end_internal_batch` ends this batch.
+    // `write`, or to a `read` with `should_touch`. `end_internal_batch` ends this batch.
     u32 begin_internal_batch();
     void end_internal_batch();
     // Returns false if a prefetch might need too much of the overflow area now.
