@@ -120,7 +120,7 @@ class Member(MemberRows):
     def begin_change(self, replaces: bool = False) -> None:
         """Record durably that the store's rows are about to change. The caller must hold the table's lock.
 
-        replaces: True if all rows will be replaced. Only this is allowed while `unusable_reason` is set. Raises StoreError.
+        replaces: True if all rows will be replaced. Required while `unusable_reason` is set. Raises StoreError.
         """
         if self.unusable_reason and not replaces:
             raise StoreError(self.unusable_reason)
@@ -401,7 +401,7 @@ class Group:
                 rows.intervals = [span for span in rows.intervals if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before the first change to rows without a snapshot. After a kill, other stores' later saves would be lost."""
+        """Warn before the first change of rows without a snapshot: after a kill, other stores' later saves are lost."""
         entries, commit = self.record.entries, self.record.commit
         alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.current_entry.snapshot is None and NOTHING not in entries.values():

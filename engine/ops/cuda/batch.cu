@@ -74,8 +74,7 @@ extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const
     });
 }
 
-// Inserts each row's first position into the array hash_set [mask + 1]. Its slots are NONE at the start. Sets slots
-// [n].
+// Inserts each row's first position into the array hash_set [mask + 1]. Its slots start as NONE. Sets slots [n].
 extern "C" __global__ void insert_rows(const u64* hashes, const u32* tables, u64 n, u32* hash_set, u32 mask,
                                        u32* slots) {
     for_each(n, [&](u64 i) {
