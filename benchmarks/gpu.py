@@ -99,7 +99,7 @@ class Tables:
         """Run the same step in the CPU core. Call it after `step`: it reuses the step number."""
         keys = ids.reshape(-1).cpu().numpy().view(np.uint64)
         batch = _core.Batch([(keys, None, None)], self.tables, None)
-        if self.host.find(batch):
+        if self.host.look_up_rows(batch):
             self.host.insert_missing(batch, self.host_layout)
         out = np.empty(grads.shape, np.float32)
         _core.gather(batch, self.host_layout, 0, out)

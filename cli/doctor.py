@@ -117,7 +117,7 @@ def _check_core() -> str:
     core: Any = import_module("tierbed.engine._core")
     import torch
 
-    sets = core.instruction_sets()
+    sets = core.list_instruction_sets()
     return f"{sets[0]} of {', '.join(sets)}; {torch.get_num_threads()} threads of {os.cpu_count()} processors"
 
 

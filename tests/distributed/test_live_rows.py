@@ -265,7 +265,7 @@ def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(w
         embedding.get([1], 0)
     with opened(world, tmp_path, "ssd") as again:
         assert own_rows(again) == saved
-    assert any("create it again, and it recovers from snapshot 'base'" in line for line in said)
+    assert any("create it again, it recovers from snapshot 'base'" in line for line in said)
 
 
 def saves_some_and_loads_one(world: World | None, folder: Path, place: Path) -> None:

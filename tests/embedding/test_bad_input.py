@@ -267,5 +267,7 @@ def test_a_snapshot_without_a_name_or_a_place_is_refused(tmp_path) -> None:
         assert sorted(tmp_path.rglob("*")) == before
         assert made.size() == 5
         for use in (nowhere.save_snapshot, nowhere.load_snapshot):
-            with pytest.raises(SnapshotError, match=r"'rows' has no persistent_path.*give one in its store options"):
+            with pytest.raises(
+                SnapshotError, match=r"'rows' has no persistent_path.*set persistent_path in its store options"
+            ):
                 use("s")

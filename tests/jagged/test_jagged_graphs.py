@@ -121,7 +121,7 @@ JAGGED = {"a": JaggedTensor(torch.arange(5), lengths=torch.tensor([2, 3]))}
 @pytest.mark.parametrize(
     ("function", "given", "remedy"),
     [
-        (split, torch.arange(4), "KeyedJaggedTensor of tierbed.jagged as an argument"),
+        (split, torch.arange(4), "tierbed.jagged.KeyedJaggedTensor"),
         (lambda given: given["a"].to_dense()[0], JAGGED, "give desired_length"),
         (lambda given: given["a"].to_padded_dense(), JAGGED, "give desired_length"),
         (lambda given: given["a"].validate(), JAGGED, "on the graph's arguments"),

@@ -103,7 +103,7 @@ def check_owners(make: Make, keys: list[int], ranks: int, last: int) -> None:
     order = [row for of_owner in (*rows[:last], *rows[last + 1 :], rows[last]) for row in of_owner]
     assert found.keys.tolist() == unique.ids.cpu()[order].tolist()
     assert found.tables.tolist() == unique.table_ids.cpu()[order].tolist()
-    assert found.positions[order].tolist() == list(range(len(order)))
+    assert found.indices[order].tolist() == list(range(len(order)))
 
 
 @processors

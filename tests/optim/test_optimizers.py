@@ -58,7 +58,7 @@ def test_without_eps_a_gradient_of_zero_makes_no_nan(kind: type, options: dict[s
     table = Table([3], rows.initial, state_widths=rows.make_row_state(3).widths)
     store = _core.FullTable(table.layout)
     batch = table.batch(np.arange(4, dtype=np.uint64), np.zeros(4, np.uint32))
-    store.find(batch)
+    store.look_up_rows(batch)
     store.insert_missing(batch, table.layout)
     before = table.values(batch.lines)[:, :3].copy()
     # 1e-30: its square is 0 in float32

@@ -66,7 +66,7 @@ def pinned(
     table: Table, store: _core.FullTable, keys: np.ndarray, tables: np.ndarray, padding: int | None = None
 ) -> _core.Batch:
     batch = table.batch(keys, tables, padding)
-    if store.find(batch):
+    if store.look_up_rows(batch):
         store.insert_missing(batch, table.layout)
     return batch
 

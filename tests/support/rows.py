@@ -130,8 +130,8 @@ class Table:
         parts = []
         for field in self.row_format.fields:
             dtype = STORED_DTYPES[field.type]
-            end = field.begin + field.count * dtype.itemsize
-            parts.append(to_float32(np.ascontiguousarray(kept[:, field.begin : end]).view(dtype), field.type))
+            end = field.offset + field.count * dtype.itemsize
+            parts.append(to_float32(np.ascontiguousarray(kept[:, field.offset : end]).view(dtype), field.type))
             assert not kept[:, end : field.end].any(), "padding is not zeros"
         return np.concatenate(parts, 1)
 
