@@ -34,7 +34,7 @@ def test_kills_at_random_instants_never_serve_mixed_rows(tmp_path, end, kills, t
         if number >= kills and (end == "any" or 0 < clean < number):  # some before a clean marker and some after it
             break
         # the store changes from kill to kill; every seventh run begins in a new folder
-        path, store = tmp_path / str(number // 7), STORES[number % 5]
+        path, store = tmp_path / str(number // 7), STORES[number % len(STORES)]
         count = chance.randrange(14) if end == "any" else chance.randrange(1, 4)
         events = trainer.train(path, store, end=end, after=(count, chance.uniform(0, 0.05)), ahead=number % 3)
         returned = max((int(event.split()[1]) for event in events if event[:4] in ("save", "clos")), default=0)
