@@ -35,7 +35,7 @@ def launch(device: Device, program: Program, kernel: str, items: int, lanes: int
 
 
 def make_struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
-    """Return the NumPy dtype for a C++ struct. A field is a type with names ("uint32 count size") or a NumPy field."""
+    """Return the NumPy dtype for a C++ struct. A field is a NumPy field, or a string: "uint32 count size"."""
     declared: list[tuple[Any, ...]] = []
     for field in fields:
         if isinstance(field, tuple):

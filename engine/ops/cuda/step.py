@@ -147,7 +147,7 @@ def initialise_lines(batch: Batch, layout: Layout, flags: Tensor) -> None:
 
 
 def copy_lines(layout: Layout, source: Tensor, to: Tensor) -> None:
-    """Copy lines between addresses [n]. Skips a pair of addresses if one is 0."""
+    """Copy n lines from the addresses in one array to those in another. Skips a pair of addresses if one is 0."""
     n = len(source)
     launch(layout.device, layout.program(LINES), "copy_lines", n, layout.copy_lanes, source, to, np.uint64(n))
 

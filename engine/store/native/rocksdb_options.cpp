@@ -48,7 +48,7 @@ public:
     void Logv(const char*, va_list) override {}
 };
 
-// Lowers the severity of I/O errors, so that a call can retry once a full disk has space again. Turns off RocksDB's own
+// Lowers the severity of I/O errors, so that calls succeed after a full disk gets space again. Turns off RocksDB's own
 // retries, because these are seconds apart and would block the call. A failed compaction restarts by itself.
 class RecoveryListener : public rocksdb::EventListener {
 public:
