@@ -105,7 +105,7 @@ private:
         std::vector<u64> keys(std::size_t{TABLES} * work_.rows);
         for (std::size_t i = 0; i < keys.size(); ++i) keys[i] = mixed(i / TABLES);
         const auto batch = batch_of(keys, 1);
-        table_.find(*batch);
+        table_.look_up_rows(*batch);
         table_.insert_missing(*batch, layout_);
         const std::vector<float> values(keys.size() * work_.dim);
         assign(*batch, layout_, values.data(), 1, written_.data());
@@ -134,7 +134,7 @@ private:
         part("lookup", [&] {
             if (cache_)
                 cache_->pin(batch);
-            else if (table_.find(*batch))
+            else if (table_.look_up_rows(*batch))
                 table_.insert_missing(*batch, layout_);
         });
         const Pooling pooling{false, nullptr, FloatType::float32};
