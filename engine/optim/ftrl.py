@@ -25,13 +25,13 @@ from .rule import ParamGroup, Rule
 
 FTRL = Kernel(
     name="ftrl",
-    hyperparams="lr weight_decay sum_exponent lambda1 lambda2 beta",
+    hyperparams="lr weight_decay power_of_sum lambda1 lambda2 beta",
     element_states=("sum", "z"),
     element="""
         g = decayed(g, w, weight_decay, 0.0f);
-        const float old_power = power(sum, sum_exponent);
+        const float old_power = power(sum, power_of_sum);
         sum = sum + g * g;
-        const float new_power = power(sum, sum_exponent);
+        const float new_power = power(sum, power_of_sum);
         z = z + (g - (new_power - old_power) / lr * w);
         const float soft_threshold = z > 0.0f ? z - lambda1 : z + lambda1;
         const float denominator = (beta + new_power) / lr + lambda2;
@@ -95,9 +95,9 @@ class Ftrl(DenseOptimizer):
             state["sum"] = torch.full_like(w, group["initial_accumulator_value"])
             state["z"] = torch.zeros_like(w)
         g = g + hyperparams["weight_decay"] * w
-        old_power = state["sum"] ** hyperparams["sum_exponent"]
+        old_power = state["sum"] ** hyperparams["power_of_sum"]
         state["sum"] += g * g
-        new_power = state["sum"] ** hyperparams["sum_exponent"]
+        new_power = state["sum"] ** hyperparams["power_of_sum"]
         z = state["z"].add_(g - (new_power - old_power) / hyperparams["lr"] * w)
         denominator = (hyperparams["beta"] + new_power) / hyperparams["lr"] + hyperparams["lambda2"]
         updated = torch.where(denominator == 0, w, -(z - z.sign() * hyperparams["lambda1"]) / denominator)
@@ -108,11 +108,11 @@ def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     power = read_number(group, "lr_power", low=-8.0, high=8.0)
     is_negated = read_choice(group, "power_sign", ("-lr_power", "lr_power")) == "-lr_power"
     settings = {name: read_number(group, name) for name in ("weight_decay", "lambda1", "lambda2", "beta")}
-    return {**settings, "lr": read_number(group, "lr", low=MIN_VALUE), "sum_exponent": -power if is_negated else power}
+    return {**settings, "lr": read_number(group, "lr", low=MIN_VALUE), "power_of_sum": -power if is_negated else power}
 
 
 def _compute_initial(group: ParamGroup) -> dict[str, float]:
-    low = MIN_VALUE if _compute_hyperparams(group, 1)["sum_exponent"] < 0 else 0.0
+    low = MIN_VALUE if _compute_hyperparams(group, 1)["power_of_sum"] < 0 else 0.0
     return {"sum": read_number(group, "initial_accumulator_value", low=low)}
 
 

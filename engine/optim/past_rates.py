@@ -21,7 +21,7 @@ Knot = tuple[float, float]
 
 
 def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
-    """Return the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyper` returned."""
+    """Return the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyperparams` returned."""
     past = numbers[_limits_end(kernel) + 1 :]
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hyperparams.index("lr")]
 
@@ -49,7 +49,7 @@ def append_past_rates(
 
 
 def is_past_rates(past: Sequence[float], step: int) -> bool:
-    """True if the knots in `past` are legal for `step`. `past` is the last part of a list from `compute_hyper`."""
+    """True if the knots in `past` are legal for `step`. `past` is the last part of a list from `append_past_rates`."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))

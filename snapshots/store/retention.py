@@ -172,6 +172,6 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove `saved` unless recovery or a child needs it. Keeps a newer snapshot of this name. Raises SnapshotError."""
-    folder, is_needed = store.snapshots / saved.name, saved.name in list_needed_names(store)
-    if read_snapshot_id(folder) == saved.manifest.id and not is_needed and not find_children(folder):
+    name, id, folder = saved.name, saved.manifest.id, store.snapshots / saved.name
+    if read_snapshot_id(folder) == id and name not in list_needed_names(store) and not find_children(folder):
         remove_snapshot(folder)

@@ -131,9 +131,9 @@ def rmsprop(x: Row) -> None:
 
 def ftrl(x: Row) -> None:
     g = decayed(x.g, x.w, x.weight_decay, np.float32(0))
-    before = power(x.sum, x.sum_exponent)
+    before = power(x.sum, x.power_of_sum)
     x.sum += g * g
-    after = power(x.sum, x.sum_exponent)
+    after = power(x.sum, x.power_of_sum)
     x.z += g - (after - before) / x.lr * x.w
     shrunk = np.where(x.z > 0, x.z - x.lambda1, x.z + x.lambda1)
     scale = (x.beta + after) / x.lr + x.lambda2
