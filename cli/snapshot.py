@@ -107,9 +107,9 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
         try:
             for store, plan in plans.items():
                 if store in serving and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
-                    before = [*plan.retained, *plan.removed], plan.retained_for_recovery
-                    pruned = [s for s in before[0] if s.name in answer[0]]
-                    retained, needed = ([s for s in part if s not in pruned] for part in before)
+                    present, needed = [*plan.retained, *plan.removed], plan.retained_for_recovery
+                    pruned = [s for s in present if s.name in answer[0]]
+                    retained, needed = ([s for s in part if s not in pruned] for part in (present, needed))
                     plans[store] = retention.PrunePlan(retained, pruned, needed)
                 else:
                     with StoreFolder(store) as folder:

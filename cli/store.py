@@ -17,7 +17,6 @@ from .arguments import Json, Store, Timeout, complete_names, lock_stores, open_s
 if TYPE_CHECKING:
     from ..snapshots.store.status import MemberStatus, Restart, StoreStatus
 
-_MEMBER_FIELDS = "name", "path", "live", "snapshot", "step", "common", "common_step"  # in JSON, for `MemberStatus`
 _STATES = {"closed": "closed cleanly", "unclean": "not closed", "new": "new", "elsewhere": "in shards on other hosts"}
 
 
@@ -95,13 +94,13 @@ def compact(
         os._exit(output.EXIT_INTERRUPTED)  # RocksDB's threads still run, but RocksDB's files are valid at any time
     seconds = time.monotonic() - begin
     if as_json:
-        figures = dict(zip(("bytes_before", "bytes_after"), sizes or (None, None), strict=True))
-        output.print_json({"merged": sizes is not None, **figures, "seconds": seconds})
+        before, after = sizes or (None, None)
+        output.print_json({"merged": bool(sizes), "bytes_before": before, "bytes_after": after, "seconds": seconds})
     elif sizes is None:
         print("nothing to merge: this store does not use RocksDB. Its row files are rewritten at every close")
     else:
-        before, after = map(output.format_size, sizes)
-        print(f"merged: {before} before, {after} after, in {output.format_seconds(seconds)}")
+        old, new = map(output.format_size, sizes)
+        print(f"merged: {old} before, {new} after, in {output.format_seconds(seconds)}")
 
 
 def get(
@@ -171,7 +170,7 @@ def make_document(status: StoreStatus) -> dict[str, Any]:
         "live": status.live_kind,
         "ranks": status.num_ranks,
         "together": list(status.partners),
-        "group": [dict(zip(_MEMBER_FIELDS, member, strict=True)) for member in status.group],
+        "group": [{n.replace("has_live_rows", "live"): v for n, v in m._asdict().items()} for m in status.group],
         **({"dtype": None, "state_dtype": None} if status.marker is None else output.make_dtype_fields(status.marker)),
         "rows": status.rows,
         "rows_by_table": status.rows_by_table,

@@ -282,7 +282,8 @@ class OpenTable:
 
     def prepare_top_tier(self) -> TopTier[Any]:
         """Finish pending erasures and return the top tier. Raises ClosedError, StoreError."""
-        self.finish_erasures()
+        if self.pending_erase is not None:
+            self.finish_erasures()
         return self.require_top_tier()
 
     def finish_erasures(self) -> None:

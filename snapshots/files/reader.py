@@ -207,7 +207,8 @@ class Snapshot:
         """
         rows, deleted = (report_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
         if self.manifest.parent is not None:
-            rows = apply_changes(parent_chunks or iter(()), rows, deleted, self._make_conflict_error)
+            older = iter(()) if parent_chunks is None else parent_chunks
+            rows = apply_changes(older, rows, deleted, self._make_conflict_error)
         return rows if parent_chunks is None else self._yield_counted(rows)
 
     def _yield_counted(self, chunks: Chunks) -> Chunks:
@@ -261,10 +262,9 @@ class Snapshot:
 
     def _select_shard(self, chunks: Chunks) -> Chunks:
         """Yields only the rows that belong to `self.shard`."""
-        shard = self.shard
+        shard, num_shards = self.shard, self.manifest.num_shards
         for bucket, rows in chunks:
-            is_complete = shard is None or shard.num_shards == self.manifest.num_shards
-            yield bucket, rows if shard is None or is_complete else shard.select_rows(rows)
+            yield bucket, rows if shard is None or shard.num_shards == num_shards else shard.select_rows(rows)
 
     def _yield_checked(self, pieces: Iterator[FileChunk]) -> Generator[tuple[int, RowArray], None, None]:
         """Yields (bucket, rows) pairs. Compares each file's checksum before it yields the file's last chunk."""

@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EMPTY, FOREVER = "EMPTY", sys.maxsize
-STORED_FIELDS = ("now", "commit", "before", "places", "trained", "parents", "undone", "joining")  # on disk
+_STORED_NAMES = {"entries": "now", "previous_commit": "before", "changed_stores": "trained"}  # of fields on disk
+_STORED_NAMES |= {"skipped_sequences": "undone", "is_joining": "joining"}
 SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY for no rows
 
 
@@ -84,8 +85,7 @@ class Record:
         return {x: NOTHING if x in self.changed_stores else Entry(e.snapshot) for x, e in self.entries.items()}
 
     def plain(self) -> dict[str, Any]:
-        values = {**vars(self), "changed_stores": sorted(self.changed_stores)}.values()
-        return dict(zip(STORED_FIELDS, values, strict=True))
+        return {_STORED_NAMES.get(x, x): y for x, y in vars(self).items()} | {"trained": sorted(self.changed_stores)}
 
     @classmethod
     def parse(cls, value: Any) -> Record:
