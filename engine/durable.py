@@ -189,7 +189,7 @@ def remove_folder(path: Path) -> None:
         path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
-def write_atomically(path: Path, data: bytes) -> None:
+def write_atomically(path: Path, data: bytes | memoryview) -> None:
     """Replace a file atomically: readers see the complete old or new file. Allows one writer at a time."""
     temporary = make_temporary_path(path)
     try:

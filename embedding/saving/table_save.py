@@ -47,13 +47,19 @@ class TableSave:
         The image lasts until `ending` closes. Returns False if no image is possible: then scan rows under the lock.
         """
         if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
+            self._track_changes()
             self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")
             ending.callback(self._image.end)
         return self._image is not None
 
     def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
         """Start a thread that passes the rows, as they are now, to `write`."""
+        self._track_changes()
         return self.table.observers.save_in_background(f"snapshot {self.folder.name!r}", write, max_bytes)
+
+    def _track_changes(self) -> None:
+        if not self.is_state_snapshot:
+            self.table.observers.track_during_save()
 
     def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
         """Write this rank's rows. chunks: the rows from an image, if there is one."""
@@ -88,12 +94,12 @@ class TableSave:
         return manifest.id
 
     def end(self, id: str, from_image: bool) -> None:
-        """Called when the snapshot got its name. If needed, starts to track changes for an incremental snapshot."""
+        """Called when the snapshot got its name. The snapshot is the parent of the next incremental snapshot."""
         with self.table.lock:
             observers = self.table.observers
             if from_image or self._image is not None:
                 observers.record_save(id)
-            elif self.kind == "incremental" or observers.tracker is not None:
+            elif not self.is_state_snapshot:
                 observers.track_changes(id)
             self.on_saved(id)
             if self.capture is not None and self.shard is None:

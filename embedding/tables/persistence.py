@@ -42,12 +42,14 @@ from ...snapshots.files.format import LIVE_FILES, LIVE_VERSION, SHARD_FIELD, che
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
+from ...snapshots.store.changed_keys import read_changed_keys, write_changed_keys
 from ...snapshots.store.closed_store import check_live, scan_live_rows
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, remove_other_shards, snapshot_folder
 from ...snapshots.store.group import Member, open_store, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import read_live_version
+from ...snapshots.store.recovery_rule import EMPTY
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
 from .compatibility import LoadedIdCounter, check_stored_rows
 from .recovery import (
@@ -129,7 +131,7 @@ class TablePersistence:
             if planner is not None:
                 plan = planner(contents)
             elif (version := self.rows_version) is not None:  # a shard is opened again, for another optimizer or device
-                plan = OpenPlan(contents.clean_marker, None, version.run_id, version.num_writes, version.version)
+                plan = OpenPlan(contents.clean_marker, None, None, version.run_id, version.num_writes, version.version)
             else:
                 plan = self._open_member(self.folder, contents, for_load)
             self._unusable_reason = plan.unusable_reason
@@ -188,6 +190,10 @@ class TablePersistence:
             self.source = logging.INFO, f"live rows of the last close of store folder {folder.path}"
             table = self._resume(optimizer, plan.clean_marker, folder, for_load)
             self.resumed_step = table.step
+            if plan.snapshot_id not in (None, EMPTY):
+                table.observers.track_changes(plan.snapshot_id)
+            elif (changed := read_changed_keys(folder, plan.clean_marker)) is not None:
+                table.observers.track_changes(*changed)
             return table
         self.source = logging.INFO, f"new, in store folder {folder.path}"
         if plan.snapshot is not None:
@@ -411,6 +417,8 @@ class TablePersistence:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
             table = self._build_from_rows(optimizer, stored, source, old_table, snapshot_id, on_verified=on_verified)
+            if snapshot_id is not None:
+                table.observers.track_changes(snapshot_id)
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)
         if old_table is not None:
@@ -533,6 +541,8 @@ class TablePersistence:
         stored_run = "" if stored is None else str(stored.get(RUN_ID_FIELD, "")) or self._run_id
         self._run_id = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
         table.start(optimizer, self._run_id, stored)
+        if self.folder is not None:
+            table.observers.max_key_bytes = int(self.options.changed_keys_mb * (1 << 20))
         if stored is not None and shards is not None:  # the rows are in RocksDB already
             table.counts.set_initial_counts(read_counts(stored, self.spec.num_tables))
             if lifecycle.has_ledger:
@@ -588,7 +598,11 @@ class TablePersistence:
         rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
         shard = {} if self.rows_version is None else {SHARD_FIELD: self.rows_version.make_marker_fields()}
         version = {} if self.member is None or self.rows_version is not None else {LIVE_VERSION: self.member.version}
-        return {**table.describe(), **live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
+        fields = {**live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
+        if self.folder is not None and (changed := table.observers.list_changed_keys()) is not None:
+            with self.folder.convert_errors("write changed keys of"):
+                fields |= write_changed_keys(self.folder, *changed)
+        return {**table.describe(), **fields}
 
 
 def _remove_table(table: OpenTable, path: Path | None) -> None:

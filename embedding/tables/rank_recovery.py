@@ -96,7 +96,8 @@ class RecoveryDecision:
         if decision.live is not None:
             run_id, _, num_writes = decision.live.rpartition(":")
             self.is_live = True
-            return OpenPlan(contents.clean_marker, None, run_id, int(num_writes), version, decision.unusable_reason)
+            reason = decision.unusable_reason
+            return OpenPlan(contents.clean_marker, None, decision.id, run_id, int(num_writes), version, reason)
         self.base = decision.id
         reason = decision.unusable_reason
         plan = OpenPlan(run_id=self._token, version=version, unusable_reason=reason, log_entry=log_entry)

@@ -158,6 +158,8 @@ class StoreOptions(_CommonFields):
         state_dict_snapshots: If True, `state_dict()` saves a snapshot, and `load_state_dict()` loads it. A number n
             does the same, but keeps only the n latest snapshots. A snapshot of the current rows is always kept.
             Without a `persistent_path`, `state_dict()` contains the rows themselves.
+        changed_keys_mb: The maximum size in MiB of the list of rows that changed since the last snapshot. An
+            incremental snapshot reads only these rows. If more rows have changed, it compares all rows with its parent.
 
     Raises:
         OptionError: If a value is wrong, or options contradict each other.
@@ -169,6 +171,7 @@ class StoreOptions(_CommonFields):
     admission: float | None = field(default=None, kw_only=True)
     ttl_steps: int | None = field(default=None, kw_only=True)
     state_dict_snapshots: bool | int = field(default=False, kw_only=True)
+    changed_keys_mb: float = field(default=256, kw_only=True)
 
     @property
     def background_threads(self) -> int:
@@ -201,6 +204,7 @@ class StoreOptions(_CommonFields):
         if number and self.persistent_path is None:
             problem = "without a persistent_path, state_dict() holds the rows themselves"
             raise self._make_error("state_dict_snapshots", f"{problem}; leave it out, or give persistent_path")
+        self._set("changed_keys_mb", check_budget("changed_keys_mb", self.changed_keys_mb, allows_zero=True))
         self._check_lifecycle()
 
     def _check_lifecycle(self) -> None:

@@ -133,6 +133,10 @@ class ChangeSource(Protocol[B]):
     def forget(self) -> None:
         """Forget the keys that the last call of `list_keys` returned."""
 
+    @property
+    def bytes(self) -> int:
+        """The host memory that the keys take."""
+
 
 class TopTier(TierBase, Protocol[B]):
     """The top tier serves steps. The default methods suit a store without a tier below; announcements do nothing."""

@@ -5,11 +5,13 @@ the rows as of the save's step. Before a later step changes a row in memory, the
 and the image keeps a copy of the row (a before-image) until the save has read it. With RocksDB as the bottom tier, the
 image is a RocksDB read view and needs no copies.
 
-An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys.
+An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys,
+from the moment when the rows equal a snapshot. A store keeps the keys over a clean close.
 """
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +22,7 @@ import numpy as np
 from .. import _core
 from ..cache.cached import CpuCachedTier
 from ..errors import StoreError
-from ..row_format import BUCKETS, Change, Chunks, Keys, TableIds, extract_row_keys
+from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, RowArray, TableIds, extract_row_keys
 from ..signals import defer_signals
 from ..store.contract import ChangeSource, TopTier
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
@@ -30,6 +32,8 @@ from .row_scan import iterate_locked, locate_lines
 
 Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
+NO_PARENT = ""  # the parent's id while the first snapshot is being saved
+log = logging.getLogger("tierbed")
 
 
 class ChangeTracker:
@@ -46,6 +50,24 @@ class ChangeTracker:
 
     def add_keys(self, tables: TableIds, keys: Keys) -> None:
         self._later_keys.add_keys(tables, keys)
+
+    @property
+    def bytes(self) -> int:
+        """The host memory that the keys take."""
+        sets = (self._increment_keys, self._later_keys, self._source)
+        return sum(keys.bytes for keys in sets if keys is not None)
+
+    def list_keys(self) -> RowArray:
+        """Returns the keys [n] of all rows that changed since the parent, with dtype ROW_KEY_DTYPE."""
+        self.start_increment()
+        assert self._increment_keys is not None
+        keys = np.empty(self._increment_keys.size, ROW_KEY_DTYPE)
+        end = 0
+        for bucket in range(BUCKETS):
+            tables, row_keys = self._increment_keys.list_keys(bucket)
+            begin, end = end, end + len(row_keys)
+            keys["table"][begin:end], keys["key"][begin:end] = tables, row_keys
+        return keys
 
     def start_increment(self) -> None:
         """From now on, collect changes for the next save. If this save fails, the next save includes all changes."""
@@ -91,21 +113,41 @@ class ChangeObservers:
         self.tracker: ChangeTracker | None = None
         self._image: Image | None = None
         self.is_active = False  # if False, calls of `before_update` and `wait_for_memory` are unnecessary
+        self.max_key_bytes = 1 << 28  # memory limit for the keys of changed rows; beyond it, changes are not tracked
 
     @property
     def has_image(self) -> bool:
         """True while an image is open. Rows that change may then need before-images."""
         return self._image is not None
 
-    def track_changes(self, parent_id: str) -> None:
-        """Track changes from now on. The current rows equal the snapshot with id `parent_id`."""
+    def track_changes(self, parent_id: str, changed_keys: RowArray | None = None) -> None:
+        """Track changes from now on. The current rows equal the snapshot with id `parent_id`.
+
+        changed_keys: the rows that differ from the snapshot [n], with dtype ROW_KEY_DTYPE.
+        """
         with self._table.lock:
+            if not self.max_key_bytes:
+                return
             if self.tracker is not None:
                 self.tracker.start_increment()
                 self.tracker.record_save(parent_id)
             else:
                 self.is_active = True  # set before `tracker`, in case a signal handler changes rows in between
                 self.tracker = ChangeTracker(parent_id, self._table.prepare_top_tier().start_change_source())
+            if changed_keys is not None:
+                self.tracker.add_keys(changed_keys["table"].copy(), changed_keys["key"].copy())
+
+    def track_during_save(self) -> None:
+        """Track the changes during a save of the current rows, which will be the next parent."""
+        if self.tracker is None:
+            self.track_changes(NO_PARENT)
+
+    def list_changed_keys(self) -> tuple[str, RowArray] | None:
+        """Returns the parent's id, and the keys [n] of rows that changed since; None if they are not tracked."""
+        with self._table.lock:
+            if self.tracker is None or self.tracker.parent_id == NO_PARENT:
+                return None
+            return self.tracker.parent_id, self.tracker.list_keys()
 
     def read_changes(self, parent_id: str) -> Iterator[Change] | None:
         """Returns an iterator over the changes since the snapshot with id `parent_id`; None if the changes are unknown.
@@ -216,6 +258,7 @@ class ChangeObservers:
             self._image.before_write(batch)
         if self.tracker is not None:
             self.tracker.add_batch(batch)
+            self._limit_memory()
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Notify the observers before distinct rows are erased."""
@@ -223,6 +266,17 @@ class ChangeObservers:
             self._image.before_erase(tables, keys)
         if self.tracker is not None:
             self.tracker.add_keys(tables, keys)
+            self._limit_memory()
+
+    def _limit_memory(self) -> None:
+        """Stop tracking changes if the keys take too much memory."""
+        if self.tracker is not None and self.tracker.bytes > self.max_key_bytes:
+            log.info(
+                "embedding %r: more rows have changed since the last snapshot than changed_keys_mb has room for; the "
+                "next incremental snapshot compares all rows with its parent",
+                self._table.spec.name,
+            )
+            self.tracker, self.is_active = None, self._image is not None
 
     def wait_for_memory(self) -> None:
         """Wait while the image's memory for before-images is full. Called before rows change."""

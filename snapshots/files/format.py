@@ -49,8 +49,9 @@ OLD_GROUP = "group"  # a field of MARK in earlier versions: the stores that are 
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
 SHARD_FIELD = "share"  # this field of a shard's MARK stores the shard's rank
 LIVE_FILES = "live_files"  # this field of MARK identifies the files of the live rows
+CHANGED_KEYS = "changed"  # this field of the clean marker describes the file CHANGED
 # fields of the clean marker that are not in a snapshot's description
-MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD_FIELD, LIVE_VERSION, LIVE_FILES)
+MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD_FIELD, LIVE_VERSION, LIVE_FILES, CHANGED_KEYS)
 _ROCKSDB_FILE = re.compile(r"shard-([0-9]{1,2})/(CURRENT|MANIFEST-[0-9]{1,20}|OPTIONS-[0-9]{1,20}|[0-9]{1,20}\.sst)")
 _STATE_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}(?<!_padding)")
 _MAX_NAMED = 16  # maximum number of optimizer states that are stored as named NumPy fields

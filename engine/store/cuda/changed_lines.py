@@ -46,6 +46,10 @@ class ChangedLines:
     def forget(self) -> None:
         self._flags.zero_()
 
+    @property
+    def bytes(self) -> int:
+        return 0  # the flags are in device memory
+
 
 class WriteBackLog:
     """Collects the keys of rows that a GPU cache writes back to the tier below. `flush` writes back all dirty rows."""
@@ -67,3 +71,7 @@ class WriteBackLog:
 
     def forget(self) -> None:
         self._rows = _core.ChangedRows(room=self._rows.size)
+
+    @property
+    def bytes(self) -> int:
+        return self._rows.bytes

@@ -1,0 +1,49 @@
+"""The file CHANGED in a store folder: the keys of rows that changed since the snapshot that was saved or loaded last.
+
+A clean close writes the file, so that the next run's first incremental snapshot need not compare all rows with its
+parent. The file contains row keys with dtype ROW_KEY_DTYPE. A field of the clean marker names the parent and has the
+file's checksum. So the file is used only with the live rows for which it was written.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from typing import Any
+
+import numpy as np
+
+from ...engine.durable import write_atomically
+from ...engine.row_format import ROW_KEY_DTYPE, RowArray
+from ..files.format import CHANGED_KEYS
+from .folder_state import FolderState
+
+FILE = "CHANGED"
+log = logging.getLogger("tierbed")
+
+
+def write_changed_keys(folder: FolderState, parent_id: str, keys: RowArray) -> dict[str, Any]:
+    """Durably write the file. Returns the field for the clean marker. Raises OSError."""
+    data = keys.view(np.uint8).data
+    write_atomically(folder.path / FILE, data)
+    return {CHANGED_KEYS: {"parent": parent_id, "rows": len(keys), "crc32": zlib.crc32(data)}}
+
+
+def read_changed_keys(folder: FolderState, marker: dict[str, Any]) -> tuple[str, RowArray] | None:
+    """Returns the parent's id and the keys [n] of rows that changed since; None if they are unknown."""
+    match marker.get(CHANGED_KEYS):
+        case {"parent": str(parent_id), "rows": int(rows), "crc32": int(crc32)}:
+            pass
+        case _:
+            return None
+    path = folder.path / FILE
+    try:
+        keys = np.fromfile(path, ROW_KEY_DTYPE)
+    except OSError as error:
+        problem = f"cannot be read: {error}"
+    else:
+        if len(keys) == rows and zlib.crc32(keys.view(np.uint8).data) == crc32:
+            return parent_id, keys
+        problem = "does not belong to these live rows, or is damaged"
+    log.warning("%r %s; the next incremental snapshot compares all rows with its parent", str(path), problem)
+    return None

@@ -1,0 +1,123 @@
+"""Incremental snapshots over restarts, kills and loads hold all rows, and read only the rows that changed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.changed_rows import Row, by_name, call, some_rows
+from support.embeddings import contents, make, train
+from support.examples import examples
+from support.stores import STORES, options
+from tierbed.engine.row_format import ROW_KEY_DTYPE
+from tierbed.snapshots import Snapshot
+from tierbed.snapshots.store import save
+from tierbed.snapshots.store.changed_keys import read_changed_keys, write_changed_keys
+from tierbed.snapshots.store.folder_state import FolderState
+
+stores = pytest.mark.parametrize("store", STORES)
+events = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["train", "put", "delete", "full", "background", "incremental", "incremental", "load", "reopen", "kill"]
+        ),
+        some_rows,
+    ),
+    max_size=14,
+)
+
+
+@contextmanager
+def counted_comparisons() -> Iterator[list[int]]:
+    """Counts the incremental saves that compare all rows with their parent."""
+    count, compare = [0], save.changes_between
+
+    def counted(*arguments: Any) -> Any:
+        count[0] += 1
+        return compare(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(save, "changes_between", counted)
+        yield count
+
+
+def check_saved(embedding: Any, name: str) -> None:
+    snapshot = Snapshot.open(embedding.table_handle().store.snapshots / name)
+    rows = [row for _, part in snapshot.chunks() for row in part]
+    assert by_name(rows) == by_name(contents(embedding))
+
+
+@stores
+@pytest.mark.parametrize("limit_mb", [256, 0.01, 0])
+@pytest.mark.rotated("store")
+@examples(0.3)
+@given(events=events)
+def test_every_incremental_snapshot_holds_all_rows(
+    tmp_path_factory: pytest.TempPathFactory, store: str, limit_mb: float, events: list[tuple[str, list[Row]]]
+) -> None:
+    path, saved = tmp_path_factory.mktemp("store"), list[str]()
+
+    def open_store() -> Any:
+        return make(options(store, path, changed_keys_mb=limit_mb), "adagrad")
+
+    embedding = open_store()
+    with counted_comparisons() as comparisons:
+        for number, (kind, rows) in enumerate([("train", [(0, 1)]), ("full", []), *events, ("incremental", [])]):
+            name = f"s{number}"
+            if kind in ("full", "incremental"):
+                embedding.save_snapshot(name, kind=kind)
+            elif kind == "background":
+                saving = embedding.save_snapshot(name, background=True)
+                call(embedding, "put", rows)
+                saving.wait()
+            elif kind == "load":
+                embedding.load_snapshot(saved[-1 - len(rows) % len(saved)])
+            elif kind == "kill":
+                copy = tmp_path_factory.mktemp("copy")
+                shutil.copytree(path, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("LOCK", "SOCKET"))
+                embedding.close()
+                path, embedding = copy, None
+                embedding = open_store()
+            elif kind == "reopen":
+                embedding.close()
+                embedding = open_store()
+            else:
+                call(embedding, kind, rows)
+            if kind in ("full", "background", "incremental"):
+                saved.append(name)
+            if kind in ("full", "incremental"):
+                check_saved(embedding, name)
+    embedding.close()
+    assert not comparisons[0] or limit_mb != 256
+
+
+@stores
+def test_keys_of_another_close_are_not_used(tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture) -> None:
+    for name, ids in (("first", [1, 2]), ("other", [3])):
+        with make(options(store, tmp_path / name), "sgd") as embedding:
+            train(embedding, range(9))
+            embedding.save_snapshot("base")
+            train(embedding, ids)
+    shutil.copy(tmp_path / "other" / "rows" / "CHANGED", tmp_path / "first" / "rows")
+    with make(options(store, tmp_path / "first"), "sgd") as embedding, counted_comparisons() as comparisons:
+        embedding.save_snapshot("next", kind="incremental")
+        check_saved(embedding, "next")
+    assert comparisons == [1]
+    assert "does not belong to these live rows" in caplog.text
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**64 - 1)), max_size=9))
+def test_keys_are_read_as_they_were_written(tmp_path_factory: pytest.TempPathFactory, keys: list[Row]) -> None:
+    folder, array = FolderState(tmp_path_factory.mktemp("store")), np.array(keys, ROW_KEY_DTYPE)
+    read = read_changed_keys(folder, write_changed_keys(folder, "parent", array))
+    assert read is not None
+    assert read[0] == "parent"
+    np.testing.assert_array_equal(read[1], array)
