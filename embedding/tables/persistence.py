@@ -519,7 +519,7 @@ class TablePersistence:
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = table.state.add_initial_state(chunks, self.spec.dim, self.spec.dtype)
-        checked = check_rows(chunks, self.spec.num_tables)
+        checked = check_rows(chunks, self.spec.num_tables, stored["step"])
         remembered = table.lifecycle.record_loaded_chunks(checked)
         counts = load_rows(table.stack, remembered, table.row_format, self.spec.num_tables)
         table.counts.set_initial_counts(counts)

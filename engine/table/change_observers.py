@@ -39,14 +39,20 @@ log = logging.getLogger("tierbed")
 class ChangeTracker:
     """The keys of rows that changed since the snapshot with id `parent_id`. Callers hold the table's lock."""
 
-    def __init__(self, parent_id: str, source: ChangeSource[Any] | None) -> None:
-        self.parent_id = parent_id
-        self._source = source  # tracks changes inside the top tier; None if `_core.ChangedRows` can track them
+    def __init__(self, parent_id: str, table: Table) -> None:
+        self.parent_id, self._table = parent_id, table
+        # tracks changes inside the top tier; None if `_core.ChangedRows` can track them
+        self._source: ChangeSource[Any] | None = table.prepare_top_tier().start_change_source()
         self._increment_keys: _core.ChangedRows | None = None  # keys changed before the last `start_increment`
-        self._later_keys = _core.ChangedRows()  # later changes, which are not in the snapshot that is being saved
+        self._later_keys = _core.ChangedRows(
+            table.step
+        )  # later changes, not in the snapshot being saved
 
     def add_batch(self, batch: Any) -> None:
-        (self._source or self._later_keys).add_batch(batch)
+        if self._source is None:
+            self._later_keys.add_batch(batch, self._table.layout)
+        else:
+            self._source.add_batch(batch)
 
     def add_keys(self, tables: TableIds, keys: Keys) -> None:
         self._later_keys.add_keys(tables, keys)
@@ -61,6 +67,7 @@ class ChangeTracker:
         """Returns the keys [n] of all rows that changed since the parent, with dtype ROW_KEY_DTYPE."""
         self.start_increment()
         assert self._increment_keys is not None
+        self._increment_keys.list_keys(0)  # drops duplicates
         keys = np.empty(self._increment_keys.size, ROW_KEY_DTYPE)
         end = 0
         for bucket in range(BUCKETS):
@@ -74,7 +81,9 @@ class ChangeTracker:
         if self._source is not None:
             self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()
-        later = _core.ChangedRows(room=self._later_keys.size)  # room for as many changes as `_later_keys` has
+        later = _core.ChangedRows(
+            self._table.step, self._later_keys.size
+        )  # room for as many again
         if self._increment_keys is None:
             self._increment_keys = self._later_keys
         else:
@@ -133,7 +142,7 @@ class ChangeObservers:
                 self.tracker.record_save(parent_id)
             else:
                 self.is_active = True  # set before `tracker`, in case a signal handler changes rows in between
-                self.tracker = ChangeTracker(parent_id, self._table.prepare_top_tier().start_change_source())
+                self.tracker = ChangeTracker(parent_id, self._table)
             if changed_keys is not None:
                 self.tracker.add_keys(changed_keys["table"].copy(), changed_keys["key"].copy())
 

@@ -18,7 +18,7 @@ from support.changed_rows import FIRST, SECOND, Calls, Row, by_name, calls, chec
 from support.cuda_tables import with_policies
 from support.embeddings import make, train
 from support.examples import examples
-from support.rows import Table, any_key
+from support.rows import any_key
 from support.small_snapshots import chunked
 from support.stores import STORES, options
 from tierbed import StoreError
@@ -51,22 +51,18 @@ def test_room_for_rows_takes_no_memory_until_there_are_rows() -> None:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
     before = resident()
-    rows = _core.ChangedRows(room=4_000_000)
+    rows = _core.ChangedRows(room=6_000_000)
     assert rows.bytes >= 64 << 20
     assert resident() - before < 8 << 20
 
 
-@given(st.lists(st.tuples(some_names, st.booleans()), max_size=6), some_names)
-def test_a_set_of_names_beside_one_of_python(parts: list[tuple[list[Row], bool]], others: list[Row]) -> None:
-    table = Table([2], tables=4)
+@given(st.lists(some_names, max_size=6), some_names)
+def test_a_list_of_names_beside_a_set_of_python(parts: list[list[Row]], others: list[Row]) -> None:
     rows, other, expected = _core.ChangedRows(), _core.ChangedRows(room=1000), set()
-    for names, as_batch in parts:
-        tables, keys = arrays(names)
-        if as_batch:
-            rows.add_batch(table.batch(keys, tables))
-        else:
-            rows.add_keys(tables, keys)
+    for names in parts:
+        rows.add_keys(*arrays(names))
         expected |= set(names)
+        assert note_changes(rows) == in_order(expected)
         assert rows.size == len(expected)
     other.add_keys(*arrays(others))
     rows.merge(other)
@@ -74,16 +70,15 @@ def test_a_set_of_names_beside_one_of_python(parts: list[tuple[list[Row], bool]]
     assert note_changes(other) == in_order(others)
 
 
-def test_a_set_of_names_grows() -> None:
-    rows, table, random = _core.ChangedRows(), Table([2]), np.random.default_rng(0)
-    expected: NDArray[np.uint64] = np.zeros(0, np.uint64)
-    for _ in range(30):
-        keys = random.integers(0, 40_000, 3000, np.uint64)
-        rows.add_batch(table.batch(keys, np.zeros(3000, np.uint32)))
-        expected = np.union1d(expected, keys)
-        assert rows.size == len(expected)
-    assert note_changes(rows) == in_order((0, key) for key in expected.tolist())
-    assert 16 * rows.size < rows.bytes < 128 * rows.size
+@stores
+def test_a_row_that_is_written_again_and_again_is_noted_once(tmp_path: Path, store: str) -> None:
+    with make(options(store, tmp_path), "sgd") as embedding:
+        observers = embedding.table_handle().table.observers
+        observers.track_changes(FIRST)
+        for _ in range(20):
+            train(embedding, range(100))
+        assert observers.tracker is not None
+        assert observers.tracker.bytes <= 12 * 256
 
 
 def test_a_set_of_names_refuses_what_is_no_list_of_rows() -> None:

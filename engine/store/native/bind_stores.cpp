@@ -70,8 +70,9 @@ void bind_tiers(nb::module_& m) {
 
 void bind_changes(nb::module_& m) {
     nb::class_<ChangedRows>(m, "ChangedRows")
-        .def(nb::init<std::size_t>(), "room"_a = 0)
-        .def("add_batch", &ChangedRows::add_batch, Unlocked())
+        .def(nb::init<u32, std::size_t>(), "since_step"_a = ChangedRows::ALL_STEPS, "room"_a = 0)
+        .def("add_batch", [](ChangedRows& changed, const Batch& batch,
+                             const Layout& layout) { changed.add_batch(batch, layout.shape); }, Unlocked())
         .def(
             "add_keys",
             [](ChangedRows& changed, InVector<u32> tables, InVector<u64> keys) {
@@ -81,7 +82,7 @@ void bind_changes(nb::module_& m) {
             "tables"_a, "keys"_a, Unlocked())
         .def("merge", &ChangedRows::merge, Unlocked())
         .def("list_keys",
-             [](const ChangedRows& changed, u32 bucket) {
+             [](ChangedRows& changed, u32 bucket) {
                  require(bucket < BUCKETS, "no such bucket");
                  return to_arrays([&] { return changed.list_keys(bucket); });
              })

@@ -7,65 +7,52 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t PREFETCH_DISTANCE = 16;  // in rows
+constexpr std::size_t MIN_ROWS_TO_SORT = std::size_t{1} << 20;  // a list that grew by fewer rows is not sorted
 
 }  // namespace
 
-ChangedRows::ChangedRows(std::size_t rows) {
-    for (u32 bucket = 0; bucket < BUCKETS; ++bucket) reserve_rows(buckets_[bucket], bucket, rows / BUCKETS);
-}
+ChangedRows::ChangedRows(u32 since_step, std::size_t room) : since_step_(since_step) { rows_.reserve(room); }
 
-void ChangedRows::add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order) {
-    parallel_for(BUCKETS, order.bucket_offsets[BUCKETS], [&](std::size_t b) {
-        RowMap& bucket = buckets_[b];
-        const std::size_t first = order.bucket_offsets[b], end = order.bucket_offsets[b + 1];
-        if (first == end) return;
-        reserve_rows(bucket, static_cast<u32>(b), bucket.size() + end - first);
-        const std::size_t prefetch_end = std::min(first + PREFETCH_DISTANCE, end);
-        for (std::size_t k = first; k < prefetch_end; ++k) bucket.prefetch_slot(hashes[order.row(k)]);
-        for (std::size_t k = first; k < end; ++k) {
-            if (k + PREFETCH_DISTANCE < end) bucket.prefetch_slot(hashes[order.row(k + PREFETCH_DISTANCE)]);
-            const std::size_t i = order.row(k);
-            if (!skipped || !skipped[i]) bucket.insert(hashes[i], tables[i], 1);
-        }
-    });
-}
-
-void ChangedRows::add_batch(const Batch& batch) {
-    add_rows(batch.hashes.data(), batch.tables.data(), batch.refused_lines.data(), batch.buckets());
+void ChangedRows::add_batch(const Batch& batch, const LineShape& shape) {
+    for (std::size_t row = 0; row < batch.num_unique; ++row) {
+        if (batch.refused_lines.size() && batch.refused_lines[row]) continue;
+        if (row_counters(batch.lines[row], shape)->step <= since_step_)
+            rows_.push_back({batch.tables[row], batch.key(row)});
+    }
+    if (size() > 2 * num_sorted_ + MIN_ROWS_TO_SORT) sort();  // `put` may have added rows again and again
 }
 
 void ChangedRows::add_keys(const u32* tables, const u64* keys, std::size_t n) {
-    const HashedRows hashed(tables, keys, nullptr, n);
-    add_rows(hashed.rows().hashes, hashed.rows().tables, nullptr, {{}, hashed.rows().bucket_offsets()});
+    for (std::size_t i = 0; i < n; ++i) rows_.push_back({tables[i], keys[i]});
 }
 
 void ChangedRows::merge(const ChangedRows& other) {
-    parallel_for(BUCKETS, other.size(), [&](std::size_t b) {
-        RowMap& bucket = buckets_[b];
-        const RowMap& added = other.buckets_[b];
-        reserve_rows(bucket, static_cast<u32>(b), bucket.size() + added.size());
-        added.for_each([&](const Slot& slot) { bucket.insert(slot.hash, slot.table, 1); });
+    rows_.insert(rows_.end(), other.rows_.begin(), other.rows_.end());
+}
+
+void ChangedRows::sort() {
+    std::array<std::vector<Row>, BUCKETS> buckets;
+    for (const Row& row : rows_) buckets[get_bucket(hash_row(row.table, row.key))].push_back(row);
+    parallel_for(BUCKETS, size(), [&](std::size_t b) {
+        std::sort(buckets[b].begin(), buckets[b].end());
+        buckets[b].erase(std::unique(buckets[b].begin(), buckets[b].end()), buckets[b].end());
     });
-}
-
-RowKeys ChangedRows::list_keys(u32 bucket) const {
-    std::vector<std::pair<u32, u64>> rows;
-    rows.reserve(buckets_[bucket].size());
-    buckets_[bucket].for_each([&](const Slot& slot) { rows.push_back({slot.table, get_key(slot.table, slot.hash)}); });
-    std::sort(rows.begin(), rows.end());
-    RowKeys sorted;
-    for (const auto& [table, key] : rows) {
-        sorted.tables.push_back(table);
-        sorted.keys.push_back(key);
+    rows_.clear();  // nothing below throws: the list has room
+    for (std::size_t b = 0; b < BUCKETS; ++b) {
+        rows_.insert(rows_.end(), buckets[b].begin(), buckets[b].end());
+        bucket_offsets_[b + 1] = size();
     }
-    return sorted;
+    num_sorted_ = size();
 }
 
-std::size_t ChangedRows::size() const {
-    std::size_t total = 0;
-    for (const RowMap& bucket : buckets_) total += bucket.size();
-    return total;
+RowKeys ChangedRows::list_keys(u32 bucket) {
+    if (size() != num_sorted_) sort();
+    RowKeys keys;
+    for (std::size_t i = bucket_offsets_[bucket]; i < bucket_offsets_[bucket + 1]; ++i) {
+        keys.tables.push_back(rows_[i].table);
+        keys.keys.push_back(rows_[i].key);
+    }
+    return keys;
 }
 
 }  // namespace tierbed

@@ -1,35 +1,51 @@
 // The keys of rows that were written or erased since a snapshot.
 #pragma once
 #include <array>
+#include <limits>
 
 #include "ops/native/batch.h"
 #include "rows.h"
 
 namespace tierbed {
 
-// A set of row keys. Not thread-safe.
+// A list of row keys. A step adds a row only once: a row whose last step is later than `since_step` is in the list
+// already, because it was written since. Other duplicates are dropped when the list is sorted. Not thread-safe.
 class ChangedRows {
 public:
-    // rows: about how many rows fit before the set grows.
-    explicit ChangedRows(std::size_t rows);
+    static constexpr u32 ALL_STEPS = std::numeric_limits<u32>::max();
+
+    // since_step: the step of the table when the list begins; ALL_STEPS if last steps say nothing.
+    // room: about how many rows fit before the list grows.
+    ChangedRows(u32 since_step, std::size_t room);
     ChangedRows(const ChangedRows&) = delete;
 
-    // Adds a batch's rows, except rows whose lines are in the batch itself.
-    void add_batch(const Batch& batch);
+    // Adds a pinned batch's rows before they are written, except rows whose lines are in the batch itself.
+    void add_batch(const Batch& batch, const LineShape& shape);
     void add_keys(const u32* tables, const u64* keys, std::size_t n);
-    // Adds the rows of another set.
+    // Adds the rows of another list.
     void merge(const ChangedRows& other);
 
-    // Returns the rows of a bucket, sorted by (table, key).
-    RowKeys list_keys(u32 bucket) const;
-    std::size_t size() const;
-    std::size_t bytes() const { return total_bytes(buckets_); }
+    // Returns the rows of a bucket, sorted by (table, key), without duplicates.
+    RowKeys list_keys(u32 bucket);
+    std::size_t size() const { return rows_.size(); }  // may count a row more than once
+    std::size_t bytes() const { return rows_.capacity() * sizeof(Row); }
 
 private:
-    // Adds rows; duplicates are allowed. Leaves out rows with a nonzero entry in `skipped`, if `skipped` is not null.
-    void add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
+    struct __attribute__((packed)) Row {
+        u32 table;
+        u64 key;
+        bool operator<(const Row& other) const {
+            return table != other.table ? table < other.table : u64{key} < u64{other.key};
+        }
+        bool operator==(const Row& other) const { return table == other.table && key == other.key; }
+    };
 
-    std::array<RowMap, BUCKETS> buckets_;  // used as sets of rows: the number of every row is 1
+    void sort();
+
+    const u32 since_step_;
+    std::vector<Row> rows_;
+    std::size_t num_sorted_ = 0;                              // how many rows the last `sort` left
+    std::array<std::size_t, BUCKETS + 1> bucket_offsets_{};  // valid if all rows are sorted
 };
 
 }  // namespace tierbed
