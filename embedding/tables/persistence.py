@@ -52,6 +52,7 @@ from ...snapshots.store.mark import read_live_version
 from ...snapshots.store.recovery_rule import EMPTY
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
 from .compatibility import LoadedIdCounter, check_stored_rows
+from .file_check import FileCheck
 from .recovery import (
     FolderContents,
     OpenPlan,
@@ -110,6 +111,7 @@ class TablePersistence:
         self._mode = options.open
         self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
         self._live_rows = LiveRows.RECORDED
+        self._file_check: FileCheck | None = None  # checks the files that the last recovery linked
         self._list_partners, self._folders = partners, siblings
         self._run_id = ""  # the id of the run that began with an empty table and created these rows
         self.source = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
@@ -218,7 +220,11 @@ class TablePersistence:
             table = self._start_empty(optimizer, folder)
         else:
             folder.discard_live()  # frees space: no run uses these rows again
-            table, _ = self.load(optimizer, plan.snapshot, None, on_verified=plan.on_verified, is_replaced=for_load)
+            opened = self._open_checkpoint(optimizer, plan.snapshot, folder, for_load)
+            if opened is None:
+                load = partial(self.load, on_verified=plan.on_verified, is_replaced=for_load)
+                opened, _ = load(optimizer, plan.snapshot, None)
+            table = opened
             self.resumed_step = 0 if is_new else table.step
             self.restored_snapshot = plan.snapshot.manifest.id
         self.source = plan.log_entry or self.source
@@ -232,6 +238,7 @@ class TablePersistence:
         """
         with table.lock:
             table.stop_prefetch()  # first, because later calls may fail, and no thread may run when the process ends
+            self._stop_file_check()
             if self.folder is not None and self._has_rows_to_keep(table):
                 try:
                     self.folder.check()
@@ -248,6 +255,10 @@ class TablePersistence:
             table.close()
             if self.folder is not None and self.is_placeholder:
                 self.folder.discard_live()
+
+    def _stop_file_check(self) -> None:
+        if self._file_check is not None:
+            self._file_check.stop()
 
     def _leave_group(self) -> None:
         """Leave the training group. Does nothing for a shard: rank 0 leaves the group after closing its shard."""
@@ -288,6 +299,7 @@ class TablePersistence:
 
     def release(self) -> None:
         """Unlock the folder without writing, and release the memory that automatic budgets reserved."""
+        self._stop_file_check()
         self._budgets.release()
         self._leave_group()
         if self.folder is not None:
@@ -358,6 +370,35 @@ class TablePersistence:
                 pass
             if not self._warn_all(ids.make_remarks(label, False, None)):
                 table.reset_id_limits()
+        return table
+
+    def _open_checkpoint(
+        self, optimizer: RowOptimizer | None, snapshot: Snapshot, folder: StoreFolder, for_load: bool
+    ) -> OpenTable | None:
+        """Open a table with the files of a RocksDB checkpoint, without reading its rows. None if rows must be read."""
+        manifest, state = snapshot.manifest, RowState.from_description(snapshot.description)
+        if optimizer is not None:
+            state = self.spec.make_row_state(optimizer)
+        has_same_row_format = self.spec.make_row_format(state).fields == manifest.row_format.fields
+        if manifest.rocksdb is None or not self._on_disk or self.rows_version is not None or not has_same_row_format:
+            return None
+        from ...snapshots.files.rocksdb_files import link_checkpoint  # needs RocksDB
+
+        stored = {**snapshot.description, "rows": manifest.rows, "shards": manifest.rocksdb.shards}
+        folder.clear_incoming()
+        try:
+            if not link_checkpoint(snapshot.folder, manifest.rocksdb, folder.incoming):
+                return None
+            table = self._build(optimizer, stored, folder.incoming)
+        except (StoreError, SnapshotError, OSError) as error:
+            log.info("embedding %r: reading all rows of snapshot %r, because %s", self.spec.name, snapshot.name, error)
+            return None  # reading the rows raises an error that names the damaged file
+        marker = self._make_clean_marker(table)
+        table.close()
+        folder.replace_live(folder.incoming, marker)
+        table = self._resume(optimizer, marker, folder, for_load)
+        table.observers.track_changes(manifest.id)
+        self._file_check = FileCheck(snapshot, table.defer_error)
         return table
 
     def _open_live_rows(
@@ -519,7 +560,7 @@ class TablePersistence:
         assert table.stack is not None
         if table.state.names and not stored["states"]:
             chunks = table.state.add_initial_state(chunks, self.spec.dim, self.spec.dtype)
-        checked = check_rows(chunks, self.spec.num_tables, stored["step"])
+        checked = check_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.record_loaded_chunks(checked)
         counts = load_rows(table.stack, remembered, table.row_format, self.spec.num_tables)
         table.counts.set_initial_counts(counts)
@@ -599,7 +640,8 @@ class TablePersistence:
         shard = {} if self.rows_version is None else {SHARD_FIELD: self.rows_version.make_marker_fields()}
         version = {} if self.member is None or self.rows_version is not None else {LIVE_VERSION: self.member.version}
         fields = {**live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
-        if self.folder is not None and (changed := table.observers.list_changed_keys()) is not None:
+        changed = table.observers.list_changed_keys()
+        if self.folder is not None and changed is not None and len(changed[1]):  # else the record names the snapshot
             with self.folder.convert_errors("write changed keys of"):
                 fields |= write_changed_keys(self.folder, *changed)
         return {**table.describe(), **fields}

@@ -44,9 +44,7 @@ class ChangeTracker:
         # tracks changes inside the top tier; None if `_core.ChangedRows` can track them
         self._source: ChangeSource[Any] | None = table.prepare_top_tier().start_change_source()
         self._increment_keys: _core.ChangedRows | None = None  # keys changed before the last `start_increment`
-        self._later_keys = _core.ChangedRows(
-            table.step
-        )  # later changes, not in the snapshot being saved
+        self._later_keys = _core.ChangedRows(table.step)  # later changes, not in the snapshot being saved
 
     def add_batch(self, batch: Any) -> None:
         if self._source is None:
@@ -81,9 +79,7 @@ class ChangeTracker:
         if self._source is not None:
             self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()
-        later = _core.ChangedRows(
-            self._table.step, self._later_keys.size
-        )  # room for as many again
+        later = _core.ChangedRows(self._table.step, self._later_keys.size)  # room for as many again
         if self._increment_keys is None:
             self._increment_keys = self._later_keys
         else:

@@ -16,7 +16,7 @@ from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
 from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
-from ..row_format import MAX_STEP, ROW_KEY_DTYPE, Chunks, RowFormat
+from ..row_format import ROW_KEY_DTYPE, Chunks, RowFormat
 from ..signals import defer_signals
 from ..store.table_counts import Counts, count_by_table
 from .stack import Stack
@@ -24,11 +24,9 @@ from .stack import Stack
 T = TypeVar("T")
 
 
-def check_rows(chunks: Chunks, tables: int, last_step: int = MAX_STEP) -> Chunks:
-    """Yield stored rows unchanged. Raises SnapshotError for an unwritten row, a table id >= `tables`, a later step."""
+def check_rows(chunks: Chunks, tables: int) -> Chunks:
+    """Yield stored rows unchanged. Raises SnapshotError for an unwritten row or a table id >= `tables`."""
     for bucket, rows in chunks:
-        if (rows["step"] > last_step).any():
-            raise SnapshotError(f"there are rows of step {rows['step'].max()}, but the table is at step {last_step}")
         if (rows["table"] >= tables).any():
             raise SnapshotError(f"there are rows of table {rows['table'].max()}, but the embedding has {tables} tables")
         if (rows["updates"] == 0).any():

@@ -130,7 +130,8 @@ def decode_file(name: str, entry: Any, row_format: RowFormat, num_shards: int | 
 def make_validator(description: dict[str, Any], bucket: int, shard: HashShard | None = None) -> _core.RowValidator:
     """Returns a check that finds rows (or keys of deleted rows) that do not belong to this bucket and shard."""
     index, num_shards = shard or (0, 1)
-    return _core.RowValidator(bucket, len(description["tables"]), description["key_type"] == "int32", index, num_shards)
+    is_int32, last_step = description["key_type"] == "int32", description["step"]
+    return _core.RowValidator(bucket, len(description["tables"]), is_int32, last_step, index, num_shards)
 
 
 def file_dtype(name: str, row_format: RowFormat) -> np.dtype[np.void]:

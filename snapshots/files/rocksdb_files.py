@@ -1,4 +1,4 @@
-"""Links a store's RocksDB files into a RocksDB checkpoint. Checks a checkpoint's files, and scans the rows in them.
+"""Links a store's RocksDB files into a RocksDB checkpoint, and back. Checks a checkpoint's files, and scans its rows.
 
 A separate process scans the rows, because forged files may crash RocksDB.
 """
@@ -15,6 +15,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing.spawn import get_executable
 from pathlib import Path
+from time import monotonic
 from typing import IO, BinaryIO
 
 import numpy as np
@@ -166,8 +167,59 @@ def read_pieces(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
         yield piece
 
 
-def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
-    """Raises SnapshotError if the folder does not contain exactly `files`, with their sizes and checksums."""
+def link_checkpoint(folder: Path, files: RocksDBFiles, target: Path) -> bool:
+    """Durably make `target` a folder with a checkpoint's databases. Row files are hard-linked, and not read.
+
+    Checks all names and sizes, and the checksums of files without rows. Returns False if the file system lacks hard
+    links; `target` is then incomplete. Raises SnapshotError, OSError.
+    """
+    _check_files(folder, files.files, reads_rows=False)
+    for name, entry in files.files.items():
+        file = DatabaseFile(name, entry["bytes"], entry["crc32c"], None)
+        source, path = folder / ROCKSDB / name, target / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not _has_rows(name):
+            _copy(source, path, file)
+        elif _link(source, path, file) is not None:
+            return False
+    for directory in (*target.iterdir(), target):
+        fsync_dir(directory)
+    return True
+
+
+def find_damaged_file(folder: Path, files: RocksDBFiles, wait: Callable[[float], bool]) -> SnapshotError | None:
+    """Returns an error that names the first row file with a wrong checksum, or None. May run beside training.
+
+    wait: called after each piece of a file, with the seconds that reading the piece took. If True, ends the check.
+    """
+    for name, entry in files.files.items():
+        if not _has_rows(name):
+            continue
+        path, checksum, begin = folder / ROCKSDB / name, _core.Crc32c(), monotonic()
+        try:
+            with open_regular(path) as file:
+                for piece in read_pieces(file, entry["bytes"]):
+                    checksum.update(piece)
+                    if wait(monotonic() - begin):
+                        return None
+                    begin = monotonic()
+        except OSError as error:
+            return make_read_error(path, error, folder)
+        if checksum.finish() != entry["crc32c"]:
+            return make_damage_error(path, "its checksum does not match", folder)
+    return None
+
+
+def _has_rows(name: str) -> bool:
+    """True if RocksDB stores rows in the file `name`, and never changes the file."""
+    return name.endswith(".sst")
+
+
+def _check_files(folder: Path, files: dict[str, dict[str, int]], reads_rows: bool = True) -> None:
+    """Raises SnapshotError if the folder does not contain exactly `files`, with their sizes and checksums.
+
+    reads_rows: if False, checksums of files with rows are not checked.
+    """
     top = folder / ROCKSDB
     try:
         present = {str(path.relative_to(top)): path for path in _files_in(top)}
@@ -184,7 +236,7 @@ def _check_files(folder: Path, files: dict[str, dict[str, int]]) -> None:
             size = path.stat().st_size
             if size != entry["bytes"]:
                 raise make_damage_error(path, f"it has {size} bytes instead of {entry['bytes']}", folder)
-            if compute_checksum(path, size) != entry["crc32c"]:
+            if (reads_rows or not _has_rows(name)) and compute_checksum(path, size) != entry["crc32c"]:
                 raise make_damage_error(path, "its checksum does not match", folder)
         except OSError as error:
             raise make_read_error(path, error, folder) from error
@@ -214,7 +266,7 @@ def write_rocksdb(
         for file in files:
             source, target = tier.folder / file.name, top / file.name
             target.parent.mkdir(parents=True, exist_ok=True)
-            if not file.name.endswith(".sst"):
+            if not _has_rows(file.name):
                 crc32c = _copy(source, target, file)
             elif (link_error := _link(source, target, file)) is None:
                 crc32c = compute_checksum(target, file.size) if file.crc32c is None else file.crc32c

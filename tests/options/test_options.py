@@ -29,6 +29,7 @@ COMMON = {
     "admission": None,
     "ttl_steps": None,
     "state_dict_snapshots": False,
+    "changed_keys_mb": 256,
 }
 CACHE = {"cache_policy": "lru", "overflow_mb": None}
 ROCKSDB = {

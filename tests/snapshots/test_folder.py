@@ -154,6 +154,7 @@ def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Pat
 def fill(folder: Path, parents: list[int | None]) -> list[Snapshot]:
     """Snapshot s0, s1 .. of steps 0, 10 .., full or over an earlier one."""
     rows = make_rows(6, 3, bucket=0)
+    rows["step"] = 0
     for number, parent in enumerate(parents):
         place, described = folder / f"s{number}", description(step=10 * number)
         if parent is None:

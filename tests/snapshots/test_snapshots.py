@@ -92,7 +92,7 @@ def test_strided_chunks_and_reused_scratch_are_written_right_and_empty_ones_not_
 
 
 def test_existing_name_is_never_overwritten(tmp_path: Path) -> None:
-    before = save(tmp_path / "s", step=1)
+    before = save(tmp_path / "s", step=13)
     (tmp_path / "empty").mkdir()
     (tmp_path / "dangling").symlink_to("nowhere")
     for name in ("s", "empty", "dangling"):

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from tierbed.engine import _core
-from tierbed.engine.row_format import MAX_STEP, RowFormat
+from tierbed.engine.row_format import RowFormat
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 from tierbed.snapshots.store.selection import Types, convert_description
 
@@ -28,6 +28,7 @@ TYPES: list[Types] = [  # of rows, and of their state
 ]
 NARROW = TYPES[1:]
 UNIFORM = {"type": "uniform", "low": -0.1, "high": 0.1}
+STEP = 12  # of the table
 
 
 def whole(snapshot: Snapshot) -> NDArray[np.void]:
@@ -55,7 +56,7 @@ def description(width: int = 6, types: Types = TYPES[0], **changes: Any) -> dict
         "seed": 7,
         "tables": [UNIFORM, {"type": "constant", "value": 0.0}, UNIFORM],
         "padding_idx": None,
-        "step": 12,
+        "step": STEP,
     }
     return (plain if types == TYPES[0] else convert_description(plain, types)) | changes
 
@@ -111,7 +112,7 @@ def make_rows(
         bits = random.integers(0, 2 ** (8 * field.itemsize), (count, *count_of), f"u{field.itemsize}")
         rows[name] = bits.view(field)
     rows["updates"] = 1 + random.integers(0, 9, count)
-    rows["step"] = random.integers(0, MAX_STEP, count, np.uint32)
+    rows["step"] = random.integers(0, STEP + 1, count, np.uint32)
     return rows[np.lexsort((rows["key"], rows["table"]))]
 
 

@@ -27,7 +27,7 @@ stores = pytest.mark.parametrize("store", STORES)
 events = st.lists(
     st.tuples(
         st.sampled_from(
-            ["train", "put", "delete", "full", "background", "incremental", "incremental", "load", "reopen", "kill"]
+            ["train", "put", "delete", "full", "background", "checkpoint", "incremental", "load", "reopen", "kill"]
         ),
         some_rows,
     ),
@@ -72,8 +72,9 @@ def test_every_incremental_snapshot_holds_all_rows(
     with counted_comparisons() as comparisons:
         for number, (kind, rows) in enumerate([("train", [(0, 1)]), ("full", []), *events, ("incremental", [])]):
             name = f"s{number}"
-            if kind in ("full", "incremental"):
-                embedding.save_snapshot(name, kind=kind)
+            if kind in ("full", "incremental", "checkpoint"):
+                on_disk = store.startswith("ssd")
+                embedding.save_snapshot(name, kind=kind if on_disk or kind != "checkpoint" else "full")
             elif kind == "background":
                 saving = embedding.save_snapshot(name, background=True)
                 call(embedding, "put", rows)
@@ -91,9 +92,9 @@ def test_every_incremental_snapshot_holds_all_rows(
                 embedding = open_store()
             else:
                 call(embedding, kind, rows)
-            if kind in ("full", "background", "incremental"):
+            if kind in ("full", "background", "checkpoint", "incremental"):
                 saved.append(name)
-            if kind in ("full", "incremental"):
+            if kind in ("full", "checkpoint", "incremental"):
                 check_saved(embedding, name)
     embedding.close()
     assert not comparisons[0] or limit_mb != 256

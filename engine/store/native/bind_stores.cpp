@@ -122,7 +122,8 @@ PackedRows packed(const InVector<u8>& rows, std::size_t row_bytes) {
 
 void bind_packed_rows(nb::module_& m) {
     nb::class_<RowValidator>(m, "RowValidator")
-        .def(nb::init<u32, u32, bool, u32, u32>(), "bucket"_a, "tables"_a, "is_int32"_a, "part"_a, "parts"_a)
+        .def(nb::init<u32, u32, bool, u32, u32, u32>(), "bucket"_a, "tables"_a, "is_int32"_a, "last_step"_a,
+             "part"_a, "parts"_a)
         .def(
             "find_problem",
             [](RowValidator& check, InVector<u8> rows, std::size_t row_bytes) -> std::optional<std::string> {

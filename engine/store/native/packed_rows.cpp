@@ -25,6 +25,7 @@ const char* RowValidator::find_problem(const PackedRows& rows) {
             RowCounters counters;
             std::memcpy(&counters, rows.row(i + 1) - sizeof counters, sizeof counters);
             if (counters.updates == 0) return "it has rows whose update count is 0";
+            if (counters.step > last_step_) return "it has rows of a later step than the table's";
         }
     }
     return nullptr;

@@ -28,17 +28,17 @@ struct PackedRows {
 };
 
 // Validates a snapshot's bucket, passed in pieces of rows or row keys. tables: the number of tables.
-// is_int32: true if keys are int32. part: the rank that owns the rows. parts: the number of ranks.
+// is_int32: true if keys are int32. last_step: the table's step. part: the rank that owns the rows. parts: the number of ranks.
 class RowValidator {
 public:
-    RowValidator(u32 bucket, u32 tables, bool is_int32, u32 part, u32 parts)
-        : bucket_(bucket), tables_(tables), part_(part), parts_(parts), is_int32_(is_int32) {}
+    RowValidator(u32 bucket, u32 tables, bool is_int32, u32 last_step, u32 part, u32 parts)
+        : bucket_(bucket), tables_(tables), last_step_(last_step), part_(part), parts_(parts), is_int32_(is_int32) {}
 
     // Returns a text that says what is wrong with the next rows, or null.
     const char* find_problem(const PackedRows& rows);
 
 private:
-    const u32 bucket_, tables_, part_, parts_;
+    const u32 bucket_, tables_, last_step_, part_, parts_;
     const bool is_int32_;
     std::optional<RowKey> last_key_;
 };
