@@ -44,7 +44,7 @@ def check_int(name: str, value: Any, expected: str, minimum: float = -math.inf, 
 
 
 def check_budget(name: str, value: Any, allows_zero: bool, alternative: str = "") -> float:
-    """Returns the option's value in MiB: above 0, or 0 if `allows_zero`. Error texts end with `alternative`."""
+    """Returns the option's value in MiB. With `allows_zero`, 0 is legal too. Error texts end with `alternative`."""
     number = as_number(value)
     if number is None or not (number > 0 or (allows_zero and number == 0)) or number >= 1 << 40:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if allows_zero else '>'} 0{alternative}")

@@ -76,7 +76,7 @@ class NewFolder:
             raise
 
     def publish(self) -> None:
-        """Durably rename the folder to `path`. An old folder at `path` has the temporary name until `drop`."""
+        """Durably rename the folder to `path`. Renames an old folder at `path` to `temporary`; `drop` removes it."""
         publish(self.temporary, self.path, self._overwrite)
 
     def undo_publish(self) -> None:
@@ -98,7 +98,7 @@ class NewFolder:
 def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, and durably rename it to `folder` when the block ends.
 
-    The block must make the files that it writes durable. If the block raises, its files are removed. Creates missing
+    The block must call fsync on each file that it writes. If the block raises, its files are removed. Creates missing
     parent folders. Removes the temporary folder of an earlier, killed process. With `overwrite`, the new folder
     replaces an old folder atomically, and the old folder is removed once the replacement is durable. Raises OSError.
     After NoExchangeError, the old folder is unchanged. After UnsyncedError, the new folder exists.

@@ -259,15 +259,15 @@ def plan(
 
     Args:
         trace: One item per training step: ids, or a tuple (ids, table_ids). Ids and table ids are integer tensors
-            or arrays. `table_ids` is broadcast to the shape of the ids. With several tables and no `table_ids`, the
-            index in the ids' last dimension is the table.
+            or arrays. `table_ids` is broadcast to the shape of the ids. Without `table_ids`, ids for several tables
+            need shape [..., tables]; column t holds the ids of table t.
         dim: Embedding elements per row.
         state: Optimizer state elements per row: 0 for SGD; `dim` for SGD with momentum and Adagrad; `2 * dim` for Adam,
             AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
         tables: How many tables the embedding has.
         padding_idx: The padding id, as for an embedding. Padding ids are not counted.
-        warmup: How many batches at the start only fill the cache and are not counted.
-        samples: How many row uses to keep in memory at most. If the trace has more uses, rows are sampled.
+        warmup: The number of batches at the start that are not counted. These batches only fill the cache.
+        samples: The maximum number of recorded uses of rows. If the trace has more uses, rows are sampled.
         memory_mb: The memory in MiB that `Plan.division` divides, as `cache_budget_mb="auto"` would. Default: the
             memory that is free on the machine and in this process's cgroups.
         world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is split into equal
@@ -367,7 +367,7 @@ class RankPlan:
         batches: How many batches there are after the warmup.
         lookups: int64 [size], how many ids each rank looks up, without padding ids.
         ids: int64 [size, size]. Rank i requests `ids[i, j]` rows from rank j, each distinct row once per step.
-        rows: int64 [size], how many own rows each rank pins for requests from all ranks. A row counts once per step.
+        rows: int64 [size], how many of its rows each rank pins for requests from all ranks. A row counts once per step.
     """
 
     def __init__(self, size: int, dim: int, tables: int, padding: int | None) -> None:

@@ -25,7 +25,7 @@ F64 = NDArray[np.float64]
 
 ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
 PER_ROW = 100  # `_LOADS` increases in steps of 1 / PER_ROW
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; a mean of 80 fills almost every group
+_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean row counts per group; at 80, almost all groups are full
 
 
 class Uses(NamedTuple):
@@ -122,8 +122,8 @@ class Model:
     Each row belongs to one random group. A group holds GROUP_WAYS rows. For a given row, count the rows in its group
     that were used more recently. This count is Poisson distributed. Its mean is the row's depth in the LRU stack,
     divided by the number of groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978).
-    Rows last used in the same batch are in random order. A batch may use more rows of a group than fit. Then rows
-    of this batch that are already cached stay cached. The batch's first missing rows fill the rest of the group.
+    If a batch was the last to use several rows, their order is random. A batch may use more rows of a group than fit.
+    Then the batch's cached rows stay cached. Its missing rows fill the rest of the group in the batch's order.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
@@ -139,7 +139,7 @@ class Model:
         self._uses = len(uses.batch)
 
     def chances(self, lines: float) -> F64:
-        """Return for each use [n] the probability that a cache for `lines` rows holds the row.
+        """Return the hit probability of each use, [n], in a cache for `lines` rows.
 
         A row that the previous batch used is a hit: if it did not fit into its group, it is in the overflow area.
         """
@@ -151,7 +151,7 @@ class Model:
         chances[self._repeated] = stays
         if load.max(initial=0.0) < GROUP_WAYS / 4:  # no batch is large enough to fill a group
             return chances
-        # Which rows a batch keeps depends on its hits; its hits depend on the rows that earlier batches kept.
+        # A batch's hits decide which of its rows stay cached. The cached rows then decide the hits of later batches.
         for _ in range(ROUNDS):
             hit, rate = chances[self._before], float(chances.mean())
             p_kept = _interpolate(load * (rate + (1 - rate) * self._arrival), _P_FITS)
@@ -178,7 +178,7 @@ _EXPECTED_KEPT = GROUP_WAYS - _POISSON @ (GROUP_WAYS - np.arange(GROUP_WAYS))
 
 
 def _interpolate(load: F64, values: F64) -> F64:
-    """Interpolate linearly between `values` [n] at the loads `_LOADS`. Loads above `_LOADS` get the last value."""
+    """Interpolate linearly between `values` [n] at the loads `_LOADS`. For a higher load, use the last value."""
     position = np.minimum(load * PER_ROW, len(values) - 1)  # loads are evenly spaced, so this needs no search
     below = position.astype(np.int32)
     step = np.diff(values, append=values[-1])

@@ -1,6 +1,6 @@
 """Decides which new rows a table keeps, and which rows it deletes because they expired or the table is full.
 
-The ledger (`native/ledger.h`) decides step by step, by written rows' counts and ages. Removed rows count as unwritten.
+The ledger (`native/ledger.h`) makes both decisions by each row's write count and age. Removed rows count as new.
 """
 
 from __future__ import annotations

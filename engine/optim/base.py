@@ -152,7 +152,7 @@ class DenseAdam(DenseOptimizer):
 
 
 def compute_row_mean(squares: Tensor) -> Tensor:
-    """Return the mean over the last dimension, and keeps that dimension with size 1."""
+    """Return the mean over the last dimension. The result keeps this dimension, with size 1."""
     return squares.mean(-1, keepdim=True)
 
 

@@ -13,9 +13,9 @@ With weight decay, a row that was never written has missed all steps before t.
 CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
 The other rules apply at most `terms` steps one by one. For the remaining steps, they multiply m and v by powers of
 beta1 and beta2, and w by a power of the decay. The remaining steps change w only by the decay; their other changes are
-dropped as negligible. Suppose the first missed step changes w by d, and r = beta1 / sqrt(beta2). Then step j after it
-changes w by at most d * r^j * sqrt(1 + j), where sqrt(1 + j) bounds the growth of sqrt(1 - beta2^s). `terms` is chosen
-so that the dropped changes sum to less than d * 2^-24, below the rounding error of the first step. The bias
+dropped as negligible. Suppose the first missed step changes w by d, and r = beta1 / sqrt(beta2). The j-th later step
+changes w by at most d * r^j * sqrt(1 + j). The factor sqrt(1 + j) bounds the growth of sqrt(1 - beta2^s). With `terms`
+steps, the dropped changes sum to less than d * 2^-24. This is less than the rounding error of the first step. The bias
 corrections keep beta1^s and beta2^s as doubles, and update them in each step. OneFlow's SmartDecayAdam is similar.
 """
 
@@ -131,7 +131,7 @@ class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     (L2), all missed steps are applied one by one.
 
     Raises:
-        OptimizerError: If `amsgrad=True`, or `eps=0`. With `eps=0`, missed steps of moments 0 would be 0 / 0.
+        OptimizerError: If `amsgrad=True`, or `eps=0`. With `eps=0`, a row whose moments are 0 would become NaN.
     """
 
 

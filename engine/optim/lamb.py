@@ -1,4 +1,4 @@
-"""LAMB, and LAMB with one second moment per row: You et al., "Large batch optimization for deep learning", ICLR 2020.
+"""LAMB, also with a scalar second moment per row: You et al., "Large batch optimization for deep learning", ICLR 2020.
 A row takes the role of the paper's layer, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
 (https://github.com/pytorch/FBGEMM, split table batched embeddings):
 
@@ -89,7 +89,7 @@ class LAMB(DenseAdam):
 
 
 class PartialRowWiseLAMB(LAMB):
-    """`LAMB` with one second moment per row; FBGEMM's PARTIAL_ROWWISE_LAMB. The arguments are the same."""
+    """`LAMB` with a scalar second moment per row, like FBGEMM's PARTIAL_ROWWISE_LAMB. The arguments are the same."""
 
     second_moment_input = staticmethod(compute_row_mean)
 

@@ -6,7 +6,7 @@ of the paper's layer, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM
     w -= b
 
 |x| is a row's L2 norm. `maximize` negates `g`. A row's buffer decays only in steps that touch the row. If |w| or the
-divisor is 0, a = lr. FBGEMM lacks this rule: it never changes a row of zeros, and it divides even by a divisor of 0.
+divisor is 0, a = lr. FBGEMM has no such exception: FBGEMM never changes a row of zeros, and divides even by 0.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adam with one second moment per row. The formula is FBGEMM's PARTIAL_ROWWISE_ADAM
+"""Adam with a scalar second moment per row. The formula is FBGEMM's PARTIAL_ROWWISE_ADAM
 (https://github.com/pytorch/FBGEMM, split table batched embeddings), with decoupled weight decay:
 
     m += (g - m) * (1 - beta1)
@@ -40,7 +40,7 @@ PARTIAL_ROWWISE_ADAM = Kernel(
 
 
 class PartialRowWiseAdam(DenseAdam):
-    """Adam with decoupled weight decay and one second moment per row. A row is a slice along the last dimension.
+    """Adam with decoupled weight decay and a scalar second moment per row. A row is a slice along the last dimension.
 
     The formula is FBGEMM's PARTIAL_ROWWISE_ADAM; see docs/optimizers.md.
 

@@ -2,10 +2,10 @@
 
 The rates are stored as knots (step, rate), sorted by step. A rate between two knots is interpolated linearly. Steps
 before the first knot have the first knot's rate, and steps after the last knot have the current rate. So a constant
-rate needs no knot. If the past needs at most `MAX_KNOTS` knots, they describe it exactly. If the past needs more knots,
-the older half loses some knots. The knots that affect the interpolated rates least are dropped first.
+rate needs no knot. At most `MAX_KNOTS` knots are stored. If more would be needed, some knots in the older half are
+dropped, first those that affect the interpolated rates least. Until then, the stored rates are exact.
 
-The list from `RowOptimizer.compute_hyperparams` ends with their number, then each knot's step and rate.
+The list from `RowOptimizer.compute_hyperparams` ends with the number of knots, then each knot's step and rate.
 """
 
 from __future__ import annotations

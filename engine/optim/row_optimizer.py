@@ -108,8 +108,8 @@ class RowOptimizer:
         rule = _find_rule(self._optimizer, group)
         if rule.kernel.name != self.rule:
             raise OptimizerError(
-                f"{type(self._optimizer).__name__} began as rule {self.rule!r}. Its settings now select rule "
-                f"{rule.kernel.name!r}, but the rows store the state of the first rule. Do not change "
+                f"{type(self._optimizer).__name__}: the settings first selected rule {self.rule!r}. They now select "
+                f"rule {rule.kernel.name!r}, but the rows store the state of the first rule. Do not change "
                 "decoupled_weight_decay. A zero momentum must stay zero, and a nonzero momentum must stay nonzero. The "
                 "same holds for CatchUpAdam's weight_decay. OneCycleLR and CyclicLR set momentum: give them "
                 "cycle_momentum=False, or make the optimizer with a momentum"
@@ -132,7 +132,7 @@ class RowOptimizer:
         if unknown is not None:  # torch does not check this
             raise OptimizerError(
                 f"param group: {unknown}={group[unknown]!r}; {type(self._optimizer).__name__} has no such setting. "
-                f"Leave it out of the embedding's group (settings that limit rows: {', '.join(LIMITS)})"
+                f"Leave this setting out of the param group. To limit rows, set one of {', '.join(LIMITS)}"
             )
         self._limits = [check_positive(f"param group: {name}", group.get(name)) or 0.0 for name in LIMITS]
         changes_inside = any(isinstance(value, torch.Tensor | list) for value in settings.values())

@@ -4,8 +4,8 @@
     s += mean over the row of g * g
     w -= lr / (sqrt(s) + eps) * g
 
-With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, also in the mean. With "decoupled", `w` is
-first multiplied by 1 - lr * weight_decay. If sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `w` is unchanged.
+With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, in both formulas. With "decoupled", `w`
+is first multiplied by 1 - lr * weight_decay. If sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `w` is unchanged.
 """
 
 from __future__ import annotations

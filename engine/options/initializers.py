@@ -230,7 +230,7 @@ class NamedOptions(PlainDict):
             expected = "the number of ids, from 1 to 2**64 (ids are below it), or None for any id"
             self._set("ids", check_int("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
-            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not 0 to `ids` - 1")
+            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', the action for an illegal id")
         if self.bad_ids != "raise" and self.ids is None:
             raise OptionError(f"bad_ids={self.bad_ids!r}: without `ids`, every id is legal; give `ids` as well")
 

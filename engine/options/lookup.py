@@ -26,8 +26,8 @@ class Lookup(NamedTuple):
     """The checked arguments of a lookup. A bag is a list of ids whose rows are pooled into one row."""
 
     ids: Tensor  # shape: [...] without pooling, [..., L] for bags of L ids, [n] if `offsets` define the bags
-    # Table numbers: one for each id or bag, or one for each result column if `feature_columns` is set. None if the last
-    # dimension of `shape` indexes the tables.
+    # One table number for each id (with pooling, for each bag). With `feature_columns`, one for each result column.
+    # None if the last dimension of `shape` indexes the tables.
     table_ids: Tensor | None = None
     offsets: Tensor | None = None  # [bags + 1]: where each bag starts, then where the last bag ends
     pooling: str | None = None  # "sum" or "mean"
@@ -224,8 +224,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
         problem, bags = "a nested tensor", "offsets=ids.offsets() and pooling='sum' or 'mean'"
         remedy = f"make it contiguous() with layout=torch.jagged, and give {name}.values(); to pool, also give {bags}"
     elif values.device.type not in (*DEVICES, "meta"):
-        problem = f"on {values.device}"
-        remedy = f"tables are on the CPU or a CUDA device: give {name}.cpu() or {name}.cuda()"
+        problem, remedy = f"on {values.device}", f"tables are on CPUs or CUDA GPUs: give {name}.cpu() or {name}.cuda()"
     elif values.device != ids.device:
         problem, remedy = f"on {values.device} but the ids are on {ids.device}", f"give {name}.to(ids.device)"
     elif values.layout != torch.strided:

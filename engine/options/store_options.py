@@ -141,8 +141,8 @@ class StoreOptions(_CommonFields):
             keeps nothing on disk. A leading `~` and variables `${NAME}` are replaced. An unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None means no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
-            computes the row size; this argument only checks it.
-        storage_dim: The row size in floats. Like `size_factor`, this argument only checks the row size.
+            computes the row size itself. A different value raises OptionError.
+        storage_dim: The row size in floats. A value that differs from the computed size raises OptionError.
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
             there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together (a
@@ -294,13 +294,13 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads for each of three tasks: reading rows, prefetch, and write-back. By
-            default, up to 64 threads read rows, depending on the disk. Prefetch and write-back each use as many
-            threads as half of the cores, at most 4.
+            default, up to 64 threads read rows, depending on the disk. Prefetch uses min(4, cores / 2) threads, and
+            write-back uses the same number.
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.
-        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or as RocksDB's options string.
-            docs/tiers.md, "RocksDB", lists them. File format options go into {"block_based_table_factory": {...}}.
+        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or RocksDB's options string. File
+            format options go into {"block_based_table_factory": {...}}. docs/tiers.md lists the legal options.
     """
 
     store: str = field(default="cached_ssd", init=False)
@@ -393,8 +393,8 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 def load_store_options(path: Path_, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
-    The file holds a TOML table [name]. Its key `store` is the store, such as "cached_ssd". Other keys are arguments of
-    the store's `make_*` function. A relative persistent_path starts at the working directory. To check a
+    The file holds a TOML table [name]. Its key `store` names the kind of store, such as "cached_ssd". Other keys are
+    arguments of the store's `make_*` function. A relative persistent_path starts at the working directory. To check a
     file, run `tierbed store options`.
 
     Args:

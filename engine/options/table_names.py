@@ -50,7 +50,7 @@ def table_labels(names: Names) -> tuple[str, ...]:
 
 
 def table_label(table: int, names: Names) -> str:
-    """Return one table's label. `names` may lack the table, because an imported file may contain more tables."""
+    """Return one table's label. `names` may be too short, because imported files can contain more tables."""
     return describe_table(table, names).get("table_name", str(table))
 
 

@@ -40,7 +40,7 @@ class TableSpec:
     dtype: str = "float32"  # the dtype of stored embeddings
     state_dtype: str = "float32"  # the dtype of stored element states; row states are float32
     has_own_seed: bool = True  # True if the user gave the seed; else it comes from the name or stored rows
-    zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
+    zero_key: int | None = None  # the row with this id (as 64 bits) starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # `padding_idx` as 64 bits
@@ -62,7 +62,7 @@ class TableSpec:
 
     @property
     def legal_ids(self) -> Hashable:
-        """A value that is equal for two embeddings if the legal ids of their tables are the same."""
+        """A value to compare: if two embeddings have equal values, the same ids are legal in their tables."""
         return self.max_ids is not None and (self.max_ids.tobytes(), self.drops_illegal)
 
     @property

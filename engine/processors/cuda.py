@@ -83,9 +83,9 @@ class CudaProcessor:
             return CudaFullTier(self._device_layout, self.layout, self._capacity, self._faults, tier)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
-                f"capacity={self._capacity}, with {self._device_layout.line_bytes} bytes per row, needs more memory "
-                f"than {self.device if tier == 'device' else 'the host'} has: {error}; give a smaller capacity, or "
-                "None for a table that grows"
+                f"capacity={self._capacity}: a row takes {self._device_layout.line_bytes} bytes, so "
+                f"{self.device if tier == 'device' else 'the host'} has too little memory ({error}). Give a smaller "
+                "capacity, or None for a table that grows"
             ) from None
 
     def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CudaCachedTier:
@@ -96,7 +96,7 @@ class CudaProcessor:
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
     def make_batch(self, lookups: Sequence[Lookup], sibling: Batch | None = None, is_future: bool = False) -> Batch:
-        """See `Processor.make_batch`. A batch for a later step already groups the positions of ids by row."""
+        """See `Processor.make_batch`. If `is_future`, also groups the positions of ids by row, so the step need not."""
         _core.set_threads(torch.get_num_threads())  # used by host tiers below a cache
         if sibling is not None:
             return sibling.make_sibling(self._faults.word)
@@ -212,7 +212,7 @@ class CudaProcessor:
 
 
 def _make_lookup_arrays(lookup: Lookup) -> LookupArrays:
-    """Convert a lookup for a batch. All values stay on the device."""
+    """Convert a lookup to the arrays from which a batch is made. All values stay on the device."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     tables, offsets = (

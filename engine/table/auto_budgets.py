@@ -53,7 +53,7 @@ class AutoBudgets:
                 self._reserved_bytes.clear()
 
     def _resolve_host(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
-        """Returns the options with MiB for "auto" caches in host memory. has_top_cache: one is the top cache."""
+        """Returns the options with MiB for "auto" caches on the host. has_top_cache: the top cache is on the host."""
         name = TOP if options.cache_budget_mb == "auto" else LOWER
         budgets = [options.get(LOWER, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(to_mb(mb) + options.compute_overflow_mb(to_mb(mb)) for mb in budgets if mb and mb != "auto")
@@ -113,7 +113,7 @@ class AutoBudgets:
 
 
 _instances: WeakSet[AutoBudgets] = WeakSet()
-_initial_free_bytes: dict[str, int] = {}  # free bytes before any promise to a cache; the key is a device or the host
+_initial_free_bytes: dict[str, int] = {}  # free bytes before caches reserve any; the key is a device or the host
 _lock = Lock()
 
 

@@ -1,8 +1,8 @@
 """Observers of an open table's changes: they track changed keys, and keep images of all rows for saves.
 
 A snapshot shows all rows as they were at one step, but saving it takes longer than a step. So a save reads an *image*:
-the rows as of the save's step. Before a later step changes a row in memory, the table notifies its `ChangeObservers`,
-and the image keeps a copy of the row (a before-image) until the save has read it. With RocksDB as the bottom tier, the
+the rows as of the save's step. Before a later step changes a row in memory, the table notifies its `ChangeObservers`.
+The image then copies the row. The save reads this copy, the row's before-image. With RocksDB as the bottom tier, the
 image is a RocksDB read view and needs no copies.
 
 An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys.

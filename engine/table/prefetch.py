@@ -72,7 +72,7 @@ def _copy_tensor(part: Tensor) -> Tensor:
 
 
 def _memory_key(lookup: Lookup) -> tuple[Any, ...]:
-    """Returns a value that is equal for two lookups in the same memory, if torch wrote nothing there in between."""
+    """Returns a value to compare. Lookups in the same memory have equal values, until torch writes to this memory."""
     memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
 
@@ -85,7 +85,7 @@ class Prefetcher:
         self.counts = dict(ZERO_COUNTS)
         self._announcements: deque[_Announcement] = deque()  # not used yet, oldest first; empty if no thread runs
         self._condition = Condition()
-        self._thread: Thread | None = None  # the current thread; a replaced thread ends
+        self._thread: Thread | None = None  # the thread that prepares batches; any older thread ends
         self._process_id = 0  # the process that started the thread
         self._is_busy = False  # True while the thread works without holding the lock
         self._is_paused = False  # True while the thread must not begin work
@@ -148,7 +148,7 @@ class Prefetcher:
             self._resume()
 
     def record_step_end(self) -> None:
-        """Note that a step has ended, so the tier may have room to fetch another batch."""
+        """Record that a step has ended. The tier may now have room to fetch another batch."""
         if self._thread is not None:
             with self._condition:
                 self._num_steps += 1
@@ -229,7 +229,7 @@ class Prefetcher:
 
     def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
         """Drop the `count` oldest announcements. If their batch exists, make it usable by this thread and return it."""
-        if count != self._announcements_per_step:  # drop prepared batches, which hold the old number of announcements
+        if count != self._announcements_per_step:  # drop the prepared batches, because each joins a different count
             self._announcements_per_step = count
             for announcement in self._announcements:
                 announcement.batch = None
@@ -264,7 +264,7 @@ class Prefetcher:
                     step[0].error = error
 
     def _find_work(self) -> list[_Announcement] | None:
-        """Returns announcements of the next step to work on, or None. All steps are announced before any is fetched."""
+        """Returns one step's announcements, to handle next, or None. All steps are announced before any is fetched."""
         size, position = self._announcements_per_step, None
         steps = 0 if self._is_idle or self._is_paused else min(len(self._announcements) // size, MAX_WINDOW)
         for number, announcement in enumerate(islice(self._announcements, 0, steps * size, size)):

@@ -64,7 +64,7 @@ class SmallCacheDetector:
         top = next(iter(tiers.values()))
         num_requested = top["hits"] + top["misses"]
         for (tier, cache), (_, lower_tier) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions are of this kind; 0 on a GPU
+            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions; GPU caches count none
             num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * lower_tier["hits"]
             is_small = has_many_misses and cache["misses"] <= 2 * num_evicted and num_evicted >= cache["capacity"]

@@ -15,7 +15,7 @@ Table = Any  # an OpenTable, whose module cannot be imported here because it imp
 class StepGate:
     """Gives one reader thread at a time access to a table, or to all tables of a training group, between two steps.
 
-    A step that is about to begin waits for the reader. The tables' locks alone are not enough. The training thread
+    The next step waits until the reader is done. The tables' locks alone are not enough. The training thread
     could take a lock again before the reader gets it. Also, a step releases the lock after `pin` and takes it again for
     `update`. In between, the table already lacks the rows that the step evicts.
     """

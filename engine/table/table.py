@@ -1,7 +1,7 @@
 """An embedding's open table passes batches through its tiers.
 
-A training step makes three calls. `pin` deduplicates ids, fetches their rows into the top tier and pins the rows there,
-unless the prefetcher has already prepared the batch. `PinnedBatch.gather` copies rows or pooled bags into tensors.
+A training step makes three calls. `pin` deduplicates ids, fetches their rows into the top tier and pins the rows there.
+(If the prefetcher has prepared the batch, `pin` uses it.) `PinnedBatch.gather` copies rows or pooled bags into tensors.
 `PinnedBatch.update` applies the optimizer to the rows and unpins the rows. The lifecycle decides which new rows to keep
 and which rows to delete. Snapshots need observers: the table notifies its observers before rows change. A GPU runs
 asynchronously, so a later call raises the input errors that kernels find (deferred errors).
@@ -194,7 +194,7 @@ class OpenTable:
         self.step_gate = gate
 
     def mark_replaced(self) -> None:
-        """Note that another table has replaced this one in the embedding."""
+        """Record that another table has replaced this one in the embedding."""
         self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def read_metrics(table: OpenTable, seconds: float = LOCK_TIMEOUT) -> dict[str, d
 
 
 def _update_without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Set `step` and the row counts in earlier metrics to current values. Reading these values needs no lock."""
+    """Update old metrics: replace `step` and the row counts by current values. Reading these needs no lock."""
     metrics["table"]["step"] = table.step
     if not table.processor.defers_errors and (rows := table.counts.known_table_counts) is not None:  # a GPU would wait
         metrics["table"]["rows"] = int(rows.sum())

@@ -105,7 +105,7 @@ private:
     };
 
     // A hash table with open addressing and linear probing. A row's home slot is proportional to the low half of its
-    // hash, so the number of entries need not be a power of two and can grow by a quarter.
+    // hash. This works for any number of entries, so the table can grow by a quarter.
     struct Bucket {
         std::vector<Entry> entries;
         std::size_t num_rows = 0;
