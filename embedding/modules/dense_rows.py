@@ -58,7 +58,7 @@ def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, di
         states = {
             table_id: {
                 name: torch.full((rows, *shape), float(value))
-                for name, shape, value in zip(state.names, columns, state.initial, strict=True)
+                for name, shape, value in zip(state.names, columns, state.initial_values, strict=True)
             }
             for table_id, rows in counts.items()
         }
@@ -150,7 +150,7 @@ def _check_step_known(table: OpenTable) -> None:
     """Warn that states without a step get the table's own step. Raises InputError if the table's own step is 0."""
     if table.optimizer is None or not table.optimizer.depends_on_step():
         return
-    step, rule = table.step + table.optimizer.shift, table.optimizer.rule
+    step, rule = table.step + table.optimizer.step_shift, table.optimizer.rule
     problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
     if not step:
         raise InputError(f"{problem}; give step=, the number of steps the rows were trained")
@@ -238,7 +238,7 @@ def _to_rows(
 ) -> Iterator[RowArray]:
     """Yield the rows of one table from its dense weights and states."""
     spec, row_format, count = table.spec, table.row_format, len(weights[table_id])
-    initial = dict(zip(table.state.names, table.state.initial, strict=True))
+    initial = dict(zip(table.state.names, table.state.initial_values, strict=True))
     for first in range(0, count, CHUNK):
         part = slice(first, min(first + CHUNK, count))
         rows = np.zeros(part.stop - first, row_format.dtype)

@@ -100,8 +100,8 @@ class Ftrl(DenseOptimizer):
         new_power = state["sum"] ** hyperparams["power_of_sum"]
         z = state["z"].add_(g - (new_power - old_power) / hyperparams["lr"] * w)
         denominator = (hyperparams["beta"] + new_power) / hyperparams["lr"] + hyperparams["lambda2"]
-        updated = torch.where(denominator == 0, w, -(z - z.sign() * hyperparams["lambda1"]) / denominator)
-        w.copy_(torch.where(z.abs() <= hyperparams["lambda1"], 0, updated))
+        new_w = torch.where(denominator == 0, w, -(z - z.sign() * hyperparams["lambda1"]) / denominator)
+        w.copy_(torch.where(z.abs() <= hyperparams["lambda1"], 0, new_w))
 
 
 def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:

@@ -220,9 +220,9 @@ def _make_references(states: dict[str, str], fields: dict[str, str], owner: str 
 def _define_function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
     """Return the C++ text of a member function, without unused references and without names of unused arguments."""
     lines = [line.strip() for line in body.strip().splitlines()]
-    lines = [f"auto& {name} = {target};" for name, target in references.items() if _uses(body, name)] + lines
+    lines = [f"auto& {name} = {target};" for name, target in references.items() if _mentions(body, name)] + lines
     text = "\n".join(lines)
-    named = [a if _uses(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
+    named = [a if _mentions(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
     return f"    TIERBED_FN {result} {name}({', '.join(named)}) const {{{_indent(lines)}\n    }}"
 
 
@@ -234,7 +234,7 @@ def _declare_members(types: dict[str, str], indent: int = 4) -> str:
     return "\n".join(f"{' ' * indent}{kind} {name};" for name, kind in types.items())
 
 
-def _uses(body: str, name: str) -> bool:
+def _mentions(body: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", body) is not None
 
 

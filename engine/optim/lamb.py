@@ -91,7 +91,7 @@ class LAMB(DenseAdam):
 class PartialRowWiseLAMB(LAMB):
     """`LAMB` with a scalar second moment per row, like FBGEMM's PARTIAL_ROWWISE_LAMB. The arguments are the same."""
 
-    second_moment_input = staticmethod(compute_row_mean)
+    reduce_squares = staticmethod(compute_row_mean)
 
 
 RULES = (

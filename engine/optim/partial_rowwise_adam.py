@@ -56,7 +56,7 @@ class PartialRowWiseAdam(DenseAdam):
         OptimizerError: If an argument is negative, or a beta is not below 1.
     """
 
-    second_moment_input = staticmethod(compute_row_mean)
+    reduce_squares = staticmethod(compute_row_mean)
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
         hyperparams, m, root = self.update_moments(w, g, state, group)

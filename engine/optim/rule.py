@@ -24,7 +24,7 @@ class Rule:
     optimizer: type[torch.optim.Optimizer]  # the exact type
     # (group, embedding's step from 1) -> hyper-parameters by name. A missing hyper-parameter is read from the group.
     compute_hyperparams: Callable[[ParamGroup, int], Mapping[str, float]] = lambda group, step: {}
-    initial: Callable[[ParamGroup], Mapping[str, float]] = lambda group: {}  # initial values of states; 0 if missing
+    compute_initial: Callable[[ParamGroup], Mapping[str, float]] = lambda group: {}  # initial state values; default 0
     applies_to: Callable[[ParamGroup], bool] = lambda group: True  # True if the rule can train this param group
     torchrec_name: str = ""  # "module.name" of the TorchRec class that this rule also supports
 

@@ -90,7 +90,7 @@ class TableSpec:
         arrays = as_arrays(self.tables, self.columns)
         seed = self.seed % 2**64
         types = self.dtype, *state.states_16bit
-        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
+        return InitialValues(state.initial_values, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
 
     def make_row_format(self, state: RowState) -> RowFormat:
         """Return the row format for this optimizer state."""

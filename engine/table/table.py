@@ -209,7 +209,7 @@ class OpenTable:
         top_tier = self.prepare_top_tier()
         can_keep_scanning = self.stack is not None and isinstance(self.stack.bottom, CpuFullTier)
         check = (lambda: self.is_replaced or self.prepare_top_tier()) if can_keep_scanning else self.finish_erasures
-        yield from self.row_format.from_words(iterate_locked(top_tier.scan(), self.lock, check))
+        yield from self.row_format.view_words(iterate_locked(top_tier.scan(), self.lock, check))
 
     def flush(self) -> None:
         with self.lock, defer_signals():
