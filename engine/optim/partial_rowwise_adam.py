@@ -28,13 +28,13 @@ PARTIAL_ROWWISE_ADAM = Kernel(
     term="square(g)",
     row="""
         exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (total / dim);
-        size = quotient(step_size, square_root(exp_avg_sq) / sqrt_correction2 + eps);
+        multiplier = quotient(step_size, square_root(exp_avg_sq) / sqrt_correction2 + eps);
     """,
-    row_values=("size",),
+    row_values=("multiplier",),
     element="""
         g = decayed(g, w, 0.0f, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
-        w = w * decay - size * exp_avg;
+        w = w * decay - multiplier * exp_avg;
     """,
 )
 
@@ -60,8 +60,8 @@ class PartialRowWiseAdam(DenseAdam):
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
         hyperparams, m, root = self.update_moments(w, g, state, group)
-        size = torch.where(root == 0, 0, hyperparams["step_size"] / root)
-        w.mul_(hyperparams["decay"]).sub_(size * m)
+        multiplier = torch.where(root == 0, 0, hyperparams["step_size"] / root)
+        w.mul_(hyperparams["decay"]).sub_(multiplier * m)
 
 
 RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, compute_hyperparams),)

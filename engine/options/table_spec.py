@@ -18,7 +18,7 @@ from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..row_format import STATE_DTYPES, RowFormat, find_overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
-from .table_names import TABLE_NAMES, check_distinct, table_labels
+from .table_names import TABLE_NAMES, check_distinct, label_tables
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # dtypes of stored rows
 # Fields of a stored description. RUN_ID_FIELD is a random id, drawn anew whenever the rows start empty.
@@ -72,7 +72,7 @@ class TableSpec:
     @property
     def labels(self) -> tuple[str, ...]:
         """Each table's name, or its number if it is unnamed, for messages and metrics."""
-        return table_labels(self.table_names)
+        return label_tables(self.table_names)
 
     def read_id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
         """Returns, for each table, a number above all legal ids and all stored ids; None if no such number is known."""

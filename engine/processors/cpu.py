@@ -15,7 +15,7 @@ from ..cache.cached import CpuCachedTier
 from ..ops.batch import Gradients, as_array, convert_gradients, empty, flatten_weights, make_batch, to_keys
 from ..optim.row_state import RowState
 from ..options.lookup import OUTPUT_DTYPES, Lookup
-from ..options.store_options import CachedHostMemOptions, to_mb
+from ..options.store_options import CachedHostMemOptions, as_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier, TopTier
 from ..store.full import CpuFullTier
@@ -50,7 +50,7 @@ class CpuProcessor(Processor[Batch]):
 
     def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CpuCachedTier:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
-        return CpuCachedTier(self.layout, lower_tier, options, to_mb(options.cache_budget_mb), "device", option)
+        return CpuCachedTier(self.layout, lower_tier, options, as_mb(options.cache_budget_mb), "device", option)
 
     def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedTier, CpuFullTier]:
         host = CpuFullTier(self.layout, "host")

@@ -23,7 +23,7 @@ from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
 from ..options.lookup import Lookup
-from ..options.store_options import CachedHostMemOptions, StoreOptions, to_mb
+from ..options.store_options import CachedHostMemOptions, StoreOptions, as_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullTier
@@ -204,7 +204,7 @@ class CudaProcessor:
         kernels.catch_up(self._device_layout, rule_name, batch, self._step_params)
 
     def _allocate_cache(self, options: CachedHostMemOptions) -> Cache:
-        budget_mb = to_mb(options.cache_budget_mb)
+        budget_mb = as_mb(options.cache_budget_mb)
         try:
             return Cache(self._device_layout, int(budget_mb * MB), options.cache_policy)
         except (ValueError, torch.OutOfMemoryError) as error:

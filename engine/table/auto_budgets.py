@@ -14,7 +14,7 @@ from weakref import WeakSet
 from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySharer, MemorySplit, split_memory
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, read_free_host_memory
-from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, to_mb
+from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, as_mb
 from ..processors.processor import Processor
 
 TOP, LOWER = "cache_budget_mb", "host_cache_budget_mb"
@@ -56,7 +56,7 @@ class AutoBudgets:
         """Returns the options with MiB for "auto" caches on the host. has_top_cache: the top cache is on the host."""
         name = TOP if options.cache_budget_mb == "auto" else LOWER
         budgets = [options.get(LOWER, 0), options.cache_budget_mb if has_top_cache else 0]
-        fixed_mb = sum(to_mb(mb) + options.compute_overflow_mb(to_mb(mb)) for mb in budgets if mb and mb != "auto")
+        fixed_mb = sum(as_mb(mb) + options.compute_overflow_mb(as_mb(mb)) for mb in budgets if mb and mb != "auto")
         fixed_mb += options.get("rocksdb_cache_mb") or 0
         sharer: MemorySharer = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = read_free_host_memory(self._root)

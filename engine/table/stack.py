@@ -13,7 +13,7 @@ import torch
 from ..cache.cached import CpuCachedTier
 from ..errors import InputError
 from ..options.rocksdb_options import format_options
-from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, to_mb
+from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, as_mb
 from ..processors.cpu import CpuProcessor
 from ..processors.processor import Processor, ProcessorFactory
 from ..store.contract import InMemoryTier, Tier, TopTier
@@ -117,7 +117,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
         try:
             lower_tier: Tier = rocksdb
             if options.host_cache_budget_mb:
-                budget_mb = to_mb(options.host_cache_budget_mb)
+                budget_mb = as_mb(options.host_cache_budget_mb)
                 lower_tier = CpuCachedTier(layout, lower_tier, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.make_cache(lower_tier, options), rocksdb)
         except BaseException:
