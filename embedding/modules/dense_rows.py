@@ -17,7 +17,7 @@ from ...engine.options.table_names import find_table, format_choices
 from ...engine.options.table_spec import TableSpec
 from ...engine.row_format import EMBEDDING, MAX_STEP, RowArray
 from ...engine.table.table import OpenTable
-from ...engine.table.table_report import scan_caught_up
+from ...engine.table.table_report import scan_with_catch_up
 from ..optim.eager import follow_in_backward
 from ..saving.rows_reference import RowsReference
 from ..state_dict.saved_rows import EXTRA, ROWS, make_extra_state
@@ -62,7 +62,7 @@ def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, di
             }
             for table_id, rows in counts.items()
         }
-        for _, chunk in scan_caught_up(table) if state.names else ():
+        for _, chunk in scan_with_catch_up(table) if state.names else ():
             for table_id, rows in counts.items():
                 is_requested = (chunk["table"] == table_id) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][is_requested].astype("i8"))
@@ -226,7 +226,7 @@ def _find_scalar_states(table: OpenTable) -> dict[str, bool]:
 
 def _copy_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
     """Return copies of the other tables' rows, after applying the optimizer steps that the rows missed."""
-    chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_caught_up(table))
+    chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_with_catch_up(table))
     retained = [rows for rows in chunks if len(rows)]
     for rows in retained if table.catch_up_rule else ():
         rows["step"] = table.step

@@ -29,7 +29,7 @@ class DeferredError(NamedTuple):
     """An error of an earlier call, found only after that call returned. No row has changed since that call."""
 
     error: TierbedError
-    updates: int  # number of the launched updates that were applied
+    num_updates: int  # number of the launched updates that were applied
 
 
 class RowsByOwner(NamedTuple):

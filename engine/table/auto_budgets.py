@@ -40,7 +40,7 @@ class AutoBudgets:
         row_bytes = processor.layout.line_bytes + LINE_OVERHEAD_BYTES
         device_memory = processor.read_free_memory()
         if device_memory is not None and options.cache_budget_mb == "auto":
-            split = self._split(TOP, str(processor.device), device_memory, row_bytes, "device")
+            split = self._split_memory(TOP, str(processor.device), device_memory, row_bytes, "device")
             options = replace(options, cache_budget_mb=split.cache_mb)
         if "auto" not in (options.cache_budget_mb, options.get(LOWER)):
             return options
@@ -62,13 +62,13 @@ class AutoBudgets:
         free = read_free_host_memory(self._root)
         if free is not None and self._num_ranks > 1:
             free = FreeMemory(free.bytes // self._num_ranks, f"{free.location} for each of {self._num_ranks} ranks")
-        split = self._split(name, str(self._root), free, row_bytes, sharer, options.overflow_mb, fixed_mb)
+        split = self._split_memory(name, str(self._root), free, row_bytes, sharer, options.overflow_mb, fixed_mb)
         numbers: dict[str, Any] = {name: split.cache_mb, "overflow_mb": split.overflow_mb}
         if name == TOP and options.get(LOWER) == "auto":
             numbers[LOWER] = 0  # a second cache would be in the same memory as the top cache
         return replace(options, **numbers)
 
-    def _split(
+    def _split_memory(
         self,
         name: str,
         memory_key: str,
@@ -89,8 +89,8 @@ class AutoBudgets:
                 reserved = sum(budgets._reserved_bytes.get(memory_key, 0) for budgets in _instances)
                 if not reserved:
                     _initial_free_bytes[memory_key] = free.bytes
-                rest = max(min(free.bytes, _initial_free_bytes[memory_key] - reserved), 0)
-                self._free_memory[memory_key] = FreeMemory(rest, free.location)
+                available_bytes = max(min(free.bytes, _initial_free_bytes[memory_key] - reserved), 0)
+                self._free_memory[memory_key] = FreeMemory(available_bytes, free.location)
             free = self._free_memory[memory_key]
             capacity = self._options.capacity
             split = split_memory(

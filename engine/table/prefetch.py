@@ -48,7 +48,7 @@ class _Announcement:
         self.copy_event = processor.record_event()
         # Comparing ids on a GPU would make the CPU wait. Lookups in the same memory therefore count as equal here, and
         # `adopt` compares the ids later.
-        self._memory_keys = [_memory_key(lookup) for lookup in lookups] if processor.defers_errors else None
+        self._memory_keys = [_make_memory_key(lookup) for lookup in lookups] if processor.defers_errors else None
         self._originals = lookups  # keeps the tensors alive, so no other tensor gets their memory
         self.batch: Any = None  # the whole step's batch, if this is the step's first announcement
         self.ready_event: Any = None  # a GPU event that was recorded when `batch` was made
@@ -57,7 +57,7 @@ class _Announcement:
         self.error: BaseException | None = None
 
     def matches(self, lookups: Sequence[Lookup]) -> bool:
-        if self._memory_keys is not None and self._memory_keys == [_memory_key(lookup) for lookup in lookups]:
+        if self._memory_keys is not None and self._memory_keys == [_make_memory_key(lookup) for lookup in lookups]:
             return True
         return are_lookups_equal(self.lookups, lookups)
 
@@ -71,7 +71,7 @@ def _copy_tensor(part: Tensor) -> Tensor:
     return torch.from_numpy(part.numpy().copy())
 
 
-def _memory_key(lookup: Lookup) -> tuple[Any, ...]:
+def _make_memory_key(lookup: Lookup) -> tuple[Any, ...]:
     """Returns a value to compare. Lookups in the same memory have equal values, until torch writes to this memory."""
     memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
@@ -133,7 +133,7 @@ class Prefetcher:
             return
         match = self._find_match(lookups) if lookups else None
         if lookups is not None and match == (0, self._announcements_per_step) and not self._is_idle:
-            batch = self._take(lookups)
+            batch = self._take_batch(lookups)
             try:
                 yield batch
             except BaseException:  # the batch may not be pinned, so the tier must forget it as well
@@ -181,7 +181,7 @@ class Prefetcher:
                     return start, count
         return None
 
-    def _take(self, lookups: Sequence[Lookup]) -> Any:
+    def _take_batch(self, lookups: Sequence[Lookup]) -> Any:
         """Remove and return the oldest announced batch. The caller has checked that the batch matches the step."""
         with self._condition:
             first = self._announcements[0]
@@ -195,7 +195,7 @@ class Prefetcher:
             if first.error is None:
                 self._num_unmatched = 0
                 self.counts["prefetch_hits"] += 1
-                return self._adopt(self._announcements_per_step, lookups)
+                return self._adopt_batch(self._announcements_per_step, lookups)
         self._interrupt((0, self._announcements_per_step), lookups)
         self._resume()
         raise first.error
@@ -221,13 +221,13 @@ class Prefetcher:
                 for _ in range(match[0]):
                     self._announcements.popleft()
                 self._num_unmatched = 0
-                return self._adopt(match[1], lookups)
+                return self._adopt_batch(match[1], lookups)
             if self._num_unmatched > MAX_QUEUE:  # probably no step will match the oldest announcement
                 self._announcements.popleft()
                 self._num_unmatched *= bool(self._announcements)
             return None
 
-    def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
+    def _adopt_batch(self, count: int, lookups: Sequence[Lookup]) -> Any:
         """Drop the `count` oldest announcements. If their batch exists, make it usable by this thread and return it."""
         if count != self._announcements_per_step:  # drop the prepared batches, because each joins a different count
             self._announcements_per_step = count
@@ -246,13 +246,13 @@ class Prefetcher:
 
     def _run(self) -> None:
         _core.use_own_pool(self._num_threads)
-        me = current_thread()
+        this_thread = current_thread()
         while True:
             with self._condition:
-                if self._thread is me:
+                if self._thread is this_thread:
                     self._is_busy = False
                     self._condition.notify_all()
-                step = self._condition.wait_for(lambda: self._thread is not me or self._find_work())
+                step = self._condition.wait_for(lambda: self._thread is not this_thread or self._find_work())
                 if not isinstance(step, list):  # this thread was replaced or closed
                     return
                 self._is_busy = True
