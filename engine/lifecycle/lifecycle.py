@@ -72,7 +72,7 @@ class Lifecycle:
         assert self._ledger is not None
         if len(batch.refused_lines):
             refused = count_by_table(batch.tables[batch.refused_lines != 0], len(self.removed_counts))
-            self._count(refused, "refused")
+            self._count_removed(refused, "refused")
         self._ledger.record_write(batch, step)
 
     def find_expired(self, step: int) -> tuple[TableIds, Keys] | None:
@@ -87,9 +87,9 @@ class Lifecycle:
         """Record removed rows. `existing_counts` counts the written rows per table; `cause` is a key in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
-        self._count(existing_counts, cause)
+        self._count_removed(existing_counts, cause)
 
-    def _count(self, rows: Counts, cause: str) -> None:
+    def _count_removed(self, rows: Counts, cause: str) -> None:
         self.removed_counts += rows
         self.counts[cause] += int(rows.sum())
 

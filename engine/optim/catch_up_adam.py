@@ -96,7 +96,7 @@ CATCH_UP_ADAM_L2 = replace(
         """,
         rest="",
         rest_element="",
-        unwritten="steps",
+        unwritten_rows="steps",
     ),
 )
 
@@ -118,7 +118,7 @@ CATCH_UP_ADAMW = replace(
             missed_decay = static_cast<float>(power(is_constant ? rounded : decay_of_one, rest));
         """,
         rest_element="w = w * missed_decay;" + MISSED_STEPS.rest_element,
-        unwritten="rest",
+        unwritten_rows="rest",
     ),
 )
 

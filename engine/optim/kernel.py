@@ -60,7 +60,7 @@ class CatchUp:
     rest: str = ""
     rest_element: str = ""
     # Missed steps of a row that was never written: "" skips them, "steps" applies them, "rest" applies all by `rest`.
-    unwritten: str = ""
+    unwritten_rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _define_struct(kernel: Kernel) -> str:
     hyperparams = dict.fromkeys(kernel.hyperparams.split(), "float") | dict.fromkeys(kernel.doubles.split(), "double")
     reads = [f"{name} = static_cast<{kind}>(hyperparams[{i}]);" for i, (name, kind) in enumerate(hyperparams.items())]
     reads += ["past = hyperparams + HYPERPARAMS + LIMITS;"] if kernel.catch_up else []
-    unwritten = kernel.catch_up.unwritten if kernel.catch_up else ""
+    unwritten = kernel.catch_up.unwritten_rows if kernel.catch_up else ""
     row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
     elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
     rows = {name: f"state[{i}]" for i, name in enumerate(kernel.row_states)}

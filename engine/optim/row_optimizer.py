@@ -101,8 +101,8 @@ class RowOptimizer:
     @property
     def is_lazy(self) -> bool:
         """True if, on a dense table, torch's optimizer would also change rows that a step does not look up."""
-        decays = self.rule in ("sgd", "adagrad") and self._optimizer.param_groups[self._group_index].get("weight_decay")
-        return self.rule in _LAZY_RULES or bool(decays)
+        decay = self.rule in ("sgd", "adagrad") and self._optimizer.param_groups[self._group_index].get("weight_decay")
+        return self.rule in _LAZY_RULES or bool(decay)
 
     def _check_settings(self, group: ParamGroup, settings: dict[str, Any]) -> None:
         rule = _find_rule(self._optimizer, group)
@@ -193,11 +193,11 @@ def check_has_param_groups(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _make_class_error(optimizer_class: type) -> OptimizerError:
-    name = f"optimizer {_public_name(optimizer_class)}"
-    names = list(dict.fromkeys(_public_name(rule.optimizer) for rule in load_rules()))
-    same_name = [name for name in names if name.rpartition(".")[2] == optimizer_class.__name__]
-    if same_name and optimizer_class.__module__.partition(".")[0] == "torchrec":
-        return OptimizerError(f"{name} cannot update rows; use {same_name[0]}, which has the same formula")
+    name = f"optimizer {_find_public_name(optimizer_class)}"
+    names = list(dict.fromkeys(_find_public_name(rule.optimizer) for rule in load_rules()))
+    namesakes = [name for name in names if name.rpartition(".")[2] == optimizer_class.__name__]
+    if namesakes and optimizer_class.__module__.partition(".")[0] == "torchrec":
+        return OptimizerError(f"{name} cannot update rows; use {namesakes[0]}, which has the same formula")
     return OptimizerError(
         f"{name} cannot update rows; use one of {', '.join(names)}. A subclass is refused: it may change the formula"
     )
@@ -215,7 +215,7 @@ def _find_rule(optimizer: torch.optim.Optimizer, group: ParamGroup) -> Rule:
     return next(rule for rule in rules if rule.applies_to(group))
 
 
-def _public_name(optimizer_class: type) -> str:
+def _find_public_name(optimizer_class: type) -> str:
     """Return a class's name as users import it, from the outermost package that exports it."""
     parts = optimizer_class.__module__.split(".")
     if parts[:-1] == __name__.split(".")[:-1]:

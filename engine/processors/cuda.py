@@ -110,12 +110,12 @@ class CudaProcessor:
             _ = batch.positions_by_row  # computed now rather than in the step
         return batch
 
-    def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+    def adopt(self, batch: Batch, announced_lookups: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         batch.record_stream()  # a fetch that still runs may use the tensor `batch.faults`
         differences = [
             (old != new).any()
-            for pair in zip(announced, lookups, strict=True)
-            for old, new in zip(pair[0].tensors, pair[1].tensors, strict=True)
+            for lookup_pair in zip(announced_lookups, lookups, strict=True)
+            for old, new in zip(lookup_pair[0].tensors, lookup_pair[1].tensors, strict=True)
             if old is not None and new is not None
         ]
         batch.input_faults |= torch.stack(differences).any().to(torch.int32) * CHANGED

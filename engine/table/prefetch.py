@@ -62,8 +62,8 @@ class _Announcement:
         return are_lookups_equal(self.lookups, lookups)
 
 
-def _join_lookups(step: Sequence[_Announcement]) -> list[Lookup]:
-    return [lookup for announcement in step for lookup in announcement.lookups]
+def _join_lookups(announcements: Sequence[_Announcement]) -> list[Lookup]:
+    return [lookup for announcement in announcements for lookup in announcement.lookups]
 
 
 def _copy_tensor(part: Tensor) -> Tensor:
@@ -252,16 +252,16 @@ class Prefetcher:
                 if self._thread is this_thread:
                     self._is_busy = False
                     self._condition.notify_all()
-                step = self._condition.wait_for(lambda: self._thread is not this_thread or self._find_work())
-                if not isinstance(step, list):  # this thread was replaced or closed
+                announcements = self._condition.wait_for(lambda: self._thread is not this_thread or self._find_work())
+                if not isinstance(announcements, list):  # this thread was replaced or closed
                     return
                 self._is_busy = True
             try:
                 with self._processor.enter_side_stream():
-                    self._prepare(step)
+                    self._prepare(announcements)
             except BaseException as error:
                 with self._condition:
-                    step[0].error = error
+                    announcements[0].error = error
 
     def _find_work(self) -> list[_Announcement] | None:
         """Returns one step's announcements, to handle next, or None. All steps are announced before any is fetched."""
@@ -276,22 +276,22 @@ class Prefetcher:
                 position = number * size
         return None if position is None else [*islice(self._announcements, position, position + size)]
 
-    def _prepare(self, step: list[_Announcement]) -> None:
-        announcement = step[0]
-        if announcement.is_announced:
+    def _prepare(self, announcements: list[_Announcement]) -> None:
+        first = announcements[0]
+        if first.is_announced:
             num_steps = self._num_steps
-            fetched = self._top_tier.prefetch(announcement.batch)
+            is_fetched = self._top_tier.prefetch(first.batch)
             with self._condition:
-                announcement.is_fetched = fetched
-                self._is_tier_full = not fetched and num_steps == self._num_steps
+                first.is_fetched = is_fetched
+                self._is_tier_full = not is_fetched and num_steps == self._num_steps
             return
-        if announcement.batch is None:
-            for part in step:
-                self._processor.wait_event(part.copy_event)
-            batch = self._processor.make_batch(_join_lookups(step), is_future=True)
-            announcement.ready_event = self._processor.record_event()
-            announcement.batch = batch
-        self._top_tier.announce(announcement.batch)
+        if first.batch is None:
+            for announcement in announcements:
+                self._processor.wait_event(announcement.copy_event)
+            batch = self._processor.make_batch(_join_lookups(announcements), is_future=True)
+            first.ready_event = self._processor.record_event()
+            first.batch = batch
+        self._top_tier.announce(first.batch)
         with self._condition:
-            announcement.is_announced = True
+            first.is_announced = True
             self._condition.notify_all()

@@ -53,17 +53,17 @@ class SmallCacheDetector:
     def __init__(self, embedding: str) -> None:
         self._embedding, self._has_warned = embedding, False
 
-    def check(self, tiers: Mapping[str, dict[str, float]]) -> None:
-        """Add `too_small` to each cache's metrics. `tiers` holds the metrics of the whole stack, top first.
+    def check(self, tier_metrics: Mapping[str, dict[str, float]]) -> None:
+        """Add `too_small` to each cache's metrics. `tier_metrics` holds the metrics of the whole stack, top first.
 
         A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need
         again. Misses also come from a cache that is not full yet, from unwritten rows, and from ids that occur once. So
         the cache must also have evicted at least `capacity` rows. Evictions must be at least half of the misses. More
         than a quarter of the requested rows must have been in the tier below. All counts start at opening.
         """
-        top = next(iter(tiers.values()))
+        top = next(iter(tier_metrics.values()))
         num_requested = top["hits"] + top["misses"]
-        for (tier, cache), (_, lower_tier) in pairwise(tiers.items()):
+        for (tier, cache), (_, lower_tier) in pairwise(tier_metrics.items()):
             overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions; GPU caches count none
             num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * lower_tier["hits"]
