@@ -373,7 +373,7 @@ class RankPlan:
     def __init__(self, size: int, dim: int, tables: int, padding: int | None) -> None:
         self.size, self.dim, self.batches = size, dim, 0
         self.lookups, self.ids, self.rows = (np.zeros(shape, np.int64) for shape in (size, (size, size), size))
-        self._tables, self._padding_key = tables, padding
+        self._tables, self._padding = tables, padding
 
     def add(
         self, batch: _core.Batch, keys: NDArray[np.uint64], tables: NDArray[np.uint32] | None, samples: int
@@ -385,7 +385,7 @@ class RankPlan:
         for rank in range(self.size):
             chunk = slice(rank * step, (rank + 1) * step)
             chunk_tables = None if tables is None else tables[chunk]
-            part = _core.Batch([(keys[chunk], chunk_tables, None)], self._tables, self._padding_key)
+            part = _core.Batch([(keys[chunk], chunk_tables, None)], self._tables, self._padding)
             self.lookups[rank] += len(part.occurrences)
             self.ids[rank] += self._count_owned(part)
 
