@@ -52,7 +52,7 @@ class Tables:
         parameter = torch.nn.Parameter(torch.zeros(1))
         attached = OPTIMIZERS[optimizer]([parameter], lr=0.01)
         self.optimizer = row_optimizer(attached, attached.param_groups[0])
-        states, widths = self.optimizer.initial, load_kernels()[optimizer].state_widths(dim)
+        states, widths = self.optimizer.initial_values, load_kernels()[optimizer].state_widths(dim)
         kinds, parameters, quantiles = as_arrays(
             [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables, [dim]
         )

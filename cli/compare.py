@@ -61,7 +61,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
 
 
 def _print(comparison: Comparison) -> None:
-    from ..engine.options.table_names import table_label
+    from ..engine.options.table_names import label_table
 
     if not comparison.differs:
         print(f"the same: {comparison.num_equal:,} rows")
@@ -70,7 +70,7 @@ def _print(comparison: Comparison) -> None:
     tables = sorted(set().union(*counters))
     lines = [["table", *comparison.counts]]
     for table in tables:
-        lines.append([table_label(table, comparison.names), *(f"{counter[table]:,}" for counter in counters)])
+        lines.append([label_table(table, comparison.names), *(f"{counter[table]:,}" for counter in counters)])
     sums = [counter.total() for counter in counters]
     print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
     print(f"{comparison.num_equal:,} rows are the same")
@@ -84,7 +84,7 @@ def _print(comparison: Comparison) -> None:
         lines = [["row", "table", "key", "difference"]]
         for row in comparison.first_diffs:
             difference = "" if row.largest is None else f"{row.largest:.6g}"
-            lines.append([row.sort, table_label(row.table, comparison.names), str(row.key), difference])
+            lines.append([row.sort, label_table(row.table, comparison.names), str(row.key), difference])
         print_table(lines, right={1, 2, 3})
         if sum(sums) > len(comparison.first_diffs):
             print(f"and {sum(sums) - len(comparison.first_diffs):,} more")

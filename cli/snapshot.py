@@ -253,7 +253,7 @@ def inspect(
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
-    from ..engine.options.table_names import read_table_names, table_label
+    from ..engine.options.table_names import label_table, read_table_names
     from ..snapshots.files.format import name_hyperparams
     from ..snapshots.inspection.row import to_plain_row
     from ..snapshots.inspection.summary import check_plot, draw, summarise
@@ -273,7 +273,7 @@ def inspect(
         output.print_json({**figures, "description": description, "first_rows": first})
         return
     fields = {"embedding" if field == "name" else field: value for field, value in description.items()}
-    figures["rows_by_table"] = {table_label(table, names): count for table, count in figures["rows_by_table"].items()}
+    figures["rows_by_table"] = {label_table(table, names): count for table, count in figures["rows_by_table"].items()}
     output.print_fields({**figures, **fields})
     for row in first:
         print()

@@ -17,7 +17,7 @@ from ...engine.options.table_names import find_table, format_choices
 from ...engine.options.table_spec import TableSpec
 from ...engine.row_format import EMBEDDING, MAX_STEP, RowArray
 from ...engine.table.table import OpenTable
-from ...engine.table.table_report import scan_caught_up
+from ...engine.table.table_report import scan_with_catch_up
 from ..optim.eager import follow_in_backward
 from ..saving.rows_reference import RowsReference
 from ..state_dict.saved_rows import EXTRA, ROWS, make_extra_state
@@ -58,11 +58,11 @@ def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, di
         states = {
             table_id: {
                 name: torch.full((rows, *shape), float(value))
-                for name, shape, value in zip(state.names, columns, state.initial, strict=True)
+                for name, shape, value in zip(state.names, columns, state.initial_values, strict=True)
             }
             for table_id, rows in counts.items()
         }
-        for _, chunk in scan_caught_up(table) if state.names else ():
+        for _, chunk in scan_with_catch_up(table) if state.names else ():
             for table_id, rows in counts.items():
                 is_requested = (chunk["table"] == table_id) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][is_requested].astype("i8"))
@@ -150,7 +150,7 @@ def _check_step_known(table: OpenTable) -> None:
     """Warn that states without a step get the table's own step. Raises InputError if the table's own step is 0."""
     if table.optimizer is None or not table.optimizer.depends_on_step():
         return
-    step, rule = table.step + table.optimizer.shift, table.optimizer.rule
+    step, rule = table.step + table.optimizer.step_shift, table.optimizer.rule
     problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
     if not step:
         raise InputError(f"{problem}; give step=, the number of steps the rows were trained")
@@ -226,7 +226,7 @@ def _find_scalar_states(table: OpenTable) -> dict[str, bool]:
 
 def _copy_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
     """Return copies of the other tables' rows, after applying the optimizer steps that the rows missed."""
-    chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_caught_up(table))
+    chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_with_catch_up(table))
     retained = [rows for rows in chunks if len(rows)]
     for rows in retained if table.catch_up_rule else ():
         rows["step"] = table.step
@@ -238,7 +238,7 @@ def _to_rows(
 ) -> Iterator[RowArray]:
     """Yield the rows of one table from its dense weights and states."""
     spec, row_format, count = table.spec, table.row_format, len(weights[table_id])
-    initial = dict(zip(table.state.names, table.state.initial, strict=True))
+    initial = dict(zip(table.state.names, table.state.initial_values, strict=True))
     for first in range(0, count, CHUNK):
         part = slice(first, min(first + CHUNK, count))
         rows = np.zeros(part.stop - first, row_format.dtype)

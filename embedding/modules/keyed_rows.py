@@ -21,7 +21,7 @@ from ...engine.options.table_names import describe_table
 from ...engine.row_format import EMBEDDING
 from ...engine.signals import defer_signals
 from ...engine.table.table import RowsReplacedError
-from ...engine.table.table_report import LOCK_TIMEOUT, cache_metrics, locate, read_metrics, scan_caught_up
+from ...engine.table.table_report import LOCK_TIMEOUT, cache_metrics, locate_row, read_metrics, scan_with_catch_up
 from ..state_dict.saved_rows import SnapshotEmbedding
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -117,7 +117,7 @@ class KeyedRows(SnapshotEmbedding):
         """
         while True:
             table = self.table_handle().open_table
-            scan = scan_caught_up(table)
+            scan = scan_with_catch_up(table)
             with suppress(RowsReplacedError):
                 first = next(scan, None)
                 break
@@ -184,7 +184,7 @@ class KeyedRows(SnapshotEmbedding):
             InputError: If the key or the table is invalid.
         """
         key, number = check_row(self.spec, key, table)
-        tiers, why = locate(self.table_handle().open_table, self._make_lookup([key], number))
+        tiers, why = locate_row(self.table_handle().open_table, self._make_lookup([key], number))
         row = {**describe_table(number, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}

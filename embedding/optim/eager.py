@@ -27,7 +27,7 @@ from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.ops.exact_sum import sum_squares
 from ...engine.optim.base import MAX_VALUE, MIN_VALUE
-from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
+from ...engine.optim.row_optimizer import RowOptimizer, check_has_param_groups, warn_if_lazy
 from ...engine.signals import defer_signals
 from ...engine.table.row_step import run_row_step
 from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, get_gradients, set_grad, trainers
@@ -99,7 +99,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             raise OptimizerError(
                 f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
             )
-        check_is_optimizer(optimizer)
+        check_has_param_groups(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         root = nn.ParameterList(self._list_parameters()) if module is None else module

@@ -197,7 +197,7 @@ class ShardedTableHandle:
 def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks. The keys are names for error messages."""
     state = None if optimizer is None else spec.make_row_state(optimizer)
-    rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
+    rule = None if state is None else [state.rule, list(state.names), list(state.initial_values)]
     return {
         "version of tierbed": __version__,
         "name": spec.name,

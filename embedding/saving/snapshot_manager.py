@@ -17,7 +17,7 @@ from ...distributed.world import World, try_call
 from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
-from ...engine.table.change_observers import still_saving_text
+from ...engine.table.change_observers import format_still_saving
 from ...snapshots.files.format import HashShard, check_name
 from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots
 from ...snapshots.files.writer import NewSnapshots
@@ -288,7 +288,7 @@ class SnapshotManager:
         """Raise StoreError if a background save is running. Local."""
         self.local.table.raise_deferred_error()
         if self._saving is not None:  # other ranks may still be writing
-            raise StoreError(still_saving_text(self._saving.label))
+            raise StoreError(format_still_saving(self._saving.label))
         self.local.table.observers.check_not_saving()
 
     # loads

@@ -113,7 +113,7 @@ def _find_mismatched_tables(spec: TableSpec, stored: dict[str, Any]) -> Collecti
 
     Returns no table if the stored names come from imported tensors and the embedding's tables are unnamed.
     """
-    if stored.get(table_names.TENSOR_NAMED) and not any(spec.table_names):
+    if stored.get(table_names.NAMED_LIKE_TENSORS) and not any(spec.table_names):
         return ()
     return table_names.find_mismatched_tables(table_names.read_table_names(stored), spec.table_names)
 
@@ -122,7 +122,7 @@ def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Co
     """Raise StoreError if rows of a stored table would become rows of another table."""
     others = [table for table in _find_mismatched_tables(spec, stored) if tables is None or table in tables]
     if others and stored.get("rows") != 0:
-        labels = table_names.table_labels(table_names.read_table_names(stored))
+        labels = table_names.label_tables(table_names.read_table_names(stored))
         raise StoreError(
             f"{label} holds tables {list(labels)}, but the embedding has tables {list(spec.labels)}. Tables are "
             "matched by position, so rows would move to another table. Keep the stored tables' names and order, and "
@@ -176,7 +176,7 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
     """Return a remark about tables that are in the snapshot but not in the embedding."""
     if not any(names):
         return f"{label} has {len(names)} tables, and the embedding {spec.num_tables}: the others are left out"
-    labels = table_names.table_labels(names)
+    labels = table_names.label_tables(names)
     skipped = [labels[table] for table in sorted(others)]
     return f"{label} has tables {list(labels)}, and the embedding {list(spec.labels)}: {skipped} are left out"
 

@@ -153,13 +153,13 @@ class LocalTable:
         """Raise OptimizerError if rows have another optimizer's state, OptionError if rows lack room for new state."""
         table = self.table
         stored, needed = table.state, table.spec.make_row_state(optimizer)
-        is_same_initial = table.optimizer is None or table.optimizer.initial == optimizer.initial
+        is_same_initial = table.optimizer is None or table.optimizer.initial_values == optimizer.initial_values
         is_stateless = stored.rule is None and not stored.names  # the rows were written by `put`
         if table.counts.num_rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {stored.rule} (state {list(stored.names)}, initial "
-                f"values {list(stored.initial)}), but the new optimizer is {needed.rule} (state {list(needed.names)}, "
-                f"initial values {list(needed.initial)}); train with the rows' optimizer{self._reset_remedy()}"
+                f"values {list(stored.initial_values)}), but the optimizer is {needed.rule} (state {list(needed.names)}"
+                f", initial values {list(needed.initial_values)}); train with the rows' optimizer{self._reset_remedy()}"
             )
         self.persistence.check_row(optimizer)
 

@@ -286,7 +286,7 @@ def _begin_replay(table: OpenTable, has_updates: bool, clip_value: float | None)
     """
     if has_updates:
         table.release()
-        with table.use_announced(()):
+        with table.enter_announced_step(()):
             pass  # drops announced batches, because the replayed ops make their own batch
     table.finish_erasures()
     table.raise_deferred_error(wait=False)

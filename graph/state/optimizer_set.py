@@ -20,7 +20,7 @@ from ...embedding.tables.names import name_embeddings
 from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.embedding_base import EmbeddingBase
-from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
+from ...engine.optim.row_optimizer import RowOptimizer, check_has_param_groups, warn_if_lazy
 from ..trace.names import HasBuild, tensor_name
 
 log = logging.getLogger("tierbed")
@@ -60,7 +60,7 @@ class OptimizerSet:
             raise OptimizerError(
                 f"add_optimizer got a {type(optimizer).__name__}; pass a torch.optim optimizer, such as torch.optim.SGD"
             )
-        check_is_optimizer(optimizer)
+        check_has_param_groups(optimizer)
         if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # true for TorchRec's WarmupOptimizer, for example
             raise OptimizerError(
                 f"{type(optimizer).__name__} is not a complete torch optimizer. Pass the optimizer that it wraps, "

@@ -331,7 +331,7 @@ class TableBatchedEmbeddingBags(TableModule):
     def iter(self) -> Tensor:
         """Update count so far, as used in FBGEMM for Adam's bias correction: a copy, int64 [1]."""
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
-        return torch.tensor([max(steps) + (0 if self._row_optimizer is None else self._row_optimizer.shift)])
+        return torch.tensor([max(steps) + (0 if self._row_optimizer is None else self._row_optimizer.step_shift)])
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return {embedding name: its metrics}; docs/metrics.md explains them."""

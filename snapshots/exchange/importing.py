@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...engine.checks import validate_arguments
 from ...engine.errors import InputError
 from ...engine.optim.rule import depends_on_step
-from ...engine.options.table_names import TABLE_NAMES, TENSOR_NAMED, Names, are_table_names, read_table_names
+from ...engine.options.table_names import NAMED_LIKE_TENSORS, TABLE_NAMES, Names, are_table_names, read_table_names
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowFormat
 from ..files.format import Manifest, check_name
@@ -107,7 +107,7 @@ def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
     defaults = description_for(store.path.name, source.dim, key_dtype, padding_idx=source.padding_idx)
     names, count = source.table_names, source.num_tables
     is_named = count > 1 and any(names) and are_table_names(names, count)
-    name_fields = {TABLE_NAMES: names, TENSOR_NAMED: True} if is_named else {}
+    name_fields = {TABLE_NAMES: names, NAMED_LIKE_TENSORS: True} if is_named else {}
     return {**defaults, "tables": defaults["tables"] * count, **name_fields}
 
 

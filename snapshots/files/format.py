@@ -19,7 +19,7 @@ from ...engine.checks import is_folder_name
 from ...engine.durable import choose_remedy, read_record, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, load_kernels
-from ...engine.optim.past_rates import is_past_rates
+from ...engine.optim.past_rates import are_past_rates_valid
 from ...engine.options.table_names import TABLE_NAMES, are_table_names
 from ...engine.row_format import BUCKETS, MAX_STEP, ROW_KEY_DTYPE, STATE_DTYPES, STORED_DTYPES, RowArray, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
@@ -414,7 +414,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     )
     count, limit = len(value["hyper"]), len(kernel.all_hyperparams) + len(LIMITS)  # the last number may be missing
     has_past_rates = (
-        kernel.catch_up is not None and count > limit and is_past_rates(value["hyper"][limit:], value["step"])
+        kernel.catch_up is not None and count > limit and are_past_rates_valid(value["hyper"][limit:], value["step"])
     )
     is_valid = count in (0, limit - 1, limit) or has_past_rates
     _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {limit - 1}")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import SnapshotError
-from ...engine.options.table_names import Names, merge_names, read_table_names, table_labels
+from ...engine.options.table_names import Names, label_tables, merge_names, read_table_names
 from ...engine.row_format import RowArray
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import name_hyperparams
@@ -88,7 +88,7 @@ def compare(
     reasons = [f"{name} is {old[name]!r} and {new[name]!r}" for name in _MUST_AGREE if old[name] != new[name]]
     old_names, new_names = read_table_names(old), read_table_names(new)
     if (names := merge_names(old_names, new_names)) is None:
-        reasons.append(f"tables are {list(table_labels(old_names))} and {list(table_labels(new_names))}")
+        reasons.append(f"tables are {list(label_tables(old_names))} and {list(label_tables(new_names))}")
     if names is None or reasons:
         raise SnapshotError(
             f"snapshots {before.name!r} and {after.name!r} cannot be compared: their {reasons[0]}; compare snapshots "

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import OptionError
-from ...engine.options.table_names import Names, table_labels
+from ...engine.options.table_names import Names, label_tables
 from ...engine.row_format import EMBEDDING, RowFormat
 from ..files.reader import Snapshot
 
@@ -112,7 +112,7 @@ def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
     _draw_bars(updates, summary.updates, "updates of a row", "How often rows were updated")
     _draw_bars(tables, summary.tables, "table", "Rows of each table")
     if any(names) and len(names) <= _BARS:
-        tables.set_xticks(range(len(names)), table_labels(names), rotation=45, ha="right")
+        tables.set_xticks(range(len(names)), label_tables(names), rotation=45, ha="right")
     for axes in (norms, updates, tables):
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.yaxis.set_major_formatter("{x:,.0f}")

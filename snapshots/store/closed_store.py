@@ -245,7 +245,7 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 
         with closing(RocksDB(store.live_path, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
-            yield lambda: RowFormat.from_description(marker).from_words(tier.scan()), tier
+            yield lambda: RowFormat.from_description(marker).view_words(tier.scan()), tier
     else:
         raise StoreError(f"MARK in {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 

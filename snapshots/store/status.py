@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.options.table_names import read_table_names, table_labels
+from ...engine.options.table_names import label_tables, read_table_names
 from ...engine.store.table_counts import read_counts
 from ..files.format import MANIFEST
 from ..files.reader import find_snapshot
@@ -73,7 +73,7 @@ class StoreStatus:
         counts = None if self.marker is None else read_counts(self.marker, len(self.marker["tables"]))
         if self.marker is None or counts is None:
             return None
-        return dict(zip(table_labels(read_table_names(self.marker)), counts.tolist(), strict=True))
+        return dict(zip(label_tables(read_table_names(self.marker)), counts.tolist(), strict=True))
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:

@@ -256,7 +256,7 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path, backgr
         pinned = [rows.pin([Lookup(FIRST, torch.zeros_like(FIRST))]) for rows in both]
         pinned[0].update([torch.ones(len(FIRST), DIM)])
         amid.set()
-        while not (both[0].table_handle().table.step_gate.is_wanted or saved.done()):
+        while not (both[0].table_handle().table.step_gate.has_reader or saved.done()):
             pass
         pinned[1].update([torch.ones(len(FIRST), DIM)])
 
@@ -312,7 +312,7 @@ def test_rows_that_wait_to_be_erased_are_erased_by_the_thread_that_has_the_lock(
                 other = Thread(target=call)
                 other.start()
                 other.join(FEW)
-                assert table.pending_erase is not None
+                assert table.pending_erasure is not None
                 table.finish_erasures()
             other.join()
         assert sorted(key for _, key in rows_by_key(rows)) == FIRST[:-2].tolist()
