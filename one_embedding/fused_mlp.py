@@ -28,7 +28,7 @@ class FusedMLP(Unscriptable, nn.Module):
         skip_final_activation: If True, the last layer is linear (without ReLU).
 
     Raises:
-        OptionError: If the index of dropout rates differs from the index of hidden layers.
+        OptionError: If the numbers of dropout rates and hidden layers differ.
     """
 
     @validate_arguments(

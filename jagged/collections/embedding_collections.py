@@ -46,8 +46,8 @@ class EmbeddingBagCollection(TableCollection):
 
     Args:
         tables: One EmbeddingBagConfig (tierbed's or TorchRec's) per table.
-        store_options: The result of a `make_*_store_options` function, whose budgets are divided among the embeddings
-            (`stores()` prints the division), or a dict {embedding name: options}. None keeps all rows in device memory.
+        store_options: Options from a `make_*_store_options`, or a dict {embedding name: options}. A single store's
+            budgets are divided among the embeddings; `stores()` prints them. None keeps all rows in device memory.
         name: Prefix for embedding names. None means "ebc". If a model has several collections without a name, their
             embeddings are named by the collections' module paths.
         is_weighted: If True, multiplies rows by the batch's weights.

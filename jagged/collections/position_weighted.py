@@ -124,7 +124,7 @@ def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch
     """Return a weight for each value, [n]. Bags are ordered by `keys`; keys without a parameter get weight 1."""
     batch.check_bags()
     offsets, device = batch.offsets(), batch.values().device
-    # keys without a parameter use the constant 1 that is appended after all weights
+    # the constant 1 follows the last parameter's weights; it is the weight of each key without a parameter
     ends = [0, *accumulate(len(weights) for weights in parameters.values())]
     spans = dict(zip(parameters, pairwise(ends), strict=True))
     bounds = [spans.get(key, (ends[-1], ends[-1] + 1)) for key in keys]
@@ -158,7 +158,7 @@ def _check_positions(position: Tensor, limit: Tensor, has_limit: Tensor, key: Te
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())
 def _check_positions_op(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: str) -> Tensor:
-    """Check positions in a graph. On a GPU, skip the check: the host would wait. keys: names joined by newlines."""
+    """`_check_positions` as an op for graphs. On a GPU it checks nothing: the host would wait. keys: one per line."""
     if position.device.type == "cpu":
         _check_positions(position, limit, has_limit, key, keys.split("\n"))
     return position.clone()

@@ -19,7 +19,7 @@ from ...engine.options.store_options import (
 from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # number and smallest size of memtables per RocksDB database
+MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # memtables per RocksDB database; minimum bytes per memtable
 MAX_STATES = 2  # optimizers keep at most this many state elements per row element
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
 _OWN_OPTIONS = "a dict {embedding name: its own store_options}"

@@ -168,8 +168,8 @@ class TableModule(Unscriptable, ModelSnapshots, nn.Module):
         for other in {embedding_name(self.name, tables[0], dtype) for dtype in DTYPES} - existing:
             if (path / other).exists() and _may_have_rows(path / other, {table.name for table in tables}):
                 log.warning(
-                    "embedding %r starts empty: folder %s has rows of its tables in another dtype. To keep them, copy "
-                    "one of their snapshots to %s. Then call embedding_of(table).load_snapshot(name, convert=True)",
+                    "embedding %r starts empty. Folder %s has rows of the same tables in another dtype. To keep them, "
+                    "copy a snapshot from there to %s. Then call embedding_of(table).load_snapshot(name, convert=True)",
                     group, path / other, path / group / "snapshots",
                 )  # fmt: skip
 
@@ -336,7 +336,7 @@ class TableCollection(TableModule):
 
         Args:
             state: The state. Names may have a prefix from enclosing modules.
-            step: Update count so far, as in `load_dense`. TorchRec's fused Adam does not save the count: pass it here.
+            step: Number of updates so far, as in `load_dense`. TorchRec's fused Adam does not save it: pass it here.
 
         Raises:
             InputError: If a table's state is missing; further errors as in `load_dense`.
@@ -428,12 +428,12 @@ class TableCollection(TableModule):
             own, other = getattr(config, field), getattr(shared, field)
             if own != other:
                 difference = f"{field}={own!r}, but it is {other!r} in the shared collection {share.name!r}"
-                remedy = "give the same value, or give a separate table another name"
+                remedy = "give the same value, or rename the table to keep it separate"
                 raise OptionError(f"table {config.name!r}: {difference}; {remedy}")
         if config.table_options() != shared.table_options():
             raise OptionError(
                 f"table {config.name!r}: its initializer, range or bad_ids is different in the shared collection "
-                f"{share.name!r}; give the same values, or give a separate table another name"
+                f"{share.name!r}; give the same values, or rename the table to keep it separate"
             )
         group, table_id = share.table_location(config.name)
         embedding = share.embedding(group)
@@ -479,7 +479,7 @@ def _state_name(torchrec_name: str, names: Sequence[str]) -> str:
 def output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
     """Return the feature names of a result, one list per table. Raises OptionError if two names are equal.
 
-    If several tables have a feature, its name is feature@table.
+    If several tables have the same feature, each table's result for it is named `feature@table`.
     """
     features = [feature for config in configs for feature in config.feature_names]
     names = [

@@ -71,8 +71,8 @@ class TrainPipelineBase:
             The model's output.
 
         Raises:
-            StopIteration: After the loader's last batch. The loader's other exceptions are raised after the batches
-                that came before them.
+            StopIteration: After the loader's last batch. If the loader raises another exception, the batches
+                loaded before it are trained first.
             InputError, OptionError: If the model's result or the optimizer is unsuitable.
         """
         if not hasattr(dataloader_iter, "__next__"):
@@ -157,15 +157,15 @@ class TrainPipelineBase:
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """A TrainPipelineBase that holds two more batches and prefetches their rows while a step runs.
+    """A TrainPipelineBase that loads two batches ahead and prefetches their rows while a step runs.
 
     A collection's rows are prefetched if its input is an attribute or item of the batch, for example
     `batch.sparse_features`. The first step finds this attribute or item.
 
     Args:
         model, optimizer, device, custom_model_fwd: As for TrainPipelineBase.
-        execute_all_batches: If True, batches that are held when the loader ends are trained before StopIteration. If
-            False, they are trained before the next loader's batches.
+        execute_all_batches: When the loader ends, the pipeline still holds batches. True trains them before it raises
+            StopIteration. False trains them before the next loader's batches.
 
     TorchRec's other arguments configure its streams and change nothing here.
     """
@@ -211,7 +211,7 @@ class TrainPipelineSemiSync:
 
 @contextmanager
 def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
-    """In this context, record the path from the batch to each collection's features when the model runs."""
+    """Context manager. While the model runs, records in `paths` where in the batch each collection's features are."""
 
     def record_path(collection: nn.Module, args: tuple[Any, ...]) -> None:
         path = _find_path(batch, args[0]) if args else None

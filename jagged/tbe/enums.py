@@ -47,7 +47,7 @@ _RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 
 
 def parse_enum(kind: type[E], member: Any, argument: str) -> E:
-    """Convert a value, or a member of FBGEMM's matching enum, to a member of the enum `kind`. Raises OptionError."""
+    """Return a member of the enum `kind`. `member` may also be its value, or FBGEMM's member. Raises OptionError."""
     if isinstance(member, kind):
         return member
     class_name = type(member).__name__
@@ -63,7 +63,7 @@ def parse_enum(kind: type[E], member: Any, argument: str) -> E:
 
 
 def parse_dtype(value: Any, argument: str = "output_dtype") -> torch.dtype:
-    """Convert a torch dtype, or a member or value of FBGEMM's SparseType, to a torch dtype. Raises OptionError."""
+    """Return a torch dtype. `value` is a torch dtype, a SparseType of FBGEMM, or its value. Raises OptionError."""
     raw = value.value if isinstance(value, Enum) else value
     dtype = _DTYPES.get(raw) if isinstance(raw, str) else raw
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:

@@ -88,7 +88,7 @@ class CallSplitter:
         return self._columns.join([rows.flatten(1) for rows in results])
 
     def _select(self, group: _FeatureGroup, call: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
-        """Return a lookup of only the group's features, with a table id per bag (per index without pooling)."""
+        """Return a lookup of only the group's features. Table ids are per bag, or per index if rows are not pooled."""
         selected = call if len(self._groups) == 1 else call.permute(group.features)
         ids, counts = selected.values(), call.stride_per_key() if self._pooling else call.length_per_key()
         rows = [counts[feature] for feature in group.features]

@@ -54,8 +54,8 @@ class TableBatchedEmbeddingBags(TableModule):
     Args:
         embedding_specs: (rows, dim, EmbeddingLocation, ComputeDevice) per table. Tables with equal dim and location
             share an embedding, `<name>-d<dim>-<location>`. DEVICE stores rows in device memory, MANAGED and HOST in
-            host memory. MANAGED_CACHING adds a device cache for `cache_load_factor` of the rows, with
-            `cache_algorithm`. ComputeDevice.CUDA without a GPU looks up on the CPU, with a warning. New rows are zeros.
+            host memory. MANAGED_CACHING is host memory with a cache in device memory. ComputeDevice.CUDA
+            without a GPU looks up on the CPU, with a warning. New rows are zeros.
         feature_table_map: Table number of each feature. None means one feature per table.
         optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB,
             PARTIAL_ROWWISE_LAMB, LARS_SGD, or NONE if an EagerOptimizer or a Graph trains the rows.
@@ -70,14 +70,14 @@ class TableBatchedEmbeddingBags(TableModule):
         bounds_check_mode: What happens to an index outside its table. FATAL raises InputError. WARNING and IGNORE leave
             the index out of its bag and count it in `metrics()`; WARNING also logs once. With NONE, any 64-bit index is
             valid and gets a row. Offsets are always checked.
-        cache_algorithm, cache_load_factor: Configure MANAGED_CACHING's cache.
+        cache_algorithm, cache_load_factor: MANAGED_CACHING's eviction policy, and the fraction of rows it can cache.
         table_names: Table names. None means table-0, table-1, ...
         optimizer_state_dtypes: Optimizer states' dtypes, as {"momentum1": dtype, ...}. Per-element states share one
             dtype, float32 or bfloat16. States with one number per row are float32.
         device: Lookup device, of the same type as the ComputeDevice.
-        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. These options
-            replace the locations in `embedding_specs`: tables with equal dim share an embedding `<name>-d<dim>`. A
-            single store's options are divided between the embeddings.
+        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. They
+            replace the locations in `embedding_specs`, so all tables with equal dim share an embedding `<name>-d<dim>`.
+            A single store's options are divided between the embeddings.
         name: Prefix for embedding names. None means "tbe".
         seed: A number that determines initial rows, together with table names. If `seed` is None, and `name` or
             `table_names` is given, the seed is 0. If none of the three is given, each module gets a different seed.
@@ -152,7 +152,7 @@ class TableBatchedEmbeddingBags(TableModule):
         self._row_optimizer: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
-            # autograd reaches lookups through `anchor`; it is empty, so dense optimizers do not change it
+            # an empty parameter: autograd reaches lookups through it, and dense optimizers find nothing to change
             self.anchor = nn.Parameter(torch.zeros(0))
             dense = self._settings.make_optimizer([self.anchor])
             self._param_group = dense.param_groups[0]
@@ -252,8 +252,8 @@ class TableBatchedEmbeddingBags(TableModule):
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
         """Draw rows uniformly from [min_val, max_val].
 
-        Before the module's first use, this sets how new rows are initialized; rows already in a store folder do not
-        change. After the first use, this overwrites all rows with numbers from torch's random number generator, and
+        A call before the module's first use sets how new rows are initialized. Rows already in a store folder do not
+        change. A call after the first use overwrites all rows with numbers from torch's random number generator, and
         keeps optimizer state. Raises OptionError, for example if a value exceeds the range of `weights_precision`.
         """
         uniform = make_uniform_initializer(min_val, max_val)
@@ -310,7 +310,7 @@ class TableBatchedEmbeddingBags(TableModule):
         Args:
             weights: Tensors as returned by `split_embedding_weights`.
             states: Optimizer states as returned by `split_optimizer_states` or `get_optimizer_state`. None resets them.
-            step: Update count so far, as returned by `iter`. None keeps the count.
+            step: The number of updates so far, as returned by `iter`. If None, the number does not change.
 
         Raises:
             InputError, StoreError: As an embedding's `load_dense`.
@@ -329,7 +329,7 @@ class TableBatchedEmbeddingBags(TableModule):
 
     @property
     def iter(self) -> Tensor:
-        """Update count so far, as used in FBGEMM for Adam's bias correction: a copy, int64 [1]."""
+        """A copy of the number of updates so far, int64 [1]. FBGEMM's Adam corrects its bias by this number."""
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
         return torch.tensor([max(steps) + (0 if self._row_optimizer is None else self._row_optimizer.shift)])
 
@@ -350,7 +350,7 @@ class TableBatchedEmbeddingBags(TableModule):
     ) -> None:
         """Set pruned rows to zeros, and reset their optimizer state.
 
-        Table buffer_ids[i]'s pruned rows are pruned_indices[pruned_indices_offsets[i]:pruned_indices_offsets[i + 1]].
+        Pruned rows are listed by table. List i is for table buffer_ids[i] and begins at pruned_indices_offsets[i].
         """
         for table_id, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
             rows, name = pruned_indices[begin:end], self.tables[table_id].name
@@ -404,7 +404,7 @@ class TableBatchedEmbeddingBags(TableModule):
         supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
         check_arguments(unsupported, calls.REFUSED_CALL_ARGS, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
-            raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
+            raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; call without weights")
         if counts is not None and self.pooling_mode is PoolingMode.NONE:
             reason = "PoolingMode.NONE returns a row for each index and has no bags"
             raise InputError(f"batch_size_per_feature_per_rank: {reason}; leave it out")

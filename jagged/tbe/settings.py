@@ -71,7 +71,7 @@ class OptimizerSettings:
         mode, modes = self.weight_decay_mode, _DECAY_MODES.get(self.optimizer, (WeightDecayMode.NONE,))
         if mode not in modes:
             allowed = ", ".join(f"WeightDecayMode.{mode.name}" for mode in modes)
-            raise OptionError(f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} has {allowed}")
+            raise OptionError(f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} supports {allowed}")
 
     @property
     def _has_decay(self) -> bool:

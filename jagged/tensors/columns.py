@@ -51,7 +51,7 @@ def multi_remap_to_groups(
         for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
             columns[name] = tensor, start, width
     rows: list[list[int]] = []
-    readers: dict[str, list[int]] = defaultdict(list)  # {key: numbers of the moves that read it}
+    readers: dict[str, list[int]] = defaultdict(list)  # {key: indices of the moves that copy it}
     for output, group in enumerate(groups):
         end = 0
         for name in group:
@@ -60,7 +60,7 @@ def multi_remap_to_groups(
             rows.append([tensor, output, start, end, width, 0])
             end += width
     for moves in readers.values():
-        # FBGEMM's jump: the number of the next move of the same key. It is positive only in the key's first move.
+        # FBGEMM's jump: the index of the next move of the same key. It is positive only in the key's first move.
         for row, next_move in pairwise(moves):
             rows[row][5] = next_move if row == moves[0] else -next_move
         if len(moves) > 1:

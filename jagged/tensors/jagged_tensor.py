@@ -235,7 +235,7 @@ class JaggedTensor(Jagged):
         values: The values of all samples, [n] or [n, ...].
         weights: One weight per value, [n] or the shape of values.
         lengths: The number of values in each sample, integers [batch]. Give either lengths or offsets.
-        offsets: The index of each sample's first value, then n: integers [batch + 1]. They are stored as int64.
+        offsets: The index of each sample's first value, followed by n. Integers [batch + 1], stored as int64.
 
     Raises:
         InputError: If shapes or dtypes do not fit.
@@ -263,7 +263,7 @@ class JaggedTensor(Jagged):
         if weights is not None and (
             not is_list_of(weights, Tensor) or [tensor.shape[:1] for tensor in weights] != [(size,) for size in sizes]
         ):
-            raise InputError("weights: give a list of tensors, each as long as the sample's tensor in values")
+            raise InputError("weights: give a tensor for each sample, with one weight for each of its values")
         lengths = torch.tensor(sizes, device=values[0].device)
         return cls(torch.cat(list(values)), None if weights is None else torch.cat(list(weights)), lengths)
 

@@ -41,20 +41,20 @@ class KeyedJaggedTensor(Jagged):
     """The features of a batch. Sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
-    A KeyedJaggedTensor can be a graph's argument, with another number of values in each batch. If the graph's
-    `build` reads single keys, the graph splits the batch before each call; on a GPU the split waits for the offsets.
+    A graph accepts KeyedJaggedTensors as arguments. Each batch may have a different number of values. If the graph's
+    `build` reads single keys, the graph splits the batch before each call. On a GPU, the split waits for the offsets.
 
     Args:
         keys: The names of the features.
         values: The ids of all bags, [n] or [n, ...]. A bag is the list of one sample's ids for one key.
         weights: One weight per value, [n].
         lengths: The number of values in each bag, integers [keys * batch]. Give either lengths or offsets.
-        offsets: The index of each bag's first value, then n: integers [keys * batch + 1]. They are stored as int64.
+        offsets: The index of each bag's first value, followed by n. Integers [keys * batch + 1], stored as int64.
         stride: The number of samples, for a batch without keys or with variable batch sizes. If any of the next three
             arguments is given, the constructor returns a `VariableBatchKeyedJaggedTensor`.
         stride_per_key_per_rank: The number of bags for each key and rank.
         stride_per_key: The number of bags for each key.
-        inverse_indices: A pair (keys, integers [keys, batch]): for each key, the number of each sample's bag.
+        inverse_indices: A pair (keys, integers [keys, batch]). A row holds the index of each sample's bag for one key.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec stores
             these precomputed numbers; tierbed computes them from the offsets.
 
@@ -366,7 +366,7 @@ class KeyedJaggedTensor(Jagged):
         """
         ends = [*accumulate(check_integers("segments", segments), initial=0)]
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
-            raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
+            raise InputError(f"segments={list(segments)}: give key counts that sum to at most {len(self._keys)}")
         parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
         return [self._select([*range(*span)], ids, weights, self._slice_offsets(*span)) for span, ids, weights in parts]
 
@@ -375,7 +375,7 @@ class KeyedJaggedTensor(Jagged):
 
         Args:
             indices: The indices of the keys to copy. An index may repeat.
-            indices_tensor: Ignored. TorchRec passes the same indices as a tensor.
+            indices_tensor: Ignored. In TorchRec, this tensor holds the same indices.
         """
         selected = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
         values, weights = self._split(range(1, len(self._keys) + 1))
@@ -466,8 +466,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     Args:
         keys, values, weights, lengths, offsets: As for `KeyedJaggedTensor`, with stride_per_key[f] bags for key f.
         stride_per_key: The number of bags for each key.
-        inverse_indices: A pair (key names, integer tensor [names, batch]). Element [k, s] is the number of sample s's
-            bag for key k. A collection needs it to return one row per sample.
+        inverse_indices: A pair (key names, integer tensor [names, batch]). Element [k, s] is the index of sample
+            s's bag among the bags of key k. A collection needs it to return one row per sample.
 
     Raises:
         InputError: If arguments do not fit each other.

@@ -127,7 +127,7 @@ class KeyedTensor(TensorContainer):
             keys, lengths, values = tensor.keys(), tensor.length_per_key(), tensor.values()
             if repeated := [key for key in keys if key in parts]:
                 raise InputError(f"keyed_tensors: two of them have keys {repeated}; give each key once")
-            if keys:  # no split for a single key, since its backward would copy
+            if keys:  # a single key is not split, since backward of split would copy
                 parts.update(zip(keys, values.split(lengths, dim) if len(keys) > 1 else [values], strict=True))
         if missing := [key for group in groups for key in group if key not in parts]:
             raise KeyError(f"groups: no keyed tensor has key {missing[0]!r}; they have {', '.join(parts)}")
