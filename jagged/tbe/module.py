@@ -183,7 +183,7 @@ class TableBatchedEmbeddingBags(TableModule):
         if unused:
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", prefix, "; ".join(unused))
 
-    def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
+    def _make_seed_text(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
         return tables[0].name  # the group's name contains the location, but initial rows must not depend on a location
 
     def forward(

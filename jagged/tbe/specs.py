@@ -24,7 +24,7 @@ from ...engine.options.store_options import (
 from ...engine.options.table_names import check_distinct, check_table_name
 from ..collections.configs import EmbeddingConfig
 from ..collections.store_split import MAX_STATES, StoreRequest, assign_stores, row_bytes
-from ..collections.tables import store_requests
+from ..collections.tables import make_store_requests
 from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, OptimType, parse_enum
 
 log = logging.getLogger("tierbed")
@@ -158,7 +158,7 @@ def choose_stores(
         unused += [f"cache_algorithm: {reason}"] * (cache_algorithm is not CacheAlgorithm.LRU)
         unused += [f"cache_load_factor: {reason}"] * (factor != LOAD_FACTOR)
     if store_options is not None:
-        return assign_stores(store_options, store_requests(groups))
+        return assign_stores(store_options, make_store_requests(groups))
 
     def choose_store(tables: Sequence[EmbeddingSpec]) -> StoreOptions:
         if tables[0].location is EmbeddingLocation.DEVICE:
