@@ -25,8 +25,8 @@ from ...engine.row_format import MAX_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_tracing
-from . import call_arguments as calls
-from .call_arguments import TBECall, check_arguments, parse_call, pop_ignored
+from . import call_arguments
+from .call_arguments import TBECall, check_arguments, parse_call, pop_ignored_arguments
 from .enums import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -124,17 +124,16 @@ class TableBatchedEmbeddingBags(TableModule):
         **unsupported: Any,
     ) -> None:
         dtype = parse_dtype(weights_precision, "weights_precision")
-        unused = pop_ignored(unsupported, dtype)
-        supported = *calls.IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())
-        check_arguments(unsupported, calls.REFUSED_ARGS, supported)
+        unused = pop_ignored_arguments(unsupported, dtype)
+        supported = *call_arguments.IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())
+        check_arguments(unsupported, call_arguments.REFUSED_ARGS, supported)
         prefix = check_name(self._default_name if name is None else name)
-        bounds = BoundsCheck(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
-        tables = parse_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
+        bounds_check = BoundsCheck(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
+        tables = parse_specs(embedding_specs, table_names, dtype, bounds_check, store_options is None)
         super().__init__(name, [table.name for table in tables])
-        self.tables, self._bounds_check = tables, bounds
+        self.tables, self._bounds_check, self._has_warned = tables, bounds_check, False
         self.features = self.feature_table_map = parse_features(feature_table_map, len(tables))
         self.embedding_specs: list[tuple[Any, ...]] = list(embedding_specs)
-        self._has_warned_ignored = False
         self.pooling_mode = parse_enum(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.embedding_dim for table in tables))
         if self.pooling_mode is PoolingMode.NONE and len(dims) > 1:
@@ -146,17 +145,17 @@ class TableBatchedEmbeddingBags(TableModule):
             | {"eps": eps, "beta1": beta1, "beta2": beta2, "momentum": momentum, "eta": eta}
             | {"weight_decay": weight_decay, "weight_decay_mode": weight_decay_mode}
         )
-        clip = _parse_clip(gradient_clipping, max_gradient)
+        max_grad = _parse_max_gradient(gradient_clipping, max_gradient)
         algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
-        output, lookup_device = parse_dtype(output_dtype), choose_device(tables[0].compute, device)
+        result_dtype, lookup_device = parse_dtype(output_dtype), choose_device(tables[0].compute_device, device)
         self._row_optimizer: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
             # an empty parameter: autograd reaches lookups through it, and dense optimizers find nothing to change
             self.anchor = nn.Parameter(torch.zeros(0))
-            dense = self._settings.make_optimizer([self.anchor])
-            self._param_group = dense.param_groups[0]
-            self._row_optimizer = RowOptimizer(dense, self._param_group)
+            torch_optimizer = self._settings.make_optimizer([self.anchor])
+            self._param_group = torch_optimizer.param_groups[0]
+            self._row_optimizer = RowOptimizer(torch_optimizer, self._param_group)
             state_dtype = parse_state_dtype(optimizer_state_dtypes, self._row_optimizer)
             state_name = check_state_dtype(state_dtype)
             states = {dim: self._row_optimizer.make_row_state(dim, state_name) for dim in dims}
@@ -164,26 +163,26 @@ class TableBatchedEmbeddingBags(TableModule):
             unused += self._settings.find_unused()
         if seed is None:  # modules without names get different seeds, as their tables are different
             seed = next_seed(world is not None) if name is None and table_names is None else 0
-        groups = group_tables(prefix, tables)
-        stores = choose_stores(groups, store_options, algorithm, cache_load_factor, widths, unused)
+        table_groups = group_tables(prefix, tables)
+        stores = choose_stores(table_groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(
-            groups, stores, check_seed(seed), output_dtype=output, world=world, state_dtype=state_dtype
+            table_groups, stores, check_seed(seed), output_dtype=result_dtype, world=world, state_dtype=state_dtype
         )
         self._updaters = []
         if self._row_optimizer is not None:
             for embedding in self.each():
                 embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph also trains the rows
                 embedding.use_optimizer(self._row_optimizer)
-                self._updaters.append(FusedUpdater(embedding, self._row_optimizer, clip))
-        indices = {group: index for index, group in enumerate(groups)}
-        locations = [(indices[group], table) for group, table in map(self.table_location, self.features)]
+                self._updaters.append(FusedUpdater(embedding, self._row_optimizer, max_grad))
+        embedding_indices = {group: index for index, group in enumerate(table_groups)}
+        locations = [(embedding_indices[group], table) for group, table in map(self.table_location, self.features)]
         pooling = None if self.pooling_mode is PoolingMode.NONE else self.pooling_mode.name.lower()
         self._splitter = CallSplitter([embedding.spec for embedding in self.each()], locations, pooling)
         self.to(lookup_device)
         if unused:
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", prefix, "; ".join(unused))
 
-    def _make_seed_text(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
+    def _make_seed_text(self, embedding_name: str, tables: Sequence[EmbeddingConfig]) -> str:
         return tables[0].name  # the group's name contains the location, but initial rows must not depend on a location
 
     def forward(
@@ -216,7 +215,7 @@ class TableBatchedEmbeddingBags(TableModule):
             GraphError: In a graph, unless the optimizer is OptimType.NONE.
         """
         with self.raise_on_all_ranks():
-            call = self._parse(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
+            call = self._parse_call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
                 call = call.detach_frozen_weights(feature_requires_grad)
             lookups = self._splitter.split(call)
@@ -227,7 +226,7 @@ class TableBatchedEmbeddingBags(TableModule):
             updates = zip(self._updaters, lookups, strict=True)
             results = [updater.look_up(anchor, *lookup) for updater, lookup in updates]
         if not is_tracing():
-            self._bounds_check.warn_of_dropped(self.each())
+            self._bounds_check.warn_about_dropped(self.each())
         return self._splitter.join(call, results)
 
     def prefetch(
@@ -243,7 +242,7 @@ class TableBatchedEmbeddingBags(TableModule):
         changes rows. Does nothing in evaluation mode. Arguments are as in `forward`. Raises InputError, StoreError.
         """
         with self.raise_on_all_ranks():
-            call = self._parse(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
+            call = self._parse_call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
             lookups = self._splitter.split(call)
         if self.training:
             for embedding, (lookup, _) in zip(self.each(), lookups, strict=True):
@@ -321,10 +320,10 @@ class TableBatchedEmbeddingBags(TableModule):
                 expected = f"them for each of {len(self.tables)} tables"
                 raise InputError(f"load_dense of {self.name!r}: got {counts}; give {expected}")
             names = [*self._require_optimizer("load_dense").states, "another"] if states else []
-            by_name = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
+            states_by_table = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
         tables = [table.name for table in self.tables]
-        self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
-        if self._row_optimizer is not None and (step is not None or any("step" in state for state in by_name)):
+        self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, states_by_table, strict=False)), step)
+        if self._row_optimizer is not None and (step is not None or any("step" in state for state in states_by_table)):
             self._row_optimizer.set_step_shift(0)
 
     @property
@@ -372,7 +371,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """Change optimizer settings: {FBGEMM's name or "lr": value}. Raises OptionError before any change."""
         self._require_optimizer("update_hyper_parameters")
         assert self._settings is not None
-        self._settings.update_group(self._param_group, params_dict)
+        self._settings.update_param_group(self._param_group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
         """Set the count of earlier updates for Adam's bias correction. Raises OptionError.
@@ -385,24 +384,24 @@ class TableBatchedEmbeddingBags(TableModule):
         optimizer.set_step_shift(num_updates - max(steps))
 
     def extra_repr(self) -> str:
-        optimizer = "NONE" if self._settings is None else self._settings.optimizer.name
+        optimizer = "NONE" if self._settings is None else self._settings.optim_type.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"
 
-    def _parse(self, indices: Any, offsets: Any, weights: Any, counts: Any, unsupported: Mapping[str, Any]) -> TBECall:
+    def _parse_call(self, indices: Any, offsets: Any, weights: Any, counts: Any, options: Mapping[str, Any]) -> TBECall:
         if self._row_optimizer is not None and detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates rows in backward, but a graph does not support that; "
                 "make the module with OptimType.NONE, and pass an optimizer for its parameters() to add_optimizer"
             )
         # FBGEMM allocates gradients by total_unique_indices; tierbed ignores this argument
-        names = calls.IGNORED_CALL_ARGS
+        names = call_arguments.IGNORED_CALL_ARGS
         ignored = ("total_unique_indices", *names) if self._row_optimizer is None else names
-        if not self._has_warned_ignored and any(unsupported.get(name) is not None for name in names):
-            self._has_warned_ignored = True
+        if not self._has_warned and any(options.get(name) is not None for name in names):
+            self._has_warned = True
             log.warning("%r: rows are never streamed; ignored arguments: %s", self.name, ", ".join(names))
-        unsupported = {name: value for name, value in unsupported.items() if name not in ignored}
+        options = {name: value for name, value in options.items() if name not in ignored}
         supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
-        check_arguments(unsupported, calls.REFUSED_CALL_ARGS, supported, InputError)
+        check_arguments(options, call_arguments.REFUSED_CALL_ARGS, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
             raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; call without weights")
         if counts is not None and self.pooling_mode is PoolingMode.NONE:
@@ -430,9 +429,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
         *positional: Any,
         **named: Any,
     ) -> None:
-        if (n := len(positional)) > len(calls.POSITIONAL_ARGS):
-            raise OptionError(f"got {n + 2} positional arguments; give all after {calls.POSITIONAL_ARGS[-1]} by name")
-        by_name = dict(zip(calls.POSITIONAL_ARGS, positional, strict=False))
+        names = call_arguments.POSITIONAL_ARGS
+        if (n := len(positional)) > len(names):
+            raise OptionError(f"got {n + 2} positional arguments; give all after {names[-1]} by name")
+        by_name = dict(zip(names, positional, strict=False))
         if repeated := [name for name in by_name if name in named]:
             raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is also given by position; give it once")
         super().__init__(embedding_specs, feature_table_map, **by_name, **named)
@@ -464,19 +464,19 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
     ) -> None:
         location = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
         optimizer = parse_enum(OptimType, options.get("optimizer", OptimType.EXACT_ROWWISE_ADAGRAD), "optimizer")
-        budget = compute_cache_mb(embedding_specs, cache_sets, optimizer)
-        store = make_cached_ssd_store_options(budget, ssd_storage_directory)
+        cache_mb = compute_cache_mb(embedding_specs, cache_sets, optimizer)
+        store = make_cached_ssd_store_options(cache_mb, ssd_storage_directory)
         options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "store_options": store, **options}
         super().__init__([(*spec, *location) for spec in embedding_specs], feature_table_map, **options)
         self.embedding_specs = list(embedding_specs)
         self.init_embedding_weights_uniform(ssd_uniform_init_lower, ssd_uniform_init_upper)
 
 
-def _parse_clip(gradient_clipping: Any, max_gradient: Any) -> float | None:
-    clip = as_number(max_gradient)
+def _parse_max_gradient(gradient_clipping: Any, max_gradient: Any) -> float | None:
+    maximum = as_number(max_gradient)
     check_flags(OptionError, gradient_clipping=gradient_clipping)
-    if clip is None or not clip > 0:
+    if maximum is None or not maximum > 0:
         raise OptionError(f"max_gradient={max_gradient!r}: give a number > 0")
-    if not gradient_clipping and clip != 1.0:
+    if not gradient_clipping and maximum != 1.0:
         raise OptionError(f"max_gradient={max_gradient!r}: nothing is clamped; give gradient_clipping=True as well")
-    return clip if gradient_clipping else None
+    return maximum if gradient_clipping else None
