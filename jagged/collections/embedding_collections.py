@@ -17,7 +17,7 @@ from ...embedding.modules.embedding import MultiTableEmbedding
 from ...engine.checks import check_int, validate_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
-from ..tensors.jagged_tensor import JaggedTensor, pad, value_mask
+from ..tensors.jagged_tensor import JaggedTensor, make_mask, pad_bags
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder, KeyedTensor
 from ..tensors.validation import check_eager
@@ -344,4 +344,4 @@ class EmbeddingCollection(TableCollection):
         if length is None:
             return ids, offsets, None
         signed_ids = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
-        return pad(signed_ids, offsets, length, PADDING_ID).view(ids.dtype), offsets, value_mask(offsets, length)
+        return pad_bags(signed_ids, offsets, length, PADDING_ID).view(ids.dtype), offsets, make_mask(offsets, length)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...engine.checks import check_int
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.embedding_base import Unscriptable
-from ..tensors.jagged_tensor import Jagged, JaggedTensor
+from ..tensors.jagged_tensor import JaggedBase, JaggedTensor
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.validation import is_tracing
 from .embedding_collections import as_features, as_jagged
@@ -120,7 +120,7 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection):
         return weighted_batch if len(own_indices) == len(weighted_batch.keys()) else weighted_batch.permute(own_indices)
 
 
-def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagged) -> Tensor:
+def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: JaggedBase) -> Tensor:
     """Return a weight for each value, [n]. Bags are ordered by `keys`; keys without a parameter get weight 1."""
     batch.check_bags()
     offsets, device = batch.offsets(), batch.values().device
