@@ -111,7 +111,7 @@ class TensorContainer:
 
 
 def format_entries(container: TensorContainer, class_name: str, entries: Callable[[], Sequence[str]]) -> str:
-    """Format entries as TorchRec prints its class `class_name`. In a trace or on meta, return `repr`, without values."""
+    """Format entries as TorchRec prints its class `class_name`. In a trace or on meta, return `repr`."""
     if is_tracing() or container.device().type == "meta":
         return repr(container)
     return f"{class_name}({join_in_braces(entries())})\n"
