@@ -36,17 +36,17 @@ log = logging.getLogger("tierbed")
 T = TypeVar("T", bound=EmbeddingConfig)
 
 
-def make_embedding_name(module: str, table: EmbeddingConfig, dtype: torch.dtype) -> str:
+def make_embedding_name(module_name: str, table: EmbeddingConfig, dtype: torch.dtype) -> str:
     """Return the embedding name for a table whose rows have this dtype."""
     width = "" if dtype == torch.float32 else f"-{str(dtype).removeprefix('torch.')}"
-    return f"{module}-d{table.embedding_dim}{width}{f'-{table.group}' if table.group else ''}"
+    return f"{module_name}-d{table.embedding_dim}{width}{f'-{table.group}' if table.group else ''}"
 
 
-def group_tables(module: str, tables: Iterable[T]) -> dict[str, list[T]]:
+def group_tables(module_name: str, tables: Iterable[T]) -> dict[str, list[T]]:
     """Return {embedding name: its tables}."""
     table_groups: dict[str, list[T]] = {}
     for table in tables:
-        table_groups.setdefault(make_embedding_name(module, table, table.dtype), []).append(table)
+        table_groups.setdefault(make_embedding_name(module_name, table, table.dtype), []).append(table)
     return table_groups
 
 
@@ -450,23 +450,23 @@ class TableCollection(TableModule):
         self._add_table(config, embedding_name, table_id)
 
 
-def _can_have_rows(folder: Path, tables: set[str]) -> bool:
+def _can_have_rows(folder: Path, table_names: set[str]) -> bool:
     """True if a store folder may have live rows of these tables. Also True if the folder lists no tables."""
     marker = FolderState(folder).clean_marker
-    names = () if marker is None or "tables" not in marker else read_table_names(marker)
-    return not names or None in names or not tables.isdisjoint(names)
+    stored_names = () if marker is None or "tables" not in marker else read_table_names(marker)
+    return not stored_names or None in stored_names or not table_names.isdisjoint(stored_names)
 
 
 def _find_state(prefix: str, table: str, state: Mapping[Any, Any]) -> dict[str, Any]:
     """Return a copy of a table's entry in TorchRec's optimizer state. Raises InputError."""
     suffix = f".{prefix}.{table}.weight"
-    names = [name for name in state if f".{name}".endswith(suffix) or name == f"{table}.weight"]
-    if len(names) != 1 or not isinstance(state[names[0]], Mapping):
+    parameter_names = [name for name in state if f".{name}".endswith(suffix) or name == f"{table}.weight"]
+    if len(parameter_names) != 1 or not isinstance(state[parameter_names[0]], Mapping):
         raise InputError(
-            f"state: found {names or 'no entry'} for table {table!r}; give one dict, named {suffix[1:]!r}. "
+            f"state: found {parameter_names or 'no entry'} for table {table!r}; give one dict, named {suffix[1:]!r}. "
             f"The state has entries for {', '.join(map(str, state)) or 'no parameter'}"
         )
-    return dict(state[names[0]])
+    return dict(state[parameter_names[0]])
 
 
 def _convert_state_name(torchrec_name: str, names: Sequence[str]) -> str:
@@ -482,15 +482,15 @@ def make_output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
     If several tables have the same feature, each table's result for it is named `feature@table`.
     """
     features = [feature for config in configs for feature in config.feature_names]
-    names = [
+    names_by_table = [
         [f"{feature}@{config.name}" if features.count(feature) > 1 else feature for feature in config.feature_names]
         for config in configs
     ]
-    all_names = [name for table_names in names for name in table_names]
+    all_names = [name for table_names in names_by_table for name in table_names]
     for name in all_names:
         if all_names.count(name) > 1:
             raise OptionError(f"feature_names: two results would be called {name!r}; give the feature another name")
-    return names
+    return names_by_table
 
 
 def find_key_indices(features: Iterable[str], keys: Sequence[str]) -> list[int]:

@@ -69,7 +69,7 @@ class DistributedModelParallel(nn.Module):
         self._world, self._process_group = _make_world(env)
         self._wrapped: nn.Module = module
         name_embeddings(module)
-        for embedding in self._embeddings():
+        for embedding in self._find_embeddings():
             if embedding.world is None and self._world.size > 1:
                 if embedding.is_open:
                     remedy = "make DistributedModelParallel before the first lookup, or give world= to the collection"
@@ -97,7 +97,7 @@ class DistributedModelParallel(nn.Module):
         if isinstance(self._wrapped, DistributedDataParallel):
             return
         _materialize(self._wrapped, self.device)
-        shadow_ids = {id(embedding.shadow) for embedding in self._embeddings()}
+        shadow_ids = {id(embedding.shadow) for embedding in self._find_embeddings()}
         params = [param for param in self._wrapped.parameters() if id(param) not in shadow_ids and param.requires_grad]
         if self._world.size > 1 and params:
             ignored_names = [name for name, param in self._wrapped.named_parameters() if id(param) in shadow_ids]
@@ -127,7 +127,7 @@ class DistributedModelParallel(nn.Module):
         """Iterate over the model's parameters."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def _embeddings(self) -> list[MultiTableMultiColumnEmbedding]:
+    def _find_embeddings(self) -> list[MultiTableMultiColumnEmbedding]:
         return [module for module in self._wrapped.modules() if isinstance(module, MultiTableMultiColumnEmbedding)]
 
 

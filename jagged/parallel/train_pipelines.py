@@ -80,10 +80,10 @@ class TrainPipelineBase:
         is_training = self._model.training
         if is_training and self._optimizer is None:
             raise OptionError("optimizer=None: give the optimizer that trains the model, or call the model's eval()")
-        batch = self._next_batch(dataloader_iter)
+        batch = self._pop_batch(dataloader_iter)
         if is_training:
             self._optimizer.zero_grad()
-        with _record_paths(self._collections(), self._feature_paths, batch):
+        with _record_paths(self._find_collections(), self._feature_paths, batch):
             result = self._forward(batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             result_type = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
@@ -100,7 +100,7 @@ class TrainPipelineBase:
         self._loader = self._loader_error = None
         self._forget_announced()
 
-    def _next_batch(self, loader: Iterator[Any]) -> Any:
+    def _pop_batch(self, loader: Iterator[Any]) -> Any:
         is_training = self._model.training
         if is_training:
             self._fill_queue(loader)
@@ -138,12 +138,12 @@ class TrainPipelineBase:
         return batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch
 
     def _forget_announced(self) -> None:
-        for embedding in (embedding for collection in self._collections() for embedding in collection.each()):
+        for embedding in (embedding for collection in self._find_collections() for embedding in collection.each()):
             embedding.forget_announced()
 
     def _announce(self, batch: Any) -> None:
         """Prefetch a batch's rows, if its features are where the first batch had them. Otherwise no rank prefetches."""
-        for collection in self._collections():
+        for collection in self._find_collections():
             features, embeddings = _get_part(batch, self._feature_paths.get(collection)), [*collection.each()]
             is_sharded = collection in self._feature_paths and any(embedding.world for embedding in embeddings)
             is_trained = all(embedding.row_optimizer and embedding.shadow.requires_grad for embedding in embeddings)
@@ -151,7 +151,7 @@ class TrainPipelineBase:
                 with suppress(Exception):  # the step itself will raise the error
                     collection.prefetch(features)
 
-    def _collections(self) -> list[EmbeddingBagCollection | EmbeddingCollection]:
+    def _find_collections(self) -> list[EmbeddingBagCollection | EmbeddingCollection]:
         modules = get_unwrapped_module(self._model).modules()
         return [module for module in modules if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)]
 

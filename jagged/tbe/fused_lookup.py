@@ -87,10 +87,10 @@ class CallSplitter:
             return self._join_by_rank(call.bag_counts, [rows.flatten() for rows in results])
         return self._column_order.join([rows.flatten(1) for rows in results])
 
-    def _select(self, group: _FeatureGroup, call: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
+    def _select(self, group: _FeatureGroup, jagged: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
         """Return a lookup of only the group's features. Table ids are per bag, or per index if rows are not pooled."""
-        selected = call if len(self._feature_groups) == 1 else call.permute(group.features)
-        ids, feature_counts = selected.values(), call.stride_per_key() if self._pooling else call.length_per_key()
+        selected = jagged if len(self._feature_groups) == 1 else jagged.permute(group.features)
+        ids, feature_counts = selected.values(), jagged.stride_per_key() if self._pooling else jagged.length_per_key()
         counts = [feature_counts[feature] for feature in group.features]
         tables, repeats = torch.tensor([group.table_ids, counts], device=ids.device)
         table_ids = tables.repeat_interleave(repeats, output_size=sum(counts))

@@ -158,8 +158,8 @@ class TableBatchedEmbeddingBags(TableModule):
             self._row_optimizer = RowOptimizer(torch_optimizer, self._param_group)
             state_dtype = parse_state_dtype(optimizer_state_dtypes, self._row_optimizer)
             state_name = check_state_dtype(state_dtype)
-            states = {dim: self._row_optimizer.make_row_state(dim, state_name) for dim in dims}
-            widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in states.items()}
+            row_states = {dim: self._row_optimizer.make_row_state(dim, state_name) for dim in dims}
+            widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in row_states.items()}
             unused += self._settings.find_unused()
         if seed is None:  # modules without names get different seeds, as their tables are different
             seed = next_seed(world is not None) if name is None and table_names is None else 0
@@ -175,7 +175,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 embedding.use_optimizer(self._row_optimizer)
                 self._updaters.append(FusedUpdater(embedding, self._row_optimizer, max_grad))
         embedding_indices = {group: index for index, group in enumerate(table_groups)}
-        locations = [(embedding_indices[group], table) for group, table in map(self.table_location, self.features)]
+        locations = [(embedding_indices[name], table_id) for name, table_id in map(self.table_location, self.features)]
         pooling = None if self.pooling_mode is PoolingMode.NONE else self.pooling_mode.name.lower()
         self._splitter = CallSplitter([embedding.spec for embedding in self.each()], locations, pooling)
         self.to(lookup_device)
@@ -255,14 +255,14 @@ class TableBatchedEmbeddingBags(TableModule):
         change. A call after the first use overwrites all rows with numbers from torch's random number generator, and
         keeps optimizer state. Raises OptionError, for example if a value exceeds the range of `weights_precision`.
         """
-        uniform = make_uniform_initializer(min_val, max_val)
+        initializer = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
-        options = {}
+        tables_by_embedding = {}
         for embedding in self.each():
-            tables = tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
+            tables = tuple(specs[str(name)].table_options(initializer) for name in embedding.spec.table_names)
             check_initializer_range(tables, embedding.spec.dtype)
-            options[embedding] = tables
-        for embedding, tables in options.items():
+            tables_by_embedding[embedding] = tables
+        for embedding, tables in tables_by_embedding.items():
             if not embedding.is_open:
                 embedding.set_spec(tables=tables)
                 continue
@@ -351,11 +351,11 @@ class TableBatchedEmbeddingBags(TableModule):
 
         Pruned rows are listed by table. List i is for table buffer_ids[i] and begins at pruned_indices_offsets[i].
         """
-        for table_id, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
-            rows, name = pruned_indices[begin:end], self.tables[table_id].name
+        for index, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
+            ids, name = pruned_indices[begin:end], self.tables[index].name
             embedding = self.embedding_of(name)
-            embedding.delete(rows, name)
-            embedding.put(rows, torch.zeros(len(rows), embedding.dim), name)
+            embedding.delete(ids, name)
+            embedding.put(ids, torch.zeros(len(ids), embedding.dim), name)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate for the next updates. Raises OptionError."""

@@ -137,16 +137,16 @@ def make_optimizer_settings(arguments: Mapping[str, Any]) -> OptimizerSettings |
     return OptimizerSettings(optim_type, lr, hyper_parameters, mode, max_norm)
 
 
-def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
-    """Return the dtype of per-element state. `argument` is FBGEMM's `optimizer_state_dtypes`. Raises OptionError."""
+def parse_state_dtype(state_dtypes: Any, optimizer: RowOptimizer) -> torch.dtype:
+    """Return the dtype of per-element state. state_dtypes: FBGEMM's `optimizer_state_dtypes`. Raises OptionError."""
     widths = optimizer.make_row_state(2).widths  # with dim 1, per-element and per-row states would be equally wide
     dtypes = {f"momentum{i}": torch.float32 for i in range(1, len(widths) + 1)}
-    if argument is None:
+    if state_dtypes is None:
         return torch.float32
-    if not isinstance(argument, Mapping) or not argument.keys() <= dtypes.keys():
+    if not isinstance(state_dtypes, Mapping) or not state_dtypes.keys() <= dtypes.keys():
         names = f"dtypes by the names {', '.join(dtypes)}" if dtypes else "none, since the optimizer has no state"
-        raise OptionError(f"optimizer_state_dtypes={argument!r}: give {names}")
-    dtypes |= {name: parse_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in argument.items()}
+        raise OptionError(f"optimizer_state_dtypes={state_dtypes!r}: give {names}")
+    dtypes |= {name: parse_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in state_dtypes.items()}
     element_dtypes: set[torch.dtype] = set()
     for (name, dtype), width in zip(dtypes.items(), widths, strict=True):
         if width > 1:
@@ -156,5 +156,5 @@ def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
             raise OptionError(f"optimizer_state_dtypes[{name!r}]={dtype}: {reason}; leave it out")
     if len(element_dtypes) > 1:
         remedy = "all per-element states share a dtype; give each the same"
-        raise OptionError(f"optimizer_state_dtypes={argument!r}: {remedy}")
+        raise OptionError(f"optimizer_state_dtypes={state_dtypes!r}: {remedy}")
     return next(iter(element_dtypes), torch.float32)

@@ -168,7 +168,7 @@ def _copy_columns(
 
 @move_columns.register_fake
 def _allocate_outputs(
-    tensors: Sequence[Tensor], permutes: Any, ins: Any, outs: Any, widths: Sequence[int], _: Any
+    tensors: Sequence[Tensor], permutes: Any, in_lengths: Any, out_lengths: Any, widths: Sequence[int], _: Any
 ) -> list[Tensor]:
     return [tensors[0].new_empty(tensors[0].shape[0], width) for width in widths]
 
@@ -193,29 +193,29 @@ def _describe(tensors: Sequence[Tensor]) -> list[int]:
 
 def _find_source_columns(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
     """Return the input column for each output column, as a tensor. Columns are numbered across all tensors."""
-    source, target, first, target_first, count = permutes[:, :5].long().unbind(1)
+    source, target, source_first, target_first, count = permutes[:, :5].long().unbind(1)
     begin = (out_lengths.cumsum(0) - out_lengths)[target] + target_first
     order = torch.argsort(2 * begin + (count > 0))  # at equal positions, empty moves come first
     column = torch.arange(columns, device=permutes.device)
     move = order[torch.searchsorted(begin[order], column, right=True) - 1]
-    return (in_lengths.cumsum(0) - in_lengths)[source[move]] + first[move] + column - begin[move]
+    return (in_lengths.cumsum(0) - in_lengths)[source[move]] + source_first[move] + column - begin[move]
 
 
 def _make_moves_error(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:
     """Return the error that names the first invalid move or the first column that is not filled exactly once."""
-    for row in moves:
-        source, target, first, _, count, _ = row
+    for move in moves:
+        source, target, first, _, count, _ = move
         if not (0 <= source < len(inputs) and 0 <= target < len(outputs) and count >= 0):
             return InputError(
-                f"permutes: move {row} does not fit; give an input from 0 to {len(inputs) - 1}, an output from 0 to "
+                f"permutes: move {move} does not fit; give an input from 0 to {len(inputs) - 1}, an output from 0 to "
                 f"{len(outputs) - 1}, and a column count >= 0"
             )
         end, width = first + count, inputs[source]
         if first < 0 or end > width:
-            return InputError(f"permutes: move {row} reads columns {first} to {end}; give columns from 0 to {width}")
+            return InputError(f"permutes: move {move} reads columns {first} to {end}; give columns from 0 to {width}")
     for output, width in enumerate(outputs):
         end = 0
-        for start, count in [*sorted((row[3], row[4]) for row in moves if row[1] == output), (width, 0)]:
+        for start, count in [*sorted((move[3], move[4]) for move in moves if move[1] == output), (width, 0)]:
             if start != end:
                 return InputError(
                     f"permutes: at columns {end} to {start} of output {output}, the moves overlap or leave a gap; give "

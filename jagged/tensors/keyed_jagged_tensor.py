@@ -85,13 +85,13 @@ class KeyedJaggedTensor(JaggedBase):
     ) -> None:
         per_rank, strides = stride_per_key_per_rank, stride_per_key
         if per_rank is not None or strides is not None or inverse_indices is not None:
-            parts = keys, values, weights, lengths, offsets
+            arguments = keys, values, weights, lengths, offsets
             if per_rank is not None:
                 strides = [sum(bags) for bags in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
             elif strides is None:
-                strides = KeyedJaggedTensor(*parts).stride_per_key()
+                strides = KeyedJaggedTensor(*arguments).stride_per_key()
             self.__class__ = VariableBatchKeyedJaggedTensor
-            VariableBatchKeyedJaggedTensor.__init__(self, *parts, strides, inverse_indices)  # type: ignore[arg-type]
+            VariableBatchKeyedJaggedTensor.__init__(self, *arguments, strides, inverse_indices)  # type: ignore[arg-type]
             if per_rank is not None and len({*map(len, per_rank)}) == 1:
                 self._strides = torch.as_tensor(per_rank, dtype=torch.int64, device="cpu")
             self._batch = stride
@@ -204,12 +204,12 @@ class KeyedJaggedTensor(JaggedBase):
         if offsets is not None and is_statically_true(offsets.shape[0] == 0):
             offsets = None  # TorchRec allows empty offsets for a batch without bags
         lengths = None if offsets is not None or lengths is None else lengths.flatten()
-        parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
-        inverse_indices, strides_per_rank = kjt.inverse_indices_or_none(), None
+        arguments = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
+        inverse_indices, per_rank = kjt.inverse_indices_or_none(), None
         if kjt.variable_stride_per_key() or inverse_indices is not None:
             check_eager("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
-            strides_per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
-        result = KeyedJaggedTensor(*parts, stride_per_key_per_rank=strides_per_rank, inverse_indices=inverse_indices)
+            per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
+        result = KeyedJaggedTensor(*arguments, stride_per_key_per_rank=per_rank, inverse_indices=inverse_indices)
         if result.variable_stride_per_key() or not result._keys:
             result._batch = kjt.stride() if kjt.stride() > result.stride() else None
         return result
@@ -250,8 +250,8 @@ class KeyedJaggedTensor(JaggedBase):
 
     def split_offsets(self) -> Sequence[Tensor]:
         stride = self.stride() if self._keys else 0
-        rows = self._offsets.unfold(0, stride + 1, stride) if stride else self._offsets.expand(len(self._keys), 1)
-        return (rows - rows[:, :1]).unbind()
+        offsets = self._offsets.unfold(0, stride + 1, stride) if stride else self._offsets.expand(len(self._keys), 1)
+        return (offsets - offsets[:, :1]).unbind()
 
     def split_by_key(self) -> KeyedJaggedTensor:
         """Return the batch as a pytree with a leaf per key, for a graph whose `build` splits the values by key."""
