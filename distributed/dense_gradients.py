@@ -41,8 +41,8 @@ def all_reduce_in_order(
 ) -> AllReduceResult:
     """Sum tensors across ranks. Shapes and dtypes must be equal on all ranks. This is a collective.
 
-    Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank has tensors;
-    at least one must. shared_values: values equal on all ranks. error: this rank's error, to raise on all ranks.
+    Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank's tensors are
+    added; at least one rank must contribute. shared_values: values equal on all ranks. error: raised on all ranks.
     """
     with world.collective_block(op):
         try:

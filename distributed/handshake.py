@@ -19,7 +19,7 @@ from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
 from .rank_group import CollectiveSequence, PendingAllToAll, RankGroup
 
-# header fields: 1 if this rank has an error, checksum of `op`, checksum of `shared_values`, count, payload, wants_more
+# the header: has_error (0 or 1), checksum of `op`, checksum of `shared_values`, count, payload, wants_more (0 or 1)
 NUM_FIELDS = 6
 MAX_NAMES = 3  # an error names at most this many differing values
 
@@ -36,10 +36,11 @@ class Handshake:
     """One exchange of headers between all ranks, in flight until `wait` returns.
 
     Args:
-        op: the operation that every rank must be about to begin.
-        shared_values: values by name, which must be equal on all ranks.
-        counts: how many items go from this rank to each rank.
-        payload, wants_more: a number for all ranks, and True to request one more call.
+        op: the operation's name. All ranks must pass the same name.
+        shared_values: values by name. They must be equal on all ranks.
+        counts: how many items this rank will send to each rank.
+        payload: a number to send to all ranks.
+        wants_more: True if this rank requests one more call.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ def _to_text(value: object) -> str:
 
 
 def _to_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as text, by name. A map or CollectiveSequence becomes one entry for each of its parts."""
+    """Return values as text, by name. Each part of a map or CollectiveSequence becomes a separate entry."""
     texts: dict[str, str] = {}
     for name, value in values.items():
         parts = value.parts if isinstance(value, CollectiveSequence) else value

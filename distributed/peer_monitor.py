@@ -31,7 +31,7 @@ from ..engine.threads import Thread
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 BACKLOG = 65535  # length of the accept queue, unknown connections included; Linux lowers this number to its own limit
-MAX_SILENT = 16  # at most this many connections without a greeting, plus one for each missing rank
+MAX_SILENT = 16  # how many connections may wait without a greeting, not counting one for each missing rank
 MAX_NAMES = 3  # a message names at most this many unknown hosts
 GREETING = struct.Struct("32si")  # the greeting: the listener's token, and the number of the rank that connects
 CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # accept() lacks descriptors or memory
@@ -187,7 +187,7 @@ def _find_own_address() -> str:
         target = os.environ.get("MASTER_ADDR") or socket.gethostname()
         for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing on a datagram socket
+                probe.connect(address)  # connecting a datagram socket sends nothing
                 return str(probe.getsockname()[0])
     except OSError:
         pass

@@ -37,7 +37,7 @@ POLL_INTERVAL = timedelta(seconds=0.1)  # how often a wait checks for signals an
 PATIENCE_SECONDS = 1.0  # after Ctrl-C or SIGTERM, a wait continues this long, so that a running step may finish
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECT_SECONDS = 60.0  # how long all ranks have to connect
-_closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has left, each given by its ranks
+_closed_groups: set[tuple[int, ...]] = set()  # closed groups of this process; each tuple lists the ranks of a group
 
 
 class CollectiveSequence:
@@ -67,8 +67,8 @@ class LostRankReporter:
     def write(self, error: GroupError, is_early: bool = False) -> None:
         """Write an error. Any thread may call this.
 
-        is_early: True if the error was not raised in a call of this rank. An early error is skipped after another
-        error, because torchrun ends all ranks after the first loss: later losses are only a result.
+        is_early: True if no call of this rank has raised the error yet. An early error is written only if it is the
+        first error: once a rank is lost, torchrun ends the other ranks, so later lost ranks are only a consequence.
         """
         with self._lock:
             if self._is_written and is_early:
@@ -122,7 +122,8 @@ class RankGroup:
         self.num_mismatches = 0  # how often all ranks raised because their calls or values differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # ids of the process and the thread that must make all calls
-        self.num_calls = self.num_shared_calls = 0  # collectives begun on this rank, and known to be begun on all ranks
+        self.num_calls = 0  # how many collectives this rank has begun
+        self.num_shared_calls = 0  # how many collectives all ranks have begun, as far as this rank knows
         self._in_flight: list[PendingAllToAll] = []  # includes transfers of failed steps; no step waits for these
         self._group: dist.ProcessGroup | None = None
         self._peers: PeerMonitor | None = None
@@ -196,8 +197,8 @@ class RankGroup:
     ) -> PendingAllToAll:
         """Start to send blocks of `data` to all ranks, and to receive their blocks into `out` or new memory.
 
-        data, out: contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; by
-        default equal. If sender and receiver differ in a length, the process is aborted. op: the call's name in errors.
+        data, out: contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank. By
+        default, all blocks are equally long. If a sender's and a receiver's lengths differ, the process is aborted.
         """
         send_counts = send_counts or [len(data) // self.size] * self.size
         receive_counts = receive_counts or send_counts

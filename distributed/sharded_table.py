@@ -191,7 +191,7 @@ class ShardedBatch:
         """Apply the optimizer to the rows that this rank owns, with the gradients of all ranks, and unpin.
 
         scale: factor for a row's summed gradient. The default, 1 / number of ranks, trains the mean of the ranks'
-        losses. If `send` was not called, sends the gradients first; an error of this sending is raised on every rank.
+        losses. If `send` was not called, sends the gradients first. If this fails on a rank, all ranks raise the error.
         Any later error is raised on this rank alone, and then no rank can use the rows.
         """
         owner_batch = self._prepare(grads, weights)
@@ -251,7 +251,7 @@ class ShardedBatch:
 
 
 def _collective(operation: str) -> Callable[[Method], Method]:
-    """Decorator that runs a method with several collectives in a `World.collective_block`.
+    """Decorator for methods that make several collectives. Runs a method in a `World.collective_block`.
 
     An error before the first collective is raised on all ranks. operation: the method's name in error messages.
     """
@@ -282,7 +282,7 @@ class ShardedTable:
         self.local = local
         self.traffic = Traffic()
         self.pinned: ShardedBatch | None = None
-        self._divergence = ""  # which update this rank's rows lack, and why; "" if they lack none
+        self._divergence = ""  # describes an update that failed on this rank alone; "" if there is none
         self.id_prefetcher = IdPrefetcher(
             world, self.name, self.traffic, lambda requested: self.open_table.announce(requested)
         )

@@ -59,11 +59,11 @@ def make_default_group(timeout: float) -> None:
 
 
 def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return torch's store with a key prefix that is unique to this start of the job.
+    """Return torch's store with a key prefix that is new each time the job starts.
 
     torchrun keeps its store when it restarts a job's processes. A rank that starts early could then read addresses of
-    ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a random name for
-    this start. Each other rank draws a token, and uses the name only after rank 0 has confirmed the token.
+    ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a random prefix
+    whenever the job starts. Every other rank draws a token, and uses the prefix after rank 0 has confirmed the token.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
@@ -77,7 +77,7 @@ def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> 
         return PrefixStore(start, store)
     deadline, token = monotonic() + timeout.total_seconds(), secrets.token_hex(16)
     while monotonic() < deadline:
-        start = store.get(_START).decode()  # this name may belong to an earlier start
+        start = store.get(_START).decode()  # may be a prefix from before a restart of the job
         store.set(f"{start}/{rank}", token)
         if store.check([f"{start}/{token}"]):
             return PrefixStore(start, store)

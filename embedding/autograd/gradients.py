@@ -101,8 +101,8 @@ class RowGradients:
         """Keep the gradient of a lookup's result. grad: shape lookup.shape + (dim,), dtype `output_dtype`.
 
         The lookup and the weights are copied. `grad` is not copied: if code changes it in place, the step raises
-        InputError. Two lookups with the same tensor objects get one summed gradient, as in a graph. order: an id's
-        gradients are summed by ascending `order`; equal numbers are summed in the order of the `add` calls.
+        InputError. If two lookups have the same tensor objects, their gradients become one sum, as in a graph.
+        order: an id's gradients are sorted by this number, and then summed. Ties keep the order of the calls.
         """
         self._check_unclipped("run backward()")
         self._apply_scale()
@@ -146,7 +146,7 @@ class RowGradients:
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # with a world, `clip` is empty: update() then averages over ranks
+        batch.update(*self.grads(), *clip)  # rows with a world cannot be clipped, so update() averages over ranks
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def compute_squared_norm(self) -> float:
@@ -268,7 +268,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def check_not_traced(embedding: EmbeddingBase) -> None:
-    """Raise GraphError while another thread traces a graph with the embedding, because the trace hides gradients."""
+    """Raise GraphError while another thread traces a graph that contains the embedding: a trace hides gradients."""
     traced = getattr(embedding.shadow, TRACED_ATTRIBUTE, None)
     if traced is not None and traced[0] != get_ident():
         raise GraphError(
@@ -290,7 +290,7 @@ def is_reached(leaf: Tensor, grad_error: str) -> bool:
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
-    """True if the running backward pass reaches the embedding's parameter, or if a trace leaves this unknown.
+    """True if the running backward pass reaches the embedding's parameter. In a trace, always True.
 
     Raises GraphError for torch.autograd.grad of the parameter itself, and for create_graph=True.
     """

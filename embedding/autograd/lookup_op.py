@@ -99,7 +99,7 @@ def _op(name: str, arguments: str) -> Any:
 
 @_op("lookup", "Tensor shadow, lookup, Tensor? weights, SymInt op_id")
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
-    """Read a `Lookup`'s rows or pooled bags, lookup.shape + (dim,), without inserting rows."""
+    """Read a `Lookup`'s rows or pooled bags, and insert no rows. The result has the shape lookup.shape + (dim,)."""
     *fields, weights, op_id = rest
     return find_embedding(op_id).read(make_lookup(*fields), weights, is_training=shadow.requires_grad)
 

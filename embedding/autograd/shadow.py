@@ -2,9 +2,9 @@
 
 Rows are in a store, not in a parameter. Optimizers, autograd and state_dicts work with parameters, so each embedding
 gets a *shadow*: a parameter [1, 1] that stands for all rows. The shadow's value is always zero. Code that expects rows
-in a parameter, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on a
-shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An operation
-that only reads the shadow's value logs a warning once.
+in a parameter, such as a weight average, a penalty or an initialization, would silently do nothing. So if an operation
+needs the rows, and its argument is a shadow or a copy of a shadow, it raises an error that says what to do instead. An
+operation that only reads the shadow's value logs a warning once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WRITE_REMEDY = (
 )
 _READ_REMEDY = "read emb.weight, some ids' rows by emb.get, or all embeddings' rows by tierbed.to_dense_state_dict"
 PARTLY_CONVERTED = "A model that contains the embedding may be half converted: make or load it again"
-_warned: set[str] = set()  # names of operations with a logged warning
+_warned: set[str] = set()  # names of operations whose warning was already logged
 
 
 def operation_name(function: Any) -> str:
@@ -147,7 +147,7 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
 def make_converter(
     embedding: EmbeddingBase, function: Callable[[Tensor], Tensor], note: str = PARTLY_CONVERTED
 ) -> Callable[[Tensor], Tensor]:
-    """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
+    """Wrap a `function` that moves or converts tensors. The wrapper only moves: an embedding's parameter stays float32.
 
     Raises OptionError if the dtype is neither float32 nor `output_dtype`, or if torch does not support the device here.
     note: ends each error message, and says how much of the model is already converted.
@@ -178,7 +178,7 @@ def _guard_result(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[s
     if not isinstance(result, Tensor) or isinstance(result, _Guarded):
         return result
     name, is_recorded = operation_name(func), result.grad_fn is not None
-    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # a search for the autograd node
+    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # used to find the autograd node
         return result
     for argument in _find_guarded(args, kwargs):
         if name in _COPIES or shares_memory(argument, result):
@@ -195,7 +195,7 @@ def _has_state_copy(*arguments: Any) -> bool:
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warn once per operation that the operation reads the shadow's value, but no rows."""
+    """Warn that an operation reads the shadow's value instead of the rows. Each operation is warned about once."""
     if func.__name__ not in _warned and not _has_state_copy(args, kwargs):
         _warned.add(func.__name__)
         log.warning("%s reads a placeholder, not the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
@@ -252,6 +252,6 @@ def _make_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_wr
         return GraphError(f"{operation}: no tensor holds its rows, so the result would ignore the rows; {_READ_REMEDY}")
     return GraphError(
         f"{operation}: no tensor holds its rows, so a penalty or an average would ignore the rows. To penalise rows, "
-        "use weight_decay, a lookup's result, or the weight of an Embedding. To average rows, "
+        "set weight_decay, or penalise a lookup's result or the weight of an Embedding. To average rows, "
         "average what tierbed.to_dense_state_dict(model) returns. Leave the embedding out of sums over parameters()"
     )

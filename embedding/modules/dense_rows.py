@@ -109,7 +109,7 @@ def convert_dense(
         retained = [] if len(weights) == spec.num_tables else _copy_other_tables(table, weights)
         if retained and new_step != table.step:
             raise InputError(
-                f"step={new_step} of embedding {spec.name!r}: other tables keep their rows, and these rows were "
+                f"step={new_step} of embedding {spec.name!r}: the rows of the other tables are kept, and were "
                 f"trained for {table.step} steps; give step={table.step}, or the weights and states of all tables"
             )
         replaced = [rows for table_id in weights for rows in _to_rows(table, table_id, weights, all_states, new_step)]
@@ -121,7 +121,7 @@ def convert_dense(
 def replace_weights(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], state: dict[str, Any], prefix: str, errors: list[str]
 ) -> None:
-    """Replace dense weights in a state_dict by the embedding's rows, at `prefix`. Appends problems to `errors`."""
+    """Convert dense weights to rows, and add the rows to a state_dict under `prefix`. Appends problems to `errors`."""
     rows: Mapping[str, Tensor] = {}
     try:
         with embedding.raise_on_all_ranks():
@@ -130,7 +130,7 @@ def replace_weights(
     except TierbedError as error:
         errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
         embedding.mark_load_failed()
-    state.pop(prefix + EXTRA, None)  # the extra state describes other rows
+    state.pop(prefix + EXTRA, None)  # the extra state does not describe these weights
     state[f"{prefix}{embedding.parameter_name}"] = embedding.shadow
     state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}
     if not rows:
@@ -154,11 +154,11 @@ def _check_step_known(table: OpenTable) -> None:
     problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
     if not step:
         raise InputError(f"{problem}; give step=, the number of steps the rows were trained")
-    log.warning("%s: the count goes on from step %d; give step= for another number", problem, step)
+    log.warning("%s: counting continues from step %d; give step= to continue from another step", problem, step)
 
 
 def _key_by_table(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
-    """Convert a dict so that its keys are table numbers. Given keys may also be table names. Raises InputError."""
+    """Return `values`, a dict by table number or table name, as a dict by table number. Raises InputError."""
     if not isinstance(values, Mapping):
         form = "torch.from_numpy(array)" if isinstance(values, np.ndarray) else "a dict by table"
         raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")

@@ -98,7 +98,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self.spec.name
 
     def set_name(self, name: str) -> None:
-        """Rename the embedding. Rows in memory stay."""
+        """Rename the embedding. Its rows in memory do not change."""
         self.fix_seed()
         self.set_spec(name=check_name(name))
         self.name_source = "given"
@@ -132,10 +132,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Args:
             ids: Integers of any shape, of `key_type` or a dtype that fits into it.
             table_ids: The table of each id, as integers or a list of names. The shape must broadcast to
-                `ids.shape` without pooling, and to the bags' shape with pooling. If the embedding has several tables
-                and you omit `table_ids`, position t in the last dimension (of ids or bags) uses table t.
-            offsets: Int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
-                [n]. When pooling without offsets, each ids[..., :] is one bag.
+                `ids.shape` without pooling, and to the bags' shape with pooling. Default: the only table. If there are
+                several tables, the default is table t for position t of the last dimension.
+            offsets: Int64 or int32 [bags + 1], ascending from 0 to len(ids). Bag b is ids[offsets[b]:offsets[b + 1]].
+                When pooling without offsets, each ids[..., :] is one bag.
             pooling: "sum" or "mean" of each bag's rows, without padding_idx. None returns all rows.
             weights: Float32 with the shape of ids, to multiply rows before pooling. A weighted mean divides by the
                 number of ids that are not padding.
@@ -144,8 +144,8 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             num_features: The number of features that `offsets` covers. Default: len(features).
 
         Returns:
-            A tensor of dtype `output_dtype`. Its shape is ids.shape + (dim,) without pooling, the bags' shape + (dim,)
-            with pooling, and (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
+            A tensor of dtype `output_dtype`; an empty bag gets zeros. Without pooling, its shape is ids.shape + (dim,).
+            With pooling, its shape is the bags' shape + (dim,). With `features`, it is (batch, len(features), dim).
 
         Raises:
             InputError: If an argument is invalid, or an id is out of range.
@@ -296,7 +296,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not requires_grad and self.spec.num_tables > 1:
             log.warning(
                 "embedding %r: requires_grad_(False) freezes all of its tables, %s. To freeze a single table, put "
-                "it into a separate embedding. In a collection, put it into a separate group",
+                "the table into a separate embedding, or into a separate group of the collection",
                 self.name,
                 ", ".join(self.spec.labels),
             )

@@ -149,7 +149,7 @@ class KeyedRows(SnapshotEmbedding):
             table.stack.compact()
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return metrics by key: `table` (the whole embedding), each tier's name (top first), `tables` (each table).
+        """Return metrics of the embedding (key `table`), of each tier (key: its name) and of each table (key `tables`).
 
         docs/metrics.md explains all metrics. With a world, metrics cover this rank's rows, and `ranks` counts this
         rank's traffic. While another thread loads, closes or compacts the rows, the last metrics are returned.

@@ -39,8 +39,8 @@ MAX_WEIGHT = 1 << 26  # largest number of elements in `weight`; in float32, this
 class Weight(ReadOnlyCopy):
     """The rows of a table as a differentiable tensor. Writing to the tensor raises InputError.
 
-    Torch's weight is a parameter and stays current. A `Weight` is one lookup's result: after a training step or a
-    load, computing with the `Weight` or with a view raises InputError as well.
+    Torch's weight is a parameter and stays current. A `Weight` is the result of one lookup. After a training step or a
+    load, its rows are old, and computing with the `Weight` or with a view of it raises InputError.
     """
 
     def __init__(self, tensor: Tensor, remedy: str, table: OpenTable, step: int) -> None:
@@ -380,7 +380,7 @@ def _normalize_padding_idx(padding_idx: Any, num_embeddings: int | None) -> int 
 
 
 def _count_ids(is_row: Tensor, offsets: Tensor | None) -> Tensor:
-    """Count each bag's ids that are not padding: [bags, 1], at least 1."""
+    """Return how many ids of each bag are not padding, as a tensor [bags, 1]. Zeros become 1, for a division."""
     if offsets is None:
         return is_row.sum(-1, keepdim=True).clamp(min=1)
     ends = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.to(torch.int64).cumsum(0)])

@@ -72,7 +72,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     parameters are not exchanged: wrap the dense modules in a DistributedDataParallel.
 
     Args:
-        optimizer: A torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
+        optimizer: A torch.optim optimizer. It must hold the parameters of all unfrozen embeddings in `module`.
         module: The model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
 
     Raises:
@@ -200,8 +200,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         Raises:
             StoreError, CapacityError, InputError: If rows cannot be fetched. In this case, no row has changed.
             GraphError: If the call is in `build` of a graph, or another thread trains the rows.
-            OptimizerError: If a newer EagerOptimizer trains an embedding. Also if an earlier step raised during one
-                rank's updates; in this case, load the rows, and call `load_state_dict()`.
+            OptimizerError: If a newer EagerOptimizer trains an embedding, or an earlier step raised during one rank's
+                updates. After such a step, load the rows, and call `load_state_dict()`.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -244,8 +244,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "after zero_grad(set_to_none=False), momentum still changes dense parameters that get no gradient, as "
-                "in torch, but it does not change such rows. To treat both alike, call zero_grad() without set_to_none"
+                "after zero_grad(set_to_none=False), momentum still changes dense parameters that get no gradient. "
+                "Rows that get no gradient do not change. To treat both alike, call zero_grad() without set_to_none"
             )
         for embedding, _ in self._pairs:
             check_not_traced(embedding)

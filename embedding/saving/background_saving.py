@@ -62,7 +62,7 @@ class BackgroundSnapshotJob:
             while not self._end_event.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
                     if thread.done:  # the other thread has reported, or died before it could
-                        self._count_arrival(other, StoreError(f"{self.label}: a thread that writes it has died"))
+                        self._count_arrival(other, StoreError(f"{self.label}: a thread that writes rows has died"))
             error = self._error
         if error is not None:
             raise error

@@ -193,7 +193,7 @@ class SnapshotManager:
     def _begin_snapshot(
         self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
-        """Begin the snapshot `path` of the present rows. member: the store, if the snapshot is for a state_dict."""
+        """Begin the snapshot `path` of the present rows. member: set only if the snapshot is for a state_dict."""
         capture: PendingSave | None = None
 
         def begin() -> None:
@@ -312,7 +312,7 @@ class SnapshotManager:
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
     def _name_load(self, name: str) -> str:
-        """Return a collective load's name. The step is left out, because ranks may be at different steps."""
+        """Return the name that all ranks use for a load. It contains no step, because ranks' steps may differ."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
@@ -450,7 +450,7 @@ class SnapshotManager:
             self.load_snapshot(pending.snapshot)
         return is_present is not False
 
-    # snapshots of checkpoints, and retention
+    # linking and removing snapshots
 
     def link_rows(self, path: Path) -> None:
         """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""

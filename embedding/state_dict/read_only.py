@@ -21,7 +21,7 @@ _COPY_REMEDY = (
     "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
     "or clone() the tensor"
 )
-WRITE_METHODS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides all names that end in _
+WRITE_METHODS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # add_ and the like write, too
 
 
 class ReadOnlyCopy(Tensor):
@@ -53,7 +53,7 @@ class ReadOnlyCopy(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             copies = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             if copies and func is Tensor.__format__:
-                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses do not support format
+                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # format() fails for subclasses
             versions = [copy._version for copy in copies]
             result = func(*args, **(kwargs or {}))
             for copy, version in zip(copies, versions, strict=True):

@@ -82,13 +82,13 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
         self._calls_when_open: list[Callable[[], None]] = []
-        self._loading = RLock()  # held while a loaded state_dict's rows are loaded
+        self._loading = RLock()  # held while the rows that a state_dict names are loaded
         self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
         self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
         # `_latest_copy` identifies the row copy in the latest state_dict, by a key prefix, a tensor and a change token.
         # `_latest_copy` and `_latest_load` start as (), not None, because graphs trace again if a None value changes.
         self._latest_copy: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # `_latest_load` holds the tensors of the latest load_state_dict call, and the error list that identifies it.
+        # `_latest_load` holds (error list, tensors) of the latest load_state_dict call. The list identifies the call.
         self._latest_load: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
@@ -178,8 +178,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             snapshot_name: The snapshot's name.
             tables: Indices or names of the tables to load. Default: all.
             where: A function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
-            strict: If True, raise unless the whole snapshot fits. If False, leave out a stored table if the embedding
-                has no table of this name. Also leave out another optimizer's state. `remarks` lists what is left out.
+            strict: If True, raise unless the whole snapshot fits. If False, leave out stored tables whose names the
+                embedding lacks, and optimizer state that its optimizer cannot use. `remarks` lists what is left out.
             weights_only: If True, leave out the optimizer state. The optimizer may differ, and starts with new state.
             convert: If True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
 
@@ -221,7 +221,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
         Args:
             keep_last: How many snapshots to keep, counted from the latest.
-            keep_every: Also keep the first snapshot at or after each multiple of this number of steps.
+            keep_every: A number of steps N. Also keep the first snapshot from step N on, from step 2N on, and so on.
 
         Always keeps `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots.
 
@@ -419,7 +419,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         elif prefix + EXTRA not in state_dict and not _row_mode.get():
             self._pending[:] = [UNLOADABLE_ROWS]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
-        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
+        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; a shadow's value is unused
             needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if needs_move else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new

@@ -111,7 +111,7 @@ def _make_dtype_error(
 def _find_mismatched_tables(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
     """Return the numbers of the stored tables that have another name in the embedding.
 
-    Returns no table if the stored names come from imported tensors and the embedding's tables are unnamed.
+    If the embedding's tables are unnamed, stored names that an import made from tensors' names are ignored.
     """
     if stored.get(table_names.TENSOR_NAMED) and not any(spec.table_names):
         return ()
@@ -140,7 +140,7 @@ def fit_selection(
 ) -> tuple[Selection, list[str]]:
     """Restrict a selection of a snapshot's rows to rows that fit the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding rows. Raises InputError if other rows do not fit, and as `check_stored_rows` does.
+    strict: leave out only padding rows. Raises the errors of `check_stored_rows`; InputError for a bad selection.
     """
     remarks: list[str] = []
     names, selected = table_names.read_table_names(stored), selection.tables
@@ -182,7 +182,7 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
 
 
 def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: str) -> int:
-    """Return the index of a snapshot's table. `table`: its index, its stored name, or its name in the embedding."""
+    """Return a stored table's number. `table`: its number, its stored name, or its name in the embedding."""
     for known_names in (names, spec.table_names[: len(names)]):
         index = table_names.find_table(table, known_names)
         if index is not None:

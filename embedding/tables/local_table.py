@@ -255,7 +255,7 @@ class LocalTable:
         self.persistence.count_write()
 
     def record_load_as_write(self, num_writes: int, snapshot_id: str | None) -> None:
-        """Count a load as a write. num_writes: all earlier writes. snapshot_id: the snapshot, if loaded as a whole."""
+        """Count a load as a write. num_writes: how many writes came before. snapshot_id: None for a partial load."""
         self.persistence.count_write(num_writes)
         if snapshot_id is not None:
             self.rows_version.set_snapshot(snapshot_id, self.rows_version.num_writes)

@@ -1,4 +1,4 @@
-"""Keeps a table's rows between runs: opens and closes one store folder, and recovers it from its snapshots.
+"""Keeps a table's rows between runs: opens and closes a store folder, and recovers rows from its snapshots.
 
 Live rows are RocksDB's files or, for rows in memory, the row files of the last close. A clean marker says that live
 rows are complete and durable. The first write clears the marker, and a clean shutdown writes it again. Live rows
@@ -414,13 +414,8 @@ class TablePersistence:
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)
         if old_table is not None:
-            log.info(
-                "embedding %r: %d rows of step %d, loaded from snapshot %r",
-                self.spec.name,
-                report.rows,
-                table.step,
-                snapshot.name,
-            )
+            text = "embedding %r: %d rows of step %d, loaded from snapshot %r"
+            log.info(text, self.spec.name, report.rows, table.step, snapshot.name)
         untrained = not description["states"] and not description["step"]
         remarks = self._warn_all(ids.make_remarks(f"snapshot {snapshot.name!r}", untrained, description["padding_idx"]))
         return table, replace(report, remarks=report.remarks + remarks)
@@ -497,7 +492,7 @@ class TablePersistence:
             return self._build(optimizer, marker, folder.live_path)
 
     def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
-        """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
+        """Close a table whose rows are replaced. snapshot_id: the id of the snapshot with the new rows, or None."""
         member = self.member if self.rows_version is None else None  # for a shard, all ranks record the load together
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
             self.begin_change(snapshot_id is None and self.rows_version is None, replaces_rows=True)
@@ -557,7 +552,7 @@ class TablePersistence:
             self.folder.store_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
-        """Add 1 to the number of writes. num_earlier: all earlier writes; None if this shard counted each of them."""
+        """Add 1 to the number of writes. num_earlier: how many writes came before; default: this shard's count."""
         assert self.rows_version is not None
         self.rows_version.record_write(num_earlier)
         if self.member is not None:
@@ -592,7 +587,7 @@ class TablePersistence:
 
 
 def _remove_table(table: OpenTable, path: Path | None) -> None:
-    """Close and remove a table that was built at `path`, next to the live rows."""
+    """Close an unused table, and remove its files in the folder `path`, if there are any."""
     table.close()
     if path is not None:
         with contextlib.suppress(OSError):  # keep the first error; the next open removes the folder

@@ -109,7 +109,7 @@ class RecoveryDecision:
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return (versions, step). `step` is the last step of this embedding's store, as far as this host knows.
 
-        `versions` holds a dict {rank: version} for each sharded store in the group. A dict covers this host's shards.
+        `versions` has one dict {rank: version} per sharded store in the group. Each dict lists the shards on this host.
         """
         self._shared_folder.check_token(self._token)
         versions, step = [], contents.recorded_step

@@ -123,7 +123,7 @@ def make_log_entry(
 
 
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
-    """Return text that names the store's last snapshot, if recovery takes the group back to an earlier one, `base`."""
+    """Return text about the store's last snapshot if recovery uses `base`, an earlier snapshot; otherwise ""."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.entries) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
@@ -183,7 +183,7 @@ def lacks_space(error: TierbedError) -> bool:
 
 def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     """Return the error text for a store that cannot be opened because the disk is full."""
-    cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, because it is for open stores
+    cause = str(error).partition("; free space")[0]  # leave out RocksDB's advice: it is for open stores
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
         f"{str(folder.snapshots)!r} that recovery does not need"
@@ -238,7 +238,7 @@ class RowsVersion:
         self._known_version = num_writes, version
 
     def record_write(self, num_earlier: int | None = None) -> None:
-        """Add 1 to the number of writes. num_earlier: all earlier writes; None if this shard counted each of them."""
+        """Add 1 to the number of writes. num_earlier: how many writes came before; default: this shard's count."""
         self.num_writes = 1 + (self.num_writes if num_earlier is None else num_earlier)
 
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:

@@ -163,6 +163,6 @@ def test_states_without_the_step_that_their_rule_counts_are_refused(kind, caplog
         assert "the count goes on from" not in caplog.text
         rows.load_dense(A, {"a": state})  # to rows that have a number
         assert rows.metrics()["table"]["step"] == 8
-        assert "the count goes on from step 8; give step= for another number" in caplog.text
+        assert "counting continues from step 8; give step= to continue from another step" in caplog.text
         rows.load_dense(A)
         del kept
