@@ -165,7 +165,7 @@ class ShardedTableHandle:
 
     def forget_announced(self) -> None:
         """Forget announced batches. Other ranks forget the batches at the next step."""
-        self.table.id_prefetcher.forget()
+        self.table.id_prefetcher.skip_all()
         self.local.forget_announced()
 
     def release(self) -> None:
