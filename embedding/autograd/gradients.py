@@ -27,14 +27,14 @@ from ...engine.ops.fingerprint import are_values_equal, copy_lookup, fingerprint
 from ...engine.optim.base import check_positive
 from ...engine.options.lookup import Lookup
 
-# maps each embedding's handle to the EagerOptimizer that trains the embedding
+# maps each embedding_id to the EagerOptimizer that trains the embedding
 trainers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # functions that torch and torch.compile call to read a tensor's metadata, but not its values
-_METADATA = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
-_METADATA |= {"size", "storage_offset", "stride", "untyped_storage"}
+_METADATA_OPS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
+_METADATA_OPS |= {"size", "storage_offset", "stride", "untyped_storage"}
 # names for error messages: maps a torch function to the call that a user made
-_CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
+_CALLER_NAMES = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
     "foreach": "a clip with foreach=True",
     "linalg_vector_norm": "a torch norm (if norm_type is not 2, or ranks share the rows)",
 }
@@ -51,25 +51,25 @@ class _LookupGradient:
         self, lookup: Lookup, weights: Tensor | None, originals: tuple[Tensor | None, ...], grad: Tensor, order: int
     ) -> None:
         self.lookup, self.weights, self._originals, self.order = lookup, weights, originals, order
-        self._set(grad)
+        self._set_grad(grad)
 
-    def _set(self, grad: Tensor) -> None:
-        self.grad, self._count = grad, read_write_count(grad)
+    def _set_grad(self, grad: Tensor) -> None:
+        self.grad, self._write_count = grad, read_write_count(grad)
 
-    def has_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
+    def has_same_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if `tensors` have the same values as this lookup and its weights."""
         return all(map(are_values_equal, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:
-        self._set(self.require_unchanged(name) + grad)
+        self._set_grad(self.require_unchanged(name) + grad)
         self.order = min(self.order, order)
 
     def multiply(self, scale: float) -> None:
-        self._set(self.grad.float() * scale)
+        self._set_grad(self.grad.float() * scale)
 
     def require_unchanged(self, name: str) -> Tensor:
         """Return the gradient. Raises InputError if code changed the gradient in place. name: the embedding's name."""
-        if read_write_count(self.grad) != self._count:
+        if read_write_count(self.grad) != self._write_count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
                 "backward() a copy, grad.clone()"
@@ -109,7 +109,7 @@ class RowGradients:
         originals = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
         gradient = self._gradients.get(key)
-        if gradient is not None and not gradient.has_values(originals):  # a NumPy write changes no version
+        if gradient is not None and not gradient.has_same_values(originals):  # a NumPy write changes no version
             key, gradient = (key, len(self._gradients)), None
         if gradient is not None:
             gradient.add(grad, order, self.embedding.name)
@@ -119,11 +119,11 @@ class RowGradients:
 
     def pin(self) -> Any:
         """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` first."""
-        return self.embedding.pin([gradient.lookup for gradient in self._in_order()], dtype=self._dtype)
+        return self.embedding.pin([gradient.lookup for gradient in self._sort_gradients()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
         """Return the gradients, sorted by `order`. Raises InputError if a gradient can no longer be applied."""
-        embedding, gradients = self.embedding, self._in_order()
+        embedding, gradients = self.embedding, self._sort_gradients()
         for gradient in gradients:
             gradient.require_unchanged(embedding.name)
             if gradient.lookup.ids.device != embedding.device:
@@ -134,13 +134,13 @@ class RowGradients:
         return gradients
 
     @property
-    def is_waiting(self) -> bool:
+    def has_pending_grads(self) -> bool:
         """True if there are gradients, and no step has updated the rows since the first gradient."""
         return bool(self._gradients) and self.embedding.shadow._version == self._first_version
 
     def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the gradients and the weights of the lookups, in the order of `pin`."""
-        gradients = self._in_order()
+        gradients = self._sort_gradients()
         return [gradient.grad.to(self._dtype) for gradient in gradients], [gradient.weights for gradient in gradients]
 
     def update(self, batch: Any) -> None:
@@ -183,7 +183,7 @@ class RowGradients:
                 "clip by value last, just before step()"
             )
 
-    def _in_order(self) -> list[_LookupGradient]:
+    def _sort_gradients(self) -> list[_LookupGradient]:
         return sorted(self._gradients.values(), key=lambda gradient: gradient.order)
 
 
@@ -207,7 +207,7 @@ class ShadowGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in _METADATA:
+        if func.__name__ in _METADATA_OPS:
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **(kwargs or {}))
             if not isinstance(value, Tensor):  # .data and .T return tensors
@@ -218,7 +218,7 @@ class ShadowGrad(Tensor):
         if operation is not None and (result := operation(*args, **(kwargs or {}))) is not None:
             return result
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
-        caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
+        caller = _CALLER_NAMES.get(name.partition("foreach")[1] or name, name)
         raise GraphError(
             f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of its rows. "
             "Call step(), zero_grad() and clip_grad_norm_(parameters, max_norm) of the EagerOptimizer. Leave "
@@ -227,7 +227,7 @@ class ShadowGrad(Tensor):
         )
 
 
-def _norm(grad: ShadowGrad, ord: float = 2.0) -> Any:
+def _compute_norm(grad: ShadowGrad, ord: float = 2.0) -> Any:
     if ord != 2:
         return None
     norm = math.sqrt(grad.row_gradients.compute_squared_norm())
@@ -260,7 +260,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
 
 # torch's clips and GradScaler call these operations. An operation returns None if it does not support an argument
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "linalg_vector_norm": _norm,
+    "linalg_vector_norm": _compute_norm,
     "mul_": _multiply,
     "clamp_": _clamp,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
@@ -318,7 +318,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
             if not are_rows_reached(embedding):
                 return
     name, shadow = embedding.name, embedding.shadow
-    if embedding.op_id not in trainers:
+    if embedding.embedding_id not in trainers:
         raise GraphError(
             f"embedding {name!r}: backward() outside a graph, but no EagerOptimizer trains the embedding. To train in "
             "a loop, give tierbed.EagerOptimizer the optimizer and a module that contains the embedding. To train in a "

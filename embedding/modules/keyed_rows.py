@@ -26,7 +26,7 @@ from ..state_dict.saved_rows import SnapshotEmbedding
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+_NUMPY_KEY_TYPES = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
 
 def retry_if_replaced(call: Call) -> Call:
@@ -122,7 +122,7 @@ class KeyedRows(SnapshotEmbedding):
                 first = next(scan, None)
                 break
         for _, rows in () if first is None else chain([first], scan):
-            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
+            keys = rows["key"].copy().view(_NUMPY_KEY_TYPES[self.spec.key_type])
             values = table.row_format.values(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
             yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)

@@ -24,7 +24,7 @@ from ...snapshots.store.folder_state import remove_other_shards
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import RecoveryDecision
 from ..tables.recovery import RankShard
-from ..tables.row_tensors import NOT_WHOLE, RowTensors
+from ..tables.row_tensors import ON_OTHER_RANK_FIELD, RowTensors
 from ..tables.shared_folder import SharedFolder
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
@@ -115,15 +115,15 @@ class ShardedTableHandle:
     def keep_rows(self) -> None:
         """Accept the present rows, even if a loaded state_dict names other rows."""
 
-    def tensors(self) -> RowTensors:
+    def copy_rows(self) -> RowTensors:
         """Return a copy of all rows on rank 0, and no rows on the other ranks. Every rank makes this call."""
         op = f"state_dict() of embedding {self.name!r}"
-        tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.tensors)
+        tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.copy_rows)
         data = b"".join(rows.tobytes() for _, rows in tensors.chunks())
         dtype = RowFormat.from_description(tensors.description).dtype
         shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, data, num_readers=1)]
         return RowTensors.from_chunks(
-            {**tensors.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards
+            {**tensors.description, ON_OTHER_RANK_FIELD: self.world.rank > 0}, sum(map(len, shards)), shards
         )
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:

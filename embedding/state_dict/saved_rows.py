@@ -42,13 +42,13 @@ from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
 from ..saving.rows_reference import NO_ROWS, UNLOADABLE_ROWS, RowsReference, make_mismatch_text, read_reference
 from ..tables.names import next_seed
-from ..tables.row_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
+from ..tables.row_tensors import ON_OTHER_RANK_FIELD, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
 
 log = logging.getLogger("tierbed")
 
-EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
-ROWS = "rows."  # prefix of the rows' tensors in a state_dict
+EXTRA_STATE_KEY = "_extra_state"  # torch's name for extra state in a state_dict
+ROWS_PREFIX = "rows."  # prefix of the rows' tensors in a state_dict
 _EXCLUDE_ROWS, _KEEP_ROWS = "exclude rows", "keep rows"  # values of `_row_mode`
 _NO_CONTEXT = nullcontext()  # for embeddings without a world
 _EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a digest
@@ -81,8 +81,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self._handle: Any = None  # a `TableHandle`, from the first use on
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
-        self._calls_when_open: list[Callable[[], None]] = []
-        self._loading = RLock()  # held while the rows that a state_dict names are loaded
+        self._open_callbacks: list[Callable[[], None]] = []
+        self._load_lock = RLock()  # held while the rows that a state_dict names are loaded
         self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
         self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
         # `_latest_copy` identifies the row copy in the latest state_dict, by a key prefix, a tensor and a change token.
@@ -112,7 +112,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         if self.is_open:
             call()
         else:
-            self._calls_when_open.append(call)
+            self._open_callbacks.append(call)
 
     @property
     def open_handle(self) -> Any:
@@ -315,7 +315,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self._pending[:] = [UNLOADABLE_ROWS if stopped_at is None else RowsReference.make_for_failed_load(stopped_at)]
 
     def _load_pending(self) -> None:
-        with self._loading:
+        with self._load_lock:
             if self._pending:  # another thread may have loaded the rows meanwhile
                 self._load_reference(self._pending[0])
 
@@ -353,26 +353,26 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         if not keep_vars:
             shadow = destination[prefix + self.parameter_name]
             if isinstance(shadow, ShadowCopy):  # in a trace, the shadow is another kind of tensor
-                shadow.is_in_state = True
+                shadow.is_in_state_dict = True
         if self.store_options.persistent_path is None and not are_rows_excluded() and detect_fake_mode() is None:
             rows = self._copy_rows(destination, prefix)
-            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
+            destination.update({f"{prefix}{ROWS_PREFIX}{name}": tensor for name, tensor in rows.items()})
 
     def _copy_rows(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
         """Return a copy of all rows. If the embedding has two names in the state_dict, both get the same copy."""
         if self._latest_copy and self._latest_copy[0] != prefix:
-            earlier = {name: destination.get(f"{self._latest_copy[0]}{ROWS}{name}") for name in TENSOR_NAMES}
+            earlier = {name: destination.get(f"{self._latest_copy[0]}{ROWS_PREFIX}{name}") for name in TENSOR_NAMES}
             if self._is_latest_copy(earlier):
                 return earlier  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
-        rows = RowTensors.make_empty(self.spec) if self._handle is None else self._handle.tensors()
-        is_whole = not rows.description.get(NOT_WHOLE)
-        tensors = {name: StateTensor(tensor, is_whole) for name, tensor in rows.tensors.items()}
-        self._latest_copy = prefix, weakref.ref(tensors[TENSOR_NAMES[0]]), self._change_token()
+        rows = RowTensors.make_empty(self.spec) if self._handle is None else self._handle.copy_rows()
+        has_rows = not rows.description.get(ON_OTHER_RANK_FIELD)
+        tensors = {name: StateTensor(tensor, has_rows) for name, tensor in rows.tensors.items()}
+        self._latest_copy = prefix, weakref.ref(tensors[TENSOR_NAMES[0]]), self._make_change_token()
         return tensors
 
-    def _change_token(self) -> Any:
+    def _make_change_token(self) -> Any:
         """Return a value that changes if and only if a row changes."""
         table = None if self._handle is None else self._handle.open_table
         return table and (weakref.ref(table), table.step, table.num_updates)
@@ -382,14 +382,14 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         first = tensors.get(TENSOR_NAMES[0])
         if first is None or not self._latest_copy or self._latest_copy[1]() is not first:
             return False
-        return bool(self._latest_copy[2] == self._change_token())
+        return bool(self._latest_copy[2] == self._make_change_token())
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
     ) -> None:
         missing_keys, _, errors = rest
-        fields = [name for name in TENSOR_NAMES if f"{prefix}{ROWS}{name}" in state_dict]
-        tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in fields}
+        fields = [name for name in TENSOR_NAMES if f"{prefix}{ROWS_PREFIX}{name}" in state_dict]
+        tensors = {name: state_dict.pop(f"{prefix}{ROWS_PREFIX}{name}") for name in fields}
         if tensors and not are_rows_excluded():
             try:
                 if self._is_latest_copy(tensors):
@@ -415,8 +415,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 else:
                     self._pending[:] = [UNLOADABLE_ROWS]
                     errors.append(problem)
-                state_dict.pop(prefix + EXTRA, None)
-        elif prefix + EXTRA not in state_dict and not _row_mode.get():
+                state_dict.pop(prefix + EXTRA_STATE_KEY, None)
+        elif prefix + EXTRA_STATE_KEY not in state_dict and not _row_mode.get():
             self._pending[:] = [UNLOADABLE_ROWS]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; a shadow's value is unused
@@ -424,11 +424,11 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if needs_move else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
-        if prefix + EXTRA in missing_keys and (tensors or are_rows_excluded()):
-            missing_keys.remove(prefix + EXTRA)
+        if prefix + EXTRA_STATE_KEY in missing_keys and (tensors or are_rows_excluded()):
+            missing_keys.remove(prefix + EXTRA_STATE_KEY)
 
     @property
-    def was_loaded(self) -> bool:
+    def has_loaded_state_dict(self) -> bool:
         """True if a load_state_dict brought the rows."""
         return bool(self._latest_load)
 

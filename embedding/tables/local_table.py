@@ -205,7 +205,7 @@ class LocalTable:
         if self._table is not None:
             self._table.release()
 
-    def tensors(self) -> RowTensors:
+    def copy_rows(self) -> RowTensors:
         """Return a copy of all rows."""
         while True:
             with suppress(RowsReplacedError):

@@ -428,10 +428,10 @@ class TablePersistence:
     def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, old_table: OpenTable) -> OpenTable:
         """Load rows from memory into a new table, and close `old_table`. The recovery snapshot stays the same."""
         with self._adopt_seed(tensors.description), old_table.lock:
-            check_stored_rows(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
+            check_stored_rows(self.spec, tensors.describe(), optimizer, SnapshotError, "the state")
             ids = LoadedIdCounter(self.spec)
             chunks = ids.count(check_rows(tensors.chunks(), self.spec.num_tables))
-            table = self._build_from_rows(optimizer, tensors.stored(), contextlib.nullcontext(chunks), old_table)
+            table = self._build_from_rows(optimizer, tensors.describe(), contextlib.nullcontext(chunks), old_table)
             self._warn_all(ids.make_remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)

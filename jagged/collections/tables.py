@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...embedding.modules.dense_rows import convert_dense, copy_rows, copy_states, replace_weights
+from ...embedding.modules.dense_rows import add_rows_to_state, convert_dense, copy_rows, copy_states
 from ...embedding.modules.embedding import MultiTableEmbedding
 from ...embedding.optim.eager import follow_in_backward
 from ...embedding.state_dict.model_snapshots import ModelSnapshots
@@ -367,7 +367,7 @@ class TableCollection(TableModule):
         tables = {config.name: dense[name] for name, config in self._weight_names.items() if name in dense}
         for group in self.embeddings if dense else ():
             own = {name: rows for name, rows in tables.items() if self.table_location(name)[0] == group}
-            replace_weights(self.embedding(group), own, state_dict, f"{prefix}embeddings.{group}.", errors)
+            add_rows_to_state(self.embedding(group), own, state_dict, f"{prefix}embeddings.{group}.", errors)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def reset_parameters(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.modules.dense_rows import CHUNK
+from ...embedding.modules.dense_rows import CHUNK_ROWS
 from ...embedding.state_dict.read_only import ReadOnlyCopy
 from ...embedding.tables.names import next_seed
 from ...engine.checks import as_number, check_flags, check_int, validate_arguments
@@ -268,7 +268,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 embedding.set_spec(tables=tables)
                 continue
             for name in map(str, embedding.spec.table_names):
-                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
+                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK_ROWS):
                     embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val), name)
 
     def split_embedding_weights(self) -> list[Tensor]:
