@@ -354,7 +354,7 @@ class ShardedTable:
         local_batch, error = try_call(prepare)
         counts = [0] * world.size if local_batch is None else local_batch.counts
         try:
-            needs_call = self._requests.is_wanted()
+            needs_call = self._requests.can_serve()
             payload = 2 * number + has_pooling
             answer = world.handshake(op, error, shared_values, counts=counts, payload=payload, needs_call=needs_call)
         finally:

@@ -62,7 +62,7 @@ def save_together(
             label = f"snapshot {name!r}" + (f" of {count_text}" if count_text else "")
             saving = BackgroundSnapshotJob(world, op, label, saves, new.pop_all())
             for manager in managers:
-                manager.remember_saving(saving)
+                manager.set_background_save(saving)
             return saving
         write_and_commit(world, op, saves, new, locks, progress)
     return None

@@ -55,7 +55,7 @@ class SnapshotManager:
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSnapshotJob | None = None  # a running background save of a shard; None in one process
+        self._background_save: BackgroundSnapshotJob | None = None  # a running save of a shard; None in one process
 
     @property
     def name(self) -> str:
@@ -184,10 +184,10 @@ class SnapshotManager:
         parent_name = self.world.call_on_rank_0(f"{op} (begin)", begin)
         if parent_name is not None:
             parent = self.world.call_on_all_ranks(
-                op, lambda: self._shard_of(parent or open_snapshot(self.folder / parent_name))
+                op, lambda: self._restrict_to_shard(parent or open_snapshot(self.folder / parent_name))
             )
         kind = "full" if kind == "incremental" and parent is None else kind
-        path, on_saved = self.folder / name, self.local.save_callback()
+        path, on_saved = self.folder / name, self.local.make_save_callback()
         return TableSave(self.local.table, capture, path, kind, source, parent, self._shard, False, on_saved)
 
     def _begin_snapshot(
@@ -202,7 +202,7 @@ class SnapshotManager:
             new.begin(path, source.description)
 
         self.world.call_on_rank_0(f"{op} (begin)", begin)
-        on_saved = self.local.save_callback()
+        on_saved = self.local.make_save_callback()
         return TableSave(self.local.table, capture, path, kind, source, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
@@ -255,40 +255,40 @@ class SnapshotManager:
 
     # saves in the background
 
-    def remember_saving(self, saving: BackgroundSnapshotJob) -> None:
+    def set_background_save(self, saving: BackgroundSnapshotJob) -> None:
         """Remember a background save that includes these rows."""
-        self._saving = saving if self._shard is not None else None
+        self._background_save = saving if self._shard is not None else None
 
     def try_complete(self) -> None:
         """Complete a background save if all ranks have written their rows. Called between two steps."""
-        if self._saving is not None:
-            self._saving.try_complete()
-            if self._saving.done:
-                self._saving = None
+        if self._background_save is not None:
+            self._background_save.try_complete()
+            if self._background_save.done:
+                self._background_save = None
 
     def wait_for_save(self) -> None:
         """Wait for a background save, because the caller may load its snapshot. Errors were logged already."""
-        if self._saving is None:
+        if self._background_save is None:
             if self.local.table_if_open is not None:  # if the table is closed, the next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
             return
-        _, error = try_call(self._saving.wait)
+        _, error = try_call(self._background_save.wait)
         if error is not None and self.world.failure is not None:
             raise error
         interrupted = not isinstance(error, Exception | None)
-        self.world.handshake(f"{self._saving.label} (wait for the save)", error if interrupted else None)
-        self._saving = None
+        self.world.handshake(f"{self._background_save.label} (wait for the save)", error if interrupted else None)
+        self._background_save = None
 
-    def drop_saving(self) -> None:
+    def drop_background_save(self) -> None:
         """Drop a background save before the rows are closed. Local."""
-        if self._saving is not None:
-            self._saving.drop()
+        if self._background_save is not None:
+            self._background_save.drop()
 
     def check_not_saving(self) -> None:
         """Raise StoreError if a background save is running. Local."""
         self.local.table.raise_deferred_error()
-        if self._saving is not None:  # other ranks may still be writing
-            raise StoreError(still_saving_text(self._saving.label))
+        if self._background_save is not None:  # other ranks may still be writing
+            raise StoreError(still_saving_text(self._background_save.label))
         self.local.table.observers.check_not_saving()
 
     # loads
@@ -324,7 +324,7 @@ class SnapshotManager:
         if self._shard is None:
             return self.local.load_part(snapshot, selection, strict)
         op = self._name_load(snapshot.name)
-        world, snapshot, has_voted = self.world, self._shard_of(snapshot), False
+        world, snapshot, has_voted = self.world, self._restrict_to_shard(snapshot), False
         tables = selection.tables  # not checked yet: errors in the selection are raised below
         shared_values = {
             "the snapshot's id": snapshot.manifest.id,
@@ -344,7 +344,7 @@ class SnapshotManager:
         report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, on_verified))
         if error is not None and has_voted and not world.must_report(error):
             if error is not world.shared_error:
-                self._mark_lost(snapshot.name)
+                self._mark_load_failed(snapshot.name)
             raise error
         if error is not None and not has_voted:
             world.handshake(f"{op} (verify rows)", error)
@@ -357,7 +357,7 @@ class SnapshotManager:
         try:
             counts = world.all_gather_object(f"{op} (count rows)", report_counts)
         except BaseException:
-            problem = self._mark_lost(snapshot.name)
+            problem = self._mark_load_failed(snapshot.name)
             if world.failure is None:  # after a failed collective, ranks close separately
                 self._close_all(problem)
             raise
@@ -375,11 +375,11 @@ class SnapshotManager:
                 world.call_on_all_ranks(f"{op} (record the load)", lambda: recording.enter_context(record_load(loads)))
             mark = f"{op} (mark stores as loading)"
             writes = world.all_gather_object(mark, lambda: self.local.begin_load(records_change=not is_whole))
-            self.local.record_load_as_write(max(writes), id)  # a rank that failed may have missed writes
+            self.local.count_load(max(writes), id)  # a rank that failed may have missed writes
             if member is not None:
                 member.mark_replaced(id)
 
-    def _mark_lost(self, name: str) -> str:
+    def _mark_load_failed(self, name: str) -> str:
         """Mark the rows as failed. Otherwise the next run could use the old rows as if they had been loaded."""
         problem = f"embedding {self.name!r}: loading snapshot {name!r} failed after some rows were replaced"
         self.local.mark_failed(StoreError(f"{problem}; close the embedding, and create it again"))
@@ -407,7 +407,7 @@ class SnapshotManager:
         Raises SnapshotError if the snapshot is damaged or does not fit. Raises OptimizerError if the snapshot contains
         another optimizer's state. Raises InputError if a number is too large for a narrower dtype.
         """
-        shard = self._shard_of(snapshot)
+        shard = self._restrict_to_shard(snapshot)
 
         def check() -> dict[str, int]:
             fit = self.local.fit_selection(shard, selection)
@@ -419,13 +419,13 @@ class SnapshotManager:
 
         check_row_count(self.world, f"checking snapshot {snapshot.name!r} of embedding {self.name!r}", shard, check)
 
-    def _shard_of(self, snapshot: Snapshot) -> Snapshot:
+    def _restrict_to_shard(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot restricted to this process's rows. Local."""
         return snapshot if self._shard is None else snapshot.restrict_to_shard(self._shard)
 
     # references in state_dicts
 
-    def rows_reference(self) -> RowsReference:
+    def make_rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
         If the snapshot `self.last` has these rows, the reference names it. Raises earlier steps' deferred errors.
@@ -443,7 +443,7 @@ class SnapshotManager:
 
         def compare() -> bool | None:
             self.local.table.raise_deferred_error()  # raises ClosedError
-            return compare_references(pending, self.rows_reference(), saved)
+            return compare_references(pending, self.make_rows_reference(), saved)
 
         is_present: bool | None = self.world.all_gather_object(op, compare)[0]
         if is_present is None and pending.snapshot is not None:
@@ -486,7 +486,7 @@ class SnapshotManager:
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             saving = table.observers.last_save
-            if self._saving is None and (saving is None or saving.done):  # a running save uses a temporary folder
+            if self._background_save is None and (saving is None or saving.done):  # no temporary folder is in use
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 

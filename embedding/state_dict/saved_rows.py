@@ -41,7 +41,7 @@ from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
 from ..saving.rows_reference import NO_ROWS, UNLOADABLE_ROWS, RowsReference, make_mismatch_text, read_reference
-from ..tables.names import next_seed
+from ..tables.names import make_next_seed
 from ..tables.row_tensors import ON_OTHER_RANK_FIELD, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
 
@@ -105,7 +105,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """Choose the seed of an embedding without a name. Called at the first use."""
         if not self._has_seed:
             self._has_seed = True
-            self.spec = replace(self.spec, seed=next_seed(self.world is not None))
+            self.spec = replace(self.spec, seed=make_next_seed(self.world is not None))
 
     def call_when_open(self, call: Callable[[], None]) -> None:
         """Call `call` now if the store is open, or as soon as it opens."""
@@ -273,7 +273,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 self.name,
             )
         if self._handle is not None:
-            return self._handle.snapshots.rows_reference()
+            return self._handle.snapshots.make_rows_reference()
         if path is None or self.name_source == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
         return read_reference(Path(path) / self.name, options.open == "fresh")
@@ -338,7 +338,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         if handle.local.persistence.unusable_reason:
             raise StoreError(handle.local.persistence.unusable_reason)
         kinds = bool(options.state_dict_snapshots), options.persistent_path is None
-        problem = problem or make_mismatch_text(self.name, handle.snapshots.rows_reference(), pending, *kinds)
+        problem = problem or make_mismatch_text(self.name, handle.snapshots.make_rows_reference(), pending, *kinds)
         if _row_mode.get() == _KEEP_ROWS:
             self._pending.clear()
             log.warning("%s; its rows stay", problem)

@@ -198,8 +198,8 @@ class LoadedIdCounter:
 
     def __init__(self, spec: TableSpec, counts_ids: bool = True) -> None:
         self._spec, self._max_ids = spec, spec.max_ids if counts_ids else None
-        self._num_rows, self._num_beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
-        self._largest = np.zeros(spec.num_tables, np.uint64)
+        self._num_rows, self._num_unused = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
+        self._max_keys = np.zeros(spec.num_tables, np.uint64)
         self._padded_tables: set[int] = set()
 
     def remember_padding(self, chunks: Chunks) -> Chunks:
@@ -215,8 +215,8 @@ class LoadedIdCounter:
             if self._max_ids is not None:
                 tables, keys = rows["table"], rows["key"]
                 self._num_rows += np.bincount(tables, minlength=len(self._num_rows))
-                self._num_beyond += np.bincount(tables[keys > self._max_ids[tables]], minlength=len(self._num_rows))
-                np.maximum.at(self._largest, tables, keys)
+                self._num_unused += np.bincount(tables[keys > self._max_ids[tables]], minlength=len(self._num_rows))
+                np.maximum.at(self._max_keys, tables, keys)
             yield bucket, rows
 
     def make_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
@@ -227,13 +227,13 @@ class LoadedIdCounter:
         """
         remarks = []
         for table_id, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
-            num_ids, rows, num_beyond = options.ids, int(self._num_rows[table_id]), int(self._num_beyond[table_id])
+            num_ids, rows, num_unused = options.ids, int(self._num_rows[table_id]), int(self._num_unused[table_id])
             if num_ids is None or not rows:
                 continue
-            ids = int(self._largest[table_id]) + 1
-            if num_beyond:
+            ids = int(self._max_keys[table_id]) + 1
+            if num_unused:
                 remarks.append(
-                    f"{source} has {num_beyond} rows of table {label} with ids from {num_ids} on, which no lookup takes"
+                    f"{source} has {num_unused} rows of table {label} with ids from {num_ids} on, which no lookup takes"
                     f": give the table num_embeddings (or ids) of {ids}, or leave them out by where= of load_snapshot"
                 )
                 continue

@@ -14,7 +14,7 @@ from torch._guards import detect_fake_mode
 from ...distributed.world import World
 from ...embedding.modules.dense_rows import CHUNK_ROWS
 from ...embedding.state_dict.read_only import ReadOnlyCopy
-from ...embedding.tables.names import next_seed
+from ...embedding.tables.names import make_next_seed
 from ...engine.checks import as_number, check_flags, check_int, validate_arguments
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -163,7 +163,7 @@ class TableBatchedEmbeddingBags(TableModule):
             widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in states.items()}
             unused += self._settings.find_unused()
         if seed is None:  # modules without names get different seeds, as their tables are different
-            seed = next_seed(world is not None) if name is None and table_names is None else 0
+            seed = make_next_seed(world is not None) if name is None and table_names is None else 0
         groups = group_tables(prefix, tables)
         stores = choose_stores(groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(

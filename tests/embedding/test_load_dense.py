@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
             check_refusal((partial(rows.load_dense, *given), InputError, *named))
         assert rows.size() == 0
         rows.put([1], WEIGHTS[:1], "b")
-        with pytest.raises(InputError, match="step=3 of embedding 'rows': other tables keep"):
+        with pytest.raises(InputError, match="step=3 of embedding 'rows': the rows of the other tables are kept"):
             rows.load_dense(A, step=3)
         assert rows.size() == 1
         with pytest.raises(OptimizerError, match=r"'sum' \[30, 4\] is state for rows of embedding 'rows'.*load_dense"):
