@@ -138,7 +138,7 @@ class RowGradients:
         """True if there are gradients, and no step has updated the rows since the first gradient."""
         return bool(self._gradients) and self.embedding.shadow._version == self._first_version
 
-    def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
+    def list_grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the gradients and the weights of the lookups, in the order of `pin`."""
         gradients = self._sort_gradients()
         return [gradient.grad.to(self._dtype) for gradient in gradients], [gradient.weights for gradient in gradients]
@@ -146,7 +146,7 @@ class RowGradients:
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # rows with a world cannot be clipped, so update() averages over ranks
+        batch.update(*self.list_grads(), *clip)  # rows with a world cannot be clipped, so update() averages over ranks
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def compute_squared_norm(self) -> float:
@@ -155,7 +155,7 @@ class RowGradients:
         self._apply_scale()  # before squaring, because squares of a GradScaler's scaled gradients might overflow
         lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
-        return embedding.table_handle().open_table.compute_squared_norm(lookups, *self.grads()) if lookups else 0.0
+        return embedding.table_handle().open_table.compute_squared_norm(lookups, *self.list_grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
         """Multiply the gradients collected so far by a number. Raises GraphError after `clip`."""
@@ -250,7 +250,7 @@ def _clamp(grad: ShadowGrad, min: float | None = None, max: float | None = None)
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     for rows in (grad.row_gradients for grad in grads if isinstance(grad, ShadowGrad)):
-        if not all(grad.isfinite().all() for grad in rows.grads()[0]):
+        if not all(grad.isfinite().all() for grad in rows.list_grads()[0]):
             found_inf.fill_(1.0)
         rows.multiply(float(inv_scale))
     if dense := [grad for grad in grads if not isinstance(grad, ShadowGrad)]:

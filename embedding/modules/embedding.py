@@ -409,11 +409,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._handle = self._make_handle(None, device, for_load)
                 weakref.finalize(self, self._handle.close_and_log)
                 if self._handle.local.persistence.unusable_reason:
-                    self._pending[:] = self._pending or [UNLOADABLE_ROWS]
+                    self._pending_references[:] = self._pending_references or [UNLOADABLE_ROWS]
             elif self._handle.device != device:
                 self._handle.local.move(device)
             handle = self._handle
-        if self._pending and not for_load:
+        if self._pending_references and not for_load:
             self._load_pending()
         if self._open_callbacks and not for_load:
             calls, self._open_callbacks = self._open_callbacks, []
@@ -432,7 +432,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 )
 
     def _make_handle(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
-        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._pending
+        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._pending_references
         if self.world is not None:
             return ShardedTableHandle(self.world, *arguments)
         warn_without_world(self.name)

@@ -159,7 +159,7 @@ class KeyedRows(SnapshotEmbedding):
     @retry_if_replaced
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
         """Return the same as `metrics`. Waits up to `seconds` for a lock, but never for a pending move to a device."""
-        handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
+        handle = self._handle if self._handle is not None and not self._pending_references else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**read_metrics(handle.open_table, seconds), **traffic}
 

@@ -481,7 +481,7 @@ def exchange_gradients(world: World, pinned: list[tuple[RowGradients, Any]]) -> 
     error: BaseException | None = None
     for gradients, batch in pinned:
         try:
-            batch.send(*gradients.grads())
+            batch.send(*gradients.list_grads())
         except BaseException as failure:
             if not world.must_report(failure):
                 raise

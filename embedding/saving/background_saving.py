@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from threading import Event, Lock
 from time import monotonic
@@ -27,9 +26,9 @@ class BackgroundSnapshotJob:
     `try_complete` or `wait` names the snapshots once all ranks wrote their rows. `label` names the save in messages.
     """
 
-    def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
+    def __init__(self, world: World, op: str, label: str, saves: list[TableSave], new_snapshots: NewSnapshots) -> None:
         self.label = label
-        self._world, self._op, self._saves, self._new = world, op, saves, new
+        self._world, self._op, self._saves, self._new_snapshots = world, op, saves, new_snapshots
         self._threads: list[BackgroundSave] = []
         self._lock, self._ended_tables = Lock(), set[int | None]()
         self._snapshot_ids: list[str] = []
@@ -95,8 +94,8 @@ class BackgroundSnapshotJob:
             self._end_event.set()
 
     def _commit(self, error: BaseException | None) -> None:
-        with self._new:
-            ids, self._error = try_call(lambda: commit(self._world, self._op, self._saves, self._new, error))
+        with self._new_snapshots:
+            ids, self._error = try_call(lambda: commit(self._world, self._op, self._saves, self._new_snapshots, error))
         self._snapshot_ids = ids or []
 
     @property
@@ -152,7 +151,7 @@ class BackgroundSnapshotJob:
         self._end_event.set()
         self._error = StoreError(f"{self.label} was not saved: the embedding was closed before all ranks wrote it")
         self._drop_event.set()
-        with self._new:
+        with self._new_snapshots:
             for save in self._saves:
                 save.table.observers.finish_saving()
         log.error("%s", self._error)

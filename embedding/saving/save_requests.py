@@ -57,7 +57,7 @@ class LocalRequests:
             save.progress(0)
             managers = [handle.snapshots for handle in handles]
             save_together(self._handle.world, managers, save.name, save.kind, save.overwrite, progress=save.progress)
-            return managers[0].snapshot(save.name).manifest
+            return managers[0].open_by_name(save.name).manifest
 
         return self._visit(save_now, save.is_given_up, others)
 
@@ -87,7 +87,7 @@ class LocalRequests:
         groups = {
             id(handle.group): handle.group for handle in (self._handle, *others) if handle.group is not None
         }.values()
-        handles = [self._handle, *others, *(handle for group in groups for handle in group.handles())]
+        handles = [self._handle, *others, *(handle for group in groups for handle in group.list_handles())]
         return list({id(handle.local.table): handle.local.table for handle in handles}.values())
 
 

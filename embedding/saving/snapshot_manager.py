@@ -79,7 +79,7 @@ class SnapshotManager:
         return self._folder
 
     @property
-    def last(self) -> str | None:
+    def last_name(self) -> str | None:
         """The name of the snapshot that was last saved, loaded or restored by recovery; None without one. Local."""
         if self._folder is None:
             return None
@@ -96,7 +96,7 @@ class SnapshotManager:
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
         return None if id == EMPTY else find_snapshot_name(self._folder, id)
 
-    def snapshot(self, name: str) -> Snapshot:
+    def open_by_name(self, name: str) -> Snapshot:
         """Open a snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
         folder = self.folder
         if self.store is not None:
@@ -111,7 +111,7 @@ class SnapshotManager:
         self.store.check()
         return self.store
 
-    def op(self, action: str) -> str:
+    def name_call(self, action: str) -> str:
         """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""
         table, error = try_call(lambda: self.local.table)
         if table is None:
@@ -126,7 +126,7 @@ class SnapshotManager:
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Check a save's arguments. Raises SnapshotError, StoreError, OptionError."""
-        op = self.op("saving a snapshot")
+        op = self.name_call("saving a snapshot")
         _, error = try_call(lambda: self._check_arguments(name, kind, background))
         shared_values = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
         self.world.handshake(op, error, shared_values if error is None else None)
@@ -164,21 +164,21 @@ class SnapshotManager:
             if not background:
                 self.local.table.flush_ahead()
 
-    def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
+    def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new_snapshots: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call this, holding the table's lock."""
-        capture: PendingSave | None
+        pending_save: PendingSave | None
         source: SaveSource
         parent: Snapshot | None = None
 
         def prepare() -> tuple[PendingSave | None, SaveSource]:
             self.check_not_saving()
-            return None if self.member is None else self.member.capture(), self._make_source(new.new_id())
+            return None if self.member is None else self.member.capture(), self._make_source(new_snapshots.new_id())
 
-        capture, source = self.world.call_on_all_ranks(op, prepare)
+        pending_save, source = self.world.call_on_all_ranks(op, prepare)
 
         def begin() -> str | None:
             nonlocal parent
-            _, parent = begin_save(self.require_store(), name, kind, source, overwrite, new)
+            _, parent = begin_save(self.require_store(), name, kind, source, overwrite, new_snapshots)
             return None if parent is None else parent.name
 
         parent_name = self.world.call_on_rank_0(f"{op} (begin)", begin)
@@ -188,31 +188,31 @@ class SnapshotManager:
             )
         kind = "full" if kind == "incremental" and parent is None else kind
         path, on_saved = self.folder / name, self.local.make_save_callback()
-        return TableSave(self.local.table, capture, path, kind, source, parent, self._shard, False, on_saved)
+        return TableSave(self.local.table, pending_save, path, kind, source, parent, self._shard, False, on_saved)
 
     def _begin_snapshot(
-        self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
+        self, op: str, path: Path, source: SaveSource, new_snapshots: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
         """Begin the snapshot `path` of the present rows. member: set only if the snapshot is for a state_dict."""
-        capture: PendingSave | None = None
+        pending_save: PendingSave | None = None
 
         def begin() -> None:
-            nonlocal capture
-            capture = None if member is None else member.capture()
-            new.begin(path, source.description)
+            nonlocal pending_save
+            pending_save = None if member is None else member.capture()
+            new_snapshots.begin(path, source.description)
 
         self.world.call_on_rank_0(f"{op} (begin)", begin)
         on_saved = self.local.make_save_callback()
-        return TableSave(self.local.table, capture, path, kind, source, None, self._shard, True, on_saved)
+        return TableSave(self.local.table, pending_save, path, kind, source, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
         """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
-        op = self.op(f"saving rows as {path.name!r}")
-        with ExitStack() as locks, NewSnapshots() as new:
+        op = self.name_call(f"saving rows as {path.name!r}")
+        with ExitStack() as locks, NewSnapshots() as new_snapshots:
             locks.enter_context(lock_between_steps([self], awaits_step=self.world.size == 1))
-            source = self.world.call_on_all_ranks(op, lambda: self._make_source(new.new_id()))
-            save = self._begin_snapshot(op, path, source, new, "full", None)
-            write_and_commit(self.world, op, [save], new, locks)
+            source = self.world.call_on_all_ranks(op, lambda: self._make_source(new_snapshots.new_id()))
+            save = self._begin_snapshot(op, path, source, new_snapshots, "full", None)
+            write_and_commit(self.world, op, [save], new_snapshots, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none holds the rows.
@@ -220,12 +220,12 @@ class SnapshotManager:
         The saved snapshot never becomes the parent of a user's snapshot. `keep` is the number of older state_dict
         snapshots to keep; None keeps all.
         """
-        op = self.op("saving rows for a state_dict")
+        op = self.name_call("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
         self.before_save(background=False)
-        with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new:
+        with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new_snapshots:
             self.world.call_on_all_ranks(op, self.local.table.raise_deferred_error)
-            source = self._make_source(new.new_id())
+            source = self._make_source(new_snapshots.new_id())
 
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
@@ -239,8 +239,8 @@ class SnapshotManager:
             if is_new:
                 has_files = source.rocksdb is not None and self._shard is None
                 kind = "checkpoint" if has_files else "full"  # an incremental one would prevent replacing its parent
-                save = self._begin_snapshot(op, self.folder / name, source, new, kind, self.member)
-                commit(self.world, op, [save], new, try_call(save.write)[1])
+                save = self._begin_snapshot(op, self.folder / name, source, new_snapshots, kind, self.member)
+                commit(self.world, op, [save], new_snapshots, try_call(save.write)[1])
         reference = read_snapshot_reference(self._folder, name) or RowsReference(self.local.table.step)
         return reference._replace(version=self.local.persistence.version)
 
@@ -296,7 +296,7 @@ class SnapshotManager:
     def load_snapshot(self, name: str, selection: Selection = ALL, strict: bool = True) -> LoadReport:
         """Replace the rows by a snapshot in the store folder. The returned report counts the rows of all ranks."""
         self.wait_for_save()
-        snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.snapshot(name))
+        snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.open_by_name(name))
         return self.load(snapshot, selection, strict)
 
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
@@ -387,7 +387,7 @@ class SnapshotManager:
 
     def _close_all(self, problem: str) -> None:
         """Close the rows after a load that only some ranks completed. Every rank calls this."""
-        next_run = f"recovers from snapshot {self.last!r}" if self.last else "begins empty"
+        next_run = f"recovers from snapshot {self.last_name!r}" if self.last_name else "begins empty"
         log.error("%s. The embedding is closed on all ranks. If you create it again, it %s", problem, next_run)
         _, error = try_call(self._close)
         if error is not None:
@@ -428,11 +428,11 @@ class SnapshotManager:
     def make_rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        If the snapshot `self.last` has these rows, the reference names it. Raises earlier steps' deferred errors.
+        If the snapshot `self.last_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
         """
         step = self.local.step
         return make_reference(
-            step, self._folder, self.last, None if self._folder is None else self.local.persistence.version
+            step, self._folder, self.last_name, None if self._folder is None else self.local.persistence.version
         )
 
     def restore(self, pending: RowsReference) -> bool:
@@ -454,7 +454,7 @@ class SnapshotManager:
 
     def link_rows(self, path: Path) -> None:
         """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
-        op, snapshot_path = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
+        op, snapshot_path = self.name_call(f"linking snapshot {path.name!r}"), self.folder / path.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(snapshot_path), path))
 
     def link_into_store(self, path: Path, linking: ExitStack) -> Path:

@@ -84,7 +84,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self._open_callbacks: list[Callable[[], None]] = []
         self._load_lock = RLock()  # held while the rows that a state_dict names are loaded
         self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
-        self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
+        self._pending_references: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
         # `_latest_copy` identifies the row copy in the latest state_dict, by a key prefix, a tensor and a change token.
         # `_latest_copy` and `_latest_load` start as (), not None, because graphs trace again if a None value changes.
         self._latest_copy: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
@@ -99,7 +99,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     @property
     def has_pending_rows(self) -> bool:
         """True if a loaded state_dict names rows that the embedding does not have yet."""
-        return bool(self._pending)
+        return bool(self._pending_references)
 
     def fix_seed(self) -> None:
         """Choose the seed of an embedding without a name. Called at the first use."""
@@ -239,14 +239,14 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     @property
     def last_snapshot(self) -> str | None:
         """The last snapshot that was saved, loaded, or restored by recovery after a kill; None without a snapshot."""
-        return None if self._handle is None else self._handle.snapshots.last
+        return None if self._handle is None else self._handle.snapshots.last_name
 
     def keep_rows(self) -> None:
         """Accept the present rows, although a loaded state_dict names other rows or the dense part is new."""
         self.has_chosen_rows = True
-        if self._pending and not self.is_closed and self.store_options.persistent_path is not None:
+        if self._pending_references and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
-        self._pending.clear()
+        self._pending_references.clear()
 
     def get_extra_state(self) -> Tensor:
         """Return the extra state of `state_dict()`: JSON as uint8 [1024], padded with blanks.
@@ -258,8 +258,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def _make_rows_reference(self) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows."""
-        if self._pending:
-            return self._pending[0]  # still correct: rows cannot be trained until they are loaded
+        if self._pending_references:
+            return self._pending_references[0]  # still correct: rows cannot be trained until they are loaded
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
         if not are_rows_excluded() and retained and detect_fake_mode() is None:
@@ -299,7 +299,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """
         if reference == RowsReference(None):  # the saved embedding was unused, so any rows match
             return
-        self._pending[:] = [reference]
+        self._pending_references[:] = [reference]
         if self._handle is None and self.group is None and _row_mode.get() != _KEEP_ROWS:
             return  # load the rows at the first use: until then, the embedding may get an optimizer
         try:
@@ -312,12 +312,13 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def mark_load_failed(self, stopped_at: str | None = None) -> None:
         """Called if a load failed, here or in the embedding `stopped_at`. Rows may then not fit the model."""
-        self._pending[:] = [UNLOADABLE_ROWS if stopped_at is None else RowsReference.make_for_failed_load(stopped_at)]
+        reference = UNLOADABLE_ROWS if stopped_at is None else RowsReference.make_for_failed_load(stopped_at)
+        self._pending_references[:] = [reference]
 
     def _load_pending(self) -> None:
         with self._load_lock:
-            if self._pending:  # another thread may have loaded the rows meanwhile
-                self._load_reference(self._pending[0])
+            if self._pending_references:  # another thread may have loaded the rows meanwhile
+                self._load_reference(self._pending_references[0])
 
     def _load_reference(self, pending: RowsReference) -> None:
         """Load the rows that a reference names. Raises SnapshotError, StoreError, OptimizerError."""
@@ -333,14 +334,14 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             is_restored, problem = False, str(error)
         if is_restored:
             self.has_chosen_rows = True
-            self._pending.clear()
+            self._pending_references.clear()
             return
         if handle.local.persistence.unusable_reason:
             raise StoreError(handle.local.persistence.unusable_reason)
         kinds = bool(options.state_dict_snapshots), options.persistent_path is None
         problem = problem or make_mismatch_text(self.name, handle.snapshots.make_rows_reference(), pending, *kinds)
         if _row_mode.get() == _KEEP_ROWS:
-            self._pending.clear()
+            self._pending_references.clear()
             log.warning("%s; its rows stay", problem)
             return
         raise SnapshotError(
@@ -404,20 +405,20 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                     self.table_handle(for_load=True).load_state(tensors)
                 self._latest_load = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.has_chosen_rows = True
-                self._pending.clear()
+                self._pending_references.clear()
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
                 if _row_mode.get() == _KEEP_ROWS and not (
                     self._handle is not None and self._handle.local.persistence.unusable_reason
                 ):
-                    self._pending.clear()
+                    self._pending_references.clear()
                     log.warning("%s; its rows stay", problem)
                 else:
-                    self._pending[:] = [UNLOADABLE_ROWS]
+                    self._pending_references[:] = [UNLOADABLE_ROWS]
                     errors.append(problem)
                 state_dict.pop(prefix + EXTRA_STATE_KEY, None)
         elif prefix + EXTRA_STATE_KEY not in state_dict and not _row_mode.get():
-            self._pending[:] = [UNLOADABLE_ROWS]
+            self._pending_references[:] = [UNLOADABLE_ROWS]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
         if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; a shadow's value is unused
             needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device

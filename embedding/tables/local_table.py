@@ -63,7 +63,7 @@ class LocalTable:
         self._service = Service()
         self._request_target: tuple[SaveTarget, StoreFolder | None] | None = None
         self.persistence = TablePersistence(
-            spec, options, device, shard, self._list_members, () if group is None else group.folders()
+            spec, options, device, shard, self._list_members, () if group is None else group.list_folders()
         )
         try:
             self._table = self.persistence.open(optimizer, planner, for_load)
@@ -137,7 +137,7 @@ class LocalTable:
         self.persistence.expect_change()  # the next change of rows merges the records of the group's stores into one
 
     def _list_members(self) -> list[Member]:
-        return [] if self.group is None else self.group.members()
+        return [] if self.group is None else self.group.list_members()
 
     def _share_gate(self) -> None:
         if self.group is not None and self.store is not None and self._table is not None:

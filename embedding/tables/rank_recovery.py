@@ -56,7 +56,7 @@ class RecoveryDecision:
     def __init__(
         self, world: World, op: str, shared_folder: SharedFolder, mode: str, for_load: bool, group: Any
     ) -> None:
-        self._folders = () if group is None else group.folders()
+        self._folders = () if group is None else group.list_folders()
         self._world, self._shared_folder, self._mode, self._for_load = world, shared_folder, mode, for_load
         self._op = f"{op}: its rows"
         self._has_reported = False  # True once this rank has sent its report
