@@ -211,7 +211,7 @@ class PeerMonitor:
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_lost_rank: Callable[[int, str], None]) -> None:
-        self.aborted: GroupAborted | None = None  # set when another rank aborted the group
+        self.abort_error: GroupAborted | None = None  # set when another rank aborted the group
         self.last_call_number = 0  # number of the call that this rank began last
         self._connections = dict(connections)
         self._condition = Condition()
@@ -227,7 +227,7 @@ class PeerMonitor:
         self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
 
     def find_unresponsive_ranks(self, call_number: int) -> dict[int, str]:
-        """Return the ranks that delay this call, and what is known about each one. Raises `aborted`.
+        """Return the ranks that delay this call, and what is known about each one. Raises `abort_error`.
 
         Returns the ranks that exited or are silent. If there are no such ranks, returns the ranks that have not reached
         the call. If all ranks have reached the call, returns the ranks that closed their world afterwards.
@@ -236,10 +236,10 @@ class PeerMonitor:
         others = self._connections.keys()
         with self._condition:
             self._condition.wait_for(
-                lambda: self.aborted or others <= self._reached_calls.keys() | self._exit_reasons.keys(), ANSWER_SECONDS
+                lambda: self.abort_error or others <= {*self._reached_calls, *self._exit_reasons}, ANSWER_SECONDS
             )
-            if self.aborted is not None:
-                raise self.aborted
+            if self.abort_error is not None:
+                raise self.abort_error
             silent = dict.fromkeys(others - self._reached_calls.keys() - self._exit_reasons.keys(), "no sign of it")
             lost = {r: why for r, why in self._exit_reasons.items() if self._final_calls.get(r, 0) < call_number}
             late = {rank: LATE_REASON for rank, number in self._reached_calls.items() if number < call_number}
@@ -306,6 +306,6 @@ class PeerMonitor:
             case {"here": last_call_number}:
                 self._reached_calls[rank] = last_call_number
             case {"left": aborting_rank, "why": why}:
-                self.aborted = self.aborted or GroupAborted(aborting_rank, dict(why))
+                self.abort_error = self.abort_error or GroupAborted(aborting_rank, dict(why))
             case {"closed": why, "at": last_call_number}:
                 self._exit_reasons[rank], self._final_calls[rank] = why, last_call_number

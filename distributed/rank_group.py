@@ -252,8 +252,8 @@ class RankGroup:
         """Raise GroupError if another rank has aborted the group, or has left the group before this call."""
         if self._peer_monitor is None:
             return
-        if self._peer_monitor.aborted is not None:
-            raise self._abort_by_peer(op, self._peer_monitor.aborted)
+        if self._peer_monitor.abort_error is not None:
+            raise self._abort_by_peer(op, self._peer_monitor.abort_error)
         if self._peer_monitor.has_closed_before(call_number):
             raise self.abort_unresponsive(op, call_number, "a rank closed its world")
 

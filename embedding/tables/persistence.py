@@ -66,6 +66,7 @@ from .recovery import (
 from .row_tensors import RowTensors
 
 log = logging.getLogger("tierbed")
+Description = dict[str, Any]  # describes rows, in the format of a snapshot's description
 
 
 class LiveRowsState(Enum):
@@ -92,7 +93,7 @@ class TablePersistence:
         group_folders: Sequence[Path] = (),
     ) -> None:
         self.spec = spec
-        self.options = options = options if shard is None else shard.options(options)
+        self.options = options = options if shard is None else shard.make_options(options)
         self.rows_version = None if shard is None else RowsVersion(shard)
         self._processor_factory = get_processor_factory(device, options)
         self._budgets = AutoBudgets(spec.name, options, num_ranks=1 if shard is None else shard.num_ranks_on_host)
@@ -191,18 +192,18 @@ class TablePersistence:
             return table
         self.log_entry = logging.INFO, f"new, in store folder {folder.path}"
         if plan.snapshot is not None:
-            stored = plan.snapshot.description
-            spec, label = self.spec.with_stored_seed(stored), f"store folder {str(folder.path)!r}"
+            description = plan.snapshot.description
+            spec, label = self.spec.with_stored_seed(description), f"store folder {str(folder.path)!r}"
             self.log_entry = logging.INFO, f"snapshot {plan.snapshot.name!r} of store folder {folder.path}"
             if is_new:
                 label = f"snapshot {plan.snapshot.name!r} of {label}"
             try:
-                check_stored_rows(spec, stored, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
+                check_stored_rows(spec, description, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
                 self.spec = spec
             except StoreError as error:
                 if not (is_new and for_load):
                     raise
-                converted = convert_description(stored, (spec.dtype, spec.state_dtype))
+                converted = convert_description(description, (spec.dtype, spec.state_dtype))
                 check_stored_rows(spec, converted, optimizer, StoreError, label)
                 assert self.member is not None
                 self.member.mark_broken(str(error))
@@ -405,12 +406,12 @@ class TablePersistence:
             chunks = ids.remember_padding(snapshot.chunks())
             for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
-        stored = {**selection.description(description), "rows": report.rows}
+        loaded = {**selection.description(description), "rows": report.rows}
         selected = ids.count(selection.read_rows(snapshot, LoadReport()))
         with self._adopt_seed(snapshot.description), contextlib.nullcontext() if old_table is None else old_table.lock:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
-            table = self._build_from_rows(optimizer, stored, source, old_table, snapshot_id, on_verified=on_verified)
+            table = self._build_from_rows(optimizer, loaded, source, old_table, snapshot_id, on_verified=on_verified)
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)
         if old_table is not None:
@@ -450,7 +451,7 @@ class TablePersistence:
     def _build_from_rows(
         self,
         optimizer: RowOptimizer | None,
-        stored: dict[str, Any],
+        description: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
         old_table: OpenTable | None = None,
         snapshot_id: str | None = None,
@@ -464,12 +465,12 @@ class TablePersistence:
         path = folder.incoming if folder is not None and self._is_on_disk else None
         if folder is not None:
             folder.clear_incoming()
-        table = self._build(optimizer, {**stored, "shards": None}, path)
+        table = self._build(optimizer, {**description, "shards": None}, path)
         try:
             with source as chunks:
-                count = self._fill_table(table, stored, chunks)
-            if count != stored["rows"]:
-                raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {stored['rows']}")
+                count = self._fill_table(table, description, chunks)
+            if count != description["rows"]:
+                raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {description['rows']}")
             if self._is_on_disk:
                 table.flush()
             if on_verified is not None:
@@ -501,10 +502,10 @@ class TablePersistence:
             if member is not None:
                 member.mark_replaced(snapshot_id)
 
-    def _fill_table(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
+    def _fill_table(self, table: OpenTable, description: dict[str, Any], chunks: Chunks) -> int:
         """Load scanned rows, adding initial optimizer state to rows without state. Returns the number of rows."""
         assert table.stack is not None
-        if table.state.names and not stored["states"]:
+        if table.state.names and not description["states"]:
             chunks = table.state.add_initial_state(chunks, self.spec.dim, self.spec.dtype)
         checked = check_rows(chunks, self.spec.num_tables)
         remembered = table.lifecycle.record_loaded_chunks(checked)
@@ -512,24 +513,24 @@ class TablePersistence:
         table.counts.set_initial_counts(counts)
         return int(counts.sum())
 
-    def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
-        """Build a table over empty tiers or over the RocksDB files at `path`. `stored` gives the step and row count."""
-        state = RowState() if stored is None else RowState.from_description(stored)
+    def _build(self, optimizer: RowOptimizer | None, description: Description | None, path: Path | None) -> OpenTable:
+        """Build a table over empty tiers or over the RocksDB files at `path`. `description`: None without rows."""
+        state = RowState() if description is None else RowState.from_description(description)
         if optimizer is not None:
             self.check_row(optimizer)
             state = self.spec.make_row_state(optimizer)
-        rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
+        rows, shards = (0, None) if description is None else (description["rows"], description["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
         processor = self._processor_factory(self.spec, state, lifecycle.capacity)
         stack = build_stack(self._budgets.resolve(processor), processor, path, shards)
         has_files = self.folder is not None or isinstance(stack.bottom, RocksDB)
         before_write = partial(self._prepare_write, stack.bottom) if has_files else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, before_write, self.options.background_threads)
-        stored_run = "" if stored is None else str(stored.get(RUN_ID_FIELD, "")) or self._run_id
+        stored_run = "" if description is None else str(description.get(RUN_ID_FIELD, "")) or self._run_id
         self._run_id = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
-        table.start(optimizer, self._run_id, stored)
-        if stored is not None and shards is not None:  # the rows are in RocksDB already
-            table.counts.set_initial_counts(read_counts(stored, self.spec.num_tables))
+        table.start(optimizer, self._run_id, description)
+        if description is not None and shards is not None:  # the rows are in RocksDB already
+            table.counts.set_initial_counts(read_counts(description, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
                     remembered = lifecycle.record_loaded_chunks(check_rows(table.scan(), self.spec.num_tables))

@@ -213,7 +213,7 @@ class RankShard:
         """Return the shard's store folder, inside the table's store folder."""
         return shard_folder(store_path, self.rank, self.num_ranks)
 
-    def options(self, options: StoreOptions) -> StoreOptions:
+    def make_options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""
         if options.capacity is None or options.eviction == "none":
             return options
