@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..embedding.optim.ddp_guard import check_not_in_ddp
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
-from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_rows
+from ..embedding.state_dict.saved_rows import EXTRA_STATE_KEY, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, validate_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import check_positive
@@ -381,8 +381,8 @@ class Graph(ModelSnapshots, HasBuild):
 
         def check_state(state: dict[str, Any]) -> None:
             check_modules(self, state, "graph")
-            if EXTRA in state and optimizers:
-                check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA])
+            if EXTRA_STATE_KEY in state and optimizers:
+                check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA_STATE_KEY])
 
         def apply_state(state: dict[str, Any]) -> None:
             self.load_state_dict(drop_row_state(self, state, optimizers))

@@ -62,7 +62,7 @@ def save_checkpoint(
     model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
     for m in model.modules():
         grad = m.shadow.grad if isinstance(m, SnapshotEmbedding) else None
-        if isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
+        if isinstance(grad, ShadowGrad) and grad.row_gradients.has_pending_grads:
             raise GraphError(
                 f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
                 "after step(), or call zero_grad() first"

@@ -86,7 +86,7 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
 
 
 def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return a reference to rows of a given step and version. If the snapshot `base` has these rows, refers to it."""
+    """Return a reference to rows of a step and version. It names the snapshot `base` if `base` has these rows."""
     reference = read_snapshot_reference(snapshots, base)
     return reference if reference and reference.version == version else RowsReference(step, version=version)
 
@@ -100,7 +100,7 @@ def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
 
 
 def compare_references(pending: RowsReference, current: RowsReference, saved: RowsReference | None) -> bool | None:
-    """True if `pending` matches the current rows. Otherwise None if `pending` matches snapshot `saved`, else False."""
+    """True if the current rows match `pending`, None if only snapshot `saved` does, False if neither does."""
     if saved is None or not saved.may_match(pending):
         return current.may_match(pending)
     return True if current.version == saved.version or current.may_match(pending) else None

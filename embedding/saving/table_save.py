@@ -30,7 +30,7 @@ class TableSave:
     """One table's snapshot, begun on all ranks. Each rank writes its rows as they were when the snapshot began."""
 
     table: OpenTable
-    capture: PendingSave | None  # how the record describes these rows, on rank 0
+    pending_save: PendingSave | None  # how the record describes these rows, on rank 0
     folder: Path  # the snapshot's final path
     kind: str
     source: SaveSource
@@ -96,15 +96,15 @@ class TableSave:
             elif self.kind == "incremental" or observers.tracker is not None:
                 observers.track_changes(id)
             self.on_saved(id)
-            if self.capture is not None and self.shard is None:
-                unlink_replaced(self.capture.member.store.snapshot_store)
+            if self.pending_save is not None and self.shard is None:
+                unlink_replaced(self.pending_save.member.store.snapshot_store)
 
 
 def write_and_commit(
     world: World,
     op: str,
     saves: Sequence[TableSave],
-    new: NewSnapshots,
+    new_snapshots: NewSnapshots,
     locks: ExitStack,
     progress: ProgressCallback | None = None,
 ) -> None:
@@ -118,13 +118,13 @@ def write_and_commit(
             for save in saves:
                 save.write(progress)
 
-        ids = commit(world, op, saves, new, try_call(write)[1])
+        ids = commit(world, op, saves, new_snapshots, try_call(write)[1])
         for save, id in zip(saves, ids, strict=True):
             save.end(id, from_image=False)
 
 
 def commit(
-    world: World, op: str, saves: Sequence[TableSave], new: NewSnapshots, error: BaseException | None
+    world: World, op: str, saves: Sequence[TableSave], new_snapshots: NewSnapshots, error: BaseException | None
 ) -> list[str]:
     """Name all snapshots once every rank has written its rows. Returns their ids. A rank's `error` is raised on all."""
 
@@ -137,9 +137,9 @@ def commit(
 
     def publish() -> list[str]:
         ids = [save.write_manifest([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
-        captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
-        new.call_after_publish(lambda: record_save(captured, is_parent=not saves[0].is_state_snapshot))
-        new.publish()
+        pending_saves = {s.pending_save: id for s, id in zip(saves, ids, strict=True) if s.pending_save is not None}
+        new_snapshots.call_after_publish(lambda: record_save(pending_saves, is_parent=not saves[0].is_state_snapshot))
+        new_snapshots.publish()
         return ids
 
     return list(world.call_on_rank_0(f"{op}: in place", publish))

@@ -56,27 +56,25 @@ class TrainingGroup:
         """Mark the group inconsistent after a backward pass raised, because only some rows may have been updated."""
         if self.gate.is_mid_step:
             self.end_backward()
-            mark_inconsistent(self.members(), "a backward pass raised during its updates")
+            mark_inconsistent(self.list_members(), "a backward pass raised during its updates")
 
-    def handles(self) -> list[Any]:
+    def list_handles(self) -> list[Any]:
         """Return the open embeddings' handles, ordered by name, so that all ranks use the same order."""
         handles = (embedding.open_handle for embedding in sorted(self.embeddings, key=lambda embedding: embedding.name))
         return [handle for handle in handles if handle is not None]
 
-    def members(self) -> list[Member]:
+    def list_members(self) -> list[Member]:
         """Return the open embeddings' stores."""
-        return [handle.local.member for handle in self.handles() if handle.local.member is not None]
+        return [handle.local.member for handle in self.list_handles() if handle.local.member is not None]
 
-    def folders(self) -> list[Path]:
+    def list_folders(self) -> list[Path]:
         """Return all embeddings' store folders."""
-        return [
-            Path(embedding.store_options.persistent_path).absolute() / embedding.name for embedding in self.embeddings
-        ]
+        return [Path(e.store_options.persistent_path).absolute() / e.name for e in self.embeddings]
 
     @property
     def is_mid_step(self) -> bool:
         """True if a table is in a step, so that tables may be at different steps."""
-        return self.gate.is_mid_step or any(handle.local.table.is_in_step for handle in self.handles())
+        return self.gate.is_mid_step or any(handle.local.table.is_in_step for handle in self.list_handles())
 
     def mark_if_partly_updated(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
@@ -121,7 +119,7 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
     replaces_rows: True if the block replaces rows. First finishes background saves, because they need the locks.
     """
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()
-    all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.handles())]}
+    all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.list_handles())]}
     gate: StepGate | None = None
     while True:
         tables = sorted({handle.local.table for handle in all_handles.values()}, key=id)

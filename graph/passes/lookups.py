@@ -143,7 +143,7 @@ def expand_reads(module: fx.GraphModule, find_path: Callable[[int], str]) -> Non
             replace_node(node, graph.call_method("read_weights_grad", (embedding, _read_lookup(node), node.args[0])))
 
 
-def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
+def expand_trained(module: fx.GraphModule, embedding_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
     """Insert an embedding's pin before its first trained lookup, a gather per lookup, and an update at the step's end.
 
     grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients.
@@ -152,24 +152,24 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
     graph = module.graph
     grads_by_lookup: dict[SharedLookup, list[Any]] = defaultdict(list)
     weights_by_lookup: dict[SharedLookup, Any] = {}
-    for node in _find_summands(graph, op_id, grad, find_path(op_id)):
+    for node in _find_summands(graph, embedding_id, grad, find_path(embedding_id)):
         key = _make_shared_lookup(node)
         grads_by_lookup[key].append(alias.preserve_value(graph, node, node.args[0]))
         if key not in weights_by_lookup:
             weights_by_lookup[key] = alias.preserve_value(graph, node, key.weights)
-    lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == op_id]
+    lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == embedding_id]
     lookup_by_node = {node: key for node in lookups if (key := _make_shared_lookup(node)) in grads_by_lookup}
     shared = list(dict.fromkeys(lookup_by_node.values()))
     if len(shared) != len(grads_by_lookup):
         raise GraphError(
-            f"embedding {find_path(op_id)!r}: the ids or weights saved for backward() are not the lookup's; "
+            f"embedding {find_path(embedding_id)!r}: the ids or weights saved for backward() are not the lookup's; "
             "leave lookups out of saved_tensors_hooks"
         )
-    embedding = _find_embedding_node(module, op_id, find_path)
-    _move_ids_up(graph, [*lookup_by_node], embedding, find_path(op_id))
+    embedding = _find_embedding_node(module, embedding_id, find_path)
+    _move_ids_up(graph, [*lookup_by_node], embedding, find_path(embedding_id))
     with graph.inserting_before(next(iter(lookup_by_node))):
         batch = graph.call_method("pin", (embedding, [key.lookup for key in shared]))
-    _expand_weights_grads(graph, op_id, batch, shared)
+    _expand_weights_grads(graph, embedding_id, batch, shared)
     for node, key in lookup_by_node.items():
         with graph.inserting_before(node):
             replace_node(node, graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))))
@@ -179,12 +179,12 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
         graph.call_method("update", (batch, totals, *([used_weights] if any(used_weights) else [])))
 
 
-def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
+def _expand_weights_grads(graph: fx.Graph, embedding_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
     """Compute the gradient of a lookup's pooling weights from pinned rows if the pinned batch contains the lookup."""
     index_by_lookup = {key.lookup: index for index, key in enumerate(shared)}  # pooling weights may differ
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _read_lookup(node)
-        if node.args[-1] == op_id and node > batch and lookup in index_by_lookup:
+        if node.args[-1] == embedding_id and node > batch and lookup in index_by_lookup:
             with graph.inserting_before(node):
                 replace_node(node, graph.call_method("weights_grad", (batch, index_by_lookup[lookup], node.args[0])))
 
@@ -231,7 +231,7 @@ def _make_shadow_error(name: str) -> GraphError:
     )
 
 
-def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
+def _find_summands(graph: fx.Graph, embedding_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
     """Return the lookup gradients whose sum is `grad`. Raises GraphError if `grad` is not a plain sum."""
     counts: Counter[fx.Node] = Counter()  # how often the sum adds each gradient, and the result lists it
     visited: set[fx.Node] = set()
@@ -241,7 +241,7 @@ def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> lis
         if not isinstance(node, fx.Node):
             raise _make_shadow_error(name)
         visited.add(node)
-        if node.target is LOOKUP_GRAD and node.args[-1] == op_id:
+        if node.target is LOOKUP_GRAD and node.args[-1] == embedding_id:
             counts[node] += 1
         elif node.target in _SUMS and not node.kwargs:
             pending_nodes += node.args
@@ -255,15 +255,15 @@ def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> lis
     return [node for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD) for _ in range(counts[node])]
 
 
-def _find_embedding_node(module: fx.GraphModule, op_id: int, find_path: Callable[[int], str]) -> fx.Node:
+def _find_embedding_node(module: fx.GraphModule, embedding_id: int, find_path: Callable[[int], str]) -> fx.Node:
     """Return the embedding's node. Each step has one node per embedding, at the top of the step."""
-    embedding = lookup_op.find_embedding(op_id)
+    embedding = lookup_op.find_embedding(embedding_id)
     for node in module.graph.find_nodes(op="get_attr"):
         if getattr(module, node.target) is embedding:
             return node
     first = next(node for node in module.graph.nodes if node.op != "placeholder")
     with module.graph.inserting_before(first):
-        return add_attribute(module, find_path(op_id), embedding)
+        return add_attribute(module, find_path(embedding_id), embedding)
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:

@@ -147,10 +147,10 @@ def compile_step(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
         )
-    path_by_op_id = dict(zip([m.op_id for m in embeddings.values()], make_identifiers(list(embeddings)), strict=True))
+    path_by_id = dict(zip([m.embedding_id for m in embeddings.values()], make_identifiers([*embeddings]), strict=True))
 
-    def find_path(op_id: int) -> str:
-        return path_by_op_id.get(op_id) or find_embedding(op_id).name
+    def find_path(embedding_id: int) -> str:
+        return path_by_id.get(embedding_id) or find_embedding(embedding_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
     parameter_nodes = placeholders[len(trace.inputs) :]
@@ -180,7 +180,7 @@ def compile_step(
                 "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
             )
         if embedding is not None:
-            expand_trained(module, embedding.op_id, grad, find_path)
+            expand_trained(module, embedding.embedding_id, grad, find_path)
             trained_rows.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
     # run cut_outputs after the loop: if a dense parameter is a pooling weight, the loop replaces this gradient
     grads = rewrite.cut_outputs(graph, num_results)
@@ -200,7 +200,7 @@ def compile_step(
     rewrite.drop_dead_nodes(graph)
     parameter_by_node = dict(zip(parameter_nodes, tensors, strict=True))
     path_by_shadow = {
-        node: find_path(embedding_by_shadow[id(parameter)].op_id)
+        node: find_path(embedding_by_shadow[id(parameter)].embedding_id)
         for node, parameter in parameter_by_node.items()
         if id(parameter) in embedding_by_shadow
     }

@@ -48,7 +48,7 @@ from ...distributed.sendable import to_bytes
 from ...distributed.world import World
 from ...embedding.optim.resumed_rows import remember_run_ids
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
-from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
+from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
 from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_flags, is_folder_name
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
@@ -253,7 +253,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     names = map_unwrapped_names(root, [*model_state, *(versions := read_versions(state) or {})])
     state = _rename_entries(state, names, {names[path]: version for path, version in versions.items()}, kind)
     contents = world.call_on_all_ranks(f"{op}: state", lambda: _make_contents(state, tensors, kind))
-    training, model = (EXTRA, "") if kind == "graph" else ("training", "model.")
+    training, model = (EXTRA_STATE_KEY, "") if kind == "graph" else ("training", "model.")
     random = state[training]["random"] if training in state else []
     buffers = {model + name for name in map_unwrapped_names(root, dict(root.named_buffers())).values()}
     rank_0_keys = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
@@ -347,7 +347,7 @@ def load(
     rows = _list_row_folders(folder, contents["snapshot"], embeddings)
 
     def apply_rank_state() -> None:
-        training = state.get(EXTRA if kind == "graph" else "training")
+        training = state.get(EXTRA_STATE_KEY if kind == "graph" else "training")
         if training is not None:
             training["random"] = select_random_state(world, training["random"], contents["ranks"])
         apply_state(state)
@@ -438,7 +438,7 @@ def _rename_for_module(root: nn.Module, state: Any, kind: str) -> Any:
     """Rename the state's entries to the names that `root.load_state_dict` accepts, regardless of module wrappers."""
     model_state, versions = state if kind == "graph" else state["model"], read_versions(state) or {}
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
-    own_names = {EXTRA, *(name for name, _ in tensors)}
+    own_names = {EXTRA_STATE_KEY, *(name for name, _ in tensors)}
     own_names.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
     name_by_bare = {strip_wrappers(name): name for name in own_names}
     names = {name: name if name in own_names else name_by_bare.get(strip_wrappers(name), name) for name in model_state}

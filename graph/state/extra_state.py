@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...embedding.optim.eager import EagerOptimizer
-from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
+from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
 from ...engine.errors import GraphError, TierbedError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.step_epilogue import StepEpilogue
@@ -227,7 +227,7 @@ def check_modules(root: nn.Module, state: dict[str, Any], owner: str) -> None:
             "with the same modules as when it was saved"
         )
     for name, value in current.items():
-        if not isinstance(value, Tensor) or is_lazy(value) or name.endswith(EXTRA):
+        if not isinstance(value, Tensor) or is_lazy(value) or name.endswith(EXTRA_STATE_KEY):
             continue
         if not isinstance(saved[name], Tensor):
             raise _state_error(f"{name} is a {type(saved[name]).__name__} in the state, and not a tensor")
@@ -243,9 +243,9 @@ def drop_row_state(root: nn.Module, state: dict[str, Any], optimizers: bool) -> 
     """Remove rows from a state_dict: rows are loaded separately. If `optimizers` is False, clear the extra state."""
     for path, module in root.named_modules(remove_duplicate=False):
         if isinstance(module, SnapshotEmbedding):
-            state.pop(f"{path}.{EXTRA}", None)
-    if EXTRA in state and not optimizers:
-        state[EXTRA] = {}
+            state.pop(f"{path}.{EXTRA_STATE_KEY}", None)
+    if EXTRA_STATE_KEY in state and not optimizers:
+        state[EXTRA_STATE_KEY] = {}
     return state
 
 

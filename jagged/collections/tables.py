@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from ...embedding.modules.dense_rows import convert_dense, copy_rows, copy_states, replace_weights
+from ...embedding.modules.dense_rows import add_rows_to_state, convert_dense, copy_rows, copy_states
 from ...embedding.modules.embedding import MultiTableEmbedding
 from ...embedding.optim.eager import follow_in_backward
 from ...embedding.state_dict.model_snapshots import ModelSnapshots
@@ -367,7 +367,7 @@ class TableCollection(TableModule):
         rows_by_table = {config.name: weights[name] for name, config in configs.items() if name in weights}
         for name in self.embeddings if weights else ():
             own_rows = {table: rows for table, rows in rows_by_table.items() if self.table_location(table)[0] == name}
-            replace_weights(self.embedding(name), own_rows, state_dict, f"{prefix}embeddings.{name}.", errors)
+            add_rows_to_state(self.embedding(name), own_rows, state_dict, f"{prefix}embeddings.{name}.", errors)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:

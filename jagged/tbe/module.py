@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.modules.dense_rows import CHUNK
+from ...embedding.modules.dense_rows import CHUNK_ROWS
 from ...embedding.state_dict.read_only import ReadOnlyCopy
-from ...embedding.tables.names import next_seed
+from ...embedding.tables.names import make_next_seed
 from ...engine.checks import as_number, check_flags, check_int, validate_arguments
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -162,7 +162,7 @@ class TableBatchedEmbeddingBags(TableModule):
             widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in row_states.items()}
             unused += self._settings.find_unused()
         if seed is None:  # modules without names get different seeds, as their tables are different
-            seed = next_seed(world is not None) if name is None and table_names is None else 0
+            seed = make_next_seed(world is not None) if name is None and table_names is None else 0
         table_groups = group_tables(prefix, tables)
         stores = choose_stores(table_groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(
@@ -267,7 +267,7 @@ class TableBatchedEmbeddingBags(TableModule):
                 embedding.set_spec(tables=tables)
                 continue
             for name in map(str, embedding.spec.table_names):
-                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
+                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK_ROWS):
                     embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val), name)
 
     def split_embedding_weights(self) -> list[Tensor]:

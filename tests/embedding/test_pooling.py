@@ -237,14 +237,12 @@ def test_bad_offsets_and_table_ids_pin_nothing() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.rotated("dtype")
 def test_ops_are_as_their_fakes_say(dtype, weighted) -> None:
-    embedding = frozen(output_dtype=dtype)
-    weights = torch.rand(10, requires_grad=True) if weighted else None
+    embedding, weights = frozen(output_dtype=dtype), torch.rand(10, requires_grad=True) if weighted else None
+    shadow, number = embedding.shadow, embedding.embedding_id
     for offsets, features in ((None, None), (JAGGED, None), (JAGGED.to(torch.int32), [1, -1, -1, 0, -1])):
         pooled = (ints(10), None, offsets, "mean", features)
-        torch.library.opcheck(ops.lookup, (embedding.shadow, *pooled, weights, embedding.op_id), test_utils=OP_CHECKS)
+        torch.library.opcheck(ops.lookup, (shadow, *pooled, weights, number), test_utils=OP_CHECKS)
         bags = JAGGED[1:].shape if offsets is not None else ()
         if weighted and features is None:
             grads = torch.ones(*bags, DIM, dtype=dtype)
-            torch.library.opcheck(
-                ops.lookup_weights_grad, (grads, *pooled, embedding.shadow, embedding.op_id), test_utils=OP_CHECKS
-            )
+            torch.library.opcheck(ops.lookup_weights_grad, (grads, *pooled, shadow, number), test_utils=OP_CHECKS)

@@ -213,7 +213,7 @@ def test_a_scrape_during_a_load_has_the_numbers_before_it(tmp_path, store) -> No
     handle: Any = rows._handle
 
     def load(progress: Callable[[int], None]) -> None:
-        handle.local.load_part(handle.snapshots.snapshot("1"), ALL, True, on_verified=lambda: progress(0))
+        handle.local.load_part(handle.snapshots.open_by_name("1"), ALL, True, on_verified=lambda: progress(0))
 
     with ThreadPoolExecutor(1) as pool:
         with paused(load):
@@ -264,7 +264,7 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path, backgr
         saved = pool.submit(save)
         run_row_step([(rows, rows.row_optimizer) for rows in both], "a test", train)
         saved.result()
-    assert [table.snapshot("kept").description["step"] for table in tables] == [1, 1]
+    assert [table.open_by_name("kept").description["step"] for table in tables] == [1, 1]
     for rows in both:
         rows.close()
 
@@ -297,7 +297,7 @@ def test_a_save_for_another_process_waits_for_a_save_of_the_group(tmp_path, reve
     assert not saving.is_alive()
     asked[0].join(30)
     assert not asked[0].is_alive()
-    assert tables[0].snapshot("other").description["step"] == 0
+    assert tables[0].open_by_name("other").description["step"] == 0
     for rows in both:
         rows.close()
 
