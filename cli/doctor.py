@@ -75,7 +75,7 @@ def doctor(
 
 
 def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "", **kind: bool) -> Check:
-    """Run `work`. Return a check of the result. If `work` raises, the check gives the error and the `consequence`."""
+    """Return a `Check` with the result of `work`. If `work` raises, the value is the error text plus `consequence`."""
     try:
         return Check(name, True, work())
     except Exception as error:

@@ -108,7 +108,7 @@ def _find_memory(options: StoreOptions) -> dict[str, int | str | None]:
 
 
 def _find_disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
-    """Return the paths of rows and snapshots, the free bytes at both, and the bytes that all rows need, if known.
+    """Return the paths of rows and snapshots, the free bytes at each path, and the rows' total bytes (None if unknown).
 
     Return None if rows are not stored on disk. Raises OptionError for an invalid path or if the disk is too small.
     """

@@ -127,10 +127,10 @@ class Graph(ModelSnapshots, HasBuild):
         self.__has_warned_uncompiled = False  # True after the warning that dynamic shapes run uncompiled
         self.__structure: Structure | None = None
         self.__guards = ValueGuards()
-        self.__last_signature_and_step: tuple[Hashable, Any] = (None, None)  # of the last call, compared first
+        self.__last_signature_and_step: tuple[Hashable, Any] = None, None  # each call checks these first
         self.__has_checked_resumed_rows = False  # True after checking that rows and dense parameters are from one run
         self.__recompile_log = RecompileLog(MAX_CACHED_STEPS)
-        self.__profiled_forward: Forward | None = None  # the timed forward of a profile, while the profile runs
+        self.__profiled_forward: Forward | None = None  # times each op while `profile` runs; otherwise None
         self.__rank_state = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
@@ -144,8 +144,8 @@ class Graph(ModelSnapshots, HasBuild):
             lr_sch: A scheduler created with `optimizer`, stepped after each step of `optimizer`. Default: None.
 
         Raises:
-            OptimizerError: If `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,
-                or another optimizer of this graph already holds one of the parameters.
+            OptimizerError: If `optimizer` is not a torch optimizer, cannot train rows, or shares a parameter with
+                another optimizer of this graph. Also if `lr_sch` is not a scheduler of `optimizer`.
         """
         self.__optimizers.add(optimizer, lr_sch)
         try:
@@ -287,14 +287,14 @@ class Graph(ModelSnapshots, HasBuild):
         """Run a step on each batch: `for loss in graph.run(loader)`.
 
         The returned iterator yields the result of `build` for each batch. A plain loop that calls `graph(*batch)`
-        gives the same results. While a step runs, up to `ahead` later batches are drawn, their ids deduplicated, and
-        their rows fetched into the cache and pinned: a pinned row is not evicted. Other rows are evicted first.
+        gives the same results. While a step runs, the run draws up to `ahead` later batches. It deduplicates their ids
+        and fetches their rows into the cache. The cache keeps these rows until their step, and evicts other rows.
 
         Args:
             batches: A DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
                 is the single argument of `build`.
-            ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. On one CPU
-                process: 8 while the caches of an SSD store miss rows, otherwise 0.
+            ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. A single
+                process on a CPU draws 8 batches ahead while the caches of an SSD store miss rows, otherwise none.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
             uneven: If the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
                 "join", a rank without a batch joins the steps of the other ranks. Default: "stop".

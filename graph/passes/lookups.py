@@ -110,7 +110,7 @@ def find_prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any
 
 
 def find_sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """Return the nodes that compute `arguments` of the node `user`, and earlier nodes that write to the same memory."""
+    """Return the nodes that compute `arguments`, and the nodes before `user` that write to memory of such a node."""
     used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
     return alias.add_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
 
@@ -233,7 +233,7 @@ def _make_shadow_error(name: str) -> GraphError:
 
 def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
     """Return the lookup gradients whose sum is `grad`. Raises GraphError if `grad` is not a plain sum."""
-    counts: Counter[fx.Node] = Counter()  # how often the sum adds each gradient, and the result lists it
+    counts: Counter[fx.Node] = Counter()  # lookup gradient -> how often the sum adds it
     visited: set[fx.Node] = set()
     pending_nodes: list[Any] = [grad]
     while pending_nodes:

@@ -53,7 +53,7 @@ def drop_detach(graph: fx.Graph) -> None:
 
 
 def drop_double_transpose(graph: fx.Graph) -> None:
-    """Remove the pairs of transposes that a linear layer's backward adds to the weight and its gradient."""
+    """Remove pairs of transposes that cancel. Autograd inserts them for weights and gradients of linear layers."""
     transpose = torch.ops.aten.t.default
     reshaped = reshaped_storages(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
@@ -146,7 +146,7 @@ def drop_dead_nodes(graph: fx.Graph) -> None:
 
 
 def compute_sizes(module: fx.GraphModule) -> None:
-    """Replace nodes that read a tensor's size, stride or offset with numbers computed from the inputs' sizes.
+    """Compute all sizes, strides and offsets from the inputs' sizes, instead of reading them from other tensors.
 
     Raises GraphError if build reshapes an argument, parameter or buffer in place, because other calls have other sizes.
     """
@@ -174,7 +174,7 @@ def compute_sizes(module: fx.GraphModule) -> None:
 
 
 def _read_dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
-    """Insert nodes that read dynamic sizes from placeholders. Return the nodes' proxies by sympy symbol."""
+    """Insert nodes that read dynamic sizes from placeholders. Returns {sympy symbol: FX proxy of the inserted node}."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies: dict[Any, Any] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -197,7 +197,7 @@ def bind_ops(module: fx.GraphModule) -> None:
         name = f"{space}_{op}_{overload}_op"
         while name in used_names:  # a parameter of build may already use this name
             name += "_"
-        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # `_op` saves a Python frame
+        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # `_op` avoids a Python call
         return f"{name}("
 
     _exec_with_source(_OP_CALL.sub(bind, code.src), names)

@@ -1,6 +1,6 @@
 """The end of a step: accumulate, unscale and clip gradients, then update rows and dense parameters.
 
-In one process, a step without accumulation, scaling and clipping ends with one node per embedding and per optimizer.
+Without accumulation, scaling, clipping and ranks, a step ends with a node per embedding and a node per optimizer.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
 
 
 def _has_no_effect(optimizer: Optimizer) -> bool:
-    """True if `step()` without gradients does nothing, as in torch's or tierbed's optimizers without hooks."""
+    """True if `step()` does nothing when all gradients are None. Hooks and optimizers of other libraries may act."""
     return (
         type(optimizer).__module__.startswith(_NO_EFFECT_WITHOUT_GRADIENTS)
         and "step" not in vars(optimizer)  # a scheduler wraps `step` to count steps

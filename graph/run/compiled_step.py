@@ -39,7 +39,7 @@ from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
 
-# a function that runs a module on tensors and returns the result; where None is allowed, it means `module.forward`
+# runs a module on tensors and returns the result; used in place of `module.forward`
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
@@ -182,7 +182,7 @@ def compile_step(
         if embedding is not None:
             expand_trained(module, embedding.op_id, grad, find_path)
             trained_rows.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
-    # run cut_outputs after the loop: if a dense parameter is a pooling weight, the loop replaces this gradient
+    # cut_outputs must follow the loop, because the loop replaces gradients of parameters used as pooling weights
     grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
         (optimizer_by_parameter[id(tensors[index])], parameter_nodes[index], grad)

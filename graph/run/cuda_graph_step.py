@@ -174,8 +174,8 @@ class CudaGraphStep:
                 )
             if options.store != "device_mem" or options.capacity is None:
                 raise OptionError(
-                    f"cuda_graph: embedding {name!r} has store={options.store!r}, capacity={options.capacity!r}, and "
-                    "its steps wait for the device; give it device_mem with a capacity, or call cuda_graph(False)"
+                    f"cuda_graph: embedding {name!r} has store={options.store!r}, capacity={options.capacity!r}, but "
+                    "a captured step needs store='device_mem' and a capacity; set both, or call cuda_graph(False)"
                 )
         devices = {table.processor.device for table in tables}
         if len(devices) > 1:

@@ -85,7 +85,7 @@ class RunProgress:
 
 
 class Announcer:
-    """Announces a run's batches in order, for the same steps on all ranks. Announces accumulated calls together."""
+    """Announces a run's batches in order. All ranks announce the same steps. Announces accumulated calls together."""
 
     def __init__(self, root: nn.Module, epilogue: StepEpilogue, world: World) -> None:
         self._epilogue, self._world = epilogue, world
@@ -176,8 +176,8 @@ class Run(Iterator[Any]):
         """Prepare a run. The first `next` draws the first batch.
 
         Args:
-            ahead: how many batches to look ahead. None chooses: 8 if a prefetch thread can hide the reads, 0 if it
-                cannot or if the caches above the SSD rarely miss.
+            ahead: how many batches to look ahead. None means 8 batches if a prefetch thread can hide the reads. It
+                means 0 if no thread can hide them, or if the caches above the SSD rarely miss.
             find_lookups: returns the lookups of a call, given the call's arguments.
             abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
         """
@@ -251,7 +251,7 @@ class Run(Iterator[Any]):
 
     @property
     def _has_mismatch(self) -> bool:
-        """True if a handshake after this run's last check found ranks in different calls."""
+        """True if, since this run's last check, a handshake found that ranks were in different calls."""
         return self._num_mismatches != self._world.num_mismatches
 
     def _adjust_look_ahead(self) -> None:
@@ -416,7 +416,7 @@ class Run(Iterator[Any]):
 
 
 def _versioned_tensors(batch: Any) -> list[Tensor]:
-    """Return a batch's tensors, except tensors whose writes torch does not count."""
+    """Return a batch's tensors that have a version. Torch increases the version at each write to the tensor."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_inference()]
 

@@ -39,12 +39,12 @@ from .rollback import DynamicStepFailed
 
 
 class RankStepState:
-    """A graph's state between steps that run on several ranks."""
+    """The state that a graph keeps from one step over several ranks to the next."""
 
     def __init__(self) -> None:
-        # contains True after a training step copied rank 0's tensors to all ranks; False, after an evaluation step did
+        # the kinds of steps that copied rank 0's tensors to all ranks: True is training, False is evaluation
         self.synced_at_start: set[bool] = set()
-        # key: (graph is in train() mode, has updates); value: weak reference to `join` of the last step with this key
+        # (graph is in train() mode, step has updates) -> the `join` method of the last such step, held weakly
         self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.partial_update = ""  # error in a step's updates on this rank; no step trains until a load clears it
 
@@ -60,8 +60,8 @@ class RankStepState:
                 return
         mode = "train()" if root.training else "eval()"
         error = GraphError(
-            f"a loader gave no batch at all, and this rank has not run a step in {mode} mode yet: it needs at least "
-            "one batch before it can join other ranks' steps"
+            f"this rank's loader gave no batch, and this rank has not run a step in {mode} mode yet. Give every loader "
+            "at least one batch: a rank must run a step before it can join other ranks' steps"
         )
         raise_on_ranks(root, error)
 

@@ -22,7 +22,7 @@ from ..trace.signature import Call, Dims, drop_sizes
 from .compiled_step import CompiledStep
 
 MAX_DYNAMIC_TRIES = 2  # after this many failed dynamic-shape steps, a family gets only static-shape steps
-MAX_STATIC_SHAPES = 8  # the limit on a family's static shapes, and on its dynamic-shape steps
+MAX_STATIC_SHAPES = 8  # a family of calls has at most this many static-shape steps, and as many dynamic-shape steps
 MAX_FAMILIES = 64
 
 log = logging.getLogger("tierbed")
@@ -110,8 +110,8 @@ def _read_shapes(inputs: Sequence[Tensor]) -> Shapes:
 class StepCache:
     """An LRU cache with one step per signature, plus the dynamic-shape steps.
 
-    A signature leaves out the sizes that containers make dynamic: one step accepts all of these sizes from the first
-    call on. If `build` reads a dynamic size as a number, each size gets its own step.
+    Signatures leave out the sizes of dimensions that containers declare as dynamic, so one step accepts all such sizes.
+    If `build` reads such a size as a number, each size gets its own step.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -163,7 +163,7 @@ class StepCache:
         return step
 
     def drop(self, step: CompiledStep, cause: BaseException | None) -> None:
-        """Drop a dynamic-shape step that failed although a static-shape step worked. New sizes get separate steps."""
+        """Drop a dynamic-shape step that failed. From then on, each new size gets its own static-shape step."""
         for key in [key for key, cached in self._steps.items() if cached is step]:
             del self._steps[key]
             self._static_signatures[key] = None

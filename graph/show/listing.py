@@ -190,7 +190,7 @@ def _format_op(target: Callable[..., Any] | str) -> str:
 
 
 def describe(module: fx.GraphModule, node: fx.Node) -> str:
-    """Describe a node's result and rows: `float32 [8, 12]`, `float32 [8, 3, 4], users in cached_ssd`."""
+    """Describe a node's result and, if it uses rows, their store, such as `float32 [8, 12], users in cached_ssd`."""
     values = pytree.tree_leaves(node.meta.get("val"))
     parts = [describe_tensor(value) for value in values if isinstance(value, Tensor)]
     rows = describe_rows(module, node)

@@ -33,7 +33,7 @@ _FUSIBLE_SHARE = 0.25  # fraction of step time in fusible ops; above this, the p
 
 
 def _advise_on_waits(waited_s: float, elapsed_s: float) -> str:
-    """Return advice if threads waited for cores that torch's idle threads may occupy, otherwise an empty string."""
+    """Return advice if threads waited long for a core, and idle torch threads may be the cause. Otherwise return ''."""
     may_spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
     if not may_spin or waited_s <= _WAITING_SHARE * elapsed_s:
         return ""

@@ -28,11 +28,11 @@ log = logging.getLogger("tierbed")
 
 
 class Fact(NamedTuple):
-    """A fact about a call. text: shown to users. key: tells equal texts apart. fields: a tensor's shape, dtype, ..."""
+    """A fact about a call. Two facts are equal if all fields are equal."""
 
-    text: str
-    key: Hashable = None
-    fields: Mapping[str, str] | None = None
+    text: str  # shown to users
+    key: Hashable = None  # differs if two different facts have the same text
+    fields: Mapping[str, str] | None = None  # for a tensor: its shape, dtype, strides and so on
 
 
 _NO_TENSOR, _ABSENT = Fact("no tensor"), Fact("missing")
@@ -120,7 +120,7 @@ def collect_facts(
 
 
 def _describe_tensor(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
-    """Describe a tensor as in a signature. identity: its id, if steps hold the object. dynamic: dynamic dimensions."""
+    """Describe a tensor. identity: its `id()`, if another tensor needs another step. dynamic: dynamic dimensions."""
     sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
     shape = f"({sizes}{',' * (tensor.dim() == 1)})"
     fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}

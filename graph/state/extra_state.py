@@ -147,7 +147,7 @@ def _state_error(problem: str) -> GraphError:
 def check_same_structure(current: Any, saved: Any, label: str, optional_keys: Collection[Any] = ()) -> None:
     """Raise GraphError if `saved` and `current` differ in kind. `saved` may lack only keys from `optional_keys`.
 
-    If `current` is None, any value fits. A saved list may have another length, if its items fit the current items.
+    If `current` is None, `saved` may be anything. Lists may differ in length, but their items must be of one kind.
     """
     if isinstance(current, dict):
         fits = isinstance(saved, dict) and (not current or {*map(type, saved)} <= {*map(type, current)})

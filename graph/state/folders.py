@@ -104,7 +104,7 @@ def checksum(path: Path) -> int:
 
 
 def list_checkpoints(path: Path) -> tuple[list[StoredCheckpoint], dict[str, SnapshotError]]:
-    """Return checkpoints, oldest first, and the error of each damaged checkpoint by folder name.
+    """Return the intact checkpoints, oldest first, and a dict {folder name: error} of the damaged checkpoints.
 
     path: a checkpoint, or a folder of checkpoints. Raises SnapshotError if there is no checkpoint.
     """

@@ -123,7 +123,7 @@ class OptimizerSet:
                     state[name] = value.to(parameter.device)
 
     def warn_if_rows_mismatched(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
-        """Warn, once the embeddings are open, if rows come from another run than the dense part."""
+        """When an embedding opens, warn if its rows and the dense part come from different runs."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
         states = {p: optimizer.state.get(p) for optimizer, _, p in self._entries() if id(p) not in shadows}
         check = ResumedRowsCheck(owner, states, states)

@@ -92,7 +92,7 @@ def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
 
 
 def add_sources(nodes: Iterable[fx.Node], earlier_nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and all nodes that they depend on: inputs, and `earlier_nodes` that write to the same memory."""
+    """Return `nodes`, all nodes that compute their inputs, and `earlier_nodes` that write to memory of any of these."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in earlier_nodes:
         for storage in written_storages(node):

@@ -1,4 +1,4 @@
-"""Names of tensors for errors and files, and `HasBuild`, the base class of modules with a method `build`."""
+"""Find names of tensors and modules. Also defines `HasBuild`, the base class of modules with a method `build`."""
 
 from __future__ import annotations
 

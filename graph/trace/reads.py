@@ -71,7 +71,7 @@ class ReadRecorder:
         self._module_ids: set[int] = set()  # ids of the graph's modules
         self._seen_keys: set[Any] = set()
         self._used_generators: list[tuple[Any, bytes, str]] = []  # generators with their states and labels
-        self._observed_classes: dict[type, bool] = {}  # observed class -> True if it got a `__getattribute__`
+        self._observed_classes: dict[type, bool] = {}  # class -> True if the recorder set its `__getattribute__`
         self._known_names: Names = frozenset()  # names in all scanned code
         self._assigned_names: Names = frozenset()  # names that the scanned code assigns to
 
@@ -102,7 +102,7 @@ class ReadRecorder:
             )
 
     def may_be_written(self, expr: str) -> bool:
-        """True if `build` may have written the value of `expr`. If False, only other threads may have written it."""
+        """True if `build` may have written the value of `expr`. If False, only another thread can have written it."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")
         is_special = callable(value) or "setattr" in self._known_names  # FX itself replaces functions during a trace

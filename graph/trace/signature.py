@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 @cache
 def make_tensors_spec(count: int) -> pytree.TreeSpec:
-    """Return the tree of a call with `count` tensors and nothing else. The tree is cached, as flattening is slow."""
+    """Return the pytree spec of a call whose only arguments are `count` tensors. Cached, because flattening is slow."""
     return pytree.tree_structure((tuple(range(count)), {}))
 
 

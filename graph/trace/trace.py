@@ -49,7 +49,7 @@ from .swap import make_setting_error, sentinel_grads, swap_tensors
 
 _OWN_FOLDERS = [Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")]
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN_FOLDERS))
-_INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # how torch's guards call input tensor number \1
+_INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # torch's guards refer to input tensor 3 as L['t3']
 _OFFSET_CHECK = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # dropped from guards: a step works for any offset
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
@@ -80,7 +80,7 @@ class Trace:
     reads: ReadRecorder  # the Python values that became constants
 
     def program(self) -> Hashable:
-        """Return a key. Two traces with equal signatures and keys are equal steps. Call `program` before passes run."""
+        """Return a key. Traces with equal keys and signatures make equal steps. Call this before passes run."""
         graph, result = self.module.graph, self.result_spec
         grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
         orders = sorted(node.args[-2] for node in grads)  # renumbered, as the process counts lookups over all calls
@@ -165,7 +165,7 @@ def trace(
     # torch must neither assume nor test that containers' dynamic sizes differ from 0 and 1
     any_size = symbolic.patch(backed_size_oblivious=bool(free_dims))  # type: ignore[attr-defined]
     with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
-        # detach, so that a tensor passed twice gets two fakes: another call may pass two different tensors
+        # `detach` gives a tensor that is passed twice two fakes, because a later call may pass two different tensors
         fakes = [_make_fake(mode, t.detach(), i, dynamic, free_dims) for i, t in enumerate([*inputs, *tensors])]
         # trace the results of torch.compile as the modules that they wrap
         inlining = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
@@ -244,8 +244,8 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iter
         in_backward = getattr(tensor, "_in_backward_optimizers", None)
         if in_backward is not None and any(id(getattr(o, "optimizer", o)) not in own_ids for o in in_backward):
             raise GraphError(
-                f"{names[id(tensor)]} was given to apply_optimizer_in_backward, which a graph would skip; create "
-                "the module again, and pass its parameters to an optimizer of add_optimizer"
+                f"{names[id(tensor)]} was passed to apply_optimizer_in_backward, but a graph would not run that "
+                "optimizer; create the module again, and call add_optimizer with an optimizer over its parameters"
             )
 
 

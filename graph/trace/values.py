@@ -46,7 +46,7 @@ class ValueGuards:
         self._keys: Keys = ()
         self._versions: dict[Keys, int] = {(): 0}
         self._next_version = count(1)
-        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive whose ids are in keys
+        self._past: dict[str, dict[Hashable, Any]] = defaultdict(dict)  # keeps objects alive while keys hold their ids
         self._last_changes: dict[str, Any] = {}  # the values that changed last, by expression
         self._change_counts: Counter[str] = Counter()  # expression -> number of changes that led to another step
         self._written_expressions: set[str] = set()  # expressions that build itself may write
@@ -206,7 +206,7 @@ def _make_key(value: Any) -> Hashable:
         return (type(value), *map(_make_key, value))
     if not is_constant(value):
         return type(value), id(value)
-    # by repr: 0.0 equals -0.0, and nan differs from itself
+    # compare numbers by their repr, because 0.0 == -0.0 and nan != nan
     return type(value), repr(value) if isinstance(value, Number | np.generic) else value
 
 

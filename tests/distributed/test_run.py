@@ -240,7 +240,7 @@ def test_runs_of_different_arguments_and_a_rank_that_never_had_a_batch_are_refus
     said = outcome(lambda: list(Ranked(world).run(loader(world.rank, 2), ahead=world.rank)))
     assert "run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1" in said
     said = outcome(lambda: list(Ranked(world).run(loader(world.rank, 2 - 2 * world.rank), ahead=1, uneven="join")))
-    assert "rank 1: a loader gave no batch at all" in said
+    assert "rank 1: this rank's loader gave no batch" in said
 
 
 class Evaluated(Ranked):
