@@ -104,10 +104,10 @@ def prune(
 
     Example: tierbed checkpoint prune runs/ --keep-last 3
     """
-    from ..graph.state.folders import STATE
+    from ..graph.state.folders import STATE_FILE
     from ..graph.state.folders import prune as prune_checkpoints
 
-    if (path / STATE).exists():
+    if (path / STATE_FILE).exists():
         output.fail(f"{str(path)!r} is one checkpoint; give the folder that holds all", as_json=as_json)
     retained, removed = prune_checkpoints(path, keep_last, dry_run)
     if as_json:

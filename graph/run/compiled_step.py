@@ -32,7 +32,7 @@ from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, check_shadows, expand_reads, expand_trained, extract_id_graph, share_rows
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import format_step
-from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow_id, find_embeddings
+from ..state.optimizer_set import OptimizerSet, find_embeddings, map_shadow_embeddings
 from ..trace.names import HasBuild, make_identifiers, map_tensor_names
 from ..trace.trace import ResultSpec, ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
@@ -156,7 +156,7 @@ def compile_step(
     parameter_nodes = placeholders[len(trace.inputs) :]
     path_by_id = map_tensor_names(root)
     rewrite.name_placeholders(placeholders, [*trace.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
-    embedding_by_shadow = embeddings_by_shadow_id(root)
+    embedding_by_shadow = map_shadow_embeddings(root)
     rewrite.drop_detach(graph)
     if trace.guard is not None:
         rewrite.compute_sizes(module)
@@ -168,7 +168,7 @@ def compile_step(
     trained_rows: list[tuple[EmbeddingBase, RowOptimizer]] = []
     schedulers = optimizers.schedulers() if grad_indices else []
     end_node: fx.Node | None = None
-    optimizer_by_parameter = optimizers.optimizers_by_parameter_id()
+    optimizer_by_parameter = optimizers.map_parameter_optimizers()
     for index, grad in zip(grad_indices, values[num_results:], strict=False):
         parameter = tensors[index]
         embedding = embedding_by_shadow.get(id(parameter))

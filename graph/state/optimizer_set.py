@@ -28,12 +28,12 @@ log = logging.getLogger("tierbed")
 
 def find_embeddings(root: nn.Module) -> dict[str, EmbeddingBase]:
     """Return the embeddings under `root` by path, and name unnamed embeddings. Raises GraphError if names repeat."""
-    parts = [name for name, part in root.named_children() if any(isinstance(m, EmbeddingBase) for m in part.modules())]
-    name_embeddings(root, GraphError, parts[0] if len(parts) == 1 else "")  # the same names as in a plain loop
+    names = [name for name, part in root.named_children() if any(isinstance(m, EmbeddingBase) for m in part.modules())]
+    name_embeddings(root, GraphError, names[0] if len(names) == 1 else "")  # the same names as in a plain loop
     return {path: m for path, m in root.named_modules() if isinstance(m, EmbeddingBase)}
 
 
-def embeddings_by_shadow_id(root: nn.Module) -> dict[int, EmbeddingBase]:
+def map_shadow_embeddings(root: nn.Module) -> dict[int, EmbeddingBase]:
     """Return the embeddings under `root` by `id(embedding.shadow)`. Otherwise the same as `find_embeddings`."""
     return {id(embedding.shadow): embedding for embedding in find_embeddings(root).values()}
 
@@ -97,7 +97,7 @@ class OptimizerSet:
 
     def attach(self, root: HasBuild) -> None:
         """Attach each embedding to its param group. Raises OptimizerError if two optimizers hold one parameter."""
-        embedding_by_shadow = embeddings_by_shadow_id(root)
+        embedding_by_shadow = map_shadow_embeddings(root)
         if self.optimizers:
             train_together(find_embeddings(root).values())
         optimizer_by_parameter: dict[int, Optimizer] = {}
@@ -126,12 +126,12 @@ class OptimizerSet:
         """When an embedding opens, warn if its rows and the dense part come from different runs."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
         states = {p: optimizer.state.get(p) for optimizer, _, p in self._entries() if id(p) not in shadows}
-        check = ResumedRowsCheck(owner, states, states)
+        rows_check = ResumedRowsCheck(owner, states, states)
         for embedding in embeddings:
             if isinstance(embedding, SnapshotEmbedding):
-                embedding.call_when_open(partial(check.warn_if_mismatched, embedding))
+                embedding.call_when_open(partial(rows_check.warn_if_mismatched, embedding))
 
-    def optimizers_by_parameter_id(self) -> dict[int, Optimizer]:
+    def map_parameter_optimizers(self) -> dict[int, Optimizer]:
         return {id(parameter): optimizer for optimizer, _, parameter in self._entries()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:
