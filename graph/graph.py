@@ -32,7 +32,7 @@ from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
 from .passes.step_epilogue import StepEpilogue
 from .run.compiled_step import CompiledStep, Forward, compile_step
-from .run.loop import Run, RunProgress, forget_announced, iterate
+from .run.loop import Run, RunProgress, forget_announced, get_iterator
 from .run.rank_step import RankStepState, raise_on_ranks
 from .run.rollback import DynamicStepFailed
 from .run.step_cache import StepCache
@@ -57,9 +57,9 @@ from .trace.signature import (
     Call,
     Dims,
     Structure,
-    call_key,
-    can_split,
     find_dynamic_leaves,
+    has_keyed_containers,
+    make_call_key,
     make_tensors_spec,
     split_by_key,
 )
@@ -328,7 +328,7 @@ class Graph(ModelSnapshots, HasBuild):
         timer = Timer(self.__recompile_log)
         self.__profiled_forward = timer.forward
         try:
-            limited_batches = islice(iterate(batches), steps)
+            limited_batches = islice(get_iterator(batches), steps)
             run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__uses_cuda_graph
             return profile(type(self).__name__, run, limited_batches, timer, may_compile)
         finally:
@@ -405,7 +405,7 @@ class Graph(ModelSnapshots, HasBuild):
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`: a dict, or a tuple of one dict."""
         load_extra_state(self, self.__optimizers, self.__epilogue, state)
-        self.__rank_state.partial_update = ""
+        self.__rank_state.update_error = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
@@ -475,7 +475,7 @@ class Graph(ModelSnapshots, HasBuild):
                 try:
                     step = self.__find_or_compile(signature, call, tensors, static_only)
                 except GraphError:
-                    if self.__splits_by_key or not can_split(arguments):
+                    if self.__splits_by_key or not has_keyed_containers(arguments):
                         raise
                     self.__splits_by_key = True
                     try:
@@ -498,9 +498,9 @@ class Graph(ModelSnapshots, HasBuild):
         tensors, state = module_state
         return (
             spec,
-            call_key(leaves, dynamic_leaves, self.build, arguments),
+            make_call_key(leaves, dynamic_leaves, self.build, arguments),
             state,
-            self.__epilogue.settings_key(),
+            self.__epilogue.make_settings_key(),
             repr(self.__inductor),
             self.__uses_cuda_graph,
             self.__guards.version if self.__guards.is_current() else self.__guards.find_version(),

@@ -28,7 +28,7 @@ from ...engine.options.lookup import Lookup
 from ...engine.table.table import OpenTable, PinnedBatch
 from ..passes.nodes import replace_node
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense_optimizers
-from ..trace.alias import call_target, find_storages, written_storages
+from ..trace.alias import find_storages, find_written_storages, get_call_target
 from .rollback import split_updates
 
 WARM_UP_CALLS = 3  # uncaptured calls before a capture: they compile kernels and allocate the memory of libraries
@@ -202,7 +202,7 @@ class CudaGraphStep:
                     f"cuda_graph: {node.target} waits for the device, and such a step cannot be captured; leave it out "
                     "of build (use torch.where instead of a mask as an index), or call cuda_graph(False)"
                 )
-        changed_storages: set[int] = set().union(*map(written_storages, graph.nodes))
+        changed_storages: set[int] = set().union(*map(find_written_storages, graph.nodes))
         for node in placeholders[: self._num_inputs]:
             value = node.meta["val"]
             if value.stride() != torch.empty_like(value).stride():
@@ -239,7 +239,7 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
                 graph.call_method("update", (batch, grads, weights))
             replace_node(node, graph.call_function(step_dense_optimizers, (epilogue, dense)))
     for node in graph.nodes:
-        if call_target(node) in _CAPTURE_OPS:
+        if get_call_target(node) in _CAPTURE_OPS:
             with graph.inserting_before(node):
                 replace_node(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
     return split_updates(module, graph, _UNCAPTURED_CALLS)

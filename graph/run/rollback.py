@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
 from ..passes.rewrite import SIDE_EFFECT_TARGETS, bind_ops
-from ..trace.alias import call_target, is_random, node_storages, written_storages
+from ..trace.alias import find_node_storages, find_written_storages, get_call_target, is_random
 
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
@@ -26,7 +26,7 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, effects: set[Any]) ->
     graph: a copy of the module's graph. The first half returns (results, arguments of the second half).
     """
     output, tail = graph.output_node(), fx.Graph()
-    moved_nodes = [node for node in graph.nodes if call_target(node) in effects]
+    moved_nodes = [node for node in graph.nodes if get_call_target(node) in effects]
     sources = dict.fromkeys(arg for node in moved_nodes for arg in node.all_input_nodes if arg not in moved_nodes)
     inputs = [source for source in sources if source.op != "get_attr"]
     copies: dict[fx.Node, fx.Node] = {}
@@ -64,11 +64,11 @@ class RollbackStep:
         graph.output(graph.graph_copy(module.graph, {}))
         self._first_half, self._second_half = split_updates(module, graph, SIDE_EFFECT_TARGETS)
         first_graph = self._first_half.graph
-        changed_storages: set[int] = set().union(*map(written_storages, first_graph.nodes))
+        changed_storages: set[int] = set().union(*map(find_written_storages, first_graph.nodes))
         placeholders = first_graph.find_nodes(op="placeholder")
-        self._changed_inputs = [i for i, node in enumerate(placeholders) if node_storages(node) & changed_storages]
+        self._changed_inputs = [i for i, node in enumerate(placeholders) if find_node_storages(node) & changed_storages]
         attributes = {n: getattr(self._first_half, str(n.target)) for n in first_graph.find_nodes(op="get_attr")}
-        self._constants: list[Tensor] = [v for n, v in attributes.items() if node_storages(n) & changed_storages]
+        self._constants: list[Tensor] = [v for n, v in attributes.items() if find_node_storages(n) & changed_storages]
         self._random_generators = [value for value in attributes.values() if isinstance(value, torch.Generator)]
         self._random_generators += _find_generators(first_graph)
         bind_ops(self._first_half)

@@ -20,7 +20,7 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from ..passes.collectives import sum_over_ranks
 from ..passes.lookups import find_prefetchable_lookups
 from ..passes.step_epilogue import accumulate, apply_gradients, dense_step, schedule
-from ..trace.alias import call_target
+from ..trace.alias import get_call_target
 from ..trace.trace import BACKWARD, MODULE_TENSOR
 
 # the stage "compiled" is forward and backward together, after `compile_dense`
@@ -47,7 +47,7 @@ def find_stages(graph: fx.Graph) -> dict[fx.Node, str]:
     """Return each node's stage, one of `STAGES`. Nodes computed from gradients, such as clipping, count as backward."""
     stage_of: dict[fx.Node, str] = {}
     for node in graph.nodes:
-        stage = _STAGE_OF_OP.get(node.op) or _STAGE_OF_CALL.get(call_target(node))
+        stage = _STAGE_OF_OP.get(node.op) or _STAGE_OF_CALL.get(get_call_target(node))
         input_stages = [stage_of[source] for source in node.all_input_nodes]
         if node.target is operator.getitem:
             stage = input_stages[0]
@@ -62,10 +62,10 @@ def describe_rows(module: fx.GraphModule, node: fx.Node) -> str | None:
         value = getattr(module, str(node.target))
         is_embedding = isinstance(value, EmbeddingBase)
         return f"{node.target} in {value.store_options.store}" if is_embedding else None
-    if call_target(node) not in _STAGE_OF_CALL:
+    if get_call_target(node) not in _STAGE_OF_CALL:
         return None
-    follows_pins = call_target(node) != "pin"  # the batch argument of a pin belongs to another embedding
-    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (follows_pins and call_target(n) == "pin")]
+    follows_pins = get_call_target(node) != "pin"  # the batch argument of a pin belongs to another embedding
+    sources = [n for n in node.all_input_nodes if n.op == "get_attr" or (follows_pins and get_call_target(n) == "pin")]
     row_sources = [text for source in sources if (text := describe_rows(module, source)) is not None]
     return ", ".join(dict.fromkeys(row_sources)) or None
 

@@ -92,14 +92,9 @@ def collect_facts(
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         text = f"{type(optimizer).__name__} of {' + '.join(map(str, sizes))} parameters"
         facts["optimizer", str(i)] = Fact(text, (id(optimizer), *sizes))
-    facts["gradients", ""] = Fact(
-        "accumulated"
-        if epilogue.accumulate_steps > 1
-        else "as they are"
-        if epilogue.is_identity
-        else "clipped or unscaled"
-    )
-    facts["gradient scaler", ""] = Fact("none" if epilogue.scaler is None else "GradScaler", epilogue.scale_key())
+    text = "as they are" if epilogue.is_identity else "clipped or unscaled"
+    facts["gradients", ""] = Fact("accumulated" if epilogue.accumulate_steps > 1 else text)
+    facts["gradient scaler", ""] = Fact("none" if epilogue.scaler is None else "GradScaler", epilogue.make_scale_key())
     facts.update({(name, ""): Fact(setting) for name, setting in settings.items()})
     facts.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():

@@ -32,10 +32,10 @@ _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momen
 
 def check_nothing_accumulated(epilogue: StepEpilogue) -> None:
     """Raise GraphError while accumulated gradients wait for an update, because a state cannot hold gradients."""
-    if epilogue.num_waiting:
+    if epilogue.num_waiting_calls:
         raise GraphError(
-            f"gradients of {epilogue.num_waiting} of {epilogue.accumulate_steps} accumulated calls wait for their "
-            "update, and a state cannot hold them; save after the last of these calls, or call drop_grads() first"
+            f"gradients of {epilogue.num_waiting_calls} of {epilogue.accumulate_steps} accumulated calls wait for "
+            "their update, and a state cannot hold them; save after the last of these calls, or call drop_grads() first"
         )
 
 

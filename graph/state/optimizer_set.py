@@ -21,7 +21,7 @@ from ...embedding.tables.training_group import train_together
 from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
-from ..trace.names import HasBuild, tensor_name
+from ..trace.names import HasBuild, find_tensor_name
 
 log = logging.getLogger("tierbed")
 
@@ -106,7 +106,7 @@ class OptimizerSet:
             if optimizer_by_parameter.setdefault(id(parameter), optimizer) is not optimizer:
                 names = f"{type(optimizer_by_parameter[id(parameter)]).__name__} and {type(optimizer).__name__}"
                 raise OptimizerError(
-                    f"parameter {tensor_name(root, parameter)} is in two optimizers, {names}; leave it in one"
+                    f"parameter {find_tensor_name(root, parameter)} is in two optimizers, {names}; leave it in one"
                 )
             if id(parameter) in embedding_by_shadow and id(parameter) not in self.row_optimizers:
                 new_row_optimizers[id(parameter)] = embedding_by_shadow[id(parameter)].attach(optimizer, group)
@@ -140,7 +140,7 @@ class OptimizerSet:
         for optimizer, _, parameter in self._entries():
             if id(parameter) not in parameter_ids:
                 raise OptimizerError(
-                    f"{type(optimizer).__name__} holds parameter {tensor_name(root, parameter)}, which the graph "
+                    f"{type(optimizer).__name__} holds parameter {find_tensor_name(root, parameter)}, which the graph "
                     "lacks; assign its module to self in __init__, and create the optimizer after replacing modules"
                 )
 

@@ -28,7 +28,7 @@ def map_tensor_names(root: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]}
 
 
-def tensor_name(root: HasBuild, tensor: Tensor) -> str:
+def find_tensor_name(root: HasBuild, tensor: Tensor) -> str:
     """Return a tensor's path under `root`. Otherwise return the tensor's name in `build`'s scope, or its shape."""
     path = map_tensor_names(root).get(id(tensor)) or _find_closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"

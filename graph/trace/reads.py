@@ -101,7 +101,7 @@ class ReadRecorder:
                 "or torch.randint, or draw outside and pass the numbers to the graph as a tensor"
             )
 
-    def may_be_written(self, expr: str) -> bool:
+    def can_be_written(self, expr: str) -> bool:
         """True if `build` may have written the value of `expr`. If False, only another thread can have written it."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")

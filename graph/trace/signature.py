@@ -1,6 +1,6 @@
 """The signature of a call. A compiled step is valid for all calls with the same signature.
 
-A signature consists of a key of the call's arguments (`call_key`) and the state of the graph's modules (`Structure`).
+A signature consists of a key of the call's arguments (`make_call_key`) and the state of the modules (`Structure`).
 Every call computes its signature, so this code is written for speed.
 """
 
@@ -95,7 +95,7 @@ def split_by_key(arguments: Arguments) -> Arguments:
     return pytree.tree_map(lambda x: x.split_by_key() if _is_keyed(x) else x, arguments, is_leaf=_is_keyed)
 
 
-def can_split(arguments: Arguments) -> bool:
+def has_keyed_containers(arguments: Arguments) -> bool:
     return any(map(_is_keyed, pytree.tree_leaves(arguments, is_leaf=_is_keyed)))
 
 
@@ -193,7 +193,7 @@ def _list_values(dicts: list[Any]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
-def call_key(
+def make_call_key(
     leaves: list[Any], dynamic_leaves: frozenset[int], build: Callable[..., Any], arguments: Arguments
 ) -> tuple[Hashable, ...]:
     """Return the key of a call's arguments, without dynamic sizes. Raises GraphError for unsupported arguments."""
@@ -235,7 +235,7 @@ def suggest_registration(value: Any) -> str:
 
 
 def drop_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """Return a `call_key` that contains each tensor's number of dimensions instead of the tensor's shape."""
+    """Return a call's key that contains each tensor's number of dimensions instead of the tensor's shape."""
     return tuple(
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...engine.errors import GraphError, InputError
 from ...engine.ops.embedding_base import REMEDY_ATTRIBUTE, TRACED_ATTRIBUTE
 from .alias import is_random
-from .names import HasBuild, map_tensor_names, tensor_name
+from .names import HasBuild, find_tensor_name, map_tensor_names
 from .reads import ReadRecorder
 from .signature import Call, Dims, is_plain, name_arguments, suggest_registration
 from .swap import make_setting_error, sentinel_grads, swap_tensors
@@ -281,8 +281,8 @@ class _OpGuard(TorchDispatchMode):
                 raise InputError(remedy)
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(
-                f"build reads the value of the tensor {tensor_name(self._root, args[0])}, and the step would keep that "
-                "value forever; compute with the tensor itself, or pass the number to the graph"
+                f"build reads the value of the tensor {find_tensor_name(self._root, args[0])}, and the step would keep "
+                "that value forever; compute with the tensor itself, or pass the number to the graph"
             )
         if is_random(func, args):
             self.check_seed()
@@ -320,7 +320,7 @@ class _OpGuard(TorchDispatchMode):
                 "parameters; reach it through self.<module>"
             )
         raise GraphError(
-            f"build uses the tensor {tensor_name(self._root, value)}, which requires grad but is in no module "
+            f"build uses the tensor {find_tensor_name(self._root, value)}, which requires grad but is in no module "
             "of the graph; assign its module to self in __init__, or detach it"
         )
 

@@ -75,7 +75,7 @@ class ValueGuards:
     def add(self, reads: ReadRecorder) -> None:
         """Add the values that a trace read. Values that build wrote during the trace do not start a new version."""
         new_values = {expr: entry for expr, entry in reads.values.items() if expr not in self._dropped_expressions}
-        self._written_expressions |= set(filter(reads.may_be_written, new_values))
+        self._written_expressions |= set(filter(reads.can_be_written, new_values))
         self._max_expressions = max(MAX_EXPRESSIONS, 2 * len(new_values))  # always leave room for this trace
         new_entries = {expr: entry for expr, entry in new_values.items() if expr not in self._labels}
         if new_entries:
