@@ -55,10 +55,10 @@ class CompiledStep:
     cuda_graph_step: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
     rollback: RollbackStep | None = None  # only in dynamic-shape steps: runs the step and can undo it
     guard: ShapeGuard | None = None  # only in dynamic-shape steps: tests the sizes of inputs
-    key: Hashable = None  # calls share a step if both `key` and `program` are equal
-    program: Hashable = None  # the trace's program
+    key: Hashable = None  # calls share a step if both `key` and `program_key` are equal
+    program_key: Hashable = None  # from `Trace.make_program_key`
 
-    def accepts(self, inputs: Sequence[Tensor]) -> bool:
+    def can_run(self, inputs: Sequence[Tensor]) -> bool:
         """True if the step can run these inputs. A static-shape step accepts all inputs with its signature."""
         return self.guard is None or self.guard(inputs)
 
@@ -153,9 +153,9 @@ def compile_step(
         return path_by_op_id.get(op_id) or find_embedding(op_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
-    parameter_nodes = placeholders[len(trace.inputs) :]
+    parameter_nodes = placeholders[len(trace.input_names) :]
     path_by_id = map_tensor_names(root)
-    rewrite.name_placeholders(placeholders, [*trace.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
+    rewrite.name_placeholders(placeholders, [*trace.input_names, *(path_by_id[id(tensor)] for tensor in tensors)])
     embedding_by_shadow = map_shadow_embeddings(root)
     rewrite.drop_detach(graph)
     if trace.guard is not None:
@@ -223,7 +223,7 @@ def compile_step(
     if inductor is not None:
         module = compile_dense(module, inductor)
     cuda_graph_step = (
-        CudaGraphStep(module, len(trace.inputs), [e for e, _ in trained_rows], epilogue) if is_captured else None
+        CudaGraphStep(module, len(trace.input_names), [e for e, _ in trained_rows], epilogue) if is_captured else None
     )
     rollback = None if trace.guard is None else RollbackStep(module)
     rewrite.bind_ops(module)
@@ -232,7 +232,7 @@ def compile_step(
     if collectives is None:
         return step
     synced_indices: dict[str, int] = {}
-    for index, tensor in enumerate(tensors, len(trace.inputs)):
+    for index, tensor in enumerate(tensors, len(trace.input_names)):
         if id(tensor) not in embedding_by_shadow:
             synced_indices.setdefault(path_by_id[id(tensor)], index)
     return RankStep(**vars(step), collectives=collectives, synced_indices=synced_indices, is_training=root.training)

@@ -95,15 +95,15 @@ class CudaGraphStep:
     """Runs a compiled training step. After the warm-up calls, the step runs as a CUDA graph."""
 
     def __init__(
-        self, module: fx.GraphModule, num_inputs: int, trained: list[EmbeddingBase], epilogue: StepEpilogue
+        self, module: fx.GraphModule, num_inputs: int, trained_embeddings: list[EmbeddingBase], epilogue: StepEpilogue
     ) -> None:
         """module: the step, whose first `num_inputs` placeholders are a call's tensors."""
         self._captured_module, self._uncaptured_module = split_capture(module)
-        self._num_inputs, self._trained_embeddings, self._epilogue = num_inputs, trained, epilogue
+        self._num_inputs, self._trained_embeddings, self._epilogue = num_inputs, trained_embeddings, epilogue
         nodes = module.graph.find_nodes(op="get_attr")
-        attributes = dict.fromkeys(getattr(module, node.target) for node in nodes)
-        self._read_only_embeddings = [m for m in attributes if isinstance(m, EmbeddingBase) and m not in trained]
-        self._constants = [value for value in attributes if isinstance(value, Tensor)]
+        values = dict.fromkeys(getattr(module, node.target) for node in nodes)
+        self._read_only_embeddings = [m for m in values if isinstance(m, EmbeddingBase) and m not in trained_embeddings]
+        self._constants = [value for value in values if isinstance(value, Tensor)]
         placeholders = self._captured_module.graph.find_nodes(op="placeholder")
         self._used_indices = [index for index in range(num_inputs, len(placeholders)) if placeholders[index].users]
         self._capture_key: Any = None  # key of the latest call: the state that a captured graph depends on
@@ -113,22 +113,23 @@ class CudaGraphStep:
 
     def run(self, tensors: list[Tensor], run_uncaptured: Callable[[], Any]) -> Any:
         """Run the step and return its results in new tensors. run_uncaptured: runs the step without a CUDA graph."""
-        trained, read_only = _find_open_tables(self._trained_embeddings), _find_open_tables(self._read_only_embeddings)
-        for table in trained:
+        trained_tables = _find_open_tables(self._trained_embeddings)
+        read_only_tables = _find_open_tables(self._read_only_embeddings)
+        for table in trained_tables:
             table.yield_to_reader()
         with ExitStack() as locks:
-            for table in sorted([*trained, *read_only], key=id):  # fixed order: another graph may lock the same tables
+            for table in sorted([*trained_tables, *read_only_tables], key=id):  # fixed order: graphs may share tables
                 locks.enter_context(table.lock)
-            captured = self._find_captured_graph([*trained, *read_only], tensors)
-            if captured is not None:
-                for tensor, captured_input in zip(tensors, captured.inputs, strict=False):
+            captured_graph = self._find_captured_graph([*trained_tables, *read_only_tables], tensors)
+            if captured_graph is not None:
+                for tensor, captured_input in zip(tensors, captured_graph.inputs, strict=False):
                     captured_input.copy_(tensor)
-                with _host_work(trained, read_only, self._epilogue.clip_value):
-                    captured.replay()
-        if captured is None:
+                with _host_work(trained_tables, read_only_tables, self._epilogue.clip_value):
+                    captured_graph.replay()
+        if captured_graph is None:
             return run_uncaptured()
-        self._uncaptured_module.forward(*captured.uncaptured_inputs)
-        return [output.clone() for output in captured.outputs]
+        self._uncaptured_module.forward(*captured_graph.uncaptured_inputs)
+        return [output.clone() for output in captured_graph.outputs]
 
     def _find_captured_graph(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
         """Return the captured graph, or None to run uncaptured. The first call after the warm-up captures the graph."""
@@ -257,15 +258,17 @@ def _find_open_tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
 
 
 @contextmanager
-def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value: float | None) -> Iterator[None]:
+def _host_work(
+    trained_tables: list[OpenTable], read_only_tables: list[OpenTable], clip_value: float | None
+) -> Iterator[None]:
     """Context manager: does a step's host work before and after a replay. The caller has locked the tables."""
-    for table in read_only:
+    for table in read_only_tables:
         _begin_replay(table, False, None)
-    updates = [(table, _begin_replay(table, True, clip_value)) for table in trained]
+    updates = [(table, _begin_replay(table, True, clip_value)) for table in trained_tables]
     try:
         yield
     except BaseException as error:
-        for table in trained:
+        for table in trained_tables:
             table.record_failure(error)  # some rows may be written already
         raise
     for table, (step, hyperparams) in updates:

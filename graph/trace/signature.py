@@ -114,10 +114,10 @@ def name_arguments(build: Callable[..., Any], arguments: Arguments) -> list[str]
     names = list(inspect.signature(build).parameters)
     names += [f"number {i}" for i in range(len(names), len(args))]
     named = [*zip(names, args, strict=False), *kwargs.items()]
-    return [name + path for name, value in named for path in _leaf_paths(value)]
+    return [name + path for name, value in named for path in _list_leaf_paths(value)]
 
 
-def _leaf_paths(value: Any) -> list[str]:
+def _list_leaf_paths(value: Any) -> list[str]:
     try:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
     except ValueError:  # `value` contains a class that was registered without field names

@@ -99,10 +99,10 @@ def swap_tensors(
         group["params"] = [swaps[id(real)] for real in parameters]
     for optimizer, param_groups in optimizer_groups:
         optimizer.param_groups[:] = map(_ReadOnlyParamGroup, param_groups, repeat(optimizer))
-    rebound = leaked = None
+    replaced = leak = None
     try:
         yield
-        rebound = next((real for m, name, real in attributes if getattr(m, name, None) is not swaps[id(real)]), None)
+        replaced = next((real for m, name, real in attributes if getattr(m, name, None) is not swaps[id(real)]), None)
     finally:
         for hook in hooks:
             hook.remove()
@@ -111,16 +111,16 @@ def swap_tensors(
         for group, parameters in params:
             group["params"] = parameters
         _set_attributes(attributes)
-        leaked = next((attribute for attribute, value in _walk_objects(root) if isinstance(value, _TRACED_TYPES)), None)
-        if leaked is not None or rebound is not None:
+        leak = next((attribute for attribute, value in _walk_objects(root) if isinstance(value, _TRACED_TYPES)), None)
+        if leak is not None or replaced is not None:
             for container, old_items in containers:
                 container.clear()
                 (container.update if isinstance(container, dict | set) else container.extend)(old_items)
-    if rebound is not None:
-        raise GraphError(f"build replaces {names[id(rebound)]} with another tensor; change it in place (copy_, add_)")
-    if leaked is not None:
+    if replaced is not None:
+        raise GraphError(f"build replaces {names[id(replaced)]} with another tensor; change it in place (copy_, add_)")
+    if leak is not None:
         raise GraphError(
-            f"build keeps a tensor in the attribute {leaked}, but only the first call would set it. Return the tensor, "
+            f"build keeps a tensor in the attribute {leak}, but only the first call would set it. Return the tensor, "
             "or register a buffer in __init__ and change the buffer in place (copy_). Instead of "
             "nn.utils.weight_norm and spectral_norm, use torch.nn.utils.parametrizations"
         )

@@ -392,7 +392,7 @@ def test_a_step_of_many_sizes_that_fails_on_one_rank_is_raised_on_all_and_not_ru
             losses.append(graph(*batch(world.rank, step, at, size=size)).item())
         except TierbedError as error:
             reports.append(str(error))
-        many = many or any(step.guard is not None for step in graph._Graph__steps.all())
+        many = many or any(step.guard is not None for step in graph._Graph__steps.list_steps())
     assert reports == [f"rank 1: ValueError: failed at {LOSS}"]
     assert len(losses) == 3
     assert many  # else no step served dynamic shapes, and the test shows nothing
