@@ -123,7 +123,7 @@ class ValueGuards:
             raise GraphError(
                 f"{self._labels[expr]} changed to {_format_value(value)} from {_format_value(old_value)}, and has had "
                 f"{len(values)} values. build is traced again for each new value. Pass the value to the graph as a "
-                "tensor, or make it a buffer, changed in place (fill_, copy_). Move code that computes no tensor out of build"
+                "tensor, or make it a buffer that you change in place. Move code that computes no tensor out of build"
             )
 
     def _drop_unused(self, program_key: Hashable, trace_again: Callable[[], Hashable]) -> None:
