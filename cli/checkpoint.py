@@ -37,10 +37,10 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
         output.print_json({"checkpoints": [*map(_make_entry, checkpoints)], "damaged": errors})
     else:
         lines = [["name", "of", "embeddings and steps", "size", "age"]]
-        for c in checkpoints:
-            steps = ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in c.snapshots.items())
-            size, age = output.format_size(c.total_bytes), output.format_age(c.created_ns)
-            lines.append([c.path.name, c.kind, steps, size, age])
+        for checkpoint in checkpoints:
+            steps = ", ".join(f"{path} {s.description['step']:,}" for path, s in checkpoint.snapshots.items())
+            size, age = output.format_size(checkpoint.total_bytes), output.format_age(checkpoint.created_ns)
+            lines.append([checkpoint.path.name, checkpoint.kind, steps, size, age])
         output.print_table(lines, {3, 4})
     output.report_damaged(damaged)
 
