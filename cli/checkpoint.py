@@ -59,7 +59,7 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
     for error in damaged.values():
         raise error
     (checkpoint,) = checkpoints
-    tensors = {name: [entry["dtype"], *entry["shape"]] for name, entry in checkpoint.tensors().items()}
+    tensors = {name: [entry["dtype"], *entry["shape"]] for name, entry in checkpoint.read_tensors().items()}
     entry = _make_entry(checkpoint)
     if as_json:
         output.print_json({**entry, "tensors": tensors})

@@ -28,9 +28,9 @@ def diff(
     from ..snapshots.inspection.comparison import compare
 
     try:
-        old, new = open_snapshot(store, before), open_snapshot(store, after)
-        with show_progress("comparing", old.manifest.rows + new.manifest.rows) as advance:
-            comparison = compare(old, new, advance, first=rows)
+        old_snapshot, new_snapshot = open_snapshot(store, before), open_snapshot(store, after)
+        with show_progress("comparing", old_snapshot.manifest.rows + new_snapshot.manifest.rows) as advance:
+            comparison = compare(old_snapshot, new_snapshot, advance, first=rows)
     except TierbedError as error:
         fail(str(error), EXIT_USAGE, as_json)
     if as_json:

@@ -560,5 +560,5 @@ class Graph(ModelSnapshots, HasBuild):
         compiled = self.__steps.list_steps()
         if not compiled:
             return f"{modules}\n# not compiled yet: the first call compiles it"
-        steps = (f"# compiled step {i}\n{step.code()}" for i, step in enumerate(compiled))
+        steps = (f"# compiled step {i}\n{step.format_code()}" for i, step in enumerate(compiled))
         return "\n\n".join([modules, *steps])

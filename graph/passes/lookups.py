@@ -101,11 +101,11 @@ def find_prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
         lookup_grads: Any = node.args[1]
         candidates += [(node, grads[:2]) for grads in lookup_grads]
-    external = alias.find_external_storages(module.graph)
+    external_storages = alias.find_external_storages(module.graph)
     return [
         (node, lookups)
         for node, lookups in candidates
-        if all(is_repeatable(source, external) for source in find_sources(node, lookups))
+        if all(is_repeatable(source, external_storages) for source in find_sources(node, lookups))
     ]
 
 
@@ -115,12 +115,12 @@ def find_sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
     return alias.add_sources(used_nodes, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
-def is_repeatable(node: fx.Node, external: set[int]) -> bool:
+def is_repeatable(node: fx.Node, external_storages: set[int]) -> bool:
     """True if a node can run before the step with the same result. False for lookups, random ops and custom ops."""
     if get_call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
-    return is_torch and not (is_random(node.target, node.args) or find_written_storages(node) & external)
+    return is_torch and not (is_random(node.target, node.args) or find_written_storages(node) & external_storages)
 
 
 class SharedLookup(NamedTuple):
@@ -172,7 +172,7 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
     _expand_weights_grads(graph, op_id, batch, keys)
     for node, key in lookup_by_node.items():
         with graph.inserting_before(node):
-            replace_node(node, graph.call_method("gather", (batch, keys.index(key), *_weights_argument(key.weights))))
+            replace_node(node, graph.call_method("gather", (batch, keys.index(key), *_list_weights(key.weights))))
     with graph.inserting_before(graph.output_node()):
         used_weights = [weights_by_lookup[key] for key in keys]
         summed_grads = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads_by_lookup[key]) for key in keys]
@@ -206,10 +206,10 @@ def _make_shared_lookup(node: fx.Node) -> SharedLookup:
 
 
 def _insert_read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
-    return graph.call_method("read", (embedding, _read_lookup(node), *_weights_argument(node.args[6])))
+    return graph.call_method("read", (embedding, _read_lookup(node), *_list_weights(node.args[6])))
 
 
-def _weights_argument(weights: Any) -> tuple[Any, ...]:
+def _list_weights(weights: Any) -> tuple[Any, ...]:
     return () if weights is None else (weights,)
 
 
@@ -261,8 +261,8 @@ def _find_embedding_node(module: fx.GraphModule, op_id: int, find_path: Callable
     for node in module.graph.find_nodes(op="get_attr"):
         if getattr(module, node.target) is embedding:
             return node
-    first = next(node for node in module.graph.nodes if node.op != "placeholder")
-    with module.graph.inserting_before(first):
+    first_node = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first_node):
         return add_attribute(module, find_path(op_id), embedding)
 
 

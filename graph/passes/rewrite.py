@@ -43,12 +43,12 @@ def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
 
 def drop_detach(graph: fx.Graph) -> None:
     """Remove detach nodes: no-ops without autograd. Keep a detach node whose input or result is reshaped in place."""
-    reshaped = alias.find_reshaped_storages(graph)
+    reshaped_storages = alias.find_reshaped_storages(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     # the trace added a detach for each argument, but build reshapes the caller's tensor itself
     arguments = [n for n in detaches if n.args[0].op == "placeholder" and MODULE_TENSOR not in n.args[0].meta]
     for node in detaches:
-        if node in arguments or not find_node_storages(node) & reshaped:
+        if node in arguments or not find_node_storages(node) & reshaped_storages:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
@@ -56,20 +56,20 @@ def drop_detach(graph: fx.Graph) -> None:
 def drop_double_transpose(graph: fx.Graph) -> None:
     """Remove pairs of transposes that cancel. Autograd inserts them for weights and gradients of linear layers."""
     transpose = torch.ops.aten.t.default
-    reshaped = alias.find_reshaped_storages(graph)
+    reshaped_storages = alias.find_reshaped_storages(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
-        if node.args[0].target is transpose and not find_node_storages(node) & reshaped:
+        if node.args[0].target is transpose and not find_node_storages(node) & reshaped_storages:
             node.replace_all_uses_with(node.args[0].args[0])
             graph.erase_node(node)
 
 
 def cut_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
     """Keep the step's first `count` outputs, detached from arguments and parameters. Returns the remaining outputs."""
-    output, external = graph.output_node(), alias.find_external_storages(graph)
+    output, external_storages = graph.output_node(), alias.find_external_storages(graph)
     results: Any = output.args[0]
     outputs = [*results]
     for i, value in enumerate(outputs[:count]):
-        if find_node_storages(value) & external:
+        if find_node_storages(value) & external_storages:
             with graph.inserting_before(output):
                 outputs[i] = graph.call_function(torch.ops.aten.detach.default, (value,))
     output.update_arg(0, outputs[:count])

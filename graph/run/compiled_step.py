@@ -98,7 +98,7 @@ class CompiledStep:
                 return self.cuda_graph_step.run(tensors, lambda: self.module.forward(*tensors))
             return self.module.forward(*tensors)
 
-    def code(self) -> str:
+    def format_code(self) -> str:
         """Return the step as Python, one op per line, with shapes, dtypes and stores as comments."""
         is_captured = self.cuda_graph_step is not None and self.cuda_graph_step.captured_graph is not None
         return ("# captured as a CUDA graph\n" if is_captured else "") + format_step(self.module)
@@ -166,7 +166,7 @@ def compile_step(
     optimizers.warn_if_untrained(root, bool(grad_indices))
     values: Any = graph.output_node().args[0]
     trained_rows: list[tuple[EmbeddingBase, RowOptimizer]] = []
-    schedulers = optimizers.schedulers() if grad_indices else []
+    schedulers = optimizers.list_schedulers() if grad_indices else []
     end_node: fx.Node | None = None
     optimizer_by_parameter = optimizers.map_parameter_optimizers()
     for index, grad in zip(grad_indices, values[num_results:], strict=False):

@@ -2,7 +2,7 @@
 
 A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
 launch the kernels of `pin`, `update` and `read` without the host work. Each replay needs the host work again: checks,
-step numbers, hyperparams of the optimizer, and the store's bookkeeping. `_host_work` does it. Optimizers of dense
+step numbers, hyperparams of the optimizer, and the store's bookkeeping. `_do_host_work` does it. Optimizers of dense
 parameters and learning rate schedulers are not captured; they run after each replay.
 
 A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
@@ -47,12 +47,12 @@ def capture_pin(embedding: SnapshotEmbedding, lookups: list[Lookup], sibling: Pi
     return table.set_pinned(batch, lookups, embedding.output_dtype)
 
 
-def capture_update(pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+def capture_update(pinned_batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Launch the kernels of `pinned.update`, and unpin the batch."""
-    table, gradients = pinned.table, pinned.check_gradients(grads, weights)
-    table.check_pinned(pinned)
-    table.observers.before_update(pinned.batch)
-    table.processor.update(pinned.batch, gradients, table.rule)
+    table, gradients = pinned_batch.table, pinned_batch.check_gradients(grads, weights)
+    table.check_pinned(pinned_batch)
+    table.observers.before_update(pinned_batch.batch)
+    table.processor.update(pinned_batch.batch, gradients, table.rule)
     table.release()
 
 
@@ -124,7 +124,7 @@ class CudaGraphStep:
             if captured_graph is not None:
                 for tensor, captured_input in zip(tensors, captured_graph.inputs, strict=False):
                     captured_input.copy_(tensor)
-                with _host_work(trained_tables, read_only_tables, self._epilogue.clip_value):
+                with _do_host_work(trained_tables, read_only_tables, self._epilogue.clip_value):
                     captured_graph.replay()
         if captured_graph is None:
             return run_uncaptured()
@@ -258,7 +258,7 @@ def _find_open_tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
 
 
 @contextmanager
-def _host_work(
+def _do_host_work(
     trained_tables: list[OpenTable], read_only_tables: list[OpenTable], clip_value: float | None
 ) -> Iterator[None]:
     """Context manager: does a step's host work before and after a replay. The caller has locked the tables."""

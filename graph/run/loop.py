@@ -365,7 +365,7 @@ class Run(Iterator[Any]):
         if len(self._window) == old_size:
             self._loader_exception = StopIteration()
             return
-        self._window_tensors.extend(map(_versioned_tensors, islice(self._window, len(self._window_tensors), None)))
+        self._window_tensors.extend(map(_list_versioned_tensors, islice(self._window, len(self._window_tensors), None)))
         pointers = {tensor.data_ptr() for tensor in self._window_tensors[-1]}
         if any(tensor._version != version and tensor.data_ptr() in pointers for tensor, version in versions):
             self._window.clear()
@@ -415,7 +415,7 @@ class Run(Iterator[Any]):
             forget_announced(self._graph)
 
 
-def _versioned_tensors(batch: Any) -> list[Tensor]:
+def _list_versioned_tensors(batch: Any) -> list[Tensor]:
     """Return a batch's tensors that have a version. Torch increases the version at each write to the tensor."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_inference()]

@@ -102,20 +102,20 @@ class StepCollectives:
         with update.step((), is_nested=True):
             row_grads, dense_grads = epilogue.pin_gradients()
             for batch, grads, weights in row_grads:
-                sharded: Any = batch
-                sharded.send(grads, weights)
+                sharded_batch: Any = batch
+                sharded_batch.send(grads, weights)
             return row_grads, dense_grads, sum_over_ranks(update, epilogue, row_grads, dense_grads, epilogue.has_batch)
 
     def join(self) -> None:
         """Run the step without a batch: there are no lookups, and this rank's gradients are ignored."""
         batches: dict[EmbeddingBase | None, Any] = {}
-        pinned: dict[int, Any] = {}
+        pins: dict[int, Any] = {}
         was_updated = True
         for index, (kind, embedding, ids_from) in enumerate(self._calls):
             if kind == "vote":
                 was_updated = self._join_update(batches)
             elif embedding is not None and kind == "pin":
-                pinned[index] = batches[embedding] = embedding.pin([], None if ids_from is None else pinned[ids_from])
+                pins[index] = batches[embedding] = embedding.pin([], None if ids_from is None else pins[ids_from])
             elif embedding is not None and kind == "read":
                 embedding.read(Lookup(torch.empty(0, dtype=embedding.spec.key_type, device=embedding.device)))
             elif kind == "rows":
@@ -194,11 +194,11 @@ class StepCollectives:
 
     def _run_remaining(self, error: BaseException) -> None:
         num_made = self._world.num_step_collectives - self._first_call
-        pinned = iter((self._world.pinned_batches or [])[self._first_batch :])
+        pinned_batches = iter((self._world.pinned_batches or [])[self._first_batch :])
         batches: dict[EmbeddingBase | None, Any] = {}
         for kind, embedding, _ in self._calls:
             if kind == "pin" and num_made:
-                batches[embedding] = next(pinned)
+                batches[embedding] = next(pinned_batches)
             batch = batches.get(embedding)
             if kind == "rows":
                 if batch is not None:

@@ -98,7 +98,7 @@ class _ShapeFamily:
 
     def drop(self, step: CompiledStep) -> None:
         """Drop a step that failed. After a failed dynamic-shape step, this family gets no new dynamic-shape steps."""
-        other_steps = [cached for cached in self.dynamic_steps if cached is not step]
+        other_steps = [cached_step for cached_step in self.dynamic_steps if cached_step is not step]
         self.has_failed = self.has_failed or len(other_steps) < len(self.dynamic_steps)
         self.dynamic_steps = other_steps
 
@@ -164,7 +164,7 @@ class StepCache:
 
     def drop(self, step: CompiledStep, cause: BaseException | None) -> None:
         """Drop a dynamic-shape step that failed. From then on, each new size gets its own static-shape step."""
-        for key in [key for key, cached in self._steps.items() if cached is step]:
+        for key in [key for key, cached_step in self._steps.items() if cached_step is step]:
             del self._steps[key]
             self._static_signatures[key] = None
         for family in self._families.values():

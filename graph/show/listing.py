@@ -139,15 +139,15 @@ def _is_view(node: fx.Node) -> bool:
 
 def _format_lines(module: fx.GraphModule, nodes: list[fx.Node], unboxed: dict[fx.Node, str]) -> Iterator[str]:
     """Yield a box's lines: its ops, the last op's result, and the parameters that it reads."""
-    last = nodes[-1]
-    if last.op.startswith("call"):
+    last_node = nodes[-1]
+    if last_node.op.startswith("call"):
         names = [_format_op(node.target).removeprefix("aten.").split(".")[0] for node in nodes]
         yield " \N{RIGHTWARDS ARROW} ".join(
             names if len(names) <= 4 else [*names[:3], f"({len(names) - 4})", names[-1]]
         )
     else:
-        yield last.name
-    if result := describe_node(module, last):
+        yield last_node.name
+    if result := describe_node(module, last_node):
         yield result
     parameters = list(dict.fromkeys(unboxed[s] for node in nodes for s in node.all_input_nodes if s in unboxed))
     yield from parameters[:_MAX_NAMED]
@@ -207,8 +207,8 @@ def describe_tensor(value: Tensor) -> str:
 
 def _format_arg(value: Any) -> str:
     if isinstance(value, tuple) and hasattr(value, "_fields"):  # print a Lookup without trailing None fields
-        used = max((count for count, part in enumerate(value, 1) if part is not None), default=0)
-        return f"{type(value).__name__}({', '.join(map(_format_arg, value[:used]))})"
+        num_used = max((count for count, part in enumerate(value, 1) if part is not None), default=0)
+        return f"{type(value).__name__}({', '.join(map(_format_arg, value[:num_used]))})"
     if isinstance(value, list | tuple):
         inner = ", ".join(map(_format_arg, value))
         return f"[{inner}]" if isinstance(value, list) else f"({inner},)" if len(value) == 1 else f"({inner})"

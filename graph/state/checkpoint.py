@@ -59,7 +59,7 @@ from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import find_common_world
 from ..trace.names import as_path, map_unwrapped_names
 from . import folders
-from .folders import MALFORMED, STATE_FILE, TENSOR_FILE, checksum, read_checkpoint
+from .folders import MALFORMED, STATE_FILE, TENSOR_FILE, compute_checksum, read_checkpoint
 from .optimizer_set import find_embeddings
 
 _TYPES: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
@@ -153,7 +153,7 @@ def get_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
 
 
 @contextmanager
-def _atomic_folder(world: World, label: str, folder: Path, overwrite: bool) -> Iterator[Path]:
+def _open_atomic_folder(world: World, label: str, folder: Path, overwrite: bool) -> Iterator[Path]:
     """Run `durable.atomic_folder` on rank 0, and raise its OS errors as SnapshotError."""
     stack = ExitStack()
 
@@ -265,7 +265,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
         contents["ranks"] = encode(other_states, tensors, "random numbers of ranks", "ranks")
     replaced_snapshots, is_complete = _read_row_snapshots(folder), False
     try:
-        with _atomic_folder(world, label, folder, overwrite) as temporary:
+        with _open_atomic_folder(world, label, folder, overwrite) as temporary:
             world.call_on_rank_0(f"{label}: parameters", lambda: _write_files(temporary, contents, tensors, folder))
             save_rows([*embeddings.values()], _list_row_folders(temporary, snapshot_name, embeddings))
         is_complete = True
@@ -300,7 +300,7 @@ def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, T
         # clone: safetensors refuses tensors that share memory
         save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSOR_FILE)
         fsync_file(temporary / TENSOR_FILE)
-        file_fields = {"checksum": checksum(temporary / TENSOR_FILE), "created": time.time_ns()}
+        file_fields = {"checksum": compute_checksum(temporary / TENSOR_FILE), "created": time.time_ns()}
         try:
             sealed = seal({**contents, **file_fields})
         except ValueError as error:
@@ -418,7 +418,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         if (saved_kind := contents.get("of", "graph")) != kind:
             writer, reader = folders.FUNCTION_NAMES[saved_kind]
             raise ValueError(f"{writer} wrote it, but {load_name} only reads what {save_name} wrote; call {reader}")
-        if checksum(folder / TENSOR_FILE) != contents["checksum"]:
+        if compute_checksum(folder / TENSOR_FILE) != contents["checksum"]:
             raise ValueError(f"{TENSOR_FILE} is damaged: its checksum does not match")
         tensors = load_file(folder / TENSOR_FILE)
         state = StateDict(decode(contents["state"], tensors), decode(contents["metadata"], tensors))

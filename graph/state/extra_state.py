@@ -79,7 +79,7 @@ class TrainingState(NamedTuple):
 def make_training_state(optimizers: OptimizerSet, epilogue: StepEpilogue) -> TrainingState:
     remedy = "add the same optimizers with add_optimizer, or to score only, call graph.load(path, optimizers=False)"
     row_optimizers, scaler_remedy = [*optimizers.row_optimizers.values()], "call set_grad_scaler({})"
-    schedules = optimizers.schedulers()
+    schedules = optimizers.list_schedulers()
     return TrainingState([*optimizers], row_optimizers, schedules, epilogue.scaler, "this graph", remedy, scaler_remedy)
 
 

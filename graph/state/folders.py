@@ -35,7 +35,7 @@ class StoredCheckpoint:
     checksum: int
     snapshots: dict[str, Snapshot]  # an embedding's path in the model -> its snapshot
 
-    def tensors(self) -> dict[str, Any]:
+    def read_tensors(self) -> dict[str, Any]:
         """Return each tensor's entry in the header of the tensor file. Raises SnapshotError."""
         try:
             with open_regular(self.path / TENSOR_FILE) as file:
@@ -47,7 +47,7 @@ class StoredCheckpoint:
     def verify(self) -> None:
         """Read every file and compare its checksum. Raises SnapshotError."""
         try:
-            is_intact = checksum(self.path / TENSOR_FILE) == self.checksum
+            is_intact = compute_checksum(self.path / TENSOR_FILE) == self.checksum
         except OSError as error:
             raise SnapshotError(f"checkpoint {str(self.path)!r}: {TENSOR_FILE} cannot be read: {error}") from error
         if not is_intact:
@@ -94,7 +94,7 @@ def read_state_file(folder: Path) -> dict[str, Any]:
     return record
 
 
-def checksum(path: Path) -> int:
+def compute_checksum(path: Path) -> int:
     """Return a file's CRC-32. Raises OSError."""
     crc = 0
     with open_regular(path) as file:

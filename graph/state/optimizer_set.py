@@ -92,7 +92,7 @@ class OptimizerSet:
                 if optimizer not in self.optimizers:
                     self.add(optimizer, None)
 
-    def schedulers(self) -> list[LRScheduler]:
+    def list_schedulers(self) -> list[LRScheduler]:
         return [scheduler for scheduler in self.optimizers.values() if scheduler is not None]
 
     def attach(self, root: HasBuild) -> None:
@@ -102,7 +102,7 @@ class OptimizerSet:
             train_together(find_embeddings(root).values())
         optimizer_by_parameter: dict[int, Optimizer] = {}
         new_row_optimizers: dict[int, RowOptimizer] = {}
-        for optimizer, group, parameter in self._entries():
+        for optimizer, group, parameter in self._list_params():
             if optimizer_by_parameter.setdefault(id(parameter), optimizer) is not optimizer:
                 names = f"{type(optimizer_by_parameter[id(parameter)]).__name__} and {type(optimizer).__name__}"
                 raise OptimizerError(
@@ -115,7 +115,7 @@ class OptimizerSet:
 
     def move_state(self) -> None:
         """Move optimizer state to the devices of the parameters, because torch does not move it."""
-        for optimizer, group, parameter in self._entries():
+        for optimizer, group, parameter in self._list_params():
             state = optimizer.state.get(parameter, {})
             for name, value in state.items():
                 must_move = name != "step" or group.get("capturable") or group.get("fused")  # as in load_state_dict
@@ -125,19 +125,19 @@ class OptimizerSet:
     def warn_if_rows_mismatched(self, owner: str, embeddings: Sequence[EmbeddingBase]) -> None:
         """When an embedding opens, warn if its rows and the dense part come from different runs."""
         shadows = {id(embedding.shadow) for embedding in embeddings}
-        states = {p: optimizer.state.get(p) for optimizer, _, p in self._entries() if id(p) not in shadows}
+        states = {p: optimizer.state.get(p) for optimizer, _, p in self._list_params() if id(p) not in shadows}
         rows_check = ResumedRowsCheck(owner, states, states)
         for embedding in embeddings:
             if isinstance(embedding, SnapshotEmbedding):
                 embedding.call_when_open(partial(rows_check.warn_if_mismatched, embedding))
 
     def map_parameter_optimizers(self) -> dict[int, Optimizer]:
-        return {id(parameter): optimizer for optimizer, _, parameter in self._entries()}
+        return {id(parameter): optimizer for optimizer, _, parameter in self._list_params()}
 
     def check_parameters_in_graph(self, root: HasBuild) -> None:
         """Raise OptimizerError for a parameter that is in no module under `root`, because a trace cannot see it."""
         parameter_ids = {id(parameter) for parameter in root.parameters()}
-        for optimizer, _, parameter in self._entries():
+        for optimizer, _, parameter in self._list_params():
             if id(parameter) not in parameter_ids:
                 raise OptimizerError(
                     f"{type(optimizer).__name__} holds parameter {find_tensor_name(root, parameter)}, which the graph "
@@ -146,16 +146,16 @@ class OptimizerSet:
 
     def warn_if_untrained(self, root: HasBuild, has_updates: bool) -> None:
         """Warn once if `root` is in training mode but no step has trained anything yet."""
-        should_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._entries())
-        if should_train and not has_updates and not self._has_checked_training:
+        can_train = root.training and torch.is_grad_enabled() and any(p.requires_grad for *_, p in self._list_params())
+        if can_train and not has_updates and not self._has_checked_training:
             log.warning(
                 "%s is in training mode, but nothing is trained, because build computes no gradient. To train, call "
                 "loss.backward() in build. To evaluate, call graph.eval() first",
                 type(root).__name__,
             )
-        self._has_checked_training = self._has_checked_training or should_train
+        self._has_checked_training = self._has_checked_training or can_train
 
-    def _entries(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
+    def _list_params(self) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:

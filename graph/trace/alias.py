@@ -87,8 +87,8 @@ def find_external_storages(graph: fx.Graph) -> set[int]:
 
 def find_live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
     """Return all nodes whose results or side effects matter. effects: calls that a step must keep."""
-    external = find_external_storages(graph)
-    needed_nodes = (n for n in graph.nodes if get_call_target(n) in effects or _has_effect(n, external))
+    external_storages = find_external_storages(graph)
+    needed_nodes = (n for n in graph.nodes if get_call_target(n) in effects or _has_effect(n, external_storages))
     return add_sources(needed_nodes, graph.nodes)
 
 
@@ -109,12 +109,12 @@ def add_sources(nodes: Iterable[fx.Node], earlier_nodes: Iterable[fx.Node]) -> s
     return dependencies
 
 
-def _has_effect(node: fx.Node, external: set[int]) -> bool:
+def _has_effect(node: fx.Node, external_storages: set[int]) -> bool:
     if node.op != "call_function":
         return node.op not in ("call_method", "get_attr")
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
     changed_storages = find_written_storages(node)
-    if changed_storages & external or is_random(node.target, node.args):
+    if changed_storages & external_storages or is_random(node.target, node.args):
         return True
     return not changed_storages and (node.is_impure() or not node.target._schema.returns)

@@ -113,8 +113,8 @@ def name_arguments(build: Callable[..., Any], arguments: Arguments) -> list[str]
     args, kwargs = arguments
     names = list(inspect.signature(build).parameters)
     names += [f"number {i}" for i in range(len(names), len(args))]
-    named = [*zip(names, args, strict=False), *kwargs.items()]
-    return [name + path for name, value in named for path in _list_leaf_paths(value)]
+    named_values = [*zip(names, args, strict=False), *kwargs.items()]
+    return [name + path for name, value in named_values for path in _list_leaf_paths(value)]
 
 
 def _list_leaf_paths(value: Any) -> list[str]:

@@ -35,7 +35,7 @@ def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None
 
 
 @contextmanager
-def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+def set_sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
     """Give each trainable parameter a `grad` whose use a trace detects. Raises GraphError if build replaces a grad."""
     real = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
     old_grads = [parameter.grad for parameter in real]
@@ -139,15 +139,15 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _walk_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (attribute name, object) for all objects in attributes of modules under `root`, also in containers."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     pending_objects: list[tuple[str, Any]] = [("", root)]
     while pending_objects:
         attribute, value = pending_objects.pop()
         if isinstance(value, nn.Module):
             attribute, value = type(value).__name__, vars(value)
         yield attribute, value
-        if isinstance(value, _MUTABLE_TYPES | tuple) and id(value) not in seen:
-            seen.add(id(value))
+        if isinstance(value, _MUTABLE_TYPES | tuple) and id(value) not in seen_ids:
+            seen_ids.add(id(value))
             items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
             pending_objects += (
                 (attribute if key is None or key in _MODULE_DICTS else f"{attribute}.{key}", item)

@@ -45,7 +45,7 @@ from .alias import is_random
 from .names import HasBuild, find_tensor_name, map_tensor_names
 from .reads import ReadRecorder
 from .signature import Call, Dims, is_plain, name_arguments, suggest_registration
-from .swap import make_setting_error, sentinel_grads, swap_tensors
+from .swap import make_setting_error, set_sentinel_grads, swap_tensors
 
 _OWN_FOLDERS = [Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")]
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN_FOLDERS))
@@ -169,7 +169,7 @@ def trace(
         fakes = [_make_fake(mode, t.detach(), i, dynamic_dims, free_dims) for i, t in enumerate([*inputs, *tensors])]
         # trace the results of torch.compile as the modules that they wrap
         inlining = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-        with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlining, _mute_log(), mode:
+        with set_sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlining, _mute_log(), mode:
             try:  # torch 2.14 records detach as alias unless decomposition_table is empty
                 module = make_fx(step, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
@@ -290,9 +290,9 @@ class _OpGuard(TorchDispatchMode):
             torch.default_generator.manual_seed(self._seed)
         if torch._C._current_graph_task_id() == -1:
             return func(*args, **(kwargs or {}))
-        last = next(iter(reversed(self._graph.nodes)), None)
+        last_node = next(iter(reversed(self._graph.nodes)), None)
         result = func(*args, **(kwargs or {}))
-        for node in takewhile(lambda node: node is not last, reversed(self._graph.nodes)):
+        for node in takewhile(lambda node: node is not last_node, reversed(self._graph.nodes)):
             node.meta[BACKWARD] = True
         return result
 
