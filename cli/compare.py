@@ -28,20 +28,20 @@ def diff(
     from ..snapshots.inspection.comparison import compare
 
     try:
-        old, new = open_snapshot(store, before), open_snapshot(store, after)
-        with show_progress("comparing", old.manifest.rows + new.manifest.rows) as advance:
-            comparison = compare(old, new, advance, first=rows)
+        old_snapshot, new_snapshot = open_snapshot(store, before), open_snapshot(store, after)
+        with show_progress("comparing", old_snapshot.manifest.rows + new_snapshot.manifest.rows) as advance:
+            comparison = compare(old_snapshot, new_snapshot, advance, first=rows)
     except TierbedError as error:
         fail(str(error), EXIT_USAGE, as_json)
     if as_json:
-        print_json({"before": before, "after": after, **_plain(comparison)})
+        print_json({"before": before, "after": after, **_to_plain(comparison)})
     else:
-        _print(comparison)
+        _print_comparison(comparison)
     if comparison.differs:
         raise typer.Exit(EXIT_PROBLEM)
 
 
-def _plain(comparison: Comparison) -> dict[str, Any]:
+def _to_plain(comparison: Comparison) -> dict[str, Any]:
     from ..engine.options.table_names import describe_table
 
     counts = {sort: dict(sorted(tables.items())) for sort, tables in comparison.counts.items()}
@@ -60,7 +60,7 @@ def _plain(comparison: Comparison) -> dict[str, Any]:
     }
 
 
-def _print(comparison: Comparison) -> None:
+def _print_comparison(comparison: Comparison) -> None:
     from ..engine.options.table_names import label_table
 
     if not comparison.differs:
@@ -72,7 +72,7 @@ def _print(comparison: Comparison) -> None:
     for table in tables:
         lines.append([label_table(table, comparison.names), *(f"{counter[table]:,}" for counter in counters)])
     sums = [counter.total() for counter in counters]
-    print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right={1, 2, 3})
+    print_table([*lines, ["all", *(f"{count:,}" for count in sums)]], right_columns={1, 2, 3})
     print(f"{comparison.num_equal:,} rows are the same")
     if comparison.counts["changed"]:
         print("greatest absolute difference: " + ", ".join(f"{n} {v:.6g}" for n, v in comparison.largest.items()))
@@ -85,6 +85,6 @@ def _print(comparison: Comparison) -> None:
         for row in comparison.first_diffs:
             difference = "" if row.largest is None else f"{row.largest:.6g}"
             lines.append([row.sort, label_table(row.table, comparison.names), str(row.key), difference])
-        print_table(lines, right={1, 2, 3})
+        print_table(lines, right_columns={1, 2, 3})
         if sum(sums) > len(comparison.first_diffs):
             print(f"and {sum(sums) - len(comparison.first_diffs):,} more")

@@ -93,7 +93,7 @@ def load_checkpoint(
         model: The model, as for `save_checkpoint`.
         optimizers, schedulers: As many as in the call of `save_checkpoint`, in the same order.
         scaler: A GradScaler, if the checkpoint has one.
-        convert: True converts rows to embeddings of another dtype, as `Graph.load` does. Default: False.
+        convert: True converts saved rows to the embeddings' dtype and state_dtype, as in `Graph.load`. Default: False.
 
     Returns:
         The dict that was saved as `extra`.
