@@ -160,7 +160,7 @@ def _columns(path: Path, *names: str) -> Iterator[tuple[list[str], str]]:
     columns = [next((header.index(name) for name in choice.split("|") if name in header), None) for choice in names]
     for cells, where in rows:
         if len(cells) != len(header) or columns[0] is None:
-            raise ValueError(f"{where}: {len(cells)} cells; the header {header} must have as many and name {names[0]}")
+            raise ValueError(f"{where}: {len(cells)} cells. The header {header} needs {names[0]} and as many columns")
         yield ["" if column is None else cells[column] for column in columns], where
 
 
