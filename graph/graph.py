@@ -374,7 +374,9 @@ class Graph(ModelSnapshots, HasBuild):
         def check_state(state: dict[str, Any]) -> None:
             extra_state.check_modules(self, state, "graph")
             if EXTRA_STATE_KEY in state and optimizers:
-                extra_state.check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA_STATE_KEY])
+                extra_state.check_extra_state(
+                    make_training_state(self.__optimizers, self.__epilogue), state[EXTRA_STATE_KEY]
+                )
 
         def apply_state(state: dict[str, Any]) -> None:
             self.load_state_dict(extra_state.drop_row_state(self, state, optimizers))
