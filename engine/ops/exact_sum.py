@@ -1,7 +1,7 @@
 """Adds float32 numbers, or squares of gradients. The result's bits do not depend on threads, ranks or processor.
 
-`compute_partial_sum` adds exactly, in integer multiples of the smallest float32, and `add_partial_sums` rounds once, so
-ranks may add in any order. `sum_squares` adds in a fixed order instead.
+`compute_partial_sum` adds exactly, in integer multiples of the smallest float32. `add_partial_sums` rounds only once.
+So ranks may add in any order. `sum_squares` adds in a fixed order instead.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
         The hashes as a signed int64 tensor on the CPU, with the shape of `values`.
 
     Raises:
-        InputError: If `values` is of an unsupported type, a text is not Unicode, or a value is null and `null` is None.
+        InputError: For an unsupported type, for invalid Unicode, or for a missing value (None, NaN, NA) without `null`.
         OptionError: If `seed` or `null` is not a 64-bit integer.
     """
     seed = check_int("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64

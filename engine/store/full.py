@@ -24,7 +24,7 @@ def check_capacity(num_new: int, capacity_limit: CapacityLimit | None) -> None:
 
 
 def compute_full_table_bytes(rows: int, line_bytes: int) -> int:
-    """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how C++ `FullTable` grows."""
+    """Return how much memory a full table of `rows` rows uses, in bytes. Mirrors how C++ `FullTable` grows."""
     average = rows / BUCKETS
     fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
     index, lines, total, unused = 0, 0, 0, 0

@@ -1,8 +1,8 @@
 """The set-associative cache in device memory, a table's fastest tier. It evicts the same rows as the CPU cache.
 
 Kernels find rows and choose victims; `Cache` launches these kernels and copies no row itself. Look-ahead hides the time
-to fetch missing rows: the caller announces the batches of future steps, and a prefetch thread places and fetches their
-rows on its own stream, in step order. If a batch's rows are not resident yet, its step fetches them.
+to fetch missing rows. The caller announces the batches of future steps. A prefetch thread fetches the batches' rows in
+step order, on its own stream. If a batch's rows are not resident yet, its step fetches them.
 
 `CudaWindow` keeps the announced batches, and lets only one thread at a time use the cache and the staging memory. The
 table's lock is not enough, because the prefetch thread fetches rows without holding that lock. The lines of resident
@@ -96,7 +96,7 @@ class CudaWindow:
     def fetch(self, batch: Batch, fetch_rows: Callable[[int], Placement | None]) -> bool:
         """Call `fetch_rows(last_completed)` to fetch an announced batch's rows before its step.
 
-        Returns False if `fetch_rows` returned None (it could not), or if another batch must be fetched first.
+        Returns False if another batch must be fetched first, or if `fetch_rows` could not fetch and returned None.
         Returns True if the rows were fetched or the batch was cancelled.
         """
         with self._changed:
@@ -252,7 +252,7 @@ class Cache:
         return missing
 
     def erase(self, batch: Batch, is_kept: Tensor) -> None:
-        """Erase rows. Rows flagged in `is_kept` [positions] bool stay, but count as absent from the lower tier."""
+        """Erase rows. is_kept [positions]: if True, the row stays, but counts as absent from the lower tier."""
         rows = batch.hashes, batch.tables, batch.count
         self._run("erase_cached", batch.num_positions, GROUP_WAYS, self.as_struct(), *rows, is_kept)
 

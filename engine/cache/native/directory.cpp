@@ -26,7 +26,7 @@ std::size_t CacheSets::count_used() const {
 namespace {
 
 constexpr u32 MAX_AGE = 1u << 30;              // limit for a row's age, in batches
-constexpr std::size_t PREFETCH_DISTANCE = 16;  // in rows, for ways; tags are prefetched from twice as far
+constexpr std::size_t PREFETCH_DISTANCE = 16;  // ways are prefetched this many rows ahead, tags twice as many
 
 }  // namespace
 

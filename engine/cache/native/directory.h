@@ -152,7 +152,7 @@ struct RequestedRows {
     const u32* tables;
     const u64* hashes;
     u64* lines;                // [n], output
-    const u64* refused_lines;  // [n] lines of rows that admission refused, 0 for other rows; or null
+    const u64* refused_lines;  // null, or [n]: a row's line if admission refused the row, otherwise 0
     std::array<std::size_t, BUCKETS + 1> bucket_offsets;
 
     std::size_t size() const { return bucket_offsets[BUCKETS]; }

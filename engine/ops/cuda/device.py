@@ -35,7 +35,7 @@ def launch(device: Device, program: Program, kernel: str, items: int, lanes: int
 
 
 def make_struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
-    """Return the NumPy dtype for a C++ struct. A field is a NumPy field, or a string: "uint32 count size"."""
+    """Return a C++ struct's dtype. A field is a NumPy field; "uint32 count size" makes two fields of type uint32."""
     declared: list[tuple[Any, ...]] = []
     for field in fields:
         if isinstance(field, tuple):

@@ -82,7 +82,7 @@ def preview_catch_up(layout: Layout, rule: str, batch: Batch, params: Tensor) ->
 def catch_up(
     layout: Layout, rule: str, batch: Batch, params: Tensor, memory: Tensor | None = None, copies: Tensor | None = None
 ) -> None:
-    """Apply the steps that rows missed to their embeddings and states. `rule` must be able to apply missed steps.
+    """Apply each row's missed steps to its embedding and states. `rule` must be able to apply missed steps.
 
     With `copies` [positions], the lines do not change. Rows that missed steps are copied to `memory` and caught up
     there. `copies` gets the address of each row's current line.

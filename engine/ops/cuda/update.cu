@@ -78,7 +78,7 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients ba
     counter.flush();
 }
 
-// A template, because rules without missed steps lack the members that this function uses; it skips such rules.
+// A template, because rules that cannot catch up lack members that are used here. `catch_up_all` skips such rules.
 template <class Rule>
 TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters before, u32 step, u64 float32_lines) {
     change_line(

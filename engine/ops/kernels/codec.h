@@ -67,7 +67,7 @@ TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& bod
     return word;
 }
 
-// to: a line shaped as `make_float32_shape(shape)`, including the counters
+// Decodes `line` to the float32 line `to`, whose shape is `make_float32_shape(shape)`. Copies the counters too.
 TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape) {
     const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
         with_type(type,
@@ -77,7 +77,7 @@ TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape)
                (shape.width - word) * 4 + static_cast<u32>(sizeof(RowCounters)));
 }
 
-// from: a line shaped as `make_float32_shape(shape)`, including the counters
+// Encodes the float32 line `from`, whose shape is `make_float32_shape(shape)`, to `line`. Copies the counters too.
 template <class Noise>
 TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shape, const Noise& noise) {
     const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {

@@ -2,7 +2,7 @@
 //
 // One tile (a thread, or part of a warp) works on one bag. Rows (times weights, if any) are added in float32, ordered
 // by position, starting from 0. A mean divides the sum by the row count. The result is rounded to the output type.
-// Padding does not count as a row; an empty bag yields zeros. `Row` is the embeddings' float type, `Type` the output's.
+// Padding does not count as a row; an empty bag yields zeros. `Row` is the rows' float type; `Type` is the output type.
 #pragma once
 #include "gradients.h"
 #include "float_types.h"

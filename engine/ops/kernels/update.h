@@ -107,7 +107,7 @@ public:
     template <class Body>
     TIERBED_FN void change(u32 n, const Body& body) {
         float* const w = line_;
-        const u64 stride = dim_;  // distance from an element to its first state, and from state to state
+        const u64 stride = dim_;  // an element's states are 1, 2, ... strides after the element
         TIERBED_NO_OVERLAP
         for (u32 j = 0; j < n; ++j) {
             float state[Rule::ELEMENT_STATES + 1], element = w[j];
@@ -155,8 +155,8 @@ TIERBED_FN bool needs_whole_gradient(const Rule& rule) {
     return Rule::REDUCES || Rule::NORMS > 0 || rule.clip_norm > 0.0f;
 }
 
-// Applies one step to a row. sum(g, begin, n) must write the gradient of columns [begin, begin + n) to g [n]. gradient
-// [dim]: the tile's scratch memory, used if `needs_whole_gradient(rule)`. Returns true for a row's first write.
+// Applies one step to a row. Returns true for a row's first write. The callback sum(g, begin, n) must write columns
+// [begin, begin + n) of the gradient to `g`. If `needs_whole_gradient(rule)`, uses `gradient` [dim] as scratch memory.
 template <class Rule, class Sum>
 TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const Sum& sum, const Rule& rule, u32 step,
                            float* gradient) {

@@ -75,7 +75,7 @@ private:
     const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first_position + chunks_[c].begin]; }
 
     const std::vector<Chunk>& chunks_;
-    Buffer<Entry> hashed_;                   // a chunk's entries begin at its first position
+    Buffer<Entry> hashed_;                   // all chunks' entries; chunk c's entries begin at `entries(c)`
     std::vector<std::size_t> entry_counts_;  // entries per chunk
     Buffer<std::size_t> ends_;               // for each chunk and bucket, where the chunk's entries in the bucket end
 };
@@ -313,7 +313,7 @@ void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
             out.tables[base + i] = row.table;
             out.occurrence_offsets[base + i] = start;
             start += row.num_entries;
-            row.num_entries = out.occurrence_offsets[base + i];  // from here on, the index of the row's next occurrence
+            row.num_entries = out.occurrence_offsets[base + i];  // now used as the index of the row's next occurrence
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 index = rows[begin + local_rows[i]].num_entries++;

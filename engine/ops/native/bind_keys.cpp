@@ -1,4 +1,4 @@
-// Python binding of `hash_keys`, with an implementation of XXH64 by Y. Collet, written from its specification
+// Python binding of `hash_keys`. The hash is Y. Collet's XXH64, implemented here from its specification
 // (https://github.com/Cyan4973/xxHash, version 0.8).
 #include <atomic>
 

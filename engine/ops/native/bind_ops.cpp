@@ -13,10 +13,10 @@ namespace {
 
 // Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `keep_alive`.
 //
-// table ids: one per bag; if there are features, one per column. None: bag i belongs to table i % num_tables.
-// bags: one length for all bags, or ascending offsets [bags + 1] from 0 to n. None: no pooling.
-// features [columns]: distinct features to look up. Offsets are then [features * batch + 1], feature by feature. Bag
-// b * columns + c is sample b of features[c].
+// The table ids are one per bag (with features, one per column), or None: bag i belongs to table i % num_tables.
+// `bags` is the length of all bags, or ascending offsets [bags + 1] from 0 to n, or None for no pooling.
+// `features` [columns] are the distinct features to look up. Offsets are then [features * batch + 1], ordered by
+// feature. Bag b * columns + c is sample b of features[c].
 LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive) {
     const auto array = [&](auto values) {
         keep_alive.push_back(nb::cast(values));
@@ -127,7 +127,7 @@ Pooling make_pooling(const Batch& batch, std::size_t lookup, bool mean, const st
     return {mean, weights ? weights->data() : nullptr, parse_float_type(dtype)};
 }
 
-// Checks that `rows` has shape [the lookup's output rows, dim] and dtype float32. 16-bit floats are passed as uint16.
+// Checks that `rows` is [output rows, dim], and that its dtype is float32, or uint16 for an output type of 16 bits.
 template <class RowSpan>
 void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
@@ -160,7 +160,7 @@ struct LookupGradients {
     }
 };
 
-// Checks that each unique row has an index below `rows`. If there are no `indices`, checks for `rows` unique rows.
+// Checks that each unique row has an index below `rows`. Without `indices`, the batch must have `rows` unique rows.
 void require_indices(const Batch& batch, const std::optional<InVector<i64>>& indices, std::size_t rows) {
     require(indices ? indices->size() == batch.num_unique : rows == batch.num_unique, "give one index per row");
     for (std::size_t row = 0; indices && row < batch.num_unique; ++row)
@@ -234,8 +234,8 @@ void bind_step(nb::module_& m) {
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "indices"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[indices[u]]. If indices[u] is len(rows) + i, the line comes from another
-    // batch, `other`. Row u gets the line that a lookup reads at position `begin` + i of `other`.
+    // Sets the line of each unique row u to rows[i], where i is indices[u]. If i is at least len(rows), row u gets a
+    // line of the batch `other` instead: the line that lookups read at position begin + i - len(rows).
     m.def(
         "set_lookup_rows",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> indices, const Batch* other,

@@ -12,7 +12,7 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
-// Numbers ids consecutively, table after table. It is empty if a table has no last id, or all have above MAX_IDS ids.
+// Numbers ids consecutively, table after table. Empty if a table has no limit, or the limits' sum exceeds MAX_IDS.
 class IdLinearizer {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;
@@ -38,7 +38,7 @@ private:
 class Layout {
 public:
     // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or `dim`.
-    // types: embedding type; type of the first `num_16bit_states` states. zero_key: its row starts as zeros.
+    // types: the type of embeddings, and of the first `num_16bit_states` states. zero_key: its row starts as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 num_16bit_states = 0,

@@ -66,7 +66,7 @@ struct CodecJob {
     u32 step;
 };
 
-// Copies columns from sources to targets in rows [begin, end). If `adds`, adds the columns instead (for gradients).
+// Copies columns from sources to targets in rows [begin, end). If `adds` is true, adds to the targets (for gradients).
 struct ColumnsJob {
     const Matrix *sources, *targets;
     std::size_t num_targets;

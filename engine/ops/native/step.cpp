@@ -222,7 +222,7 @@ public:
     LineShape shape() const { return make_float32_shape(job_.shape); }
 
     // Decodes lines [begin, end) block by block, calls body(first, n) for each block [first, first + n), and writes the
-    // block back. Rounds to nearest; with a batch, rounds stochastically by the rows' noise at `step`.
+    // block back. Rounds to nearest if `batch` is null, otherwise stochastically: `step` and row seed the noise.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
         job_.tables = batch ? batch->tables.data() : nullptr;
@@ -239,14 +239,14 @@ public:
     }
 
 private:
-    static constexpr std::size_t MAX_LINES = 32, MEMORY = 4096;  // MEMORY in bytes: fits in the L1 cache
+    static constexpr std::size_t MAX_LINES = 32, MEMORY = 4096;  // MEMORY is in bytes, and fits in the L1 cache
 
     CodecJob job_;
     std::size_t capacity_;
     Buffer<u8> memory_;
 
 public:
-    u64 addresses[MAX_LINES];  // of the decoded lines
+    u64 addresses[MAX_LINES];  // the decoded lines' addresses
 };
 
 std::size_t update_16bit_lines(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& stored,
@@ -339,7 +339,7 @@ void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule,
         if (is_behind(counters, step, rule.loops.misses_unwritten)) stale_rows.push_back(row);
     }
     if (batch.lookup_lines.size() != batch.num_unique)
-        batch.lookup_lines = Buffer<u64>(batch.num_unique);  // reused, since Python may hold a view
+        batch.lookup_lines = Buffer<u64>(batch.num_unique);  // allocated once, because Python may hold a view
     std::copy_n(batch.lines.data(), batch.num_unique, batch.lookup_lines.data());
     const std::vector<u64> copies =
         add_lines(batch, stale_rows, layout.shape, batch.lookup_lines,

@@ -40,7 +40,7 @@ struct LookupGradient {
 };
 
 // An optimizer rule with its numbers, in order: the kernel's hyper-parameters (engine/optim), the clipping limits, and
-// optional numbers for Rates (ops/kernels/rule.h). Only rules that catch up have numbers for Rates.
+// for rules that catch up, optionally the past learning rates (`Rates` in ops/kernels/rule.h).
 struct BoundRule {
     // Throws std::invalid_argument if the rule is unknown, or does not fit the hyper-parameters or the lines.
     BoundRule(const Layout& layout, const std::string& name, std::vector<double> hyperparams);
@@ -49,7 +49,7 @@ struct BoundRule {
     std::vector<double> hyperparams;
 };
 
-// Applies the rule to rows. grads: one per lookup, of one type. scale: multiplies gradients. Counts like `assign`.
+// Updates rows by the rule. `grads` has one gradient per lookup, all of one type. Counts first writes like `assign`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* first_write_counts);
 // Writes each row's squared gradient norm to out [unique].

@@ -161,8 +161,8 @@ thread_local std::unique_ptr<Pool> own_pool;
 // OpenMP's entry point GOMP_parallel: calls run(data) on `threads` threads, including the caller.
 using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
-// True if this process was started by exec. In a process forked without exec, libgomp's state names threads that exist
-// only in the parent, and a parallel region would wait for these threads forever. Linux marks such a process by flag
+// True if this process was started by exec. In a process that was only forked, libgomp still refers to threads of the
+// parent, and a parallel region would wait for these threads forever. Linux marks such a process by the flag
 // PF_FORKNOEXEC in the ninth field of /proc/self/stat. Some sandboxes show no flags; then false is the safe answer.
 bool was_started_by_exec() {
     constexpr unsigned long FORKED = 0x40;
@@ -177,8 +177,8 @@ bool was_started_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The pool for steps' loops. A forked child lacks the parent's threads, so the child leaks the parent's ProcessPool
-// (pool and mutex) and starts with a new ProcessPool.
+// The thread pool that runs the loops of steps. A forked child lacks the parent's threads, so the child leaks the
+// parent's ProcessPool (pool and mutex) and starts with a new ProcessPool.
 struct ProcessPool {
     bool may_use_openmp = false;  // true if torch's OpenMP threads may run tasks
     std::mutex mutex{};
@@ -189,7 +189,7 @@ ProcessPool* process_pool = new ProcessPool{was_started_by_exec()};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { process_pool = new ProcessPool; });
 
 // Returns torch's OpenMP if its threads spin after their work. Spinning threads would keep other workers off the cores.
-// Returns null if OpenMP's threads sleep, if the calling thread runs no steps, and in a forked child.
+// Returns null if OpenMP's threads sleep, if the calling thread runs no steps, or if this process is a forked child.
 RunParallel find_openmp() {
 #ifdef __SANITIZE_THREAD__
     return nullptr;  // ThreadSanitizer does not see how OpenMP synchronises its threads

@@ -9,7 +9,7 @@
 
 namespace tierbed {
 
-// Sets how many threads run steps' loops, and marks the calling thread as one that runs steps.
+// Sets how many threads run the loops of a step. Marks the calling thread as a thread that runs steps.
 void set_threads(std::size_t threads);
 
 // Gives the calling thread its own pool, so that its loops do not compete for the steps' pool.

@@ -29,7 +29,7 @@ private:
     // Adds rows; duplicates are allowed. Leaves out rows with a nonzero entry in `skipped`, if `skipped` is not null.
     void add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
-    std::array<RowMap, BUCKETS> buckets_;  // used as sets of rows: the number of every row is 1
+    std::array<RowMap, BUCKETS> buckets_;  // each map is used as a set of rows: every value is 1
 };
 
 }  // namespace tierbed

@@ -81,7 +81,7 @@ std::size_t FullTable::look_up_rows(Batch& batch) {
         const std::size_t grain = std::max(ROWS, (batch.num_unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
         parallel_ranges(batch.num_unique, grain, [&](std::size_t begin, std::size_t end) {
             HitCounts::Part counter = hit_counts_.part(begin / grain);
-            u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
+            u64 counts[2] = {0, 0};  // misses and hits of one table; rows are ordered by table
             for (std::size_t i = begin; i < end; ++i) {
                 if (const auto k = i + LINEAR_PREFETCH_DISTANCE; k < end) prefetch(&linear.entry(linear_ids[k]));
                 if (refused_lines && refused_lines[i]) {

@@ -14,8 +14,8 @@
 
 namespace tierbed {
 
-// The index of rows with linear ids (tables with `num_embeddings`): an array that holds for each linear id the row's
-// line_ref: the line's index + 1, or 0 if the row is absent. Threads may change different buckets at the same time.
+// The index of rows with linear ids (tables with `num_embeddings`). An array holds each linear id's line_ref: the row's
+// line index + 1, or 0 if the row is absent. Threads may change different buckets at the same time.
 class LinearIdIndex {
 public:
     explicit LinearIdIndex(const IdLinearizer& linearizer) : linearizer(linearizer) {

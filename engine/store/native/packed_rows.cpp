@@ -53,7 +53,7 @@ MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const P
     const PackedRows sides[] = {before, after, erased_keys};
     MergedRows merged{{}, std::vector<std::size_t>(3)};
     std::vector<std::size_t>& read = merged.rows_read;
-    std::optional<RowKey> last;  // the smallest of the inputs' last keys; this input's later rows come in another call
+    std::optional<RowKey> last;  // the smallest of the inputs' last keys; rows beyond this key wait for another call
     for (const PackedRows& side : sides)
         if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
     merged.rows.reserve((before.count + after.count) * before.row_bytes);

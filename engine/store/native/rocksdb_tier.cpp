@@ -74,7 +74,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     info_ = {count_background_threads(database),
              database.write_buffer_size * static_cast<u64>(database.max_write_buffer_number) * options.num_shards,
              options.async_io && has_async_io()};
-    // Shards fill evenly. Each shard flushes early once, at its own fill level, so that shards never all flush at once.
+    // Shards fill evenly. Each shard's first flush is early, at its own fill level. So shards never all flush together.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
         for (u32 i = 0; i < options.num_shards; ++i) {
