@@ -62,7 +62,7 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
         self.native.pin(batch)
         try:
             if capacity_limit is not None:
-                check_capacity(_core.count_new(batch, self._layout), capacity_limit)
+                check_capacity(_core.count_new_rows(batch, self._layout), capacity_limit)
         except BaseException:
             self.native.unpin(batch)
             raise

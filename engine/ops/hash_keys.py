@@ -70,7 +70,7 @@ def _hash_padded(values: NDArray[Any], seed: int) -> Ids:
     if native.dtype.itemsize == 0:
         native = native.astype(native.dtype.kind + "1")
     is_text = native.dtype.kind == "U"
-    first_invalid = _core.hash_rows(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
+    first_invalid = _core.hash_padded_strings(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
     if first_invalid < len(ids):
         raise InputError(f"values: element {first_invalid} has a character that is not Unicode; give valid text")
     return ids
@@ -95,7 +95,7 @@ def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
     ids = np.empty(len(parts), np.int64)
-    _core.hash_parts(np.frombuffer(b"".join(parts), np.uint8), offsets, seed, ids)
+    _core.hash_strings(np.frombuffer(b"".join(parts), np.uint8), offsets, seed, ids)
     if nulls:
         ids[nulls] = _require_null_id(nulls[0], null)
     return ids
@@ -147,7 +147,7 @@ def _hash_text(column: Any, seed: int, null: int | None) -> Ids:
     ids = np.empty(len(column), np.int64)
     _, ends, data = column.buffers()
     offsets = np.frombuffer(ends or bytes(8), np.int64)[column.offset :][: len(column) + 1]
-    _core.hash_parts(np.frombuffer(data or b"", np.uint8), offsets, seed, ids)
+    _core.hash_strings(np.frombuffer(data or b"", np.uint8), offsets, seed, ids)
     return ids
 
 

@@ -56,7 +56,7 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
         missing = self.native.look_up_rows(batch)
         if capacity_limit is not None:
             # A failed step may have inserted rows without writing them. Such rows count as new.
-            check_capacity(_core.count_new(batch, self._layout), capacity_limit)
+            check_capacity(_core.count_new_rows(batch, self._layout), capacity_limit)
         if missing:
             self.native.insert_missing(batch, self._layout)
 
@@ -71,9 +71,9 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
         if missing:
             _core.initialise_missing(batch, self._layout)
 
-    def gather_few(self, keys: Keys, max_ids: Keys | None, out: NDArray[np.float32], is_training: bool) -> bool:
+    def gather_rows(self, keys: Keys, max_ids: Keys | None, out: NDArray[np.float32], is_training: bool) -> bool:
         """Copy the rows of `keys` in table 0 to `out`. Returns False if a row is missing. is_training: as in `peek`."""
-        unique = self.native.gather_few(keys, max_ids, out)
+        unique = self.native.gather_rows(keys, max_ids, out)
         self._num_peeked += 0 if is_training else unique
         return unique > 0
 

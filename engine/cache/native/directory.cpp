@@ -39,7 +39,7 @@ CacheCounts& CacheCounts::operator+=(const CacheCounts& other) {
 }
 
 void Directory::announce(const RequestedRows& batch, u32 batch_number) {
-    window.add(batch_number);
+    window.add_batch(batch_number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const std::size_t end = batch.bucket_offsets[b + 1];

@@ -96,8 +96,7 @@ public:
     // True if a batch after `batch_number` is announced.
     bool has_batch_after(u32 batch_number) const { return is_after(last_, batch_number); }
 
-    // Adds an announced batch.
-    void add(u32 batch_number) {
+    void add_batch(u32 batch_number) {
         if (empty()) first_ = batch_number;
         last_ = batch_number;
     }

@@ -45,7 +45,7 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
     """Write the weights' gradients to `out` [n], float32; 0 for padding. grads [bags, dim]: the result's gradient."""
     lookup = batch.lookups[index]
     program, ids = _lookup_program(layout, grads.dtype, batch), _make_pooled_ids(batch, lookup, mean, None)
-    launch(layout.device, program, "weights_grad", lookup.num_bags, WARP, batch.lookup_lines, ids, grads, out)
+    launch(layout.device, program, "compute_weights_grad", lookup.num_bags, WARP, batch.lookup_lines, ids, grads, out)
 
 
 def write_step_params(

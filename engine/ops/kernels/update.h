@@ -228,7 +228,7 @@ TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float limit) {
 
 // Returns a row's squared gradient norm. sum, gradient: as in `apply_rule`.
 template <class Sum>
-TIERBED_FN float square_row(Tile tile, u32 dim, const Sum& sum, float* gradient) {
+TIERBED_FN float sum_squares(Tile tile, u32 dim, const Sum& sum, float* gradient) {
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum(gradient + begin, begin, n); });
     synchronise(tile);
     return sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(gradient[c]); });

@@ -189,13 +189,13 @@ void bind_step(nb::module_& m) {
         "batch"_a, "layout"_a, "lookup"_a, "out"_a, "mean"_a = false, "weights"_a.none() = nb::none(),
         "dtype"_a = "float32", Unlocked());
     m.def(
-        "weights_grad",
+        "compute_weights_grad",
         [](const Batch& batch, const Layout& layout, std::size_t lookup, InRows grads, OutVector<float> out, bool mean,
            const std::string& dtype) {
             const Pooling pooling = make_pooling(batch, lookup, mean, std::nullopt, dtype);
             require_outputs(batch, layout, lookup, grads, pooling);
             require(out.size() == batch.lookups[lookup].arrays.num_ids, "out must be [positions]");
-            weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
+            compute_weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
         },
         "batch"_a, "layout"_a, "lookup"_a, "grads"_a, "out"_a, "mean"_a = false, "dtype"_a = "float32", Unlocked());
     m.def(
@@ -284,7 +284,7 @@ void bind_step(nb::module_& m) {
             return assign(batch, layout, values.data(), step, require_counts(layout, first_write_counts));
         },
         "batch"_a, "layout"_a, "values"_a, "step"_a, "first_write_counts"_a.none() = nb::none(), Unlocked());
-    m.def("count_new", &count_new, Unlocked());
+    m.def("count_new_rows", &count_new_rows, Unlocked());
     m.def("count_written", [](const Batch& batch, const Layout& layout) {
         std::vector<u64> row_counts(layout.num_tables);
         without_gil([&] { count_written(batch, layout, row_counts.data()); });
@@ -367,7 +367,7 @@ void bind_hashes(nb::module_& m) {
 }  // namespace
 
 void bind_ops(nb::module_& m) {
-    m.def("set_threads", &set_threads);
+    m.def("set_num_threads", &set_num_threads);
     m.def("list_instruction_sets", &list_instruction_sets);
     m.def("use_instruction_set", &use_instruction_set, "name"_a);
     m.def("scratch", [](std::size_t bytes) { return to_numpy(Buffer<u8>(bytes)); });

@@ -18,7 +18,7 @@ constexpr std::size_t PREFETCH_DISTANCE = 4;  // in rows
 // Calls body(row) for every unique row. For each range of rows, calls add(begin, end, how many results were true).
 template <class Body, class Add>
 void count_rows_if(const Batch& batch, const Body& body, const Add& add) {
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
             if (row + PREFETCH_DISTANCE < end) prefetch(floats(batch.lines[row + PREFETCH_DISTANCE]));
@@ -33,7 +33,7 @@ template <class Fill>
 std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, const LineShape& shape,
                            Buffer<u64>& lines, const Fill& fill) {
     std::vector<u64> added = batch.allocate(rows.size(), shape);
-    parallel_ranges(rows.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(rows.size(), ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
             fill(added[i], rows[i]);
             lines[rows[i]] = added[i];
@@ -55,10 +55,10 @@ GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t 
     return job;
 }
 
-// Returns how many bags have about ROWS ids in total.
+// Returns how many bags have about ROWS_PER_TASK ids in total.
 std::size_t count_bags_per_task(const LookupArrays& arrays) {
-    return std::max<std::size_t>(ROWS * arrays.num_bags / std::max<std::size_t>({arrays.num_ids, arrays.num_bags, 1}),
-                                 1);
+    const std::size_t size = std::max<std::size_t>({arrays.num_ids, arrays.num_bags, 1});
+    return std::max<std::size_t>(ROWS_PER_TASK * arrays.num_bags / size, 1);
 }
 
 // Counts a batch's first writes. Adds each table's count to first_write_counts [layout.num_tables], unless it is null.
@@ -93,11 +93,11 @@ void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const 
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
-void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
-                  const void* grads, float* out) {
+void compute_weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
+                          const void* grads, float* out) {
     WeightsGradJob job{make_gather_job(batch, layout, lookup), grads, out};
     job.lookup.is_mean = pooling.is_mean;
-    const auto run = loops().weights_grad[static_cast<u32>(pooling.output_type)];
+    const auto run = loops().compute_weights_grad[static_cast<u32>(pooling.output_type)];
     const LookupArrays& arrays = batch.lookups[lookup].arrays;
     parallel_ranges(arrays.num_bags, count_bags_per_task(arrays),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
@@ -120,7 +120,7 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
     return first_writes.total;
 }
 
-std::size_t count_new(const Batch& batch, const Layout& layout) {
+std::size_t count_new_rows(const Batch& batch, const Layout& layout) {
     std::atomic<std::size_t> total{0};
     const auto is_new = [&](std::size_t row) {
         return !batch.lines[row] || row_counters(batch.lines[row], layout.shape)->updates == 0;
@@ -169,7 +169,7 @@ Buffer<float> compute_occurrence_scales(const Batch& batch, const std::vector<Lo
         const Batch::LookupSpan& lookup = batch.lookups[k];
         const Pooling& pooling = grads[k].pooling;
         const Bags& bags = lookup.arrays.bags;
-        parallel_ranges(lookup.arrays.num_bags, ROWS, [&](std::size_t from, std::size_t to) {
+        parallel_ranges(lookup.arrays.num_bags, ROWS_PER_TASK, [&](std::size_t from, std::size_t to) {
             for (std::size_t bag = from; bag < to; ++bag) {
                 const std::size_t begin = bags.begin(bag), end = bags.end(bag);
                 const Bag rows{&batch.inverse[lookup.first_position + begin], nullptr, static_cast<u32>(end - begin),
@@ -291,7 +291,7 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
     job.hyperparams = rule.hyperparams.data();
     job.step = step;
     FirstWrites first_writes{batch, layout, first_write_counts};
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
         const std::size_t written = layout.shape.has_16bit_floats()
                                         ? update_16bit_lines(batch, layout, rule, job, begin, end, memory.data())
@@ -303,27 +303,27 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
 
 void compute_squared_norms(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out) {
     const GradientJob gradients(batch, dim, grads);
-    const auto square = loops().square[static_cast<u32>(gradients.job.type)];
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    const auto run = loops().compute_squared_norms[static_cast<u32>(gradients.job.type)];
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
-        square(gradients.job, begin, end, memory.data(), out);
+        run(gradients.job, begin, end, memory.data(), out);
     });
 }
 
 void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* indices,
                    float* out) {
     const GradientJob gradients(batch, dim, grads);
-    const auto sum = loops().sum[static_cast<u32>(gradients.job.type)];
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    const auto run = loops().sum_gradients[static_cast<u32>(gradients.job.type)];
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
-        sum(gradients.job, begin, end, memory.data(), indices, out);
+        run(gradients.job, begin, end, memory.data(), indices, out);
     });
 }
 
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
     const CatchUpJob job{lines, layout.shape, rule.hyperparams.data(), step};
-    parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(n, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         if (!layout.shape.has_16bit_floats()) return rule.loops.catch_up(job, begin, end);
         DecodedLines decoded(layout, lines);
         const CatchUpJob part{decoded.addresses, decoded.shape(), job.hyperparams, step};

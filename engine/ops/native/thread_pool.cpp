@@ -216,7 +216,7 @@ void run_on_openmp(RunParallel parallel, std::size_t threads, Tasks& tasks) {
 
 void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::max<std::size_t>(threads, 1) - 1); }
 
-void set_threads(std::size_t threads) {
+void set_num_threads(std::size_t threads) {
     if (own_pool) return;  // this thread does not run steps
     is_step_thread = true;
     num_step_threads = std::max<std::size_t>(threads, 1);

@@ -10,7 +10,7 @@
 namespace tierbed {
 
 // Sets how many threads run the loops of a step. Marks the calling thread as a thread that runs steps.
-void set_threads(std::size_t threads);
+void set_num_threads(std::size_t threads);
 
 // Gives the calling thread its own pool, so that its loops do not compete for the steps' pool.
 void use_own_pool(std::size_t threads);

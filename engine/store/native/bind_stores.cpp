@@ -34,13 +34,13 @@ void erase_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys) {
     tier.erase(HashedRows(tables.data(), keys.data(), nullptr, keys.size()).rows());
 }
 
-std::size_t gather_few(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> max_ids,
-                       Out<float, nb::ndim<2>> out) {
+std::size_t gather_rows(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> max_ids,
+                        Out<float, nb::ndim<2>> out) {
     const LineShape& shape = table.shape();
-    require(keys.size() <= FullTable::MAX_FEW_IDS, "too many ids");
+    require(keys.size() <= FullTable::GATHER_LIMIT, "too many ids");
     require(shape.embedding == FloatType::float32, "rows must be float32");
     require(out.shape(0) == keys.size() && out.shape(1) == shape.dim, "rows must be [ids, dim]");
-    return table.gather_few(keys.data(), keys.size(), max_ids ? *max_ids->data() : ~u64{0}, out.data());
+    return table.gather_rows(keys.data(), keys.size(), max_ids ? *max_ids->data() : ~u64{0}, out.data());
 }
 
 void bind_tiers(nb::module_& m) {
@@ -52,7 +52,7 @@ void bind_tiers(nb::module_& m) {
     nb::class_<FullTable, Tier>(m, "FullTable")
         .def(nb::init<const Layout&>())
         .def("look_up_rows", &FullTable::look_up_rows, Unlocked())
-        .def("gather_few", &gather_few, "keys"_a, "max_ids"_a.none(), "out"_a, Unlocked())
+        .def("gather_rows", &gather_rows, "keys"_a, "max_ids"_a.none(), "out"_a, Unlocked())
         .def("insert_missing", &FullTable::insert_missing, Unlocked())
         .def("scan", [](const FullTable& table,
                         u32 bucket) { return to_numpy(without_gil([&] { return table.scan(bucket); })); })

@@ -32,7 +32,6 @@ public:
         const u64 key = get_key(table, hash);
         return linearizer.has(table, key) ? &entry(linearizer.linearize(table, key)) : nullptr;
     }
-    // entry: the result of `find_entry`.
     void insert(u32 bucket, u32* entry, u32 line_ref);
 
     // Calls body(table, key, line_ref) for all rows in a bucket, in any order.
@@ -148,10 +147,10 @@ public:
 
     // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips refused rows.
     std::size_t look_up_rows(Batch& batch);
-    static constexpr std::size_t MAX_FEW_IDS = 256;
-    // Copies the float32 embeddings of n <= MAX_FEW_IDS ids in table 0 to `out` [n, dim]. Counts hits too.
+    static constexpr std::size_t GATHER_LIMIT = 256;
+    // Copies the float32 embeddings of n <= GATHER_LIMIT ids in table 0 to `out` [n, dim]. Counts hits too.
     // Returns the number of distinct ids, or 0 with `out` undefined if a row is missing or an id is above `max_id`.
-    std::size_t gather_few(const u64* keys, std::size_t n, u64 max_id, float* out);
+    std::size_t gather_rows(const u64* keys, std::size_t n, u64 max_id, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
     void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
