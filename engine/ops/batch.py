@@ -72,8 +72,8 @@ def make_lookup_arrays(spec: TableSpec, lookup: Lookup) -> LookupArrays | Featur
     if lookup.table_ids is None:
         tables = _make_default_tables(columns, spec.num_tables)
     else:
-        known = _make_table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
-        tables = _convert_table_ids(spec, lookup.table_ids) if known is None else known
+        table_array = _make_table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
+        tables = _convert_table_ids(spec, lookup.table_ids) if table_array is None else table_array
     return keys, tables, _convert_offsets(lookup.offsets), invert_feature_columns(feature_columns), batch_size
 
 
@@ -177,9 +177,9 @@ def to_keys(ids: Tensor) -> NDArray[np.uint64]:
 def _convert_table_ids(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
     # NumPy is faster here than torch's ops
     flat = table_ids.detach().reshape(-1).numpy().astype(np.int64, copy=False)
-    outside = flat.view(np.uint64) >= spec.num_tables
-    if outside.any():
-        position = int(outside.argmax())
+    is_outside = flat.view(np.uint64) >= spec.num_tables
+    if is_outside.any():
+        position = int(is_outside.argmax())
         raise InputError(
             f"table_ids of embedding {spec.name!r}: table id {flat[position]} at position {position}; "
             f"table ids run from 0 to {spec.num_tables - 1}; if you meant bag offsets, pass them as offsets="

@@ -78,7 +78,7 @@ def _hash_padded(values: NDArray[Any], seed: int) -> Ids:
 
 def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
     parts: list[bytes] = []
-    nulls: list[int] = []
+    null_positions: list[int] = []
     for position, value in enumerate(values):
         if isinstance(value, str):
             try:
@@ -88,7 +88,7 @@ def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
         elif isinstance(value, bytes):
             parts.append(value)
         elif value is None or (isinstance(value, float) and value != value) or type(value).__name__ == "NAType":
-            nulls.append(position)
+            null_positions.append(position)
             parts.append(b"")
         else:
             raise InputError(f"values: element {position} is {value!r}; give {_KINDS}")
@@ -96,8 +96,8 @@ def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
     np.cumsum([len(part) for part in parts], out=offsets[1:])
     ids = np.empty(len(parts), np.int64)
     _core.hash_strings(np.frombuffer(b"".join(parts), np.uint8), offsets, seed, ids)
-    if nulls:
-        ids[nulls] = _require_null_id(nulls[0], null)
+    if null_positions:
+        ids[null_positions] = _require_null_id(null_positions[0], null)
     return ids
 
 
@@ -137,8 +137,8 @@ def _hash_arrow(column: Any, seed: int, null: int | None) -> Ids:
     chunks = getattr(column, "chunks", [column])
     ids = np.concatenate([np.empty(0, np.int64), *(hash_chunk(chunk, seed, null) for chunk in chunks)])
     if column.null_count:
-        nulls = np.flatnonzero(column.is_null())
-        ids[nulls] = _require_null_id(int(nulls[0]), null)
+        null_positions = np.flatnonzero(column.is_null())
+        ids[null_positions] = _require_null_id(int(null_positions[0]), null)
     return ids
 
 

@@ -144,8 +144,8 @@ class TopTier(TierBase, Protocol[B]):
         than `capacity_limit` allows. If a GPU store cannot count new rows without waiting, it sets a fault instead.
         """
 
-    def unpin(self, batch: B, dirty: bool) -> None:
-        """Release the pinned batch. dirty: True if the batch's lines were written and must be written back."""
+    def unpin(self, batch: B, is_dirty: bool) -> None:
+        """Release the pinned batch. is_dirty: True if the batch's lines were written and must be written back."""
 
     def announce(self, batch: B) -> None:
         """Announce a future step's batch. Steps must pin announced batches in order of announcement."""

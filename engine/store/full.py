@@ -25,21 +25,21 @@ def check_capacity(num_new: int, capacity_limit: CapacityLimit | None) -> None:
 
 def compute_full_table_bytes(rows: int, line_bytes: int) -> int:
     """Return how much memory a full table of `rows` rows uses, in bytes. Mirrors how C++ `FullTable` grows."""
-    average = rows / BUCKETS
-    fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
-    index, lines, total, unused = 0, 0, 0, 0
+    mean_rows = rows / BUCKETS
+    max_rows = mean_rows + 3 * math.sqrt(mean_rows)  # rows hash to buckets at random, so add three standard deviations
+    index, lines, total, free_bytes = 0, 0, 0, 0
     for bucket in range(BUCKETS):  # a bucket doubles its slots at a load of 1/2 (first bucket) to 3/4 (last bucket)
         slots = 16
-        while average * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
+        while mean_rows * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
             slots *= 2
         index += slots * 16  # bytes per slot
-    while lines < fullest:  # each bucket's next segment of lines is twice as large as the last
+    while lines < max_rows:  # each bucket's next segment of lines is twice as large as the last
         size = (lines + 16) * line_bytes
         for _ in range(BUCKETS):
-            if size > unused:
-                unused = math.ceil(max(size, min(64 << 20, total)) / 4096) * 4096
-                total += unused
-            unused -= size
+            if size > free_bytes:
+                free_bytes = math.ceil(max(size, min(64 << 20, total)) / 4096) * 4096
+                total += free_bytes
+            free_bytes -= size
         lines = 2 * lines + 16
     return total + index
 
@@ -60,7 +60,7 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
         if missing:
             self.native.insert_missing(batch, self._layout)
 
-    def unpin(self, batch: _core.Batch, dirty: bool) -> None:
+    def unpin(self, batch: _core.Batch, is_dirty: bool) -> None:
         """Do nothing: a full table never moves its lines."""
 
     def peek(self, batch: _core.Batch, is_training: bool = False) -> None:

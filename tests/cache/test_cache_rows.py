@@ -79,7 +79,7 @@ def test_rows_are_those_of_a_dict(
                 cache.model.check(batch)
                 if action == "step":
                     cache.model.write(batch)
-                cache.unpin(batch, dirty=action == "step")
+                cache.unpin(batch, is_dirty=action == "step")
             elif action == "announce":
                 cache.announce(batch)
                 coming.append(batch)

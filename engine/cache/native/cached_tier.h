@@ -68,7 +68,7 @@ public:
     void flush();
     // Writes at most `max_rows` dirty rows back: rows in the sets from slot `begin` on, then rows in the overflow area.
     // Returns `begin` for the next call, or 0 at the end.
-    u32 flush_some(u32 begin, u32 max_rows);
+    u32 flush_piece(u32 begin, u32 max_rows);
     // Ends the write-behind thread and drops all batches. Does not flush.
     void close();
 
@@ -108,8 +108,8 @@ private:
     // Returns false if a prefetch might need too much of the overflow area now.
     bool place_batch(const RequestedRows& requested, u32 batch_number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Copies resident rows to the lines `dst`, and returns the missing rows.
-    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* dst, bool should_touch);
+    // Copies resident rows to the lines in `out`, and returns the missing rows.
+    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* out, bool should_touch);
     // The caller must hold `placement_mutex` and `directory_mutex` for the next three functions.
     void write_back_overflow();
     void write_back_victims();

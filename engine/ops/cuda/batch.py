@@ -36,7 +36,7 @@ class Faults:
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
-        self._host_word = device.host_memory(1, torch.int32)
+        self._host_word = device.allocate_host_memory(1, torch.int32)
         self._host_word.zero_()
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 

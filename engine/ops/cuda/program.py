@@ -42,10 +42,10 @@ class Program:
     def _hash(self) -> int:
         return hash((self.file, self.macros))
 
-    def source(self) -> str:
+    def read_source(self) -> str:
         return "".join(f"#define {name} {value}\n" for name, value in self.macros) + _read_text(self.file)
 
-    def kernels(self) -> list[str]:
+    def list_kernels(self) -> list[str]:
         return re.findall(r'extern "C" __global__ void (\w+)\(', _read_text(self.file))
 
 
@@ -68,7 +68,7 @@ def _read_text(file: str) -> str:
 
 def compile_program(nvrtc: Any, program: Program, architecture: str) -> Path:
     """Return the path of a program's cubin for `architecture` ("sm_90"). Compiles a new cubin. Raises StoreError."""
-    source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
+    source, options = program.read_source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
     path = folder / f"tierbed-{hashlib.sha256(content.encode()).hexdigest()[:40]}.cubin"

@@ -68,7 +68,7 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients ba
         const auto update = [&](u64 line) {
             const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, scale); };
             const bool is_first_write = apply_rule(tile, line, FLOAT32_SHAPE, sum, rule, step, warp_memory(memory));
-            if (rule.row_norm > 0.0f) limit_row(tile, line, SHAPE.dim, rule.row_norm);
+            if (rule.row_norm > 0.0f) limit_row_norm(tile, line, SHAPE.dim, rule.row_norm);
             if (is_first_write && tile.lane == 0) counter.add(tables[row]);
         };
         change_line(tile, input.line, float32_lines, update, [&](u64 line, u64 decoded) {

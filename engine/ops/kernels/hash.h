@@ -14,11 +14,11 @@ namespace tierbed {
 constexpr u32 BUCKETS = 64;
 constexpr u32 MAX_RANKS = 1024;
 
-TIERBED_FN u64 table_offset(u32 table) { return (static_cast<u64>(table) + 1) * 0x9E3779B97F4A7C15ull; }
+TIERBED_FN u64 get_table_offset(u32 table) { return (static_cast<u64>(table) + 1) * 0x9E3779B97F4A7C15ull; }
 
 // splitmix64's finaliser over table and key, without its last shift
 TIERBED_FN u64 mix_key(u32 table, u64 key) {
-    u64 x = key ^ table_offset(table);
+    u64 x = key ^ get_table_offset(table);
     x ^= x >> 30;
     x *= 0xBF58476D1CE4E5B9ull;
     x ^= x >> 27;
@@ -64,7 +64,7 @@ struct SlotHash {
         x ^= x >> 27 ^ x >> 54;
         x *= 0x96DE1B173F119089ull;
         x ^= x >> 30 ^ x >> 60;
-        return x ^ table_offset(table);
+        return x ^ get_table_offset(table);
     }
 
 private:

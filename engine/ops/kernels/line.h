@@ -46,7 +46,7 @@ TIERBED_FN constexpr LineShape make_float32_shape(const LineShape& shape) {
 
 // Copies `bytes` bytes. The memory must not overlap. `bytes` and both addresses must be multiples of 4.
 #ifdef TIERBED_GPU
-struct alignas(16) Sixteen {
+struct alignas(16) Bytes16 {
     u32 x[4];
 };
 
@@ -56,10 +56,10 @@ TIERBED_FN void copy_words(Tile tile, void* to, const void* from, u32 words) {
 }
 
 TIERBED_FN void copy_bytes(Tile tile, void* to, const void* from, u32 bytes) {
-    if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % sizeof(Sixteen))
+    if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % sizeof(Bytes16))
         copy_words<u32>(tile, to, from, bytes / 4);
     else
-        copy_words<Sixteen>(tile, to, from, bytes / sizeof(Sixteen));
+        copy_words<Bytes16>(tile, to, from, bytes / sizeof(Bytes16));
 }
 #else
 TIERBED_FN void copy_bytes(Tile, void* to, const void* from, u32 bytes) {

@@ -110,7 +110,7 @@ public:
     // Returns the keys [unique]. The first call computes them.
     Buffer<u64>& keys();
     // Allocates `n` lines that live as long as the batch. Returns their addresses.
-    std::vector<u64> allocate(std::size_t n, const LineShape& shape);
+    std::vector<u64> allocate_lines(std::size_t n, const LineShape& shape);
     // Replaces each row's line by the row's element in `refused_lines`, if this element is not 0.
     void use_refused_lines() {
         for (std::size_t row = 0; row < refused_lines.size(); ++row)

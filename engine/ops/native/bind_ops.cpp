@@ -66,7 +66,7 @@ LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive)
 
 // Returns a NumPy view of a batch's Buffer, read-only if the Buffer is const.
 template <class Values>
-auto view(Values& values) {
+auto as_view(Values& values) {
     return Array<std::remove_pointer_t<decltype(values.data())>>(values.data(), {values.size()});
 }
 
@@ -104,15 +104,15 @@ void bind_batch(nb::module_& m) {
         .def_ro("num_unique", &Batch::num_unique)
         .def_prop_ro("dropped_counts", [](const Batch& batch) { return batch.shared()->dropped_counts; })
         .def_prop_ro("first_illegal_id", [](const Batch& batch) { return batch.shared()->first_illegal_id; })
-        .def_prop_ro("keys", [](Batch& batch) { return view(batch.keys()); })
-        .def_prop_ro("tables", [](const Batch& batch) { return view(batch.tables); })
-        .def_prop_ro("lines", [](Batch& batch) { return view(batch.lines); })
+        .def_prop_ro("keys", [](Batch& batch) { return as_view(batch.keys()); })
+        .def_prop_ro("tables", [](const Batch& batch) { return as_view(batch.tables); })
+        .def_prop_ro("lines", [](Batch& batch) { return as_view(batch.lines); })
         .def_prop_ro("lookup_lines",
-                     [](Batch& batch) { return view(batch.lookup_lines.size() ? batch.lookup_lines : batch.lines); })
-        .def_prop_ro("inverse", [](const Batch& batch) { return view(batch.inverse); })
-        .def_prop_ro("occurrences", [](const Batch& batch) { return view(batch.occurrences); })
-        .def_prop_ro("occurrence_offsets", [](const Batch& batch) { return view(batch.occurrence_offsets); })
-        .def_prop_ro("refused_lines", [](Batch& batch) { return view(batch.refused_lines); });
+                     [](Batch& batch) { return as_view(batch.lookup_lines.size() ? batch.lookup_lines : batch.lines); })
+        .def_prop_ro("inverse", [](const Batch& batch) { return as_view(batch.inverse); })
+        .def_prop_ro("occurrences", [](const Batch& batch) { return as_view(batch.occurrences); })
+        .def_prop_ro("occurrence_offsets", [](const Batch& batch) { return as_view(batch.occurrence_offsets); })
+        .def_prop_ro("refused_lines", [](Batch& batch) { return as_view(batch.refused_lines); });
 }
 
 using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;

@@ -134,7 +134,7 @@ std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, 
     }
     if (rule.row_norm > 0.0f)  // a separate loop, since a branch in the loop above would cost registers
         for (std::size_t row = begin; row < end; ++row)
-            limit_row(ONE_THREAD, job.lines[row], job.shape.dim, rule.row_norm);
+            limit_row_norm(ONE_THREAD, job.lines[row], job.shape.dim, rule.row_norm);
     return written;
 }
 

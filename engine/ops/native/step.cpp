@@ -32,14 +32,14 @@ void count_rows_if(const Batch& batch, const Body& body, const Add& add) {
 template <class Fill>
 std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, const LineShape& shape,
                            Buffer<u64>& lines, const Fill& fill) {
-    std::vector<u64> added = batch.allocate(rows.size(), shape);
+    std::vector<u64> new_lines = batch.allocate_lines(rows.size(), shape);
     parallel_ranges(rows.size(), ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            fill(added[i], rows[i]);
-            lines[rows[i]] = added[i];
+            fill(new_lines[i], rows[i]);
+            lines[rows[i]] = new_lines[i];
         }
     });
-    return added;
+    return new_lines;
 }
 
 GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t lookup) {
@@ -62,7 +62,7 @@ std::size_t count_bags_per_task(const LookupArrays& arrays) {
 }
 
 // Counts a batch's first writes. Adds each table's count to first_write_counts [layout.num_tables], unless it is null.
-struct FirstWrites {
+struct FirstWriteCounter {
     const Batch& batch;
     const Layout& layout;
     u64* const first_write_counts;
@@ -104,7 +104,7 @@ void compute_weights_grad(const Batch& batch, const Layout& layout, std::size_t 
 }
 
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* first_write_counts) {
-    FirstWrites first_writes{batch, layout, first_write_counts};
+    FirstWriteCounter first_writes{batch, layout, first_write_counts};
     const auto write = [&](std::size_t row) {
         const u32 last = batch.occurrences[batch.occurrence_offsets[row + 1] - 1];
         set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
@@ -161,9 +161,9 @@ const RuleLoops& find_rule(const std::string& name) {
 
 // Returns the factors for occurrences' gradients, or nothing if all are 1.
 Buffer<float> compute_occurrence_scales(const Batch& batch, const std::vector<LookupGradient>& grads) {
-    bool any = false;
-    for (const LookupGradient& grad : grads) any = any || grad.pooling.is_mean || grad.pooling.weights;
-    if (!any) return {};
+    bool has_scales = false;
+    for (const LookupGradient& grad : grads) has_scales = has_scales || grad.pooling.is_mean || grad.pooling.weights;
+    if (!has_scales) return {};
     Buffer<float> position_scales(batch.num_positions);
     for (std::size_t k = 0; k < grads.size(); ++k) {
         const Batch::LookupSpan& lookup = batch.lookups[k];
@@ -290,7 +290,7 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
     job.shape = layout.shape;
     job.hyperparams = rule.hyperparams.data();
     job.step = step;
-    FirstWrites first_writes{batch, layout, first_write_counts};
+    FirstWriteCounter first_writes{batch, layout, first_write_counts};
     parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
         const std::size_t written = layout.shape.has_16bit_floats()

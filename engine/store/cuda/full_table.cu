@@ -14,7 +14,7 @@ namespace {
 enum Count : u32 { USED, ERASED, INSERTIONS };
 
 TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
-    u32 position = home_slot(index, slot.hash);
+    u32 position = get_home_slot(index, slot.hash);
     while (atomicCAS(&index.slots[position].value, 0u, slot.value) != 0) position = (position + 1) & index.mask;
     index.slots[position].hash = slot.hash;
     index.slots[position].table = slot.table;
@@ -92,7 +92,7 @@ extern "C" __global__ void count_lookups(const u32* tables, const u32* count, co
 extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines, const u32* count, u64 n,
                                          i64* clusters) {
     for_each(n, [&](u64 i) {
-        u32 position = home_slot(index.view, hashes[i]);
+        u32 position = get_home_slot(index.view, hashes[i]);
         const bool is_stored = i < *count && lines[i];
         while (is_stored && index.view.slots[position].value) position = (position - 1) & index.view.mask;
         clusters[i] = is_stored ? static_cast<i64>(position) : static_cast<i64>(index.view.mask) + 1;

@@ -23,7 +23,7 @@ public:
     // Returns the rows of a bucket, sorted by (table, key).
     RowKeys list_keys(u32 bucket) const;
     std::size_t size() const;
-    std::size_t bytes() const { return total_bytes(buckets_); }
+    std::size_t bytes() const { return sum_bytes(buckets_); }
 
 private:
     // Adds rows; duplicates are allowed. Leaves out rows with a nonzero entry in `skipped`, if `skipped` is not null.

@@ -80,7 +80,7 @@ std::size_t FullTable::look_up_rows(Batch& batch) {
             throw std::invalid_argument("the batch's linear ids do not match the table's linear ids");
         const std::size_t grain = std::max(ROWS_PER_TASK, (batch.num_unique + BUCKETS - 1) / BUCKETS);  // <= 64 tasks
         parallel_ranges(batch.num_unique, grain, [&](std::size_t begin, std::size_t end) {
-            HitCounts::Part counter = hit_counts_.part(begin / grain);
+            HitCounts::TaskCounts counter = hit_counts_.task_counts(begin / grain);
             u64 counts[2] = {0, 0};  // misses and hits of one table; rows are ordered by table
             for (std::size_t i = begin; i < end; ++i) {
                 if (const auto k = i + LINEAR_PREFETCH_DISTANCE; k < end) prefetch(&linear.entry(linear_ids[k]));
@@ -103,7 +103,7 @@ std::size_t FullTable::look_up_rows(Batch& batch) {
         const auto find_bucket = [&, refused_lines, hashes, tables, lines](std::size_t b, const auto& index) {
             const LinePool& line_pool = pools_[b];
             const std::size_t begin = offsets[b], end = offsets[b + 1];
-            HitCounts::Part counter = hit_counts_.part(b);
+            HitCounts::TaskCounts counter = hit_counts_.task_counts(b);
             std::size_t misses = 0;
             for (std::size_t i = begin; i < end; ++i) {
                 if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(hashes[k], tables[k]);
@@ -146,7 +146,7 @@ std::size_t FullTable::gather_rows(const u64* keys, std::size_t n, u64 max_id, f
         first[slot] = static_cast<u16>(i + 1);
     }
     for (std::size_t i = 0; i < n; ++i) std::memcpy(out + i * shape_.dim, floats(lines[i]), shape_.dim * 4);
-    hit_counts_.part(0).add(0, true, unique);
+    hit_counts_.task_counts(0).add(0, true, unique);
     return unique;
 }
 
@@ -182,7 +182,7 @@ void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const RowIndex::Reader index = index_.reader(bucket);
-        HitCounts::Part counter = hit_counts_.part(bucket);
+        HitCounts::TaskCounts counter = hit_counts_.task_counts(bucket);
         for (std::size_t i = begin; i < end; ++i) {
             if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
             const u32 line_ref = index.find(rows.hashes[i], rows.tables[i]);

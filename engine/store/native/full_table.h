@@ -30,7 +30,7 @@ public:
     u32* find_entry(u64 hash, u32 table) const {
         if (linearizer.size() == 0) return nullptr;
         const u64 key = get_key(table, hash);
-        return linearizer.has(table, key) ? &entry(linearizer.linearize(table, key)) : nullptr;
+        return linearizer.contains(table, key) ? &entry(linearizer.linearize(table, key)) : nullptr;
     }
     void insert(u32 bucket, u32* entry, u32 line_ref);
 
@@ -67,7 +67,7 @@ public:
 
         // Returns the row's line_ref, or 0 if the row is absent.
         u32 find(u64 hash, u32 table) const { return find_value(THREAD, slots, hash, table); }
-        TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
+        TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[get_home_slot(slots, hash)]); }
     };
     // Finds all rows in a bucket.
     struct Reader {
@@ -104,7 +104,7 @@ public:
         linear_.for_each(bucket, body);
         hashed_[bucket].for_each([&](const Slot& s) { body(s.table, get_key(s.table, s.hash), s.value); });
     }
-    std::size_t bytes() const { return linear_.bytes() + total_bytes(hashed_); }
+    std::size_t bytes() const { return linear_.bytes() + sum_bytes(hashed_); }
 
 private:
     LinearIdIndex linear_;
