@@ -216,4 +216,4 @@ def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
     descents = np.flatnonzero(flat[1:] < flat[:-1])
     if len(descents):
         at = int(descents[0])
-        raise InputError(f"{where} must ascend, but {flat[at]} at position {at} is followed by {flat[at + 1]}")
+        raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; offsets must ascend")
