@@ -92,7 +92,7 @@ class Tables:
         cuda.gather(batch, self.layout, 0, out)
         cuda.write_step_params(*self.rule, self.optimizer.compute_hyperparams(self.steps), self.steps, 1.0, self.params)
         cuda.update(*self.rule, batch, ([grads], [False], [None]), self.params, self.written, self.faults.word)
-        store.unpin(batch, dirty=True)
+        store.unpin(batch, is_dirty=True)
         return out
 
     def step_on_host(self, ids: Tensor, grads: Tensor) -> Tensor:

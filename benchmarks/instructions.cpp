@@ -190,6 +190,6 @@ private:
 }  // namespace tierbed
 
 int main() {
-    tierbed::set_threads(1);
+    tierbed::set_num_threads(1);
     for (const tierbed::Workload& work : tierbed::WORKLOADS) tierbed::Steps(work).run();
 }

@@ -150,7 +150,7 @@ def tier(
 
     Both peers' keys are made and sorted outside the clock. Also measures how long a write blocks other Python threads.
     """
-    _core.set_threads(THREADS)
+    _core.set_num_threads(THREADS)
     random = np.random.default_rng(0)
     keys = random.permutation(rows).astype(np.uint64)
     ours, peer = Tierbed(folder / "tierbed", row_bytes, mode), Rocksdict(folder / "rocksdict", row_bytes, mode)

@@ -14,7 +14,7 @@ from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
 TRACED_ATTRIBUTE = "tierbed_traced"  # attribute of a traced tensor: (tracing thread, live parameter)
-REMEDY_ATTRIBUTE = "tierbed_remedy"  # attribute of a traced `weight`'s storage: the error text for writes to the weight
+REMEDY_ATTRIBUTE = "tierbed_remedy"  # attribute of a traced `weight`'s storage: what to do instead of writing to it
 
 
 class Unscriptable:

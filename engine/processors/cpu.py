@@ -22,7 +22,7 @@ from ..store.full import CpuFullTier
 from ..store.table_counts import Counts
 from .processor import Processor
 
-MAX_FEW_IDS = 256  # maximum number of ids for `gather_few`, as in native/full_table.h
+GATHER_LIMIT = 256  # maximum number of ids for `gather_rows`, as in native/full_table.h
 
 
 class CpuProcessor(Processor[Batch]):
@@ -57,21 +57,21 @@ class CpuProcessor(Processor[Batch]):
         return self.make_cache(host, options), host
 
     def make_batch(self, lookups: Sequence[Lookup], sibling: Batch | None = None, is_future: bool = False) -> Batch:
-        _core.set_threads(torch.get_num_threads())
+        _core.set_num_threads(torch.get_num_threads())
         return make_batch(self._spec, lookups) if sibling is None else sibling.make_sibling()
 
     def count_written(self, batch: Batch) -> Counts:
         return _core.count_written(batch, self.layout).astype(np.int64)
 
-    def gather_few(self, top: TopTier[Batch], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
+    def gather_rows(self, top: TopTier[Batch], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
         spec, ids = self._spec, lookup.ids
-        if type(top) is not CpuFullTier or ids.numel() > MAX_FEW_IDS or lookup.table_ids is not None or lookup.pooling:
+        if type(top) is not CpuFullTier or ids.numel() > GATHER_LIMIT or lookup.table_ids is not None or lookup.pooling:
             return None
         if spec.num_tables > 1 or spec.padding_key is not None or spec.dtype != "float32" or dtype != torch.float32:
             return None
         out = empty((*ids.shape, spec.dim), dtype)
         rows = out.numpy().reshape(-1, spec.dim)
-        return out if top.gather_few(to_keys(ids), spec.max_ids, rows, is_training) else None
+        return out if top.gather_rows(to_keys(ids), spec.max_ids, rows, is_training) else None
 
     def gather(
         self,
@@ -96,7 +96,7 @@ class CpuProcessor(Processor[Batch]):
         allocate = torch.empty if lookup.feature_columns is None else torch.zeros
         out = allocate(lookup.ids.shape, dtype=torch.float32)
         mean, dtype = lookup.pooling == "mean", OUTPUT_DTYPES[grad.dtype]
-        _core.weights_grad(batch, self.layout, index, as_array(grad), flatten_weights(out), mean, dtype)
+        _core.compute_weights_grad(batch, self.layout, index, as_array(grad), flatten_weights(out), mean, dtype)
         return out
 
     def set_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:

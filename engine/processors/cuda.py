@@ -97,7 +97,7 @@ class CudaProcessor:
 
     def make_batch(self, lookups: Sequence[Lookup], sibling: Batch | None = None, is_future: bool = False) -> Batch:
         """See `Processor.make_batch`. If `is_future`, also groups the positions of ids by row, so the step need not."""
-        _core.set_threads(torch.get_num_threads())  # used by host tiers below a cache
+        _core.set_num_threads(torch.get_num_threads())  # used by host tiers below a cache
         if sibling is not None:
             return sibling.make_sibling(self._faults.word)
         arrays = [_make_lookup_arrays(lookup) for lookup in lookups]
@@ -123,7 +123,7 @@ class CudaProcessor:
     def count_written(self, batch: Batch) -> Counts:
         return np.asarray(kernels.count_written(self._device_layout, batch, batch.lines).cpu())
 
-    def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
+    def gather_rows(self, top: object, lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
         return None
 
     def gather(

@@ -122,7 +122,7 @@ class Processor(Protocol[B]):
     def count_written(self, batch: B) -> Counts:
         """Returns, for each table, how many of the batch's rows were ever written. Needs row addresses. May wait."""
 
-    def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
+    def gather_rows(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
         """Returns a small lookup's result without making a batch, or None. `is_training`: see `TopTier.peek`."""
 
     def gather(

@@ -340,7 +340,7 @@ class OpenTable:
         with self.lock:
             self.raise_deferred_error(wait=False)
             if weights is None and not self.catch_up_rule:
-                rows = self.processor.gather_few(self.prepare_top_tier(), lookup, dtype, is_training)
+                rows = self.processor.gather_rows(self.prepare_top_tier(), lookup, dtype, is_training)
                 if rows is not None:
                     return rows
             return self.processor.gather(self._peek(lookup, is_training), 0, lookup, weights, dtype)

@@ -192,10 +192,10 @@ def test_an_open_table_follows_its_module(tmp_path: Path, device: Device, store:
 class LittleMemory(EmulatedDevice):
     """Of a machine that has no room for a table."""
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+    def allocate_host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         if size > 1 << 20:
             raise MemoryError(f"{size} bytes")
-        return super().host_memory(size, dtype)
+        return super().allocate_host_memory(size, dtype)
 
 
 def test_a_move_that_fails_loses_no_rows(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ class Watched(EmulatedDevice):
         super().__init__()
         self._waits = waits
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        self._waits.host.append(memory := super().host_memory(size, dtype))
+    def allocate_host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        self._waits.host.append(memory := super().allocate_host_memory(size, dtype))
         return memory
 
 

@@ -113,7 +113,7 @@ Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_tr
         }
     }
     if (admission.num_refused == 0) return admission;
-    const std::vector<u64> lines = batch.allocate(admission.num_refused, layout.shape);
+    const std::vector<u64> lines = batch.allocate_lines(admission.num_refused, layout.shape);
     std::size_t next_line = 0;
     for (std::size_t i = 0; i < batch.num_unique; ++i)
         if (refused_lines[i]) refused_lines[i] = lines[next_line++];

@@ -23,13 +23,13 @@ public:
     // Returns the rows of a bucket, sorted by (table, key).
     RowKeys list_keys(u32 bucket) const;
     std::size_t size() const;
-    std::size_t bytes() const { return total_bytes(buckets_); }
+    std::size_t bytes() const { return sum_bytes(buckets_); }
 
 private:
     // Adds rows; duplicates are allowed. Leaves out rows with a nonzero entry in `skipped`, if `skipped` is not null.
     void add_rows(const u64* hashes, const u32* tables, const u64* skipped, const BucketOrder& order);
 
-    std::array<RowMap, BUCKETS> buckets_;  // used as sets of rows: the number of every row is 1
+    std::array<RowMap, BUCKETS> buckets_;  // each map is used as a set of rows: every value is 1
 };
 
 }  // namespace tierbed
