@@ -24,7 +24,7 @@ from tierbed.optim import LAMB, CatchUpAdam, LarsSGD, PartialRowWiseAdam, Partia
 DIM = 16
 STORED_ROW = 160  # bytes on disk: a row of dim DIM with Adagrad, with RocksDB's overhead
 LR = 0.01
-# SparseAdam adds eps at another point than Adam: far below every gradient, it makes no difference to rows
+# Adam and SparseAdam add eps at different points. An eps far below every gradient makes no difference to rows.
 EPS = 1e-10
 BETAS = (0.9, 0.999)
 CHECKED_STEPS = 3
@@ -273,7 +273,7 @@ class Torch:
 
 
 class Accumulated(Rows):
-    """The reference for ranks: each computes the whole step alone, by accumulating all parts."""
+    """The reference for a step over ranks. Each rank computes the whole step alone: it accumulates all ranks' parts."""
 
     def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
         ranks = dist.get_world_size()

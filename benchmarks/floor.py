@@ -47,7 +47,7 @@ class _Step(ctypes.Structure):
 
 
 class _FloorBatch:
-    """A batch in the floor's form: slots by position, and the unique rows in slot order and in batch order."""
+    """A batch as arrays for floor.cpp: the slot at each position, and the unique rows in two orders."""
 
     def __init__(self, shape: Shape, batch: Batch) -> None:
         first = (np.arange(shape.tables) * shape.rows)[:, None]

@@ -36,12 +36,12 @@ from tierbed.engine.store.cuda.full_table import CudaFullTable
 TABLES, IDS, ROWS, DIM = 10, 104_857, 1 << 20, 128
 STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; FBGEMM published 0.96 and 1.35 on an H100
 STORES = ("device_mem", "host_mem", "cached_host_mem")
-CACHED_BAR = 0.9  # of device_mem's steps/s, with a cache that holds nearly all rows
+CACHED_BAR = 0.9  # steps/s relative to device_mem; the cache holds nearly all rows
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 FIND_DIM, FIND_SLOTS, FIND_BAR = 8, 1 << 25, 4.0  # 10^9 rows a second
 LOADS = (0.5, 0.75, 0.95)
 GATHER_BAR = 0.7  # relative to the copy bandwidth
-GRAPH_BATCHES = (64, 4096)  # dominated by launches, and by kernels
+GRAPH_BATCHES = (64, 4096)  # kernel launches dominate the small batch; kernels dominate the large one
 BATCHES, CHECKED = 4, 3
 
 
@@ -134,9 +134,9 @@ def checked_step(
 
 
 def checked_find(device: Device, slots: int, load: float, count: int) -> tuple[Callable[[], Tensor], int]:
-    """Return a find of `count` rows that copies their values, in an index filled to `load`, and the row count.
+    """Return a function that finds up to `count` rows and copies their values, and return the row count.
 
-    Raises Mismatch if it does not return the initial rows.
+    The index is filled to `load`. Raises Mismatch if the function does not return the initial rows.
     """
     rows = int(slots * load)
     both = Tables(device, 1, FIND_DIM, "sgd")
@@ -162,9 +162,9 @@ def checked_find(device: Device, slots: int, load: float, count: int) -> tuple[C
 
 
 def checked_gather(device: Device, rows: int, count: int) -> tuple[Callable[[], Tensor], int]:
-    """Return a gather of `count` random rows of DIM columns, and the bytes it moves.
+    """Return a function that gathers `count` random rows of DIM columns, and the number of bytes it moves.
 
-    Raises Mismatch if it does not return the initial rows.
+    Raises Mismatch if the function does not return the initial rows.
     """
     both = Tables(device, 1, DIM, "sgd")
     table = both.table(rows)
@@ -185,7 +185,7 @@ def checked_gather(device: Device, rows: int, count: int) -> tuple[Callable[[], 
 def checked_graphs(
     device: torch.device, batch: int, rows: int, tables: int, dim: int
 ) -> dict[str, Callable[[int], Tensor]]:
-    """Return steps on batch `i % BATCHES`, plain and recorded as a CUDA graph. Raises Mismatch if they differ."""
+    """Return plain steps, and the same steps recorded as a CUDA graph. Raises Mismatch if their losses differ."""
     model = Model(rows, tables, batch, (256,), "adam", dim=dim)
     batches = [(keys.to(device), labels.to(device)) for keys, labels in keyed(make_batches(model, BATCHES))]
     graphs = {kind: GraphStep(model, Path(), capacity=rows * tables).to(device) for kind in ("plain", "recorded")}

@@ -26,7 +26,7 @@ MODEL = Model(rows=200_000, tables=26, batch=16_384, hidden=(1024, 1024, 512), o
 
 @dataclass(frozen=True)
 class Sizes:
-    """cached: cache size as a fraction of all rows. turn: steps of one kind before the other."""
+    """cached: cache size as a fraction of all rows. turn: steps per turn; plain and `run` turns alternate."""
 
     model: Model = MODEL
     cached: float = 0.5

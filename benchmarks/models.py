@@ -27,8 +27,8 @@ class Model:
 
     rows: rows per table. hidden: hidden widths in the MLP; its output is one number. optimizer: for rows, and for the
     dense part if `dense_optimizer` is None. length: ids per bag; their rows are summed. features: how many dense
-    features there are. If any, the dense part is `torchrec.models.dlrm`'s: two MLPs, and between them the dot products
-    between all pairs of vectors.
+    features there are. With dense features, the dense part is the one in `torchrec.models.dlrm`: an MLP, the dot
+    products of all pairs of vectors, and a second MLP.
     """
 
     rows: int

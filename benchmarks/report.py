@@ -59,7 +59,7 @@ def report(
     markdown_file: Path | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
-    """Print the table, the machine and the reasons for missing figures, and write them. Returns if all bars are met."""
+    """Print and write the table, the machine and reasons for missing figures. Returns True if all bars are met."""
     reasons = [f"{name}: no figure, {reason}" for name, reason in (missing or {}).items()]
     text = "\n".join([markdown(figures), "", listed(about.items()), *reasons])
     print(text)

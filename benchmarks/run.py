@@ -1,8 +1,8 @@
 """Measure tierbed and its peers, one workload after the other, and check the figures against their bars.
 
-    make peers
-    python benchmarks/run.py                          # all; or groups and workloads: kernels tiers/train
-    python benchmarks/run.py tiers/train --repeats 5 --set ahead=4 --json figures.json --markdown figures.md
+    make peers                                        # installs the peers
+    python benchmarks/run.py                          # measures all workloads
+    python benchmarks/run.py kernels tiers/train --repeats 5 --set ahead=4 --json figures.json --markdown figures.md
 
 Each workload runs in its own process and reports figures only if all sides computed the same. Exits with 1 if a
 figure misses its bar, if sides differ, or if a peer is not installed.

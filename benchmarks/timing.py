@@ -1,4 +1,4 @@
-"""Time sides in turns, a store's steps with their hits and misses, and single calls within a step."""
+"""Measures times: the sides' times in turns, a store's steps with hits and misses, and calls within a step."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
 
 
 def io_bytes() -> dict[str, int]:
-    """Return this process's bytes so far: rchar, wchar by file calls; read_bytes, write_bytes on disks."""
+    """Return this process's byte counters from /proc/self/io. `rchar` and `wchar` include the page cache."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {name: int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")}
 

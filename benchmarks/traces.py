@@ -135,7 +135,7 @@ class Zipf:
 class LogUniform:
     """Draws rank k with probability proportional to 1 / k. Ranks map to rows in a fixed order.
 
-    It stores no ranks, because benchmarks that limit memory use it.
+    Ranks are not stored, so that this class can be used in benchmarks with limited memory.
     """
 
     STRIDE = 2_654_435_761  # a prime larger than any number of rows here
@@ -151,11 +151,11 @@ class LogUniform:
 
 
 class Cycles:
-    """One table whose ids go round in two cycles of rows. No row occurs twice in a batch.
+    """One table whose rows are in two cycles. Each cycle uses its rows in a fixed order, then starts again.
 
-    The small cycle, a fifth of the rows, supplies four fifths of each batch; the other cycle supplies the rest. Between
-    two uses of a row in the small cycle come that whole cycle and a 16th of the other, together a quarter of the rows.
-    A cache for 40 % of the rows therefore hits up to four fifths, whatever the number of rows.
+    The small cycle has a fifth of the rows, and supplies four fifths of each batch. The large cycle supplies the rest.
+    Before a row in the small cycle is used again, a quarter of all rows are used. A cache for 40 % of the rows has a
+    hit rate up to four fifths, for any number of rows. No row occurs twice in a batch.
     """
 
     tables = 1

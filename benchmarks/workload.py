@@ -46,14 +46,14 @@ class Workload:
         return (inspect.getdoc(self.measure) or "").partition("\n")[0]
 
     def figures(self, folder: Path, settings: Mapping[str, Any]) -> list[Figure]:
-        """Measure. Raises Mismatch, NotMeasured, or ModuleNotFoundError if a peer is not installed."""
+        """Measure. Raises Mismatch and NotMeasured. Raises ModuleNotFoundError if a peer is not installed."""
         return [replace(figure, section=self.name) for figure in self.measure(folder, **settings)]
 
 
 def workload(
     quick: Mapping[str, Any] | None = None, passive: bool = True, name: str = "", **settings: Any
 ) -> Callable[[Measure], Measure]:
-    """Register a function in its module's group. Its settings are `settings` and its parameters with defaults."""
+    """Register a function in its module's group. `settings` are added to the defaults of the function's parameters."""
 
     def register(measure: Measure) -> Measure:
         parameters = inspect.signature(measure).parameters.values()

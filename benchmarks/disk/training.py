@@ -66,9 +66,9 @@ class Case:
 class Outcome:
     """What was measured.
 
-    seconds: per timed step. sample: row checksums. The others cover all timed steps: cpu, processor seconds; read,
-    written, bytes on the disk; moved, bytes in all file reads and writes, page cache included; ssd, increases in
-    RocksDB's counters.
+    `seconds` has one value per timed step, and `sample` has row checksums. All other fields are sums over the timed
+    steps. `cpu` is in processor seconds. `read` and `written` are bytes on the disk. `moved` is bytes in all file reads
+    and writes, even in the page cache. `ssd` is the increase of each RocksDB counter.
     """
 
     seconds: list[float]

@@ -20,7 +20,7 @@ from workload import check_losses, figure, workload
 
 from tierbed import Graph
 
-BARS = (1.0, 1.2, 1.3)  # least FBGEMM / tierbed: worst with one id, worst with bags, median of all
+BARS = (1.0, 1.2, 1.3)  # bars for FBGEMM / tierbed: minimum with one id, minimum with bags, median of all
 TINY = {"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2, "calls": 2}
 
 
@@ -154,7 +154,7 @@ def fused(
     repeats: int = 16,
     calls: int = 12,
 ) -> Iterator[Figure]:
-    """Whole steps with a linear layer: time, TorchRec's fused collection relative to ours, row-wise Adagrad.
+    """Time of a step with a linear layer and row-wise Adagrad. Compares TorchRec's fused collection with tierbed.
 
     calls: steps per turn.
     """

@@ -20,7 +20,7 @@ from disk.training import MEMORY_MAPPED, Case, Outcome, train_case
 from report import Figure, listed
 from workload import Mismatch, NotMeasured, figure, workload
 
-CLOSE = 1e-4  # between losses: torch sums a row's gradients in another order
+CLOSE = 1e-4  # allowed difference between losses, because torch sums a row's gradients in another order
 TINY = {"batch": 64, "warm_up": 4, "repeats": 12, "limit": None, "floor_seconds": 0.05, "apart": False}
 FIELDS = {"batch": 2048, "warm_up": 500, "repeats": 2000}  # of a `Case`
 LIMITED = {**FIELDS, "floor_seconds": 2.0, "apart": True}  # apart: each side in its own process
@@ -40,7 +40,7 @@ def beyond_memory(
     curve: Sequence[float] = (1.5, 1.0, 0.5, 0.25),
     **fields: Any,
 ) -> Iterator[Figure]:
-    """D=16 in limited memory: against the disk alone and memory-mapped torch, and with several memory limits.
+    """Steps with D=16 in limited memory, relative to the disk's reads and to memory-mapped torch. Varies the limit.
 
     rows: rows in each of 8 tables. curve: memory limits as fractions of the table's size.
     """
@@ -94,7 +94,7 @@ def _curve(case: Case, curve: Sequence[float], floor: Floor, apart: bool) -> Ite
 
 @workload({**TINY, "rows": 1000}, **{**LIMITED, "rows": 375_000, "limit": 1 << 30, "repeats": 500})
 def wide(folder: Path, repeats: int, floor_seconds: float, apart: bool, **fields: Any) -> Iterator[Figure]:
-    """D=128 with row-wise Adagrad in limited memory, against the disk alone."""
+    """Steps with D=128 and row-wise Adagrad in limited memory, relative to the time of the disk's reads."""
     path = str(folder / "rows")
     case = Case("cached_ssd", folder=path, dim=128, optimizer="rowwise_adagrad", steps=repeats, **fields)
     if case.limit is not None and (reason := may_limit()):
@@ -110,7 +110,7 @@ def wide(folder: Path, repeats: int, floor_seconds: float, apart: bool, **fields
     **{**FIELDS, "rows": 500_000, "repeats": 1000},
 )
 def page_cache(folder: Path, repeats: int, apart: bool = True, **fields: Any) -> Iterator[Figure]:
-    """A cache for 10 % of the rows, with all files in the page cache: against device_mem and memory-mapped torch."""
+    """Samples/s with all files in the page cache, relative to device_mem and to memory-mapped torch."""
     case = Case("cached_ssd", folder=str(folder / "rows"), steps=repeats, **fields)
     ours = run(case, apart)
     memory = run(replace(case, store="device_mem"), apart)

@@ -27,11 +27,11 @@ def step(
     repeats: int = 10,
     **fields: Any,
 ) -> Iterator[Figure]:
-    """A step of a DLRM: against TorchRec and torch, and the embeddings' part of the time.
+    """Time of a DLRM step relative to TorchRec and torch. Also compares the time of the embeddings alone.
 
-    tolerance: relative difference allowed between losses. Rounding alone reaches a third of it; a row learning rate
-    that is 1 % wrong exceeds it, in fewer steps. share: bar for the embeddings' part. whole: bar for whole steps.
-    turn: how many steps one side makes before the others.
+    tolerance: relative difference allowed between losses. Rounding alone causes up to a third of this difference. A
+    row learning rate that is 1 % wrong causes a larger difference. share: bar for the embeddings alone. whole: bar for
+    whole steps. turn: how many steps one side makes before the next side.
     """
     model = Model(**fields)
     plain, recommended = GraphStep(model, folder), GraphStep(model, folder)

@@ -1,4 +1,4 @@
-"""The static graph: against eager loops and against its own parts."""
+"""Compares the static graph with eager loops, and a pipelined step with its dense work and its fetch."""
 
 from __future__ import annotations
 

@@ -236,7 +236,7 @@ def read(files: list[Path]) -> None:
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """Return by how much this process's resident memory grows at most while `work` runs."""
+    """Return the largest increase of this process's resident memory while `work` runs."""
     ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator kept from earlier would hide part of the peak
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")

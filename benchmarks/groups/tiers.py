@@ -1,4 +1,4 @@
-"""The tiers: whole steps over SSD, caches against memory, look-ahead, and tables of growing size."""
+"""Measures the tiers: training on SSD, caches in front of host memory, look-ahead, and tables of growing size."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tierbed import MultiTableEmbedding
 
 # for cached_ssd, the fastest of those tried: the trace has no drift, and the table is in the page cache
 OPTIONS = {"cache_policy": "lfu", "read_mode": "mmap", "shards": 2}
-HIT_RATE = 0.99  # the smallest host-memory cache that reaches it must meet a bar
+HIT_RATE = 0.99  # a bar applies to the smallest host-memory cache with this hit rate
 SPARE = 1.5  # disk space relative to a table's size, for compaction
 
 
@@ -42,7 +42,7 @@ def train(
     turn: int = 60,
     repeats: int = 3,
 ) -> Iterator[Figure]:
-    """Samples/s in training on cached_ssd, relative to device_mem. Every other turn announces nothing.
+    """Samples/s in training on cached_ssd, relative to device_mem. Turns with and without look-ahead alternate.
 
     rows: rows in all tables. cached: the cache's size as a fraction of them. turn: steps on one store before the other.
     """
@@ -221,7 +221,7 @@ def scale(
 ) -> Iterator[Figure]:
     """Nanoseconds per id on cached_ssd for several row counts, at one hit rate. `--set rows=[100000000]` is one table.
 
-    apart: how much hit rates may differ. The smallest table hits most, so the comparison is stricter for the others.
+    apart: how much hit rates may differ. The smallest table has the highest hit rate, so it has an advantage.
     """
     free, needed = shutil.disk_usage(folder).free, int(sum(rows) * STORED_ROW * SPARE)
     if free < needed:

@@ -54,7 +54,7 @@ _groups_lock = RLock()  # held while a thread changes groups and records
 
 
 class Clock:
-    """Numbers the moments when this process began a save or finished a load. Other moments get no number."""
+    """Counts the moments: `moment` grows by 1 when this process begins a save or finishes a load."""
 
     moment = 0
 
@@ -69,7 +69,7 @@ class MemberRows:
 
     current_entry: Entry = NOTHING  # durable rows that equal the current rows
     unchanged_since: int = 0  # the rows have not changed since this moment
-    intervals: list[Interval] = field(default_factory=list)  # one interval per snapshot of the rows, even if unfinished
+    intervals: list[Interval] = field(default_factory=list)  # one per snapshot of the rows, and one per running save
 
     def mark_changed(self, entry: Entry = NOTHING) -> None:
         """Called when the rows change. Ends all intervals, because these snapshots have the earlier rows."""
@@ -401,7 +401,7 @@ class Group:
                 rows.intervals = [span for span in rows.intervals if span.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before the first change of rows without a snapshot: after a kill, other stores' later saves are lost."""
+        """Warn that no snapshot has the rows that will change. A kill would then undo the other stores' saves."""
         entries, commit = self.record.entries, self.record.commit
         alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.current_entry.snapshot is None and NOTHING not in entries.values():

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EMPTY, FOREVER = "EMPTY", sys.maxsize
-_STORED_NAMES = {"entries": "now", "previous_commit": "before", "changed_stores": "trained"}  # of fields on disk
+_STORED_NAMES = {"entries": "now", "previous_commit": "before", "changed_stores": "trained"}  # names on disk
 _STORED_NAMES |= {"skipped_sequences": "undone", "is_joining": "joining"}
 SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY for no rows
 
