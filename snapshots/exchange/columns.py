@@ -20,7 +20,7 @@ TABLE_NAME = "table_name"  # an extra column in formats that can store text
 VALUES = "values"  # one array with embeddings and optimizer states, instead of an array for each
 KEY_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(name) for name in ("int32", "int64", "uint64")}
 
-_OTHERS = {TABLE, TABLE_NAME, KEY, EMBEDDING, UPDATES, STEP, VALUES}
+_OTHER_COLUMNS = {TABLE, TABLE_NAME, KEY, EMBEDDING, UPDATES, STEP, VALUES}
 _CHUNK_ROWS = 65536
 _CHUNK_BYTES = 1 << 25
 
@@ -33,7 +33,7 @@ def compute_chunk_rows(row_bytes: int) -> int:
 
 
 class Columns:
-    """The columns of a table's rows, listed by `shapes`. The embedding and the optimizer states are float32."""
+    """The columns of a table's rows, listed by `list_types`. The embedding and the optimizer states are float32."""
 
     def __init__(self, description: Mapping[str, Any]) -> None:
         """`description` must be valid. Raises SnapshotError for an unknown key type or a duplicate column name."""
@@ -46,12 +46,12 @@ class Columns:
         self.dim = sum(description["columns"])
         self.table_names = read_table_names(description)
         for state, times in Counter(description["states"]).items():
-            if state in _OTHERS or times > 1:
+            if state in _OTHER_COLUMNS or times > 1:
                 raise SnapshotError(f"optimizer state {state!r} has the name of another column: use state=False")
         self.row_format = RowFormat.from_description(description)
         self.storage_dim = sum(self.row_format.counts.values())  # how many numbers a row has
 
-    def shapes(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+    def list_types(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Return each column's dtype, and the shape of one row's value in this column."""
         integer, single = np.dtype(np.uint32), np.dtype(np.float32)
         return {
@@ -65,7 +65,7 @@ class Columns:
     def split(self, rows: NDArray[np.void]) -> dict[str, NDArray[Any]]:
         """Split rows [n] of dtype `row_format.dtype` into contiguous columns."""
         columns = {
-            KEY: self.user_keys(rows["key"]),
+            KEY: self.to_user_keys(rows["key"]),
             TABLE: rows["table"],
             **{name: self.row_format.values(rows, name) for name in self.row_format.counts},
             UPDATES: rows["updates"],
@@ -73,11 +73,11 @@ class Columns:
         }
         return {name: np.ascontiguousarray(column) for name, column in columns.items()}
 
-    def user_keys(self, stored: NDArray[np.uint64]) -> NDArray[Any]:
+    def to_user_keys(self, stored: NDArray[np.uint64]) -> NDArray[Any]:
         """Convert stored 64-bit keys [n] to the key type that users see."""
         return stored.astype(np.int64).astype(self.key_dtype) if self.key_dtype.kind == "i" else stored.copy()
 
-    def rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
+    def make_rows(self, arrays: Arrays, where: str) -> Iterator[NDArray[np.void]]:
         """Check named arrays, and convert them to chunks of rows with dtype `row_format.dtype`. Raises InputError.
 
         If the array "table" is missing, rows belong to the only table. If "updates" is missing, every row gets the

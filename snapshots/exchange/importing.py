@@ -19,11 +19,11 @@ from ...engine.options.table_names import TABLE_NAMES, TENSOR_NAMED, Names, are_
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowFormat
 from ..files.format import Manifest, check_name
-from ..files.writer import ProgressCallback, check_free, write_snapshot
+from ..files.writer import ProgressCallback, check_name_free, write_snapshot
 from ..store.folder import StoreFolder
 from ..store.selection import convert_description, read_dtypes
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from .descriptions import checked_description, description_for, stored_description, without_state
+from .descriptions import description_for, drop_state, read_description, validate_description
 from .sorting import RowSorter
 from .sources import Source, open_source
 
@@ -80,7 +80,7 @@ def import_snapshot(
     check_name(name)
     source = open_source(source, keys, table_ids, tensor, states)
     if description is not None:
-        description = checked_description(description, "description")
+        description = validate_description(description, "description")
     dtype_name = None if dtype is None else check_dtype(dtype)
     with StoreFolder(Path(store), "import_snapshot") as folder:
         description = _fit_description(description or source.description or _find_description(folder, source), source)
@@ -88,7 +88,7 @@ def import_snapshot(
         if dtype_name is not None:
             description = convert_description(dict(description), (dtype_name, read_dtypes(description)[1] or "float32"))
         target = folder.snapshots / name
-        check_free(target, None)
+        check_name_free(target, None)
         with closing(RowSorter(folder.snapshots, RowFormat.from_description(description).dtype)) as sorter:
             for rows in _read_rows(source, description):
                 sorter.add(rows)
@@ -99,7 +99,7 @@ def import_snapshot(
 
 def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
     """Return the description of the store's rows. For an empty store, makes a description with default options."""
-    if (description := stored_description(store)) is not None:
+    if (description := read_description(store)) is not None:
         return description
     if source.num_tables is None:
         raise InputError(f"{source.what}: the number of tables is unknown; give description=description_for(...)")
@@ -145,7 +145,7 @@ def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[
     missing = [state for state in description["states"] if state not in source.names]
     if missing and len(missing) < len(description["states"]):
         raise InputError(f"{source.what} lacks optimizer state {', '.join(missing)}: give all states, or none")
-    return without_state(description) if missing else description
+    return drop_state(description) if missing else description
 
 
 def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np.void]]:
@@ -153,7 +153,7 @@ def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArr
     names = [KEY, TABLE, EMBEDDING, *description["states"], UPDATES, *([STEP] if description["step"] else [])]
     for batch in source.batches(names):
         arrays = batch if source.key_type is not None else _number_rows(batch, columns, source)
-        yield from columns.rows(arrays, source.what)
+        yield from columns.make_rows(arrays, source.what)
 
 
 def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
