@@ -13,7 +13,7 @@ from contenders import CHECKED_STEPS, EPS, LR, OPTIMIZERS, Collection, Fbgemm, c
 from floor import Floor
 from models import cycle
 from report import Figure
-from timing import in_turns
+from timing import time_in_turns
 from torch import Tensor, nn
 from traces import ALPHA, Shape, make_batches
 from workload import check_losses, figure, workload
@@ -48,7 +48,7 @@ def dense_ids(
         batches = make_batches(shape)
         ours, peer = Collection(shape, batches), Fbgemm(shape, batches)
         check(ours, [peer])
-        times = in_turns({side.name: side.step for side in (ours, peer)}, repeats, 1, calls=calls)
+        times = time_in_turns({side.name: side.step for side in (ours, peer)}, repeats, 1, calls=calls)
         ratios[length].append(times.ratio(peer.name, ours.name))
         law = "uniform" if alpha is None else f"zipf {alpha}"
         what = f"time, FBGEMM / tierbed: D={dim}, {length} ids, {count:,} rows, {law}"
@@ -87,7 +87,7 @@ def floor(
         batches = make_batches(shape)
         ours, least = Collection(shape, batches), Floor(shape, batches)
         check(ours, [least])
-        times = in_turns({side.name: side.step for side in (ours, least)}, repeats, 1, calls=calls)
+        times = time_in_turns({side.name: side.step for side in (ours, least)}, repeats, 1, calls=calls)
         what = f"time, tierbed / floor: D={dim}, {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
         yield figure(what, times.ratio(ours.name, least.name), "x", bar=1.7, at_most=True, notes=str(times))
 
@@ -174,6 +174,6 @@ def fused(
         }
         for index in range(CHECKED_STEPS):
             check_losses("tierbed and TorchRec", *([step(index)] for step in sides.values()), tolerance=1e-5)
-        times = in_turns(sides, repeats, 1, calls=calls)
+        times = time_in_turns(sides, repeats, 1, calls=calls)
         what = f"time, TorchRec / tierbed: {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
         yield figure(what, times.ratio("TorchRec", "tierbed"), "x", bar=1.3, notes=str(times))

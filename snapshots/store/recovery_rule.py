@@ -167,7 +167,7 @@ def merge_records(records: Sequence[Record], entries: Mapping[str, Entry]) -> Re
     """Combine several groups' records. entries: the entries of the stores to include."""
     fields: dict[str, Any] = {
         name: {x: value for record in records for x, value in getattr(record, name).items() if x in entries}
-        for name in ("commit", "previous_commit", "places", "parents", "skipped_sequences")
+        for name in ("commit", "previous_commit", "locations", "parents", "skipped_sequences")
     }
     fields["changed_stores"] = frozenset(x for record in records for x in record.changed_stores if x in entries)
     return Record(dict(entries), **fields)
