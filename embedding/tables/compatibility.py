@@ -160,7 +160,7 @@ def fit_selection(
     if selection.convert and convert_description(stored, dtypes) != stored:
         selection = dataclasses.replace(selection, types=dtypes)
     try:
-        check_stored_rows(spec, selection.description(stored), optimizer, SnapshotError, label, tables)
+        check_stored_rows(spec, selection.describe(stored), optimizer, SnapshotError, label, tables)
     except OptimizerError as error:
         if strict:
             raise OptimizerError(f"{error}; or load it with weights_only=True") from error

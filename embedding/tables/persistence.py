@@ -405,7 +405,7 @@ class TablePersistence:
             chunks = ids.remember_padding(snapshot.chunks())
             for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
-        stored = {**selection.description(description), "rows": report.rows}
+        stored = {**selection.describe(description), "rows": report.rows}
         selected = ids.count(selection.read_rows(snapshot, LoadReport()))
         with self._adopt_seed(snapshot.description), contextlib.nullcontext() if old_table is None else old_table.lock:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None

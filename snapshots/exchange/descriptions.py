@@ -81,13 +81,13 @@ def read_description(store: StoreFolder) -> dict[str, Any] | None:
 
 def drop_state(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return a description without optimizer state and at step 0, so that training starts with new state."""
-    return Selection(state=False).description(dict(description))
+    return Selection(state=False).describe(dict(description))
 
 
-def validate_description(description: Any, where: str) -> dict[str, Any]:
+def validate_description(description: Any, label: str) -> dict[str, Any]:
     """Return a copy of the description. Raises InputError if the description is invalid."""
     try:
         check_description(description)
     except ValueError as error:
-        raise InputError(f"{where}: {error}; make the description with description_for") from error
+        raise InputError(f"{label}: {error}; make the description with description_for") from error
     return dict(description)

@@ -71,7 +71,7 @@ def export_snapshot(
         tables = _find_table_ids(tables, read_table_names(snapshot.description))
     report = LoadReport()
     selection = Selection(tables, state=state)
-    description = selection.description(snapshot.description)
+    description = selection.describe(snapshot.description)
     chunks = selection.read_rows(snapshot, report, progress)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         replaceable = path.is_file() and format != "snapshot"

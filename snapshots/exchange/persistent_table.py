@@ -146,7 +146,7 @@ def make_persistent_table_reader(
     _check_value_type(value_type)
     check_name(snapshot_name)
     snapshot = Snapshot.open(require_store(to_path(path, "path")) / "snapshots" / snapshot_name)
-    _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
+    _check_types(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
     if len(snapshot.description["tables"]) > 1 and not table_ids:
         raise InputError(
             f"snapshot {snapshot_name!r} has {len(snapshot.description['tables'])} tables, which may share keys: "
@@ -195,7 +195,7 @@ def make_persistent_table_writer(
         check_name_free(folder.snapshots / snapshot_name, None)
         description = description or read_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
-        _check_kind(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
+        _check_types(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
         if storage_dim != Columns(description).storage_dim:
             description = drop_state(description)
         return PersistentTableWriter(folder, snapshot_name, description)
@@ -211,11 +211,11 @@ def _check_value_type(value_type: Any) -> None:
         )
 
 
-def _check_kind(description: Mapping[str, Any], key_dtype: torch.dtype, storage_dim: int, what: str) -> None:
+def _check_types(description: Mapping[str, Any], key_dtype: torch.dtype, storage_dim: int, label: str) -> None:
     if KEY_TYPES[check_key_type(key_dtype)] != description["key_type"]:
-        raise InputError(f"key_type={key_dtype} does not fit {what}; give torch.{description['key_type']}")
+        raise InputError(f"key_type={key_dtype} does not fit {label}; give torch.{description['key_type']}")
     dim = sum(description["columns"])
     full_dim = dim + sum(description["state_widths"])
     if type(storage_dim) is not int or storage_dim not in (dim, full_dim):
         states = f", or {full_dim} with optimizer state {', '.join(description['states'])}" if full_dim > dim else ""
-        raise InputError(f"storage_dim={storage_dim!r} does not fit {what}; give {dim} for the embedding{states}")
+        raise InputError(f"storage_dim={storage_dim!r} does not fit {label}; give {dim} for the embedding{states}")

@@ -66,18 +66,18 @@ class Source:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         opener: FileOpener,
         choose_tables: Callable[[Mapping[str, Shape]], list[SourceTable]],
         states: Iterable[str] = (),
         padding_idx: int | None = None,
     ) -> None:
         """choose_tables: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
-        self.what = what  # names the source in error messages
+        self.label = label  # names the source in error messages
         self.states = frozenset(states)  # names of optimizer states that were passed for dense tables
         self.padding_idx = padding_idx  # the padding_idx if the source is an `nn.Embedding`
         self._opener = opener
-        with _convert_errors(what), opener() as file:
+        with _convert_errors(label), opener() as file:
             shapes, metadata = file.column_types, file.metadata
             self._tables = choose_tables(shapes)
         self.names = frozenset(self._tables[0].columns)
@@ -88,22 +88,22 @@ class Source:
             self._add_table(table, shapes)
         self.key_type = shapes[self._tables[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
-            raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)  # None if not in the file
+            raise InputError(f"{label}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
+        self.description = None if metadata is None else _parse_description(metadata, label)  # None if not in the file
 
     def _add_table(self, table: SourceTable, shapes: Mapping[str, Shape]) -> None:
         name = table.columns[EMBEDDING]
         dtype, shape = shapes[name]
         if dtype not in STORED_DTYPES or len(shape) != 2 or shape[1] < 1:
             raise InputError(
-                f"{self.what}: {name} has dtype {dtype} and shape {shape}. Convert it to shape (n, dim) and to one of "
+                f"{self.label}: {name} has dtype {dtype} and shape {shape}. Convert it to shape (n, dim) and to one of "
                 f"these dtypes: {', '.join(STORED_DTYPES)}"
             )
         if self.dim not in (0, shape[1]):
-            raise InputError(f"{self.what}: {name} has {shape[1]} floats per row, but another tensor has {self.dim}")
+            raise InputError(f"{self.label}: {name} has {shape[1]} floats per row, but another tensor has {self.dim}")
         for other in table.columns.values():
             if shapes[other][1][:1] != shape[:1]:
-                raise InputError(f"{self.what}: {other} has shape {shapes[other][1]}, but {name} has shape {shape}")
+                raise InputError(f"{self.label}: {other} has shape {shapes[other][1]}, but {name} has shape {shape}")
         self.dim = shape[1]
         self.num_rows += shape[0]
 
@@ -113,7 +113,7 @@ class Source:
         Raises SnapshotError if columns cannot be read, and InputError if a value is invalid.
         """
         present = [name for name in names if name in self.names]
-        with _convert_errors(self.what), self._opener() as file:
+        with _convert_errors(self.label), self._opener() as file:
             for table in self._tables:
                 begin = 0
                 for batch in file.batches([table.columns[name] for name in present], compute_chunk_rows(4 * self.dim)):
@@ -128,14 +128,14 @@ class Source:
                     yield columns if table.identifier is None else {**columns, TABLE: table.identifier}
 
 
-def _to_float32(values: NDArray[Any], where: str) -> NDArray[np.float32]:
+def _to_float32(values: NDArray[Any], label: str) -> NDArray[np.float32]:
     """Convert numbers to float32. Raises InputError for integers, and for numbers that overflow float32."""
     if values.dtype.kind in "iub":
-        raise InputError(f"{where} has dtype {values.dtype}; give floats that fit into float32")
+        raise InputError(f"{label} has dtype {values.dtype}; give floats that fit into float32")
     with np.errstate(over="ignore"):
         single: NDArray[np.float32] = values.astype(np.float32, copy=False)
     if (np.isfinite(values) & ~np.isfinite(single)).any():
-        raise InputError(f"{where} overflows float32; give floats that fit into float32")
+        raise InputError(f"{label} overflows float32; give floats that fit into float32")
     return single
 
 
@@ -158,9 +158,9 @@ def open_source(
     if TABLE in extras and KEY not in extras:
         raise InputError("table_ids: an array of table ids needs keys; give keys, or one table id")
 
-    def array_source(what: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
+    def array_source(label: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
         arrays = NamedArrays({name: make_column(array), **extras})
-        return Source(what, lambda: nullcontext(arrays), _choose_dense(name, extras, table), states, padding_idx)
+        return Source(label, lambda: nullcontext(arrays), _choose_dense(name, extras, table), states, padding_idx)
 
     if isinstance(source, nn.Embedding):
         return array_source("nn.Embedding", "weight", source.weight, source.padding_idx)
@@ -171,17 +171,17 @@ def open_source(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
         )
     path = Path(source)
-    what = f"source={str(path)!r}"
+    label = f"source={str(path)!r}"
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave tensor out")
-        return array_source(what, "values", _map_npy(path, "source"))
+        return array_source(label, "values", _map_npy(path, "source"))
     opener = _find_opener(path)
     if tensor is not None:
-        return Source(what, partial(_open_with, opener, extras), _choose_dense(tensor, extras, table, states), states)
+        return Source(label, partial(_open_with, opener, extras), _choose_dense(tensor, extras, table, states), states)
     if extras or table is not None:
         raise InputError("keys and table_ids are only for dense tables; give tensor=, or leave out keys and table_ids")
-    return Source(what, opener, _choose_by_name, states)
+    return Source(label, opener, _choose_by_name, states)
 
 
 def _find_opener(path: Path) -> FileOpener:
@@ -293,20 +293,20 @@ def _iterate_tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield from _iterate_tensors(inner, f"{prefix}{name}.")
 
 
-def _parse_description(metadata: str, what: str) -> dict[str, Any]:
+def _parse_description(metadata: str, label: str) -> dict[str, Any]:
     try:
         description = json.loads(metadata)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{what}: its description is not JSON: {error}; give a description") from error
-    return validate_description(description, f"{what}: its description")
+        raise InputError(f"{label}: its description is not JSON: {error}; give a description") from error
+    return validate_description(description, f"{label}: its description")
 
 
 @contextmanager
-def _convert_errors(what: str, remedy: str = "write the file again, or give another file") -> Iterator[None]:
+def _convert_errors(label: str, remedy: str = "write the file again, or give another file") -> Iterator[None]:
     """Convert errors that libraries raise for a damaged or foreign file to SnapshotError."""
     try:
         yield
     except TierbedError as error:
-        raise type(error)(error if what.removeprefix("source=") in str(error) else f"{what}: {error}") from error
+        raise type(error)(error if label.removeprefix("source=") in str(error) else f"{label}: {error}") from error
     except _DAMAGED as error:
-        raise SnapshotError(f"{what} cannot be read: {error}; {remedy}") from error
+        raise SnapshotError(f"{label} cannot be read: {error}; {remedy}") from error

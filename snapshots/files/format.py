@@ -287,7 +287,7 @@ class Manifest:
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "'files' is not a map by file name")
         files = {name: decode_file(name, entry, row_format, num_shards) for name, entry in sorted(files.items())}
-        rows, deleted = (sum(file.rows for name, file in files.items() if is_deletion(name) == of) for of in (0, 1))
+        rows, deleted = (sum(file.rows for name, file in files.items() if is_deletion(name) == flag) for flag in (0, 1))
         _require(deleted == value["deleted"], "'deleted' is not the sum over the files")
         _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
         if kind == "full":

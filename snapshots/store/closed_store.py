@@ -142,7 +142,7 @@ def load_into_stores(
             cleanup.callback(remove_folder, store.incoming)  # after a successful load, the folder no longer exists
             report = LoadReport()
             rows = choice.read_rows(snapshot, report, progress)
-            results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
+            results.append((write_snapshot(store.incoming, choice.describe(snapshot.description), rows), report))
         whole_loads = [member for member, choice in zip(members, selections, strict=True) if choice.is_whole]
         ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
         with record_load({member: ids[member] for member in whole_loads}) if whole_loads else nullcontext():
@@ -186,7 +186,7 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
                 f"{snapshot.description[field]!r}, but the {field} in {str(store.path)!r} is {marker.get(field)!r}. "
                 "Load the snapshot into the store that saved it"
             )
-    store_types, snapshot_types = read_dtypes(marker), read_dtypes(selection.description(snapshot.description))
+    store_types, snapshot_types = read_dtypes(marker), read_dtypes(selection.describe(snapshot.description))
     state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any dtype
     if (store_types[0], state_type) == snapshot_types:
         return selection

@@ -73,8 +73,8 @@ class MemberRows:
 
     def mark_changed(self, entry: Entry = NOTHING) -> None:
         """Called when the rows change. Ends all intervals, because these snapshots have the earlier rows."""
-        for span in self.intervals:
-            span.end(clock.moment)
+        for interval in self.intervals:
+            interval.end(clock.moment)
         self.current_entry = entry
 
 
@@ -145,10 +145,10 @@ class Member(MemberRows):
         with _groups_lock:
             self.lock()
             clock.moment += 1
-            capture = PendingSave("", self.unchanged_since, member=self)
-            self.intervals.append(capture)
+            pending = PendingSave("", self.unchanged_since, member=self)
+            self.intervals.append(pending)
             self.expect_change()
-            return capture
+            return pending
 
     def mark_replaced(self, snapshot: str | None) -> None:
         """Called after all rows were replaced. snapshot: the id of the snapshot with these rows, or None."""
@@ -398,7 +398,7 @@ class Group:
             self.rows[id].current_entry = entry
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
-                rows.intervals = [span for span in rows.intervals if span.last >= moment]
+                rows.intervals = [interval for interval in rows.intervals if interval.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
         """Warn that no snapshot has the rows that will change. A kill would then undo the other stores' saves."""
@@ -424,7 +424,7 @@ class Group:
             if not missing:
                 break
             for x in missing:
-                self.rows[x].intervals = [span for span in self.rows[x].intervals if span.snapshot != snapshots[x]]
+                self.rows[x].intervals = [i for i in self.rows[x].intervals if i.snapshot != snapshots[x]]
         return newest
 
 
@@ -502,22 +502,22 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
 def record_save(snapshots: Mapping[PendingSave, str], is_parent: bool = True) -> None:
     """Record that rows were saved, after their snapshots got their final names. Raises StoreError.
 
-    snapshots: {capture: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.
+    snapshots: {save: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.
     """
     with _groups_lock:
-        present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
-        groups = _split_by_group({capture.member: id for capture, id in snapshots.items()})
+        present = {pending.member: id for pending, id in snapshots.items() if pending.last == FOREVER}
+        groups = _split_by_group({pending.member: id for pending, id in snapshots.items()})
         before = [(group, {**vars(group.record), "entries": group.current_entries}) for group, _ in groups]
         try:
-            for capture, snapshot in snapshots.items():
-                capture.snapshot = snapshot
+            for pending, snapshot in snapshots.items():
+                pending.snapshot = snapshot
             for group, ids in groups:
                 own = {member: id for member, id in present.items() if member.group is group}
                 entries = {m.id: Entry(id, m.current_entry.live_version) for m, id in own.items()}
                 group.write(entries, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
-            for capture in snapshots:
-                capture.snapshot = ""
+            for pending in snapshots:
+                pending.snapshot = ""
             for group, fields in before:
                 with suppress(StoreError):
                     group.write(**fields)
