@@ -68,7 +68,7 @@ def prune(
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
     from ..snapshots.store.folder_state import FolderState
-    from ..snapshots.store.linking import REPLACED_PREFIX
+    from ..snapshots.store.linking import BACKUP_PREFIX
     from ..snapshots.store.retention import plan_store_prune
 
     stores = find_stores_at(store)
@@ -87,7 +87,7 @@ def prune(
         for name in removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.escape(name)}")
         for name in needed:
-            reason = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
+            reason = "a save replaced it, but " if name.startswith(BACKUP_PREFIX) else ""
             print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.escape(name)}: {reason}recovery needs it")
         count = len(removed) + len(retained)
         print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.format_size(removed_bytes)}")
@@ -262,12 +262,12 @@ def inspect(
         check_plot(plot)
     snapshot = open_snapshot(store, name)
     with output.show_progress("reading", snapshot.manifest.rows) as advance:
-        summary = summarise(snapshot, advance, first=rows)
+        summary = summarise(snapshot, advance, num_first_rows=rows)
     names = read_table_names(snapshot.description)
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
-    figures = {**output.make_entry(name, snapshot.manifest), **summary.figures}
-    first_rows = [to_plain_row(row, snapshot.description) for row in summary.first]
+    figures = {**output.make_entry(name, snapshot.manifest), **summary.statistics}
+    first_rows = [to_plain_row(row, snapshot.description) for row in summary.first_rows]
     description = name_hyperparams(snapshot.description)
     if as_json:
         output.print_json({**figures, "description": description, "first_rows": first_rows})

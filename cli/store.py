@@ -25,9 +25,9 @@ def stat(store: Store, as_json: Json = False) -> None:
 
     Example: tierbed store stat store/users
     """
-    from ..snapshots.store.status import store_status
+    from ..snapshots.store.status import read_store_status
 
-    status = store_status(store)
+    status = read_store_status(store)
     if as_json:
         output.print_json(make_document(status))
         return
@@ -177,7 +177,7 @@ def make_document(status: StoreStatus) -> dict[str, Any]:
         "step": status.step,
         "base": status.recovery_snapshot,
         "bytes": status.bytes,
-        "restart": {"from": restart.pop("source"), **restart},
+        "restart": {"from": restart.pop("origin"), **restart},
     }
 
 
@@ -198,17 +198,17 @@ def _describe_member(member: MemberStatus) -> str:
 
 
 def _describe_restart(status: StoreStatus) -> str:
-    if status.restart.source == "elsewhere":
+    if status.restart.origin == "elsewhere":
         return (
             f"{status.num_ranks} ranks resume from their shards, which are on other hosts; a single process must load "
             "a snapshot first"
         )
     prefix = "" if status.holder is None else "after a close, resumes from the live rows; after a kill, "
-    return prefix + _describe_source(status.restart)
+    return prefix + _describe_origin(status.restart)
 
 
-def _describe_source(restart: Restart) -> str:
-    match restart.source:
+def _describe_origin(restart: Restart) -> str:
+    match restart.origin:
         case "live":
             return f"resumes from the live rows, at step {restart.step:,}"
         case "snapshot":

@@ -77,12 +77,12 @@ def find_changes(previous: View | None, current: View) -> Iterator[dict[str, Any
 
 def poll(store: Path) -> View:
     from ..snapshots.files.reader import list_snapshots
-    from ..snapshots.store.status import store_status
+    from ..snapshots.store.status import read_store_status
 
     listing: Listing = list_snapshots(store / "snapshots")
     snapshots = {s.name: s for s in listing.snapshots}
     damaged = {name: str(e) for name, e in listing.damaged.items() if (store / "snapshots" / name).is_dir()}
-    return View(store_status(store), snapshots, damaged)
+    return View(read_store_status(store), snapshots, damaged)
 
 
 def _print_changes(views: Iterator[View], as_json: bool) -> None:

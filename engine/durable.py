@@ -20,7 +20,7 @@ from .signals import defer_signals
 
 TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being written
 OPEN_FILES_REMEDY = "let this process open more files (ulimit -n)"
-MAX_RECORD_BYTES = 1 << 24  # maximum bytes of a record, so that a foreign file cannot make its reader allocate more
+MAX_SEALED_BYTES = 1 << 24  # maximum bytes of a record, so that a foreign file cannot make its reader allocate more
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants from <fcntl.h> and <linux/fs.h>
 _exchange_lock = Lock()  # `check_exchange` may run in several threads, since background saves call it
@@ -212,8 +212,8 @@ def seal(value: Any) -> bytes:
     except (TypeError, OverflowError) as error:
         raise ValueError(f"msgpack cannot hold this value: {error}") from error
     data: bytes = msgpack.packb([payload, zlib.crc32(payload)])
-    if len(data) > MAX_RECORD_BYTES:
-        raise ValueError(f"more than {MAX_RECORD_BYTES} bytes")
+    if len(data) > MAX_SEALED_BYTES:
+        raise ValueError(f"more than {MAX_SEALED_BYTES} bytes")
     unseal(data)  # never write a record that cannot be read
     return data
 
@@ -241,12 +241,12 @@ def check_regular(path: Path) -> None:
         raise OSError(f"{str(path)!r} is not a regular file: replace it by a file, or by a link to one")
 
 
-def read_record(path: Path) -> bytes:
-    """Read a record's file. Raises OSError, or ValueError if the file has more than MAX_RECORD_BYTES bytes."""
+def read_sealed(path: Path) -> bytes:
+    """Read a file that `seal` made. Raises OSError, or ValueError if it has more than MAX_SEALED_BYTES bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_RECORD_BYTES:
-            raise ValueError(f"more than {MAX_RECORD_BYTES} bytes")
+        if size > MAX_SEALED_BYTES:
+            raise ValueError(f"more than {MAX_SEALED_BYTES} bytes")
         return file.read(size)
 
 

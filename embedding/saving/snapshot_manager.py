@@ -26,9 +26,9 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Member, PendingSave, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linking import STATE_PREFIX, check_linked, link_snapshot, link_temporarily, remove_snapshot
-from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, version_of_snapshot
+from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, make_snapshot_version
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
-from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
+from ...snapshots.store.save import SaveInputs, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
@@ -89,7 +89,7 @@ class SnapshotManager:
         else:
             file = GroupFile(FolderState(self._folder.parent))
             record, store_id = file.record, file.store_id
-            is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
+            is_as_opened = self.local.persistence.version == make_snapshot_version(restored)
         id = record.parents.get(store_id, EMPTY)
         is_restored = not record.changed_stores and record.entries.get(store_id, NOTHING).snapshot == restored
         if restored and is_as_opened and not is_restored:
@@ -134,7 +134,7 @@ class SnapshotManager:
         def check(store: StoreFolder) -> None:
             if self.member is not None:
                 self.member.lock()  # frees the names of snapshots that a recovery did not use
-            check_save(store, name, kind, self._make_source(), overwrite)
+            check_save(store, name, kind, self._make_inputs(), overwrite)
 
         with self.local.table.lock:
             self._on_rank_0(op, check)
@@ -167,18 +167,18 @@ class SnapshotManager:
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new_snapshots: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call this, holding the table's lock."""
         pending_save: PendingSave | None
-        source: SaveSource
+        inputs: SaveInputs
         parent: Snapshot | None = None
 
-        def prepare() -> tuple[PendingSave | None, SaveSource]:
+        def prepare() -> tuple[PendingSave | None, SaveInputs]:
             self.check_not_saving()
-            return None if self.member is None else self.member.capture(), self._make_source(new_snapshots.new_id())
+            return None if self.member is None else self.member.capture(), self._make_inputs(new_snapshots.make_id())
 
-        pending_save, source = self.world.call_on_all_ranks(op, prepare)
+        pending_save, inputs = self.world.call_on_all_ranks(op, prepare)
 
         def begin() -> str | None:
             nonlocal parent
-            _, parent = begin_save(self.require_store(), name, kind, source, overwrite, new_snapshots)
+            _, parent = begin_save(self.require_store(), name, kind, inputs, overwrite, new_snapshots)
             return None if parent is None else parent.name
 
         parent_name = self.world.call_on_rank_0(f"{op} (begin)", begin)
@@ -188,10 +188,10 @@ class SnapshotManager:
             )
         kind = "full" if kind == "incremental" and parent is None else kind
         path, on_saved = self.folder / name, self.local.make_save_callback()
-        return TableSave(self.local.table, pending_save, path, kind, source, parent, self._shard, False, on_saved)
+        return TableSave(self.local.table, pending_save, path, kind, inputs, parent, self._shard, False, on_saved)
 
     def _begin_snapshot(
-        self, op: str, path: Path, source: SaveSource, new_snapshots: NewSnapshots, kind: str, member: Member | None
+        self, op: str, path: Path, inputs: SaveInputs, new_snapshots: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
         """Begin the snapshot `path` of the present rows. member: set only if the snapshot is for a state_dict."""
         pending_save: PendingSave | None = None
@@ -199,19 +199,19 @@ class SnapshotManager:
         def begin() -> None:
             nonlocal pending_save
             pending_save = None if member is None else member.capture()
-            new_snapshots.begin(path, source.description)
+            new_snapshots.begin(path, inputs.description)
 
         self.world.call_on_rank_0(f"{op} (begin)", begin)
         on_saved = self.local.make_save_callback()
-        return TableSave(self.local.table, pending_save, path, kind, source, None, self._shard, True, on_saved)
+        return TableSave(self.local.table, pending_save, path, kind, inputs, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
         """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
         op = self.name_call(f"saving rows as {path.name!r}")
         with ExitStack() as locks, NewSnapshots() as new_snapshots:
             locks.enter_context(lock_between_steps([self], awaits_step=self.world.size == 1))
-            source = self.world.call_on_all_ranks(op, lambda: self._make_source(new_snapshots.new_id()))
-            save = self._begin_snapshot(op, path, source, new_snapshots, "full", None)
+            inputs = self.world.call_on_all_ranks(op, lambda: self._make_inputs(new_snapshots.make_id()))
+            save = self._begin_snapshot(op, path, inputs, new_snapshots, "full", None)
             write_and_commit(self.world, op, [save], new_snapshots, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
@@ -225,7 +225,7 @@ class SnapshotManager:
         self.before_save(background=False)
         with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new_snapshots:
             self.world.call_on_all_ranks(op, self.local.table.raise_deferred_error)
-            source = self._make_source(new_snapshots.new_id())
+            inputs = self._make_inputs(new_snapshots.make_id())
 
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
@@ -233,25 +233,25 @@ class SnapshotManager:
                 if self.member.current_entry.snapshot == EMPTY:  # without rows, no snapshot is needed
                     return "", False
                 path = link_state_snapshot(self.require_store(), self.member.current_entry.snapshot, keep)
-                return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
+                return (f"{STATE_PREFIX}{inputs.id}", True) if path is None else (path.name, False)
 
             name, is_new = self.world.call_on_rank_0(f"{op} (choose the name)", find)
             if is_new:
-                has_files = source.rocksdb is not None and self._shard is None
+                has_files = inputs.rocksdb is not None and self._shard is None
                 kind = "checkpoint" if has_files else "full"  # an incremental one would prevent replacing its parent
-                save = self._begin_snapshot(op, self.folder / name, source, new_snapshots, kind, self.member)
+                save = self._begin_snapshot(op, self.folder / name, inputs, new_snapshots, kind, self.member)
                 commit(self.world, op, [save], new_snapshots, try_call(save.write)[1])
         reference = read_snapshot_reference(self._folder, name) or RowsReference(self.local.table.step)
         return reference._replace(version=self.local.persistence.version)
 
-    def _make_source(self, id: str | None = None) -> SaveSource:
+    def _make_inputs(self, id: str | None = None) -> SaveInputs:
         table, observers = self.local.table, self.local.table.observers
         table.require_top_tier()
         assert table.stack is not None
         rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
         record, store_id = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
         scan, num_rows = table.scan, table.counts.num_rows
-        return SaveSource(table.describe(), num_rows, scan, record, store_id, rocksdb, observers.read_changes, id)
+        return SaveInputs(table.describe(), num_rows, scan, record, store_id, rocksdb, observers.read_changes, id)
 
     # saves in the background
 

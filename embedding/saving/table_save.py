@@ -21,8 +21,8 @@ from ...snapshots.files.format import HashShard, RowFile
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback, write_manifest
 from ...snapshots.store.group import PendingSave, record_save
-from ...snapshots.store.retention import unlink_replaced
-from ...snapshots.store.save import Part, SaveSource, write_part
+from ...snapshots.store.retention import remove_backups
+from ...snapshots.store.save import SaveInputs, WrittenFiles, write_files
 
 
 @dataclass(eq=False)
@@ -33,13 +33,13 @@ class TableSave:
     pending_save: PendingSave | None  # how the record describes these rows, on rank 0
     folder: Path  # the snapshot's final path
     kind: str
-    source: SaveSource
+    inputs: SaveInputs
     parent: Snapshot | None  # for an incremental snapshot: this rank's shard of its parent
     shard: HashShard | None  # this rank's shard; None for all rows
     is_state_snapshot: bool  # saved for a `state_dict()`, so it never becomes a parent snapshot
     on_saved: Callable[[str], None]  # called with the snapshot's id
     _image: ForegroundSave | None = None
-    _part: Part = field(default_factory=lambda: Part(0, {}))
+    _written: WrittenFiles = field(default_factory=lambda: WrittenFiles(0, {}))
 
     def begin_image(self, ending: ExitStack) -> bool:
         """Begin an image of the rows as they are now, so that other threads can train during the save.
@@ -62,12 +62,12 @@ class TableSave:
             return
         if self.kind == "checkpoint":
             self.table.flush()
-        self._part = write_part(self.folder, self.kind, self.source, self.parent, progress, self.shard, chunks)
+        self._written = write_files(self.folder, self.kind, self.inputs, self.parent, progress, self.shard, chunks)
 
     def describe_part(self) -> list[Any]:
         """Return the row count and the files that this rank has written. Rank 0 passes them to `write_manifest`."""
-        files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
-        return [self._part.rows, files]
+        files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._written.files.items()}
+        return [self._written.rows, files]
 
     def write_manifest(self, parts: Sequence[list[Any]]) -> str:
         """Write the snapshot's manifest on rank 0 and return its id. Afterwards the snapshot lacks only its name.
@@ -77,13 +77,13 @@ class TableSave:
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
         manifest = write_manifest(
             make_temporary_path(self.folder),
-            self.source.description,
+            self.inputs.description,
             sum(rows for rows, _ in parts),
             files={name: RowFile(*entry) for name, entry in entries},
-            rocksdb=self._part.rocksdb,
+            rocksdb=self._written.rocksdb,
             parent=self.parent,
             num_shards=None if self.shard is None else len(parts),
-            id=self.source.id,
+            id=self.inputs.id,
         )
         return manifest.id
 
@@ -97,7 +97,7 @@ class TableSave:
                 observers.track_changes(id)
             self.on_saved(id)
             if self.pending_save is not None and self.shard is None:
-                unlink_replaced(self.pending_save.member.store.snapshot_store)
+                remove_backups(self.pending_save.member.store.snapshot_store)
 
 
 def write_and_commit(

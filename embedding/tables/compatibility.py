@@ -159,7 +159,7 @@ def fit_selection(
     if selection.convert and convert_description(description, dtypes) != description:
         selection = dataclasses.replace(selection, types=dtypes)
     try:
-        check_stored_rows(spec, selection.description(description), optimizer, SnapshotError, label, tables)
+        check_stored_rows(spec, selection.describe(description), optimizer, SnapshotError, label, tables)
     except OptimizerError as error:
         if strict:
             raise OptimizerError(f"{error}; or load it with weights_only=True") from error

@@ -241,7 +241,7 @@ class LocalTable:
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
             return fit_selection(spec, snapshot.description, optimizer, selection, True, label)[0]
-        check_stored_rows(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
+        check_stored_rows(spec, selection.describe(snapshot.description), optimizer, SnapshotError, label)
         return selection
 
     def begin_load(self, records_change: bool) -> int:

@@ -149,7 +149,7 @@ class TablePersistence:
         """Read the group's record, and plan how to open a store whose rows are all in this process."""
         check_shards_unlocked(folder.path, folder.num_ranks)
         if self._open_mode == "fresh" and contents.clean_marker is None:
-            folder.discard_live()  # frees space for the record: no run uses these rows again
+            folder.discard_live_rows()  # frees space for the record: no run uses these rows again
         member = open_store(folder, self._open_mode, for_load, siblings=self._group_folders)
         self.set_member(member)
         plan = OpenPlan() if self._open_mode == "fresh" else plan_open(folder, contents, member)
@@ -212,7 +212,7 @@ class TablePersistence:
         if plan.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
-            folder.discard_live()  # frees space: no run uses these rows again
+            folder.discard_live_rows()  # frees space: no run uses these rows again
             table, _ = self.load(optimizer, plan.snapshot, None, on_verified=plan.on_verified, for_load=for_load)
             self.resumed_step = 0 if is_new else table.step
             self.restored_snapshot = plan.snapshot.manifest.id
@@ -242,7 +242,7 @@ class TablePersistence:
             self._leave_group()
             table.close()
             if self.folder is not None and self.is_placeholder:
-                self.folder.discard_live()
+                self.folder.discard_live_rows()
 
     def _leave_group(self) -> None:
         """Leave the training group. Does nothing for a shard: rank 0 leaves the group after closing its shard."""
@@ -271,7 +271,7 @@ class TablePersistence:
             else:
                 folder.clear_incoming()
                 write_snapshot(folder.incoming, table.describe(), table.scan())
-                folder.replace_live(folder.incoming, self._make_clean_marker(table))
+                folder.replace_live_rows(folder.incoming, self._make_clean_marker(table))
         if self.member is not None:
             self.member.mark_closed(read_live_version(folder.clean_marker) or "")
 
@@ -320,12 +320,12 @@ class TablePersistence:
         if folder.clean_marker is not None:
             self._build(optimizer, None, folder.incoming).close()  # test the options before good rows are deleted
             folder.clear_incoming()
-        folder.discard_live()
+        folder.discard_live_rows()
         try:
             table = self._build(optimizer, None, folder.live_path)
         except BaseException:
             if is_new:
-                folder.forget()
+                folder.reset()
             raise
         if not self.is_placeholder:
             folder.store_step(0)
@@ -406,7 +406,7 @@ class TablePersistence:
             chunks = ids.remember_padding(snapshot.chunks())
             for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
-        loaded = {**selection.description(description), "rows": report.rows}
+        loaded = {**selection.describe(description), "rows": report.rows}
         selected = ids.count(selection.read_rows(snapshot, LoadReport()))
         with self._adopt_seed(snapshot.description), contextlib.nullcontext() if old_table is None else old_table.lock:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None
@@ -489,7 +489,7 @@ class TablePersistence:
                 return table
             marker = self._make_clean_marker(table)
             table.close()
-            folder.replace_live(path, marker)
+            folder.replace_live_rows(path, marker)
             return self._build(optimizer, marker, folder.live_path)
 
     def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
@@ -572,7 +572,7 @@ class TablePersistence:
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
         if not self._is_on_disk:
-            self.folder.discard_live()  # frees disk space; a close writes the rows from memory to disk again
+            self.folder.discard_live_rows()  # frees disk space; a close writes the rows from memory to disk again
 
     def _make_clean_marker(self, table: OpenTable) -> dict[str, Any]:
         assert table.stack is not None

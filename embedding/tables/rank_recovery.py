@@ -25,7 +25,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
+from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
 from .recovery import FolderContents, OpenPlan, check_shards_unlocked, choose_snapshot, make_log_entry, read_contents
 from .shared_folder import SharedFolder
 
@@ -78,7 +78,7 @@ class RecoveryDecision:
         folders: list[FolderState] = []
         with suppress(StoreError):  # if the error matters, `open_store` raises it again
             file = GroupFile(shared_folder.folder, siblings=self._folders)
-            for store_id, folder in file.members(lenient=True).items():
+            for store_id, folder in file.find_members(lenient=True).items():
                 if folder.num_ranks:
                     folders.append(folder)
                     self._recorded_versions[str(folder.path)] = file.record.entries[store_id].live_version
@@ -92,7 +92,7 @@ class RecoveryDecision:
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
         self._has_agreed = True
         id, live_version = decision.snapshot_id, decision.live_version
-        version = live_version or "" if id is None else version_of_snapshot(id)
+        version = live_version or "" if id is None else make_snapshot_version(id)
         log_entry = (decision.log_level, decision.log_text) if decision.log_text else None
         if live_version is not None:
             run_id, _, num_writes = live_version.rpartition(":")

@@ -25,7 +25,7 @@ from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, find_holder, read_last_step, read_shard_versions, shard_folder
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import read_live_version
-from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
+from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
 
 
 class FolderContents(NamedTuple):
@@ -61,7 +61,7 @@ def read_contents(folder: FolderState) -> FolderContents:
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
     """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
     live = read_live_version(contents.clean_marker)
-    loaded = version_of_snapshot(member.entry.snapshot)  # the live rows' version if a kill interrupted a load
+    loaded = make_snapshot_version(member.entry.snapshot)  # the live rows' version if a kill interrupted a load
     if live is not None and live in (member.entry.live_version, loaded):
         return OpenPlan(contents.clean_marker)
     ranks = folder.num_ranks
@@ -244,7 +244,7 @@ class RowsVersion:
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:
         """Use the version of a snapshot with the same rows. Ignored if more than `num_writes` writes were made."""
         if self.num_writes == num_writes:
-            self._version_at_writes = num_writes, version_of_snapshot(snapshot_id)
+            self._version_at_writes = num_writes, make_snapshot_version(snapshot_id)
 
     @property
     def version(self) -> str:

@@ -95,7 +95,7 @@ class Selection:
         """True if no row is skipped."""
         return self.tables is None and self.where is None and self.padding is None
 
-    def description(self, description: dict[str, Any]) -> dict[str, Any]:
+    def describe(self, description: dict[str, Any]) -> dict[str, Any]:
         """Returns the selected rows' description. Without `state`, the table counts as never trained."""
         if self.types is not None:
             description = convert_description(description, self.types)
@@ -119,7 +119,7 @@ class Selection:
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """Yields the selected rows among `chunks`, and counts them in `report`."""
         signed = description["key_type"] != "uint64"
-        stored, loaded = (RowFormat.from_description(source) for source in (description, self.description(description)))
+        stored, loaded = (RowFormat.from_description(table) for table in (description, self.describe(description)))
         for bucket, rows in chunks:
             selected = self._select(rows, signed)
             report.left_out += len(rows) - len(selected)
