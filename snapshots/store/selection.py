@@ -73,12 +73,12 @@ class LoadReport:
 class Selection:
     """The part of a snapshot to load."""
 
-    tables: Collection[int | str] | None = None  # table indexes, or names until `fitting` resolves them
+    tables: Collection[int | str] | None = None  # table indexes, or names until `fit_selection` resolves them
     where: Where | None = None  # called with (tables [n], keys [n]); returns bool [n], True for rows to load
     state: bool = True  # True to load optimizer state too
     padding: int | None = None  # padding_idx as 64 bits; a row with this key is skipped
     convert: bool = False  # True to convert numbers to `types` if their dtype differs
-    types: Types | None = None  # the dtypes to convert to, set by `fitting`
+    types: Types | None = None  # the dtypes to convert to, set by `fit_selection`
 
     @property
     def is_whole(self) -> bool:
