@@ -153,7 +153,7 @@ class LogUniform:
 class Cycles:
     """One table whose rows are in two cycles. Each cycle uses its rows in a fixed order, then starts again.
 
-    The small cycle has a fifth of the rows, and supplies four fifths of each batch. The large cycle supplies the rest.
+    The small cycle is a fifth of the rows, and supplies four fifths of each batch. The large cycle supplies the rest.
     Before a row in the small cycle is used again, a quarter of all rows are used. A cache for 40 % of the rows has a
     hit rate up to four fifths, for any number of rows. No row occurs twice in a batch.
     """

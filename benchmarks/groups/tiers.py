@@ -221,7 +221,7 @@ def scale(
 ) -> Iterator[Figure]:
     """Nanoseconds per id on cached_ssd for several row counts, at one hit rate. `--set rows=[100000000]` is one table.
 
-    apart: how much hit rates may differ. The smallest table has the highest hit rate, so it has an advantage.
+    apart: how much hit rates may differ. The smallest table's hit rate is the highest, so this table gains.
     """
     free, needed = shutil.disk_usage(folder).free, int(sum(rows) * STORED_ROW_BYTES * SPARE)
     if free < needed:

@@ -101,7 +101,7 @@ class RowGradients:
         """Keep the gradient of a lookup's result. grad: shape lookup.shape + (dim,), dtype `output_dtype`.
 
         The lookup and the weights are copied. `grad` is not copied: if code changes it in place, the step raises
-        InputError. If two lookups have the same tensor objects, their gradients become one sum, as in a graph.
+        InputError. If two lookups share their tensor objects, their gradients become one sum, as in a graph.
         order: an id's gradients are sorted by this number, and then summed. Ties keep the order of the calls.
         """
         self._check_unclipped("run backward()")

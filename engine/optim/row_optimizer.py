@@ -197,7 +197,7 @@ def _make_class_error(optimizer_class: type) -> OptimizerError:
     names = list(dict.fromkeys(_find_public_name(rule.optimizer) for rule in load_rules()))
     namesakes = [name for name in names if name.rpartition(".")[2] == optimizer_class.__name__]
     if namesakes and optimizer_class.__module__.partition(".")[0] == "torchrec":
-        return OptimizerError(f"{name} cannot update rows; use {namesakes[0]}, which has the same formula")
+        return OptimizerError(f"{name} cannot update rows; use {namesakes[0]}, with the same formula")
     return OptimizerError(
         f"{name} cannot update rows; use one of {', '.join(names)}. A subclass is refused: it may change the formula"
     )

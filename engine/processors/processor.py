@@ -116,7 +116,7 @@ class Processor(Protocol[B]):
         return
 
     def adopt(self, batch: B, announced_lookups: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Make another thread's batch usable in this thread. The two lists must have the same values."""
+        """Make another thread's batch usable in this thread. The two lists must be equal."""
         return
 
     def count_written(self, batch: B) -> Counts:

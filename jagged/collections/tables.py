@@ -479,7 +479,7 @@ def _convert_state_name(torchrec_name: str, names: Sequence[str]) -> str:
 def make_output_names(configs: Sequence[EmbeddingConfig]) -> list[list[str]]:
     """Return the feature names of a result, one list per table. Raises OptionError if two names are equal.
 
-    If several tables have the same feature, each table's result for it is named `feature@table`.
+    If several tables share a feature, each table's result for it is named `feature@table`.
     """
     features = [feature for config in configs for feature in config.feature_names]
     names_by_table = [

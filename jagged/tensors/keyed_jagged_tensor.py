@@ -41,7 +41,7 @@ class KeyedJaggedTensor(JaggedBase):
     """The features of a batch. Sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
-    A graph accepts KeyedJaggedTensors as arguments. Each batch may have a different number of values. If the graph's
+    A graph accepts KeyedJaggedTensors as arguments. Batches may differ in their number of values. If the graph's
     `build` reads single keys, the graph splits the batch before each call. On a GPU, the split waits for the offsets.
 
     Args:

@@ -126,7 +126,7 @@ TIERBED_FN float* warp_memory(float* memory) {
 // Sums all blocks of each row except the first block. Writes each sum to row `slot` of sums [n / SUM_BLOCK + 1, dim].
 extern "C" __global__ void sum_blocks(const __grid_constant__ BatchGradients batch, float* sums) {
     for_each_item<WARP>(batch.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
-        // this slot is used only if occurrence `middle` and the occurrence before it have the same row
+        // this slot is used only if occurrence `middle` and the occurrence before it belong to the same row
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= batch.n || batch.rows[middle] < 0 || batch.rows[middle - 1] != batch.rows[middle])
             return;

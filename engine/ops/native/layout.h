@@ -12,7 +12,7 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
-// Numbers ids consecutively, table after table. Empty if a table has no limit, or the limits' sum exceeds MAX_IDS.
+// Numbers ids consecutively, table after table. Empty if a table is unlimited, or the limits' sum exceeds MAX_IDS.
 class IdLinearizer {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;
