@@ -158,8 +158,8 @@ class LocalTable:
         if table.counts.num_rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {stored.rule} (state {list(stored.names)}, initial "
-                f"values {list(stored.initial_values)}), but the optimizer is {needed.rule} (state {list(needed.names)}"
-                f", initial values {list(needed.initial_values)}); train with the rows' optimizer{self._reset_remedy()}"
+                f"values {list(stored.initial_values)}), but the new one is {needed.rule} (state {list(needed.names)}, "
+                f"initial values {list(needed.initial_values)}); train with the rows' optimizer{self._reset_remedy()}"
             )
         self.persistence.check_row(optimizer)
 

@@ -147,10 +147,10 @@ def compile_step(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
         )
-    path_by_id = dict(zip([m.embedding_id for m in embeddings.values()], make_identifiers([*embeddings]), strict=True))
+    name_by_id = dict(zip([m.embedding_id for m in embeddings.values()], make_identifiers([*embeddings]), strict=True))
 
     def find_path(embedding_id: int) -> str:
-        return path_by_id.get(embedding_id) or find_embedding(embedding_id).name
+        return name_by_id.get(embedding_id) or find_embedding(embedding_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
     parameter_nodes = placeholders[len(trace.input_names) :]
