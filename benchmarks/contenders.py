@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from timing import top_tier
+from timing import read_top_tier
 from torch import Tensor, nn
-from traces import Batch, Shape, hashed
+from traces import Batch, Shape, hash_rows
 from workload import check_close
 
 import tierbed
@@ -22,14 +22,14 @@ from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJagg
 from tierbed.optim import LAMB, CatchUpAdam, LarsSGD, PartialRowWiseAdam, PartialRowWiseLAMB, RowWiseAdagrad
 
 DIM = 16
-STORED_ROW = 160  # bytes on disk: a row of dim DIM with Adagrad, with RocksDB's overhead
+STORED_ROW_BYTES = 160  # bytes on disk: a row of dim DIM with Adagrad, with RocksDB's overhead
 LR = 0.01
-# SparseAdam adds eps at another point than Adam: far below every gradient, it makes no difference to rows
+# Adam and SparseAdam add eps at different points. An eps far below every gradient makes no difference to rows.
 EPS = 1e-10
 BETAS = (0.9, 0.999)
 CHECKED_STEPS = 3
 TOLERANCE = 2e-6  # relative to the largest magnitude
-FILLED_AT_ONCE = 1 << 17  # rows
+FILL_ROWS = 1 << 17  # rows
 
 Parameters = Iterable[nn.Parameter]
 OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
@@ -66,25 +66,25 @@ def check(ours: Contender, others: Sequence[Contender], tolerance: float = TOLER
     """
     for index in range(CHECKED_STEPS):
         for what in ("step", "rows"):
-            expected = _stacked(getattr(ours, what)(index)).clone()
+            expected = _stack(getattr(ours, what)(index)).clone()
             for other in others:
-                actual = _stacked(getattr(other, what)(index))
+                actual = _stack(getattr(other, what)(index))
                 check_close(f"{what} of batch {index} by {ours.name} and {other.name}", expected, actual, tolerance)
 
 
-def _stacked(out: Tensor | list[Tensor]) -> Tensor:
+def _stack(out: Tensor | list[Tensor]) -> Tensor:
     return (torch.stack(out, 1) if isinstance(out, list) else out).detach()
 
 
 def make_options(
-    store: str, folder: Path, cached: int = 0, dim: int = DIM, optimizer: str = "adagrad", **more: Any
+    store: str, folder: Path, cache_rows: int = 0, dim: int = DIM, optimizer: str = "adagrad", **more: Any
 ) -> Any:
-    """Make the options of the named store. A cache has room for about `cached` rows."""
+    """Make the options of the named store. A cache has room for about `cache_rows` rows."""
     if store == "device_mem":
         return tierbed.make_device_mem_store_options(**more)
     if store == "host_mem":
         return tierbed.make_host_mem_store_options(**more)
-    budget = (cached + 1) * cached_row_bytes(dim, optimizer) / 2**20
+    budget = (cache_rows + 1) * measure_row_bytes(dim, optimizer) / 2**20
     if store == "cached_host_mem":
         return tierbed.make_cached_host_mem_store_options(budget, **more)
     return tierbed.make_cached_ssd_store_options(budget, folder, **more)
@@ -104,11 +104,11 @@ def make_embedding(
 
 
 @cache
-def cached_row_bytes(dim: int, optimizer: str) -> float:
+def measure_row_bytes(dim: int, optimizer: str) -> float:
     """Return the bytes of one cached row, including the optimizer's state and the cache's bookkeeping."""
     with make_embedding(1, tierbed.make_cached_host_mem_store_options(16), dim) as embedding:
         RowsStep(embedding, optimizer)
-        top = top_tier(embedding)
+        top = read_top_tier(embedding)
         return top["bytes"] / top["capacity"]
 
 
@@ -116,8 +116,8 @@ def fill(embedding: MultiTableEmbedding, rows: int) -> float:
     """Write each row with its initial value, so that every row is stored. Returns the seconds it took."""
     begin = time.perf_counter()
     for table in range(embedding.spec.num_tables):
-        for numbers in torch.arange(rows).split(FILLED_AT_ONCE):
-            keys = hashed(numbers)
+        for numbers in torch.arange(rows).split(FILL_ROWS):
+            keys = hash_rows(numbers)
             embedding.put(keys, embedding.get(keys, table), table)
     return time.perf_counter() - begin
 
@@ -125,11 +125,11 @@ def fill(embedding: MultiTableEmbedding, rows: int) -> float:
 def initial_rows(shape: Shape) -> list[Tensor]:
     """Return the rows with which every contender starts: float32 [rows, dim] for each table."""
     with make_embedding(shape.tables, dim=shape.dim) as embedding:
-        keys = hashed(torch.arange(shape.rows))
+        keys = hash_rows(torch.arange(shape.rows))
         return [embedding.get(keys, table) for table in range(shape.tables)]
 
 
-def tables_of(batch: Batch) -> Tensor:
+def find_tables(batch: Batch) -> Tensor:
     """Return the table number of each id in `flat`."""
     samples, tables = batch.grad.shape[:2]
     return torch.arange(tables).repeat_interleave(batch.offsets[::samples].diff())
@@ -175,17 +175,17 @@ class Rows:
         batches: Sequence[Batch],
         name: str = "tierbed",
         world: Any = None,
-        filled: bool = True,
+        is_filled: bool = True,
     ) -> None:
         self.name = name
         self.embedding = make_embedding(shape.tables, None, shape.dim, world, name)
         pooled = max(shape.lengths) > 1
         look_up = partial(self.embedding, pooling="sum") if pooled else None
         self.graph = RowsStep(self.embedding, shape.optimizer, look_up)
-        if filled:
+        if is_filled:
             fill(self.embedding, shape.rows)
         self._batches = batches
-        ids = [hashed(batch.rows) for batch in batches]
+        ids = [hash_rows(batch.rows) for batch in batches]
         self._ids = ids if pooled else [each.squeeze(2) for each in ids]
 
     def step(self, index: int) -> Tensor:
@@ -195,7 +195,7 @@ class Rows:
 
     def rows(self, index: int) -> Tensor:
         batch = self._batches[index]
-        return self.embedding.get(hashed(batch.flat), tables_of(batch))
+        return self.embedding.get(hash_rows(batch.flat), find_tables(batch))
 
     def close(self) -> None:
         self.embedding.close()
@@ -241,7 +241,7 @@ class Fbgemm:
 
     def rows(self, index: int) -> Tensor:
         batch = self._batches[index]
-        parts = batch.flat.split(tables_of(batch).bincount().tolist())
+        parts = batch.flat.split(find_tables(batch).bincount().tolist())
         return torch.cat([weights[numbers] for weights, numbers in zip(self._weights, parts, strict=True)])
 
 
@@ -272,15 +272,15 @@ class Torch:
         return self._embedding.weight.detach()[self._ids[index].T.flatten()]
 
 
-class Accumulated(Rows):
-    """The reference for ranks: each computes the whole step alone, by accumulating all parts."""
+class AccumulatedRows(Rows):
+    """The reference for a step over ranks. Each rank computes the whole step alone: it accumulates all ranks' parts."""
 
     def __init__(self, shape: Shape, batches: Sequence[Batch]) -> None:
-        ranks = dist.get_world_size()
-        super().__init__(shape, [batch.part(dist.get_rank(), ranks) for batch in batches], "accumulated", filled=False)
+        own, ranks = dist.get_rank(), dist.get_world_size()
+        super().__init__(shape, [batch.take_part(own, ranks) for batch in batches], "accumulated", is_filled=False)
         self.graph = RowsStep(self.embedding, shape.optimizer, calls=ranks)
-        parts = [[batch.part(rank, ranks) for rank in range(ranks)] for batch in batches]
-        self._parts = [[(hashed(part.rows.squeeze(2)), part.grad) for part in each] for each in parts]
+        parts = [[batch.take_part(rank, ranks) for rank in range(ranks)] for batch in batches]
+        self._parts = [[(hash_rows(part.rows.squeeze(2)), part.grad) for part in each] for each in parts]
 
     def step(self, index: int) -> Tensor:
         outs = [self.graph(*part) for part in self._parts[index]]
@@ -291,18 +291,18 @@ class Accumulated(Rows):
 class BareExchange:
     """Only a step's communication: exchanges as many counts, ids, rows and gradients as the ranks need, from buffers.
 
-    sent: for each batch, int64 [ranks, ranks]: how many rows rank i requests from rank j.
+    num_sent: for each batch, int64 [ranks, ranks]: how many rows rank i requests from rank j.
     """
 
-    def __init__(self, shape: Shape, sent: Sequence[Any]) -> None:
+    def __init__(self, shape: Shape, num_sent: Sequence[Any]) -> None:
         rank, size = dist.get_rank(), dist.get_world_size()
-        self._out = [matrix[rank].tolist() for matrix in sent]
-        self._in = [matrix[:, rank].tolist() for matrix in sent]
-        most = max(sum(counts) for counts in self._out + self._in)
+        self._out = [matrix[rank].tolist() for matrix in num_sent]
+        self._in = [matrix[:, rank].tolist() for matrix in num_sent]
+        max_rows = max(sum(counts) for counts in self._out + self._in)
         self._words, self._dim = (2 if shape.tables > 1 else 1), shape.dim
         self._numbers = torch.ones(2, size, dtype=torch.int64)
-        self._ids = torch.ones(2, most * self._words, dtype=torch.int64)
-        self._rows = torch.ones(2, most * shape.dim)
+        self._ids = torch.ones(2, max_rows * self._words, dtype=torch.int64)
+        self._rows = torch.ones(2, max_rows * shape.dim)
 
     def step(self, index: int) -> None:
         out, into = self._out[index % len(self._out)], self._in[index % len(self._in)]
@@ -377,7 +377,7 @@ class TorchRec:
         for rows, shard in zip(tables, self._shards(), strict=True):
             rows[self._part(shard)] = shard.tensor.detach()
         dist.all_reduce(tables)
-        return tables[tables_of(self._batches[index]), self._batches[index].flat]
+        return tables[find_tables(self._batches[index]), self._batches[index].flat]
 
     @staticmethod
     def _part(shard: Any) -> slice:
@@ -413,7 +413,7 @@ class Collection:
         return out.view_as(self._batches[0].grad)
 
     def rows(self, index: int) -> Tensor:
-        return self.embedding.get(self._batches[index].flat, tables_of(self._batches[index]))
+        return self.embedding.get(self._batches[index].flat, find_tables(self._batches[index]))
 
     def steps(self, first: int, count: int, ahead: int | str | None = None) -> Iterator[Tensor]:
         """Yield the outputs of these steps.

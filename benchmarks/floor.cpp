@@ -10,8 +10,8 @@
 #include <thread>
 #include <vector>
 
-// Mirrored field by field in floor.py.
-struct Rows {                     // a batch's unique rows, in some order
+// floor.py has these structs with the same fields.
+struct Rows {                     // a batch's unique rows, in any order
     const uint32_t* slots;        // [count]
     const uint32_t* starts;       // [count + 1]: row i occurs at occurrences[starts[i] .. starts[i + 1])
     const uint32_t* occurrences;  // [positions]: bag numbers

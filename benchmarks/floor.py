@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from contenders import BETAS, EPS, LR, initial_rows, tables_of
-from native import compiled
+from contenders import BETAS, EPS, LR, find_tables, initial_rows
+from native import compile_library
 from numpy.typing import NDArray
 from torch import Tensor
 from traces import Batch, Shape
@@ -47,7 +47,7 @@ class _Step(ctypes.Structure):
 
 
 class _FloorBatch:
-    """A batch in the floor's form: slots by position, and the unique rows in slot order and in batch order."""
+    """A batch as arrays for floor.cpp: the slot at each position, and the unique rows in two orders."""
 
     def __init__(self, shape: Shape, batch: Batch) -> None:
         first = (np.arange(shape.tables) * shape.rows)[:, None]
@@ -80,7 +80,7 @@ class Floor:
     def __init__(self, shape: Shape, batches: list[Batch]) -> None:
         self._shape = shape
         # -fno-math-errno lets the compiler vectorise square roots
-        native = compiled(Path(__file__).with_suffix(".cpp"), "-march=native", "-fno-math-errno")
+        native = compile_library(Path(__file__).with_suffix(".cpp"), "-march=native", "-fno-math-errno")
         self._floor_step = native.floor_step
         state = {"adagrad": shape.dim, "rowwise_adagrad": 1, "adam": 2 * shape.dim}[shape.optimizer]
         floats = -(-(shape.dim + state + 2) // 4) * 4
@@ -135,7 +135,7 @@ class Floor:
 
     def rows(self, index: int) -> Tensor:
         batch = self._batches[index]
-        return torch.from_numpy(self._lines[tables_of(batch) * self._shape.rows + batch.flat, : self._shape.dim])
+        return torch.from_numpy(self._lines[find_tables(batch) * self._shape.rows + batch.flat, : self._shape.dim])
 
     def _fill(self) -> None:
         shape = self._shape

@@ -14,10 +14,10 @@ from statistics import median
 
 import numpy as np
 import torch
-from models import GraphStep, Model, cycle, keyed, make_batches
+from models import GraphStep, Model, cycle, hash_batches, make_batches
 from report import Figure
 from torch import Tensor
-from traces import Zipf, ids
+from traces import Zipf, draw_ids
 from workload import Mismatch, figure
 
 from tierbed.engine import _core
@@ -36,12 +36,12 @@ from tierbed.engine.store.cuda.full_table import CudaFullTable
 TABLES, IDS, ROWS, DIM = 10, 104_857, 1 << 20, 128
 STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; FBGEMM published 0.96 and 1.35 on an H100
 STORES = ("device_mem", "host_mem", "cached_host_mem")
-CACHED_BAR = 0.9  # of device_mem's steps/s, with a cache that holds nearly all rows
+CACHED_BAR = 0.9  # steps/s relative to device_mem; the cache holds nearly all rows
 OPTIMIZERS = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
 FIND_DIM, FIND_SLOTS, FIND_BAR = 8, 1 << 25, 4.0  # 10^9 rows a second
 LOADS = (0.5, 0.75, 0.95)
 GATHER_BAR = 0.7  # relative to the copy bandwidth
-GRAPH_BATCHES = (64, 4096)  # dominated by launches, and by kernels
+GRAPH_BATCHES = (64, 4096)  # kernel launches dominate the small batch; kernels dominate the large one
 BATCHES, CHECKED = 4, 3
 
 
@@ -52,7 +52,7 @@ class Tables:
         parameter = torch.nn.Parameter(torch.zeros(1))
         attached = OPTIMIZERS[optimizer]([parameter], lr=0.01)
         self.optimizer = row_optimizer(attached, attached.param_groups[0])
-        states, widths = self.optimizer.initial, load_kernels()[optimizer].state_widths(dim)
+        states, widths = self.optimizer.initial_values, load_kernels()[optimizer].state_widths(dim)
         kinds, parameters, quantiles = as_arrays(
             [make_table_options(make_uniform_initializer(-0.1, 0.1))] * tables, [dim]
         )
@@ -92,7 +92,7 @@ class Tables:
         cuda.gather(batch, self.layout, 0, out)
         cuda.write_step_params(*self.rule, self.optimizer.compute_hyperparams(self.steps), self.steps, 1.0, self.params)
         cuda.update(*self.rule, batch, ([grads], [False], [None]), self.params, self.written, self.faults.word)
-        store.unpin(batch, dirty=True)
+        store.unpin(batch, is_dirty=True)
         return out
 
     def step_on_host(self, ids: Tensor, grads: Tensor) -> Tensor:
@@ -117,12 +117,12 @@ class Tables:
         return torch.from_numpy(out)
 
 
-def checked_step(
+def make_step(
     device: Device, kind: str, optimizer: str, count: int, rows: int, tables: int, dim: int
 ) -> Callable[[int], Tensor]:
     """Return a step on batch `i % BATCHES`. Raises Mismatch if the first outputs differ from the CPU core's."""
     torch_device, trace = device.torch_device, Zipf(tables, rows, count)
-    batches = [ids(trace, step).to(torch_device) for step in range(BATCHES)]
+    batches = [draw_ids(trace, step).to(torch_device) for step in range(BATCHES)]
     grads = torch.randn(count * tables, dim, generator=torch.Generator().manual_seed(0)).to(torch_device)
     both = Tables(device, tables, dim, optimizer)
     store = both.store(kind, rows * tables)
@@ -133,10 +133,10 @@ def checked_step(
     return lambda index: both.step(store, batches[index % BATCHES], grads)
 
 
-def checked_find(device: Device, slots: int, load: float, count: int) -> tuple[Callable[[], Tensor], int]:
-    """Return a find of `count` rows that copies their values, in an index filled to `load`, and the row count.
+def make_find(device: Device, slots: int, load: float, count: int) -> tuple[Callable[[], Tensor], int]:
+    """Return a function that finds up to `count` rows and copies their values, and return the row count.
 
-    Raises Mismatch if it does not return the initial rows.
+    The index is filled to `load`. Raises Mismatch if the function does not return the initial rows.
     """
     rows = int(slots * load)
     both = Tables(device, 1, FIND_DIM, "sgd")
@@ -161,10 +161,10 @@ def checked_find(device: Device, slots: int, load: float, count: int) -> tuple[C
     return find, len(selected)
 
 
-def checked_gather(device: Device, rows: int, count: int) -> tuple[Callable[[], Tensor], int]:
-    """Return a gather of `count` random rows of DIM columns, and the bytes it moves.
+def make_gather(device: Device, rows: int, count: int) -> tuple[Callable[[], Tensor], int]:
+    """Return a function that gathers `count` random rows of DIM columns, and the number of bytes it moves.
 
-    Raises Mismatch if it does not return the initial rows.
+    Raises Mismatch if the function does not return the initial rows.
     """
     both = Tables(device, 1, DIM, "sgd")
     table = both.table(rows)
@@ -182,12 +182,12 @@ def checked_gather(device: Device, rows: int, count: int) -> tuple[Callable[[], 
     return gather, 2 * out.nbytes
 
 
-def checked_graphs(
+def make_graph_steps(
     device: torch.device, batch: int, rows: int, tables: int, dim: int
 ) -> dict[str, Callable[[int], Tensor]]:
-    """Return steps on batch `i % BATCHES`, plain and recorded as a CUDA graph. Raises Mismatch if they differ."""
+    """Return plain steps, and the same steps recorded as a CUDA graph. Raises Mismatch if their losses differ."""
     model = Model(rows, tables, batch, (256,), "adam", dim=dim)
-    batches = [(keys.to(device), labels.to(device)) for keys, labels in keyed(make_batches(model, BATCHES))]
+    batches = [(keys.to(device), labels.to(device)) for keys, labels in hash_batches(make_batches(model, BATCHES))]
     graphs = {kind: GraphStep(model, Path(), capacity=rows * tables).to(device) for kind in ("plain", "recorded")}
     graphs["recorded"].cuda_graph()
     steps = {kind: cycle(graph, batches) for kind, graph in graphs.items()}
@@ -208,7 +208,7 @@ def _check_no_fault(tables: Tables) -> None:
         raise Mismatch(f"the device reported fault {fault}")
 
 
-def milliseconds(run: Callable[[int], object], repeats: int) -> float:
+def measure_ms(run: Callable[[int], object], repeats: int) -> float:
     """Return the median time on the device, after BATCHES warm-up runs."""
     times = []
     for index in range(BATCHES + repeats):
@@ -226,30 +226,30 @@ def figures(repeats: int) -> Iterator[Figure]:
     for optimizer, bar in STEP_BARS.items():
         times = {}
         for kind in STORES:
-            step = checked_step(device, kind, optimizer, IDS, ROWS, TABLES, DIM)
-            times[kind] = milliseconds(step, repeats)
+            step = make_step(device, kind, optimizer, IDS, ROWS, TABLES, DIM)
+            times[kind] = measure_ms(step, repeats)
             most = bar if kind == "device_mem" else None
             yield figure(f"step {optimizer} {kind}", times[kind], "ms", bar=most, at_most=True)
             del step
         ratio = times["device_mem"] / times["cached_host_mem"]
         yield figure(f"steps/s, cached_host_mem / device_mem, {optimizer}", ratio, bar=CACHED_BAR)
     for load in LOADS:
-        find, rows = checked_find(device, FIND_SLOTS, load, 1 << 22)
-        rate = rows / milliseconds(lambda _, find=find: find(), repeats) / 1e6
+        find, rows = make_find(device, FIND_SLOTS, load, 1 << 22)
+        rate = rows / measure_ms(lambda _, find=find: find(), repeats) / 1e6
         yield figure(f"find with copy, load {load}", rate, "10^9 rows/s", bar=FIND_BAR)
     for batch in GRAPH_BATCHES:
-        for kind, step in checked_graphs(device.torch_device, batch, ROWS, TABLES, 16).items():
-            yield figure(f"graph of {batch}, {kind}", milliseconds(step, repeats), "ms")
+        for kind, step in make_graph_steps(device.torch_device, batch, ROWS, TABLES, 16).items():
+            yield figure(f"graph of {batch}, {kind}", measure_ms(step, repeats), "ms")
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device.torch_device)
     target = torch.empty_like(source)
-    copied = 2 * source.nbytes / milliseconds(lambda _: target.copy_(source), repeats) / 1e6
-    yield figure("copy", copied, "GB/s", notes=machine())
-    gather, moved = checked_gather(device, 1 << 22, 1 << 20)
-    ratio = moved / milliseconds(lambda _: gather(), repeats) / 1e6 / copied
+    copied = 2 * source.nbytes / measure_ms(lambda _: target.copy_(source), repeats) / 1e6
+    yield figure("copy", copied, "GB/s", notes=describe_gpu())
+    gather, moved = make_gather(device, 1 << 22, 1 << 20)
+    ratio = moved / measure_ms(lambda _: gather(), repeats) / 1e6 / copied
     yield figure(f"bandwidth, gather of {DIM} columns / copy", ratio, bar=GATHER_BAR)
 
 
-def machine() -> str:
+def describe_gpu() -> str:
     """Return the device's name with the driver, CuPy and CUDA runtime versions."""
     import cupy  # type: ignore[import-not-found]
 

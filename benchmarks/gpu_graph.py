@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from models import Batch, GraphStep, Model, keyed, make_batches
+from models import Batch, GraphStep, Model, hash_batches, make_batches
 from report import Figure
 from torch import Tensor
 from workload import check_same, figure
@@ -26,7 +26,7 @@ MODEL = Model(rows=200_000, tables=26, batch=16_384, hidden=(1024, 1024, 512), o
 
 @dataclass(frozen=True)
 class Sizes:
-    """cached: cache size as a fraction of all rows. turn: steps of one kind before the other."""
+    """cached: cache size as a fraction of all rows. turn: steps per turn; plain and `run` turns alternate."""
 
     model: Model = MODEL
     cached: float = 0.5
@@ -41,43 +41,43 @@ def figures(device: torch.device, folder: Path, sizes: Sizes) -> Iterator[Figure
     cached = int(sizes.cached * sizes.model.rows * sizes.model.tables)
     for store in ("device_mem", "cached_host_mem", "cached_ssd"):
         graph = GraphStep(sizes.model, folder / store, store, cached).to(device)
-        losses, ratio, notes = _turns(graph, device, sizes)
+        losses, ratio, notes = _time_turns(graph, device, sizes)
         losses_by_store.append(torch.stack(losses).cpu())
         graph.embedding.close()
         check_same(f"losses on {store} and on device_mem", losses_by_store[-1], losses_by_store[0])
         yield figure(f"time of a step, graph.run / plain loop, {store}", ratio, notes=notes)
 
 
-def _turns(graph: GraphStep, device: torch.device, sizes: Sizes) -> tuple[list[Tensor], float, str]:
+def _time_turns(graph: GraphStep, device: torch.device, sizes: Sizes) -> tuple[list[Tensor], float, str]:
     """Return all losses, the median time of a `run` step relative to a plain one, and both times as text."""
-    losses = [graph(*batch) for batch in _batches(sizes.model, device, sizes.warm_up, 0)]
+    losses = [graph(*batch) for batch in _draw_batches(sizes.model, device, sizes.warm_up, 0)]
     plain, ahead = [], []
     for first in range(sizes.warm_up, sizes.warm_up + 2 * sizes.turn * sizes.repeats, 2 * sizes.turn):
-        batches = _batches(sizes.model, device, 2 * sizes.turn, first)
+        batches = _draw_batches(sizes.model, device, 2 * sizes.turn, first)
         for times, steps in (
             (plain, (graph(*batch) for batch in batches[: sizes.turn])),
             (ahead, graph.run(batches[sizes.turn :], ahead=AHEAD)),
         ):
-            seconds, step_losses = _timed(device, steps)
+            seconds, step_losses = _time_steps(device, steps)
             times.append(seconds / sizes.turn)
             losses += step_losses
     ratio = median(one / other for one, other in zip(ahead, plain, strict=True))
     return losses, ratio, f"{1e3 * median(ahead):.2f} ms to {1e3 * median(plain):.2f}"
 
 
-def _timed(device: torch.device, steps: Iterable[Tensor]) -> tuple[float, list[Tensor]]:
-    _wait(device)
+def _time_steps(device: torch.device, steps: Iterable[Tensor]) -> tuple[float, list[Tensor]]:
+    _synchronize(device)
     begin = time.perf_counter()
     losses = list(steps)
-    _wait(device)
+    _synchronize(device)
     return time.perf_counter() - begin, losses
 
 
-def _batches(model: Model, device: torch.device, count: int, first: int) -> list[Batch]:
-    return [(ids.to(device), labels.to(device)) for ids, labels in keyed(make_batches(model, count, first))]
+def _draw_batches(model: Model, device: torch.device, count: int, first: int) -> list[Batch]:
+    return [(ids.to(device), labels.to(device)) for ids, labels in hash_batches(make_batches(model, count, first))]
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
-from timing import without_garbage_collection
+from timing import disable_gc
 
 import tierbed.embedding
 import tierbed.engine
@@ -22,16 +22,16 @@ OWN = (*(f"{folder}/" for part in PARTS for folder in part.__path__), GENERATED)
 
 
 @dataclass
-class Executed:
+class Counts:
     """calls: calls by the project's files or into them, Python or C. bytecodes: executed in these files."""
 
     calls: int = 0
     bytecodes: int = 0
 
 
-def executed(step: Callable[[int], object], number: int) -> Executed:
+def count_executed(step: Callable[[int], object], number: int) -> Counts:
     """Run step `number` twice: once to count calls, once to count bytecodes."""
-    counts = Executed()
+    counts = Counts()
 
     def count_call(frame: FrameType, event: str, argument: Any) -> None:
         is_own = _is_own(frame.f_code)
@@ -50,7 +50,7 @@ def executed(step: Callable[[int], object], number: int) -> Executed:
         counts.bytecodes += event == "opcode"
         return count_bytecode
 
-    with without_garbage_collection():  # finalizers of older objects would be counted
+    with disable_gc():  # finalizers of older objects would be counted
         for set_hook, hook in ((sys.setprofile, count_call), (sys.settrace, trace_own)):
             set_hook(hook)
             try:

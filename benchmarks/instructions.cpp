@@ -1,6 +1,6 @@
 // Runs training steps of the native core without Python. `instructions.py` counts their instructions with callgrind.
 //
-//     instructions        prints a line for each workload: its name and how many ids were counted
+//     instructions        prints a line for each workload: its name and how many ids were counted.
 //
 // Each part of a step is dumped by callgrind under the names of the workload and the part. One thread, fixed ids and
 // no dependence on addresses or clocks make the counts equal in every run.
@@ -190,6 +190,6 @@ private:
 }  // namespace tierbed
 
 int main() {
-    tierbed::set_threads(1);
+    tierbed::set_num_threads(1);
     for (const tierbed::Workload& work : tierbed::WORKLOADS) tierbed::Steps(work).run();
 }

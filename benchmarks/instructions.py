@@ -81,7 +81,7 @@ def count() -> Counts:
         raise SystemExit(f"{' '.join(command)} failed:\n{run.stdout}{run.stderr}")
     ids = {work: int(number) for work, number in (line.split() for line in run.stdout.splitlines())}
     return Counts(
-        _version_of(compiler), f"{FLAGS}, {CORE}, loops {LOOPS}", _output("valgrind", "--version"), ids, _read_dumps()
+        _read_version(compiler), f"{FLAGS}, {CORE}, loops {LOOPS}", _output("valgrind", "--version"), ids, _read_dumps()
     )
 
 
@@ -120,7 +120,7 @@ def _read_dumps() -> dict[str, dict[str, int]]:
     return {work: dict(sorted(counts[work].items())) for work in sorted(counts)}
 
 
-def _version_of(compiler: str) -> str:
+def _read_version(compiler: str) -> str:
     """Return for example "GCC 12.2.0", without the distribution's suffix."""
     macros = _output(compiler, "-dM", "-E", "-x", "c++", os.devnull)
     kind = "Clang" if "__clang_version__" in macros else "GCC"

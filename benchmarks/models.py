@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from contenders import DIM, EPS, LR, OPTIMIZERS, fill, make_embedding, make_options
 from torch import Tensor, nn
-from traces import Trace, Zipf, hashed
+from traces import Trace, Zipf, hash_rows
 
 from tierbed import Graph
 
@@ -27,8 +27,8 @@ class Model:
 
     rows: rows per table. hidden: hidden widths in the MLP; its output is one number. optimizer: for rows, and for the
     dense part if `dense_optimizer` is None. length: ids per bag; their rows are summed. features: how many dense
-    features there are. If any, the dense part is `torchrec.models.dlrm`'s: two MLPs, and between them the dot products
-    between all pairs of vectors.
+    features there are. With dense features, the dense part is the one in `torchrec.models.dlrm`: an MLP, the dot
+    products of all pairs of vectors, and a second MLP.
     """
 
     rows: int
@@ -51,7 +51,7 @@ def make_batches(model: Model, count: int, first: int = 0, draw: type = Zipf) ->
     trace = _trace(draw, model.tables, model.rows, model.batch * model.length)
     batches: list[Batch] = []
     for step in range(first, first + count):
-        rows = torch.from_numpy(trace.numbers(step))
+        rows = torch.from_numpy(trace.draw_rows(step))
         if model.length > 1:
             rows = rows.view(model.batch, model.length, model.tables).transpose(1, 2).contiguous()
         labels = (rows.view(model.batch, -1)[:, 0] % 3 == 0).float()
@@ -67,9 +67,9 @@ def _trace(draw: type, tables: int, rows: int, batch: int) -> Trace:
     return trace
 
 
-def keyed(batches: Sequence[Batch]) -> list[Batch]:
+def hash_batches(batches: Sequence[Batch]) -> list[Batch]:
     """Replace row numbers by 64-bit keys, for tierbed."""
-    return [(hashed(rows), *rest) for rows, *rest in batches]
+    return [(hash_rows(rows), *rest) for rows, *rest in batches]
 
 
 def cycle(step: Callable[..., Tensor], batches: Sequence[Batch]) -> Step:
@@ -123,7 +123,7 @@ class GraphStep(Graph):
             self.optimizer = OPTIMIZERS[model.optimizer](self.embedding.parameters())
             self.add_optimizer(OPTIMIZERS[model.dense_optimizer](self.dense.parameters()))
         self.add_optimizer(self.optimizer)
-        self.filled = 0.0 if options.get("open") == "resume" else fill(self.embedding, model.rows)
+        self.fill_seconds = 0.0 if options.get("open") == "resume" else fill(self.embedding, model.rows)
 
     def build(self, ids: Tensor, *rest: Tensor) -> Tensor:
         loss: Tensor = self.dense(self.embedding(ids, **self.pooling), *rest)
@@ -132,28 +132,28 @@ class GraphStep(Graph):
 
 
 class Eager:
-    """A plain torch loop over the dense part, with a copy of `like`'s current rows and torch's optimizers."""
+    """A plain torch loop over the dense part, with a copy of `graph`'s current rows and torch's optimizers."""
 
-    def __init__(self, model: Model, like: GraphStep) -> None:
+    def __init__(self, model: Model, graph: GraphStep) -> None:
         torch.sparse.check_sparse_tensor_invariants.disable()  # the default; without this call torch warns
-        keys = hashed(torch.arange(model.rows))
-        self.rows = [like.embedding.get(keys, table) for table in range(model.tables)]
+        keys = hash_rows(torch.arange(model.rows))
+        self.rows = [graph.embedding.get(keys, table) for table in range(model.tables)]
         self.model, self.dense = model, Dense(model)
         self.optimizers = [OPTIMIZERS[model.dense_optimizer or model.optimizer](self.dense.parameters())]
 
-    def pooled(self, rows: Any) -> Tensor:
+    def pool(self, rows: Any) -> Tensor:
         raise NotImplementedError
 
     def __call__(self, rows: Any, *rest: Tensor) -> Tensor:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss: Tensor = self.dense(self.pooled(rows), *rest)
+        loss: Tensor = self.dense(self.pool(rows), *rest)
         loss.backward()
         for optimizer in self.optimizers:
             optimizer.step()
         return loss.detach()
 
-    def prepared(self, batch: Batch) -> tuple[Any, ...]:
+    def prepare(self, batch: Batch) -> tuple[Any, ...]:
         """Convert a batch to this side's input, outside the clock."""
         return batch
 
@@ -161,32 +161,32 @@ class Eager:
 class EagerStep(Eager):
     """torch: an nn.Embedding per table, or nn.EmbeddingBag for a DLRM. Gradients are sparse except with SGD."""
 
-    def __init__(self, model: Model, like: GraphStep) -> None:
-        super().__init__(model, like)
+    def __init__(self, model: Model, graph: GraphStep) -> None:
+        super().__init__(model, graph)
         sparse = model.optimizer != "sgd"
         kind = partial(nn.EmbeddingBag.from_pretrained, mode="sum") if model.features else nn.Embedding.from_pretrained
         self.tables = nn.ModuleList(kind(rows, freeze=False, sparse=sparse) for rows in self.rows)
         name = "sparse_adam" if model.optimizer == "adam" else model.optimizer
         self.optimizers.append(OPTIMIZERS[name](self.tables.parameters()))
 
-    def prepared(self, batch: Batch) -> tuple[Any, ...]:
+    def prepare(self, batch: Batch) -> tuple[Any, ...]:
         rows, *rest = batch
         parts = [part.contiguous() for part in rows.view(self.model.batch, self.model.tables, -1).unbind(1)]
         return (parts if self.model.features else [part.squeeze(1) for part in parts], *rest)
 
-    def pooled(self, rows: Sequence[Tensor]) -> Tensor:
+    def pool(self, rows: Sequence[Tensor]) -> Tensor:
         return torch.stack([table(part) for table, part in zip(self.tables, rows, strict=True)], dim=1)
 
 
 class TorchRecStep(Eager):
-    """`FusedEmbeddingBagCollection` with its defaults. `compiled`: pass the dense part to torch.compile."""
+    """`FusedEmbeddingBagCollection` with its defaults. `compile_dense`: pass the dense part to torch.compile."""
 
-    def __init__(self, model: Model, like: GraphStep, compiled: bool = False) -> None:
+    def __init__(self, model: Model, graph: GraphStep, compile_dense: bool = False) -> None:
         from torchrec.modules.embedding_configs import EmbeddingBagConfig
         from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
         from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-        super().__init__(model, like)
+        super().__init__(model, graph)
         self._jagged, self._keys = KeyedJaggedTensor, [f"feature{table}" for table in range(model.tables)]
         configs = [
             EmbeddingBagConfig(
@@ -198,16 +198,16 @@ class TorchRecStep(Eager):
         with torch.no_grad():
             for table, rows in enumerate(self.rows):
                 self._collection.embedding_bags[f"table{table}"].weight.copy_(rows)
-        if compiled:
+        if compile_dense:
             self.dense = torch.compile(self.dense)
 
-    def prepared(self, batch: Batch) -> tuple[Any, ...]:
+    def prepare(self, batch: Batch) -> tuple[Any, ...]:
         rows, *rest = batch
         flat = rows.transpose(0, 1).flatten()
         lengths = torch.full((self.model.tables * self.model.batch,), self.model.length)
         return (self._jagged(keys=self._keys, values=flat, lengths=lengths), *rest)
 
-    def pooled(self, rows: Any) -> Tensor:
+    def pool(self, rows: Any) -> Tensor:
         pooled: Tensor = self._collection(rows).values()
         return pooled.view(self.model.batch, self.model.tables, self.model.dim)
 
@@ -215,10 +215,10 @@ class TorchRecStep(Eager):
 class DenseAlone(Eager):
     """The dense part on a constant tensor instead of pooled rows; it computes that tensor's gradient too."""
 
-    def __init__(self, model: Model, like: GraphStep) -> None:
-        super().__init__(model, like)
+    def __init__(self, model: Model, graph: GraphStep) -> None:
+        super().__init__(model, graph)
         self._pooled = torch.rand(model.batch, model.tables, model.dim, requires_grad=True)
 
-    def pooled(self, rows: Any) -> Tensor:
+    def pool(self, rows: Any) -> Tensor:
         self._pooled.grad = None
         return self._pooled

@@ -15,7 +15,7 @@ from timing import Times
 from traces import BATCHES
 
 
-def on_ranks(size: int, task: Callable[..., Any], *arguments: Any) -> Any:
+def run_on_ranks(size: int, task: Callable[..., Any], *arguments: Any) -> Any:
     """Run `task(*arguments)` in `size` single-threaded processes of a Gloo group. Returns rank 0's result.
 
     If a rank raises, raises the same error and terminates the other ranks.
@@ -36,9 +36,9 @@ def _rank(size: int, folder: str, task: Callable[..., Any], arguments: Any, rank
     return rank, result
 
 
-def in_turns(sides: Mapping[str, Callable[[int], object]], turns: int) -> Times:
+def time_in_turns(sides: Mapping[str, Callable[[int], object]], turns: int) -> Times:
     """Time the sides in turns. Ranks start each step together; its time is the slowest rank's."""
-    times = timing.in_turns(sides, turns, BATCHES, before=dist.barrier)
+    times = timing.time_in_turns(sides, turns, BATCHES, before=dist.barrier)
     slowest = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return Times(zip(times, slowest.tolist(), strict=True))

@@ -32,13 +32,13 @@ class Figure:
     notes: str = ""
 
     @property
-    def passed(self) -> bool:
+    def meets_bar(self) -> bool:
         if self.bar is None:
             return True
         return self.value <= self.bar if self.at_most else self.value >= self.bar
 
     def as_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "passed": self.passed}
+        return {**asdict(self), "passed": self.meets_bar}
 
 
 def markdown(figures: Sequence[Figure]) -> str:
@@ -47,36 +47,36 @@ def markdown(figures: Sequence[Figure]) -> str:
     for figure in figures:
         value = f"{_number(figure.value)} {figure.unit}".strip()
         bar = "" if figure.bar is None else f"{'<=' if figure.at_most else '>='} {_number(figure.bar)} {figure.unit}"
-        rows.append((figure.section, figure.what, value if figure.passed else f"**{value}**", bar, figure.notes))
+        rows.append((figure.section, figure.what, value if figure.meets_bar else f"**{value}**", bar, figure.notes))
     lines = [f"| {' | '.join(cell.strip() for cell in row)} |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
 
 
-def report(
+def write_report(
     figures: Sequence[Figure],
     about: Mapping[str, str],
     json_file: Path | None,
     markdown_file: Path | None = None,
     missing: Mapping[str, str] | None = None,
 ) -> bool:
-    """Print the table, the machine and the reasons for missing figures, and write them. Returns if all bars are met."""
+    """Print and write the table, the machine and reasons for missing figures. Returns True if all bars are met."""
     reasons = [f"{name}: no figure, {reason}" for name, reason in (missing or {}).items()]
-    text = "\n".join([markdown(figures), "", listed(about.items()), *reasons])
+    text = "\n".join([markdown(figures), "", join_pairs(about.items()), *reasons])
     print(text)
     if json_file is not None:
         content = {"machine": dict(about), "figures": [each.as_dict() for each in figures], "missing": missing or {}}
         json_file.write_text(json.dumps(content, indent=2) + "\n")
     if markdown_file is not None:
         markdown_file.write_text(text + "\n")
-    return all(figure.passed for figure in figures)
+    return all(figure.meets_bar for figure in figures)
 
 
-def listed(parts: Iterable[tuple[str, str]]) -> str:
+def join_pairs(parts: Iterable[tuple[str, str]]) -> str:
     """Join (name, value) pairs to a text for `notes`."""
     return ", ".join(f"{name} {value}" for name, value in parts)
 
 
-def machine() -> dict[str, str]:
+def describe_machine() -> dict[str, str]:
     """Return the processor, the current load and the versions of installed packages."""
     models = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
     about = {

@@ -1,8 +1,8 @@
 """Measure tierbed and its peers, one workload after the other, and check the figures against their bars.
 
-    make peers
-    python benchmarks/run.py                          # all; or groups and workloads: kernels tiers/train
-    python benchmarks/run.py tiers/train --repeats 5 --set ahead=4 --json figures.json --markdown figures.md
+    make peers                                        # installs the peers
+    python benchmarks/run.py                          # measures all workloads
+    python benchmarks/run.py kernels tiers/train --repeats 5 --set ahead=4 --json figures.json --markdown figures.md
 
 Each workload runs in its own process and reports figures only if all sides computed the same. Exits with 1 if a
 figure misses its bar, if sides differ, or if a peer is not installed.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from report import Figure, machine, report
+from report import Figure, describe_machine, write_report
 from workload import WORKLOADS, Mismatch, NotMeasured, Workload
 
 GROUPS = ("kernels", "bags", "dlrm", "graph", "jagged", "tiers", "rocksdb", "disk", "snapshots", "distributed", "gpu")
@@ -33,7 +33,7 @@ THREADS = 2
 POLICY = "OMP_WAIT_POLICY"
 
 
-def load() -> None:
+def load_workloads() -> None:
     """Fill WORKLOADS by importing all groups."""
     for group in GROUPS:
         importlib.import_module(f"groups.{group}")
@@ -41,13 +41,13 @@ def load() -> None:
 
 def measure(name: str, folder: Path | None, settings: Mapping[str, Any]) -> list[Figure]:
     """Measure a workload in this process."""
-    load()
+    load_workloads()
     torch.set_num_threads(THREADS)
     with tempfile.TemporaryDirectory(dir=folder) as path:
         return WORKLOADS[name].figures(Path(path), settings)
 
 
-def measure_apart(work: Workload, folder: Path | None, settings: Mapping[str, Any]) -> list[Figure]:
+def measure_in_child(work: Workload, folder: Path | None, settings: Mapping[str, Any]) -> list[Figure]:
     """Measure a workload in a new process, with the workload's OMP_WAIT_POLICY."""
     before = os.environ.pop(POLICY, None)
     os.environ |= {POLICY: "PASSIVE"} if work.passive else {}
@@ -70,10 +70,10 @@ def select(names: Iterable[str]) -> list[Workload]:
     return list(selected.values())
 
 
-def settings_of(work: Workload, options: argparse.Namespace, changed: Mapping[str, Any]) -> dict[str, Any]:
+def merge_settings(work: Workload, options: argparse.Namespace, changed: Mapping[str, Any]) -> dict[str, Any]:
     repeats = {} if options.repeats is None else {"repeats": options.repeats}
     changed = {name: value for name, value in {**repeats, **changed}.items() if name in work.settings}
-    return {**work.settings, **(work.quick if options.quick else {}), **changed}
+    return {**work.settings, **(work.quick_settings if options.quick else {}), **changed}
 
 
 def _setting(text: str) -> tuple[str, Any]:
@@ -84,7 +84,7 @@ def _setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _busy() -> tuple[float, float]:
+def _read_cpu_seconds() -> tuple[float, float]:
     """Return processor seconds used by the whole system since boot, and by this process and its children."""
     ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:]]
     user, nice, system, _, _, interrupts, soft, stolen = ticks[:8]
@@ -92,7 +92,7 @@ def _busy() -> tuple[float, float]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    load()
+    load_workloads()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", metavar="WORKLOAD|GROUP", help="default: all")
     parser.add_argument("--list", action="store_true", help="show the workloads and their settings, then exit")
@@ -116,18 +116,18 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{work.name:28}{work.summary}\n{'':28}{json.dumps(work.settings)}")
         return 0
     torch.set_num_threads(THREADS)
-    about = machine()
+    about = describe_machine()
     figures: list[Figure] = []
     missing: dict[str, str] = {}
     failed = False
-    begin, before = time.perf_counter(), _busy()
+    begin, before = time.perf_counter(), _read_cpu_seconds()
     for work in works:
-        settings = settings_of(work, options, changed)
+        settings = merge_settings(work, options, changed)
         try:
             if options.quick:
                 figures += measure(work.name, options.folder, settings)
             else:
-                figures += measure_apart(work, options.folder, settings)
+                figures += measure_in_child(work, options.folder, settings)
         except NotMeasured as error:
             missing[work.name] = str(error)
         except ModuleNotFoundError as error:
@@ -136,9 +136,9 @@ def main(arguments: list[str] | None = None) -> int:
             if not isinstance(error, Mismatch):
                 traceback.print_exception(error)
             missing[work.name], failed = f"{type(error).__name__}: {error}", True
-    used, own = (now - then for now, then in zip(_busy(), before, strict=True))
+    used, own = (now - then for now, then in zip(_read_cpu_seconds(), before, strict=True))
     about["other processes"] = f"{max(used - own, 0.0) / (time.perf_counter() - begin):.2f} cores"
-    passed = report(figures, about, options.json, options.markdown, missing)
+    passed = write_report(figures, about, options.json, options.markdown, missing)
     return int(failed or not (options.quick or passed))
 
 

@@ -11,7 +11,7 @@ import sys
 from functools import partial
 
 import torch
-from timing import in_turns
+from timing import time_in_turns
 from torch import nn
 
 import tierbed as tb
@@ -50,7 +50,7 @@ def main() -> None:
         "step": lambda name, _: [step(name) for _ in range(CALLS)],
     }
     for kind, run in calls_by_kind.items():
-        times = in_turns({name: partial(run, name) for name in modules}, turns=15, warm_up=2)
+        times = time_in_turns({name: partial(run, name) for name in modules}, turns=15, warm_up=2)
         calls = ", ".join(f"{name} {1e3 * times.ms(name) / CALLS:.1f} us" for name in modules)
         against = f"{times.ratio('tierbed.Embedding', 'nn.Embedding'):.2f}x nn.Embedding's time"
         base = f"{times.ratio('tierbed.Embedding', 'MultiTableEmbedding'):.3f}x MultiTableEmbedding's"

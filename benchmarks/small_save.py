@@ -51,7 +51,7 @@ class TrainedTogether(tierbed.Graph):
             embedding.close()
 
 
-def saves(embeddings: int, folder: Path) -> Iterator[float]:
+def time_saves(embeddings: int, folder: Path) -> Iterator[float]:
     """Yield the seconds of each save. A step runs before each save; the latest two snapshots are kept."""
     torch.set_num_threads(1)
     ids = torch.arange(ROWS)
@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
-        with closing(saves(options.serve, options.folder)) as seconds:
+        with closing(time_saves(options.serve, options.folder)) as seconds:
             for _ in sys.stdin:
                 print(next(seconds), flush=True)
         return

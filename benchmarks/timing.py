@@ -1,4 +1,4 @@
-"""Time sides in turns, a store's steps with their hits and misses, and single calls within a step."""
+"""Measures times: the sides' times in turns, a store's steps with hits and misses, and calls within a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Times(dict[str, list[float]]):
         return "ms: " + ", ".join(f"{name} {self.ms(name):.2f} ({1e3 * min(self[name]):.2f})" for name in self)
 
 
-def in_turns(
+def time_in_turns(
     sides: Mapping[str, Callable[[int], Any]],
     turns: int,
     warm_up: int,
@@ -53,7 +53,7 @@ def in_turns(
     """
     times = Times({name: [] for name in sides})
     names = list(sides)
-    with without_garbage_collection():
+    with disable_gc():
         for turn in range(warm_up + turns):
             first = turn % len(names)
             results = {}
@@ -73,14 +73,14 @@ def in_turns(
     return Times({name: seconds[warm_up:] for name, seconds in times.items()})
 
 
-def seconds_of(call: Callable[[], object]) -> float:
+def time_call(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return time.perf_counter() - begin
 
 
 @contextmanager
-def without_garbage_collection() -> Iterator[None]:
+def disable_gc() -> Iterator[None]:
     gc.collect()  # frees gigabytes of earlier workloads
     gc.disable()
     try:
@@ -90,7 +90,7 @@ def without_garbage_collection() -> Iterator[None]:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def use_one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -126,7 +126,7 @@ class Turn:
         return self.seconds - sum(self.parts.values())
 
 
-def split(turns: Sequence[Turn], steps: int) -> str:
+def format_times(turns: Sequence[Turn], steps: int) -> str:
     """Format the milliseconds per step: whole, by part, and processor time."""
 
     def ms(seconds: Iterable[float]) -> str:
@@ -138,14 +138,14 @@ def split(turns: Sequence[Turn], steps: int) -> str:
     return f"{whole} ms = {' + '.join(parts)} (CPU {cpu})"
 
 
-def turn_of(embedding: MultiTableEmbedding, steps: Iterable[Tensor], first: int = 0) -> Turn:
+def measure_turn(embedding: MultiTableEmbedding, steps: Iterable[Tensor], first: int = 0) -> Turn:
     """Run the steps and measure them. The clock starts after the `first` ones."""
     turn, watches = Turn(), {"pin": Stopwatch(), "gather": Stopwatch(), "update": Stopwatch()}
-    before, remaining = top_tier(embedding), iter(steps)
+    before, remaining = read_top_tier(embedding), iter(steps)
     with (
-        timed_calls(watches["pin"], OpenTable, "pin"),
-        timed_calls(watches["gather"], PinnedBatch, "gather"),
-        timed_calls(watches["update"], OpenTable, "update"),
+        time_calls(watches["pin"], OpenTable, "pin"),
+        time_calls(watches["gather"], PinnedBatch, "gather"),
+        time_calls(watches["update"], OpenTable, "update"),
     ):
         turn.results += [next(remaining) for _ in range(first)]
         for watch in watches.values():
@@ -156,12 +156,12 @@ def turn_of(embedding: MultiTableEmbedding, steps: Iterable[Tensor], first: int 
     turn.parts = {name: watch.lap() for name, watch in watches.items()}
     turn.backlog = wait_until_idle()
     turn.cpu = time.process_time() - cpu
-    after = top_tier(embedding)
+    after = read_top_tier(embedding)
     turn.hits, turn.misses = after["hits"] - before["hits"], after["misses"] - before["misses"]
     return turn
 
 
-def top_tier(embedding: MultiTableEmbedding) -> dict[str, Any]:
+def read_top_tier(embedding: MultiTableEmbedding) -> dict[str, Any]:
     """Return the metrics of the top tier."""
     return next(counts for tier, counts in embedding.metrics().items() if tier != "table")
 
@@ -177,8 +177,8 @@ def wait_until_idle(seconds: float = 0.02, longest: float = 60.0) -> float:
     return waited
 
 
-def io_bytes() -> dict[str, int]:
-    """Return this process's bytes so far: rchar, wchar by file calls; read_bytes, write_bytes on disks."""
+def read_io_bytes() -> dict[str, int]:
+    """Return this process's byte counters from /proc/self/io. `rchar` and `wchar` include the page cache."""
     counts = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {name: int(counts[name]) for name in ("rchar", "wchar", "read_bytes", "write_bytes")}
 
@@ -195,7 +195,7 @@ class Stopwatch:
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-    def timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return call(*args, **kwargs)
@@ -211,11 +211,11 @@ class Stopwatch:
 
 
 @contextmanager
-def timed_calls(watch: Stopwatch, owner: Any, *names: str) -> Iterator[None]:
+def time_calls(watch: Stopwatch, owner: Any, *names: str) -> Iterator[None]:
     """Time all calls to the named attributes in a module, class or object."""
     before = {name: vars(owner).get(name) for name in names}
     for name in names:
-        setattr(owner, name, watch.timed(getattr(owner, name)))
+        setattr(owner, name, watch.wrap(getattr(owner, name)))
     try:
         yield
     finally:

@@ -15,7 +15,7 @@ ALPHA = 1.05  # Zipf exponent
 BATCHES = 8  # different batches, used in turn
 
 
-def hashed(rows: Tensor) -> Tensor:
+def hash_rows(rows: Tensor) -> Tensor:
     """Map row numbers to 64-bit keys by splitmix64 (Steele et al. 2014), a bijection, so keys are distinct."""
     x = rows.numpy().astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -63,7 +63,7 @@ class Batch:
         samples, tables = self.grad.shape[:2]
         return self.flat.view(tables, samples, -1).transpose(0, 1).contiguous()
 
-    def part(self, index: int, count: int) -> Batch:
+    def take_part(self, index: int, count: int) -> Batch:
         """Return part `index` when the samples are split into `count` equal parts. Needs one id per bag."""
         samples, tables = self.grad.shape[0] // count, self.grad.shape[1]
         part = slice(index * samples, (index + 1) * samples)
@@ -84,13 +84,13 @@ def make_batches(shape: Shape, count: int = BATCHES) -> list[Batch]:
         bags = random.integers(1, 2 * lengths) if shape.ragged else lengths
         offsets = torch.from_numpy(np.concatenate([[0], bags.cumsum()]))
         ids = bags.reshape(shape.tables, shape.batch).sum(1)
-        parts = [order[_drawn(random, shape, n)] for order, n in zip(renumber, ids, strict=True)]
+        parts = [order[_draw(random, shape, n)] for order, n in zip(renumber, ids, strict=True)]
         grad = random.uniform(0.5, 1.5, (shape.batch, shape.tables, shape.dim)).astype(np.float32)
         batches.append(Batch(torch.from_numpy(np.concatenate(parts)), offsets, torch.from_numpy(grad)))
     return batches
 
 
-def _drawn(random: np.random.Generator, shape: Shape, ids: int) -> NDArray[np.int64]:
+def _draw(random: np.random.Generator, shape: Shape, ids: int) -> NDArray[np.int64]:
     if shape.alpha is None:
         return random.integers(0, shape.rows, ids)
     return (random.zipf(shape.alpha, ids) - 1) % shape.rows
@@ -103,13 +103,13 @@ class Trace(Protocol):
     rows: int
     batch: int
 
-    def numbers(self, step: int) -> NDArray[np.int64]:
+    def draw_rows(self, step: int) -> NDArray[np.int64]:
         """Return a step's row numbers: int64 [batch, tables]."""
 
 
-def ids(trace: Trace, step: int) -> Tensor:
+def draw_ids(trace: Trace, step: int) -> Tensor:
     """Return a step's ids, int64 [batch, tables]: hashed, so that neighbouring rows are not close in a store."""
-    return hashed(torch.from_numpy(trace.numbers(step)))
+    return hash_rows(torch.from_numpy(trace.draw_rows(step)))
 
 
 class Zipf:
@@ -122,11 +122,11 @@ class Zipf:
         weights = np.cumsum(np.arange(1, rows + 1) ** -ALPHA)
         self._cumulative = weights / weights[-1]
 
-    def numbers(self, step: int) -> NDArray[np.int64]:
-        ranks = self.ranks(np.random.default_rng((self.seed, step)), step)
+    def draw_rows(self, step: int) -> NDArray[np.int64]:
+        ranks = self.draw_ranks(np.random.default_rng((self.seed, step)), step)
         return self._renumber[np.arange(self.tables), ranks].astype(np.int64)
 
-    def ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
+    def draw_ranks(self, random: np.random.Generator, step: int) -> NDArray[np.int64]:
         """Draw ranks from 0: int64 [batch, tables]."""
         drawn = random.random((self.batch, self.tables), np.float64)
         return np.searchsorted(self._cumulative[:-1], drawn).astype(np.int64)
@@ -135,7 +135,7 @@ class Zipf:
 class LogUniform:
     """Draws rank k with probability proportional to 1 / k. Ranks map to rows in a fixed order.
 
-    It stores no ranks, because benchmarks that limit memory use it.
+    Ranks are not stored, so that this class can be used in benchmarks with limited memory.
     """
 
     STRIDE = 2_654_435_761  # a prime larger than any number of rows here
@@ -143,7 +143,7 @@ class LogUniform:
     def __init__(self, tables: int, rows: int, batch: int, seed: int = 0) -> None:
         self.tables, self.rows, self.batch, self.seed = tables, rows, batch, seed
 
-    def numbers(self, step: int) -> NDArray[np.int64]:
+    def draw_rows(self, step: int) -> NDArray[np.int64]:
         drawn = np.random.default_rng((self.seed, step)).random((self.batch, self.tables))
         ranks = np.minimum(np.exp(drawn * math.log(self.rows)).astype(np.int64), self.rows) - 1
         numbers: NDArray[np.int64] = (ranks + np.arange(self.tables)) * self.STRIDE % self.rows
@@ -151,11 +151,11 @@ class LogUniform:
 
 
 class Cycles:
-    """One table whose ids go round in two cycles of rows. No row occurs twice in a batch.
+    """One table whose rows are in two cycles. Each cycle uses its rows in a fixed order, then starts again.
 
-    The small cycle, a fifth of the rows, supplies four fifths of each batch; the other cycle supplies the rest. Between
-    two uses of a row in the small cycle come that whole cycle and a 16th of the other, together a quarter of the rows.
-    A cache for 40 % of the rows therefore hits up to four fifths, whatever the number of rows.
+    The small cycle is a fifth of the rows, and supplies four fifths of each batch. The large cycle supplies the rest.
+    Before a row in the small cycle is used again, a quarter of all rows are used. A cache for 40 % of the rows has a
+    hit rate up to four fifths, for any number of rows. No row occurs twice in a batch.
     """
 
     tables = 1
@@ -164,10 +164,11 @@ class Cycles:
         self.rows, self.batch = rows, batch
         self._order = np.random.default_rng(seed).permutation(rows).astype(np.int32)
 
-    def numbers(self, step: int) -> NDArray[np.int64]:
-        small, few = self.rows // 5, self.batch * 4 // 5
-        if few > small or self.batch - few > self.rows - small:
+    def draw_rows(self, step: int) -> NDArray[np.int64]:
+        small, num_small = self.rows // 5, self.batch * 4 // 5
+        large, num_large = self.rows - small, self.batch - num_small
+        if num_small > small or num_large > large:
             raise ValueError(f"a batch of {self.batch} ids has rows twice: {self.rows} rows are too few")
-        one = (step * few + np.arange(few)) % small
-        other = small + (step * (self.batch - few) + np.arange(self.batch - few)) % (self.rows - small)
-        return self._order[np.concatenate([one, other])].astype(np.int64)[:, None]
+        small_ids = (step * num_small + np.arange(num_small)) % small
+        large_ids = small + (step * num_large + np.arange(num_large)) % large
+        return self._order[np.concatenate([small_ids, large_ids])].astype(np.int64)[:, None]

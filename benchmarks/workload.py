@@ -38,7 +38,7 @@ class Workload:
     name: str
     measure: Measure
     settings: Mapping[str, Any]
-    quick: Mapping[str, Any]
+    quick_settings: Mapping[str, Any]
     passive: bool
 
     @property
@@ -46,21 +46,21 @@ class Workload:
         return (inspect.getdoc(self.measure) or "").partition("\n")[0]
 
     def figures(self, folder: Path, settings: Mapping[str, Any]) -> list[Figure]:
-        """Measure. Raises Mismatch, NotMeasured, or ModuleNotFoundError if a peer is not installed."""
+        """Measure. Raises Mismatch and NotMeasured. Raises ModuleNotFoundError if a peer is not installed."""
         return [replace(figure, section=self.name) for figure in self.measure(folder, **settings)]
 
 
 def workload(
     quick: Mapping[str, Any] | None = None, passive: bool = True, name: str = "", **settings: Any
 ) -> Callable[[Measure], Measure]:
-    """Register a function in its module's group. Its settings are `settings` and its parameters with defaults."""
+    """Register a function in its module's group. `settings` are added to the defaults of the function's parameters."""
 
     def register(measure: Measure) -> Measure:
         parameters = inspect.signature(measure).parameters.values()
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         group = measure.__module__.rpartition(".")[2]
-        full = f"{group}/{name or measure.__name__}"
-        WORKLOADS[full] = Workload(full, measure, defaults | settings, dict(quick or {}), passive)
+        full_name = f"{group}/{name or measure.__name__}"
+        WORKLOADS[full_name] = Workload(full_name, measure, defaults | settings, dict(quick or {}), passive)
         return measure
 
     return register
@@ -79,9 +79,9 @@ def check_same(what: str, ours: Tensor, peer: Tensor) -> None:
 
 def check_close(what: str, ours: Tensor, peer: Tensor, tolerance: float) -> None:
     """Raise Mismatch if they differ by more than `tolerance` times the largest magnitude."""
-    apart = float((ours - peer).abs().max() / peer.abs().max())
-    if not apart <= tolerance:
-        raise Mismatch(f"{what} differ by {apart:.3g} of the largest magnitude")
+    difference = float((ours - peer).abs().max() / peer.abs().max())
+    if not difference <= tolerance:
+        raise Mismatch(f"{what} differ by {difference:.3g} of the largest magnitude")
 
 
 def check_losses(what: str, ours: Sequence[Tensor], peer: Sequence[Tensor], tolerance: float = 0.0) -> None:

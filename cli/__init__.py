@@ -71,13 +71,13 @@ def main(arguments: list[str] | None = None) -> None:
             fail(f"{error}{remedy}", as_json=as_json)
 
 
-def _version(is_set: bool) -> None:
+def _print_version(is_set: bool) -> None:
     if is_set:
         print(f"tierbed {version('tierbed')}")
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
+Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
 
 
 @app.callback()

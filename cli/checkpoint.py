@@ -37,10 +37,10 @@ def list_(path: CheckpointPath, as_json: Json = False) -> None:
         output.print_json({"checkpoints": [*map(_make_entry, checkpoints)], "damaged": errors})
     else:
         lines = [["name", "of", "embeddings and steps", "size", "age"]]
-        for c in checkpoints:
-            steps = ", ".join(f"{path} {snapshot.description['step']:,}" for path, snapshot in c.snapshots.items())
-            size, age = output.format_size(c.total_bytes), output.format_age(c.created_ns)
-            lines.append([c.path.name, c.kind, steps, size, age])
+        for checkpoint in checkpoints:
+            steps = ", ".join(f"{path} {s.description['step']:,}" for path, s in checkpoint.snapshots.items())
+            size, age = output.format_size(checkpoint.total_bytes), output.format_age(checkpoint.created_ns)
+            lines.append([checkpoint.path.name, checkpoint.kind, steps, size, age])
         output.print_table(lines, {3, 4})
     output.report_damaged(damaged)
 
@@ -59,7 +59,7 @@ def inspect(path: CheckpointPath, as_json: Json = False) -> None:
     for error in damaged.values():
         raise error
     (checkpoint,) = checkpoints
-    tensors = {name: [entry["dtype"], *entry["shape"]] for name, entry in checkpoint.tensors().items()}
+    tensors = {name: [entry["dtype"], *entry["shape"]] for name, entry in checkpoint.read_tensors().items()}
     entry = _make_entry(checkpoint)
     if as_json:
         output.print_json({**entry, "tensors": tensors})
@@ -104,10 +104,10 @@ def prune(
 
     Example: tierbed checkpoint prune runs/ --keep-last 3
     """
-    from ..graph.state.folders import STATE
+    from ..graph.state.folders import STATE_FILE
     from ..graph.state.folders import prune as prune_checkpoints
 
-    if (path / STATE).exists():
+    if (path / STATE_FILE).exists():
         output.fail(f"{str(path)!r} is one checkpoint; give the folder that holds all", as_json=as_json)
     retained, removed = prune_checkpoints(path, keep_last, dry_run)
     if as_json:

@@ -25,7 +25,7 @@ from .arguments import Json, find_nearest_existing
 from .output import EXIT_PROBLEM, align, format_size, print_json
 
 MIN_OPEN_FILES = 4096  # with a lower limit, RocksDB keeps opening and closing its files
-_NEEDED = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # omits typer and rich, which are imported above
+_REQUIRED_PACKAGES = "numpy", "torch", "lazy-loader", "msgpack", "safetensors"  # without typer and rich, imported above
 _EXTRAS = {  # maps each optional extra to its modules and its purpose
     "parquet": (("pyarrow",), "export and import of Parquet"),
     "plot": (("matplotlib",), "`snapshot inspect --plot`"),
@@ -74,34 +74,34 @@ def doctor(
         raise typer.Exit(EXIT_PROBLEM)
 
 
-def _try(name: str, work: Callable[[], str], remedy: str, consequence: str = "", **kind: bool) -> Check:
-    """Run `work`. Return a check of the result. If `work` raises, the check gives the error and the `consequence`."""
+def _run_check(name: str, check: Callable[[], str], remedy: str, consequence: str = "", **flags: bool) -> Check:
+    """Return a `Check` with the result of `check`. If `check` raises, the value is the error and `consequence`."""
     try:
-        return Check(name, True, work())
+        return Check(name, True, check())
     except Exception as error:
         message = " ".join(str(error).split()) or type(error).__name__
-        return Check(name, False, message + consequence, remedy, **kind)
+        return Check(name, False, message + consequence, remedy, **flags)
 
 
 def _yield_checks() -> Iterator[Check]:
     yield Check("tierbed", True, version("tierbed"))
     yield Check("python", True, f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     reinstall = "install it again: pip install --force-reinstall"
-    packages = [_try(name, partial(_check_package, name), f"{reinstall} {name}", fatal=True) for name in _NEEDED]
+    packages = [_run_check(p, partial(_check_package, p), f"{reinstall} {p}", fatal=True) for p in _REQUIRED_PACKAGES]
     yield from packages
     if all(package.ok for package in packages):  # the core needs these packages
-        core = _try("core", _check_core, "install tierbed again, for this Python and this machine", fatal=True)
+        core = _run_check("core", _check_core, "install tierbed again, for this Python and this machine", fatal=True)
         yield core
         if core.ok:
             yield from (_check_rocksdb(), *_check_cuda())
-    for extra, (modules, use) in _EXTRAS.items():
+    for extra, (modules, purpose) in _EXTRAS.items():
         versions = partial(_read_versions, modules)
-        yield _try(extra, versions, f"pip install 'tierbed[{extra}]'", f": it is for {use}", optional=True)
+        yield _run_check(extra, versions, f"pip install 'tierbed[{extra}]'", f": it is for {purpose}", optional=True)
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    ok = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
+    is_enough = limit == resource.RLIM_INFINITY or limit >= MIN_OPEN_FILES
     remedy = f"RocksDB uses half of them: raise the limit to {MIN_OPEN_FILES} or more by `ulimit -n {MIN_OPEN_FILES}`"
     value = "unlimited" if limit == resource.RLIM_INFINITY else str(limit)
-    yield Check("open files", ok, value, None if ok else remedy)
+    yield Check("open files", is_enough, value, None if is_enough else remedy)
 
 
 def _check_package(name: str) -> str:
@@ -144,7 +144,7 @@ def _check_cuda() -> Iterator[Check]:
             device = torch.cuda.get_device_properties(index)
             yield Check(f"cuda:{index}", True, f"{device.name}, {device.total_memory / 1e9:.0f} GB")
         remedy = f"pip install 'tierbed[cuda{cuda.partition('.')[0]}]'"
-        yield _try("cupy", _check_cupy, remedy, ": no tables on a GPU")
+        yield _run_check("cupy", _check_cupy, remedy, ": no tables on a GPU")
         return
     yield Check("cuda", False, f"no tables on a GPU: {reason}", remedy, optional=True)
 
@@ -164,17 +164,17 @@ def _yield_disk_checks(path: Path) -> Iterator[Check]:
         return
     if folder != path.absolute():
         yield Check("folder", True, f"{path} does not exist yet, so {folder} was checked")
-    free = shutil.disk_usage(folder).free
-    remedy = None if free >= MIN_FREE_BYTES else "free space"
-    yield Check("free space", remedy is None, f"{format_size(free)} in {folder}", remedy)
+    free_bytes = shutil.disk_usage(folder).free
+    remedy = None if free_bytes >= MIN_FREE_BYTES else "free space"
+    yield Check("free space", remedy is None, f"{format_size(free_bytes)} in {folder}", remedy)
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".tierbed-doctor-", dir=folder)
     except OSError as error:
         yield Check("writable", False, str(error), "give a folder that this user can write, or change its owner")
         return
     with scratch as name:
-        for feature, (work, remedy) in _DISK_FEATURES.items():
-            yield _try(feature, partial(work, Path(name)), remedy)
+        for feature, (check, remedy) in _DISK_FEATURES.items():
+            yield _run_check(feature, partial(check, Path(name)), remedy)
 
 
 def _time_fsync(folder: Path) -> str:
@@ -211,7 +211,7 @@ def _check_link(folder: Path) -> str:
     return "supported"
 
 
-def _check_direct(folder: Path) -> str:
+def _check_direct_reads(folder: Path) -> str:
     (folder / "direct").write_bytes(bytes(4096))
     os.close(os.open(folder / "direct", os.O_RDONLY | os.O_DIRECT))
     return "supported"
@@ -228,13 +228,13 @@ def _check_socket(folder: Path) -> str:
     return "supported"
 
 
-_LOCAL = "persistent_path must be on a file system that supports it: a local one, such as ext4 or xfs"
-_SAVE_ELSEWHERE = "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first"
+_LOCAL_REMEDY = "persistent_path must be on a file system that supports it: a local one, such as ext4 or xfs"
+_SOCKET_REMEDY = "`tierbed snapshot save` cannot ask a running trainer here; save in the trainer, or close it first"
 _DISK_FEATURES = {
-    "fsync": (_time_fsync, _LOCAL),
-    "rename": (_check_rename, _LOCAL),
-    "locks": (_check_lock, _LOCAL),
+    "fsync": (_time_fsync, _LOCAL_REMEDY),
+    "rename": (_check_rename, _LOCAL_REMEDY),
+    "locks": (_check_lock, _LOCAL_REMEDY),
     "hard links": (_check_link, "RocksDB checkpoints copy files here, and take that much space again"),
-    "direct reads": (_check_direct, 'leave read_mode="buffered", the default'),
-    "sockets": (_check_socket, _SAVE_ELSEWHERE),
+    "direct reads": (_check_direct_reads, 'leave read_mode="buffered", the default'),
+    "sockets": (_check_socket, _SOCKET_REMEDY),
 }

@@ -45,7 +45,7 @@ def export(
     from ..snapshots.exchange.export import export_snapshot
 
     try:
-        chosen = format or Format(path.suffix[1:].lower())
+        chosen_format = format or Format(path.suffix[1:].lower())
     except ValueError:
         raise typer.BadParameter(f"{str(path)!r} has no known suffix; give --format {' | '.join(Format)}") from None
     begin = time.monotonic()
@@ -53,15 +53,15 @@ def export(
     tables = parse_tables(table, snapshot)
     with show_progress("exporting", snapshot.manifest.rows) as advance:
         rows = export_snapshot(
-            snapshot, path, chosen.value, advance, tables=tables, state=not weights_only, overwrite=overwrite
+            snapshot, path, chosen_format.value, advance, tables=tables, state=not weights_only, overwrite=overwrite
         )
     seconds = time.monotonic() - begin
-    written = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
+    size = sum(file.stat().st_size for file in (path.iterdir() if path.is_dir() else [path]))
     if as_json:
-        print_json({"path": str(path), "format": chosen.value, "rows": rows, "bytes": written, "seconds": seconds})
+        print_json({"path": str(path), "format": chosen_format.value, "rows": rows, "bytes": size, "seconds": seconds})
     else:
-        figures = f"{rows:,} rows, {format_size(written)}, in {format_seconds(seconds)}"
-        print(f"exported {escape(name)} to {escape(str(path))}: {figures}")
+        details = f"{rows:,} rows, {format_size(size)}, in {format_seconds(seconds)}"
+        print(f"exported {escape(name)} to {escape(str(path))}: {details}")
 
 
 def import_(

@@ -30,11 +30,11 @@ def find_serving_processes(stores: Iterable[Path], timeout: float, as_json: bool
     from ..snapshots.control.client import request_status
     from ..snapshots.store.folder_state import find_holder
 
-    serving = {store: process for store in stores if (process := find_holder(store)) is not None}
-    for store in [store for store in serving if request_status(store, timeout) is None]:
+    processes = {store: process for store in stores if (process := find_holder(store)) is not None}
+    for store in [store for store in processes if request_status(store, timeout) is None]:
         with lock_stores([store], as_json):  # exits if the store is still open, and names the process
-            del serving[store]
-    return serving
+            del processes[store]
+    return processes
 
 
 def save_together(
@@ -48,28 +48,28 @@ def save_together(
     from ..snapshots.files.reader import Snapshot
     from ..snapshots.store.closed_store import save_closed_stores
 
-    serving = find_serving_processes(stores, timeout, as_json)
-    if len({*serving.values()}) > 1:
-        holders = ", ".join(f"{str(store)!r} in process {process}" for store, process in serving.items())
+    processes = find_serving_processes(stores, timeout, as_json)
+    if len({*processes.values()}) > 1:
+        holders = ", ".join(f"{str(store)!r} in process {process}" for store, process in processes.items())
         message = f"several processes have these stores open, so no step is common: {holders}; save each store alone"
         fail(message, EXIT_IN_USE, as_json)
-    done = 0
+    num_done = 0
 
     def advance_to(rows: int, total: int | None) -> None:
-        nonlocal done
-        advance(rows - done)
-        done = rows
+        nonlocal num_done
+        advance(rows - num_done)
+        num_done = rows
 
-    first = next(iter(serving), None)
-    if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*serving]) is None:
-        raise StoreError(f"process {serving[first]} closed {str(first)!r} before the save; save again")
-    closed = [store for store in stores if store not in serving]
+    first = next(iter(processes), None)
+    if first is not None and request_save(first, name, kind, advance_to, timeout, overwrite, [*processes]) is None:
+        raise StoreError(f"process {processes[first]} closed {str(first)!r} before the save; save again")
+    closed_stores = [store for store in stores if store not in processes]
     try:  # save closed stores last, because the trainer may still open one of them in its current step
-        with lock_stores(closed, as_json, exits=not serving) as folders:
+        with lock_stores(closed_stores, as_json, exits=not processes) as folders:
             save_closed_stores(folders, name, advance, kind, overwrite)
     except TierbedError as error:
-        if not serving:
+        if not processes:
             raise
-        saved, unsaved = (", ".join(store.name for store in part) for part in (serving, closed))
+        saved, unsaved = (", ".join(store.name for store in part) for part in (processes, closed_stores))
         raise SnapshotError(f"snapshot {name!r} was saved for {saved}, but not for {unsaved}: {error}") from error
     return [Snapshot.open(store / "snapshots" / name).manifest for store in stores]

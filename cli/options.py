@@ -47,11 +47,11 @@ def options(
     for name in names or tables:
         try:
             store = load_store_options(file, check_name(name))
-            memory, disk = _find_memory(store), _find_disk(store, name)
+            memory, disk = _compute_memory(store), _measure_disk(store, name)
             results[name] = {"options": store.as_dict(), "memory_bytes": memory, "disk": disk}
         except TierbedError as error:
             problems[name] = str(error)
-    known = sum(part for each in results.values() for part in each["memory_bytes"].values() if isinstance(part, int))
+    known_bytes = sum(n for result in results.values() for n in result["memory_bytes"].values() if isinstance(n, int))
     disks = _sum_disks(results)
     for disk in disks:
         if disk["rows_bytes"] > disk["free_bytes"]:
@@ -59,19 +59,19 @@ def options(
                 f"the rows of {', '.join(disk['embeddings'])} need {format_size(disk['rows_bytes'])}, and the disk has "
                 f"{format_size(disk['free_bytes'])} for them; use a larger disk, or lower capacities"
             )
-    free = read_free_host_memory()
+    host_memory = read_free_host_memory()
     if as_json:
-        memory = {"memory_bytes": known, "free_memory_bytes": None if free is None else free.bytes}
+        memory = {"memory_bytes": known_bytes, "free_memory_bytes": None if host_memory is None else host_memory.bytes}
         print_json({"embeddings": results, "wrong": problems, **memory, "disks": disks})
     else:
         for name, result in results.items():
             print(f"[{escape(name)}]")
-            memory = {part.replace("_", " "): n for part, n in result["memory_bytes"].items()}
-            parts = [f"{part} {_format_amount(n, _format_mib)}" for part, n in memory.items()]
+            memory = {part.replace("_", " "): amount for part, amount in result["memory_bytes"].items()}
+            parts = [f"{part} {_format_amount(amount, _format_mib)}" for part, amount in memory.items()]
             print_fields({**result["options"], "memory": ", ".join(parts), "disk": _format_disk(result["disk"])})
             print()
-        free_memory = "" if free is None else f"; {_format_mib(free.bytes)} free {free.location}"
-        print(f"total memory, as far as known: {_format_mib(known)}{free_memory}")
+        free_memory = "" if host_memory is None else f"; {_format_mib(host_memory.bytes)} free {host_memory.location}"
+        print(f"total memory, as far as known: {_format_mib(known_bytes)}{free_memory}")
         for disk in disks:
             rows_and_space = f"{format_size(disk['rows_bytes'])}; {format_size(disk['free_bytes'])} free"
             print(f"rows on the disk of {escape(disk['path'])}: {rows_and_space}")
@@ -81,7 +81,7 @@ def options(
         raise typer.Exit(EXIT_PROBLEM)
 
 
-def _find_memory(options: StoreOptions) -> dict[str, int | str | None]:
+def _compute_memory(options: StoreOptions) -> dict[str, int | str | None]:
     """Return {part of the store: bytes of memory}. "auto" stands for a share of free memory, None for unknown.
 
     On a machine without a GPU, the device cache is in host memory and needs an overflow area.
@@ -100,15 +100,15 @@ def _find_memory(options: StoreOptions) -> dict[str, int | str | None]:
                 parts[cache.removesuffix("_") or "cache"] = mb if isinstance(mb, str) else int(mb * MB)
                 parts[f"{cache}overflow"] = mb if isinstance(mb, str) else int(options.compute_overflow_mb(mb) * MB)
     if isinstance(options, CachedSsdOptions):
-        blocks = int((options.rocksdb_cache_mb or 0) * MB)
-        return parts | {"rocksdb": WRITE_BUFFER_BYTES + blocks + INDEX_BYTES * (options.capacity or 0)}
+        block_cache_bytes = int((options.rocksdb_cache_mb or 0) * MB)
+        return parts | {"rocksdb": WRITE_BUFFER_BYTES + block_cache_bytes + INDEX_BYTES * (options.capacity or 0)}
     if options.capacity is None or options.storage_dim is None:
         return parts | {"table": None}
     return parts | {"table": compute_full_table_bytes(options.capacity, compute_line_bytes(options.storage_dim))}
 
 
-def _find_disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
-    """Return the paths of rows and snapshots, the free bytes at both, and the bytes that all rows need, if known.
+def _measure_disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
+    """Return the paths of rows and snapshots, the free bytes at each path, and the rows' total bytes (None if unknown).
 
     Return None if rows are not stored on disk. Raises OptionError for an invalid path or if the disk is too small.
     """
@@ -116,24 +116,24 @@ def _find_disk(options: StoreOptions, name: str) -> dict[str, Any] | None:
 
     if options.persistent_path is None:
         return None
-    live, snapshots = Path(options.persistent_path), Path(options.snapshot_path or options.persistent_path)
-    usage = shutil.disk_usage(_find_writable("persistent_path", live))
-    free = shutil.disk_usage(_find_writable("snapshot_path", snapshots)).free
-    rows = None
+    row_path, snapshot_path = Path(options.persistent_path), Path(options.snapshot_path or options.persistent_path)
+    usage = shutil.disk_usage(_find_writable("persistent_path", row_path))
+    free_bytes = shutil.disk_usage(_find_writable("snapshot_path", snapshot_path)).free
+    row_bytes = None
     if options.capacity is not None and options.storage_dim is not None:
-        rows = options.capacity * row_dtype(options.storage_dim).itemsize
-        if rows > usage.total:
+        row_bytes = options.capacity * row_dtype(options.storage_dim).itemsize
+        if row_bytes > usage.total:
             raise OptionError(
-                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} need {format_size(rows)}, and "
-                f"the disk of persistent_path={str(live)!r} has {format_size(usage.total)}; use a larger disk, or "
-                "lower capacity"
+                f"capacity={options.capacity}: rows of storage_dim={options.storage_dim} need "
+                f"{format_size(row_bytes)}, and the disk of persistent_path={str(row_path)!r} has "
+                f"{format_size(usage.total)}; use a larger disk, or lower capacity"
             )
     return {
-        "store": str(live / name),
+        "store": str(row_path / name),
         "free_bytes": usage.free,
-        "snapshots": str(snapshots / name / "snapshots"),
-        "free_bytes_of_snapshots": free,
-        "rows_bytes": rows,
+        "snapshots": str(snapshot_path / name / "snapshots"),
+        "free_bytes_of_snapshots": free_bytes,
+        "rows_bytes": row_bytes,
     }
 
 
@@ -147,8 +147,8 @@ def _sum_disks(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         if disk is None or disk["rows_bytes"] is None:
             continue
         store = Path(disk["store"])
-        new = {"path": str(store.parent), "free_bytes": disk["free_bytes"], "rows_bytes": 0, "embeddings": []}
-        entry = disks.setdefault(_find_writable("persistent_path", store.parent).stat().st_dev, new)
+        new_entry = {"path": str(store.parent), "free_bytes": disk["free_bytes"], "rows_bytes": 0, "embeddings": []}
+        entry = disks.setdefault(_find_writable("persistent_path", store.parent).stat().st_dev, new_entry)
         entry["rows_bytes"] += disk["rows_bytes"]
         entry["embeddings"].append(name)
         for folder, folders, files in os.walk(store):

@@ -24,42 +24,45 @@ if TYPE_CHECKING:
 
 EXIT_PROBLEM, EXIT_USAGE, EXIT_IN_USE, EXIT_NO_ROW, EXIT_INTERRUPTED = 1, 2, 3, 4, 130  # exit codes
 ProgressCallback = Callable[[int], None]
-BAR_AFTER = 1.0  # seconds until a progress bar appears
+BAR_DELAY = 1.0  # seconds until a progress bar appears
 SNAPSHOT_HEADER = ["name", "kind", "parent", "dtype", "rows", "size", "step", "age"]
 NUMBER_COLUMNS = {4, 5, 6, 7}  # the columns of SNAPSHOT_HEADER that are aligned to the right
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
     """Print one document on stdout. Non-ASCII characters are escaped; NaN and infinities are written as text."""
-    print(json.dumps(_plain(value), indent=indent, allow_nan=False, default=str), flush=True)
+    print(json.dumps(_to_plain(value), indent=indent, allow_nan=False, default=str), flush=True)
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     """Convert a value to something that JSON can represent, because MARK may contain any value."""
     if isinstance(value, dict):
-        return {str(name): _plain(item) for name, item in value.items()}
+        return {str(name): _to_plain(item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    for line in align(rows, right):
+def print_table(rows: Sequence[Sequence[str]], right_columns: Collection[int] = ()) -> None:
+    for line in align(rows, right_columns):
         print(line)
 
 
-def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Return rows as lines of aligned text. Columns in `right` align to the right. Unprintable cells become JSON."""
+def align(rows: Sequence[Sequence[str]], right_columns: Collection[int] = ()) -> list[str]:
+    """Return rows as lines of aligned text. `right_columns` are aligned right. Unprintable cells become JSON."""
     from rich.cells import cell_len
 
     cells = [[escape(cell) for cell in row] for row in rows]
     widths = [max(map(cell_len, column)) for column in zip(*cells, strict=True)]
-    result = []
+    lines = []
     for row in cells:
         gaps = [" " * (width - cell_len(cell)) for cell, width in zip(row, widths, strict=True)]
-        padded = (gap + cell if i in right else cell + gap for i, (cell, gap) in enumerate(zip(row, gaps, strict=True)))
-        result.append("  ".join(padded).rstrip())
-    return result
+        padded = (
+            gap + cell if i in right_columns else cell + gap
+            for i, (cell, gap) in enumerate(zip(row, gaps, strict=True))
+        )
+        lines.append("  ".join(padded).rstrip())
+    return lines
 
 
 def print_fields(fields: dict[str, Any]) -> None:
@@ -147,14 +150,14 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def format_age(created: int) -> str:
-    """Format the time since `created`, in ns since 1970 (UTC)."""
-    return format_seconds(time.time() - created / 1e9)
+def format_age(created_ns: int) -> str:
+    """Format the time since `created_ns`, in ns since 1970 (UTC)."""
+    return format_seconds(time.time() - created_ns / 1e9)
 
 
-def format_time(created: int) -> str:
-    """Format `created`, in ns since 1970 (UTC), as ISO 8601."""
-    return datetime.fromtimestamp(created // 10**9, UTC).isoformat()
+def format_time(created_ns: int) -> str:
+    """Format `created_ns`, in ns since 1970 (UTC), as ISO 8601."""
+    return datetime.fromtimestamp(created_ns // 10**9, UTC).isoformat()
 
 
 @contextmanager
@@ -166,16 +169,16 @@ def show_progress(title: str, rows: int | None = None) -> Iterator[ProgressCallb
     if not sys.stderr.isatty():
         yield lambda count: None
         return
-    begin, done, bar = time.monotonic(), 0, None
+    start, num_done, bar = time.monotonic(), 0, None
 
     def advance(count: int) -> None:
-        nonlocal done, bar
-        done += count
-        if bar is None and time.monotonic() - begin > BAR_AFTER:
+        nonlocal num_done, bar
+        num_done += count
+        if bar is None and time.monotonic() - start > BAR_DELAY:
             bar = _start_bar(title, rows)
         if bar is not None:
             speed = bar.tasks[0].speed
-            bar.update(bar.task_ids[0], completed=done, rate=f"{speed:,.0f}/s" if speed else "")
+            bar.update(bar.task_ids[0], completed=num_done, rate=f"{speed:,.0f}/s" if speed else "")
 
     try:
         yield advance
@@ -228,15 +231,15 @@ def format_dtypes(description: Mapping[str, Any]) -> str:
 
 def make_cells(snapshots: Iterable[Snapshot]) -> list[list[str]]:
     """Return each snapshot's cells for a printed table with the columns of SNAPSHOT_HEADER."""
-    result = []
+    rows = []
     for name, manifest in ((snapshot.name, snapshot.manifest) for snapshot in snapshots):
-        kinds = manifest.kind, manifest.parent.name if manifest.parent else "", format_dtypes(manifest.description)
-        figures = f"{manifest.rows:,}", format_size(manifest.total_bytes), f"{manifest.description['step']:,}"
-        result.append([name, *kinds, *figures, format_age(manifest.created)])
-    return result
+        kind_cells = manifest.kind, manifest.parent.name if manifest.parent else "", format_dtypes(manifest.description)
+        number_cells = f"{manifest.rows:,}", format_size(manifest.total_bytes), f"{manifest.description['step']:,}"
+        rows.append([name, *kind_cells, *number_cells, format_age(manifest.created)])
+    return rows
 
 
-def report(action: str, name: str, manifests: dict[str, Manifest], begin: float, as_json: bool, **more: Any) -> None:
+def report(action: str, name: str, manifests: dict[str, Manifest], begin: float, as_json: bool, **fields: Any) -> None:
     """Print what a command did to a snapshot.
 
     action: a verb in the past tense, such as "saved". manifests: {store name: manifest}. begin: from time.monotonic.
@@ -244,15 +247,15 @@ def report(action: str, name: str, manifests: dict[str, Manifest], begin: float,
     seconds = time.monotonic() - begin
     if as_json:
         entries = {store: make_entry(name, manifest) for store, manifest in manifests.items()}
-        print_json({**(entries.get("") or {"stores": entries}), **more, "seconds": round(seconds, 3)})
+        print_json({**(entries.get("") or {"stores": entries}), **fields, "seconds": round(seconds, 3)})
         return
-    skipped = f", {more['left_out']:,} rows skipped" if more.get("left_out") else ""
+    skipped = f", {fields['left_out']:,} rows skipped" if fields.get("left_out") else ""
     for store, manifest in manifests.items():
-        of_store = f" of {escape(store)}" if store else ""
+        store_text = f" of {escape(store)}" if store else ""
         kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
         size, step = format_size(manifest.total_bytes), manifest.description["step"]
         contents = f"{kind}{manifest.rows:,} rows, {size}, step {step:,}"
-        print(f"{action} {escape(name)}{of_store}: {contents}, in {format_seconds(seconds)}{skipped}")
+        print(f"{action} {escape(name)}{store_text}: {contents}, in {format_seconds(seconds)}{skipped}")
 
 
 def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:

@@ -68,7 +68,7 @@ def prune(
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
     from ..snapshots.store.folder_state import FolderState
-    from ..snapshots.store.linking import REPLACED_PREFIX
+    from ..snapshots.store.linking import BACKUP_PREFIX
     from ..snapshots.store.retention import plan_store_prune
 
     stores = find_stores_at(store)
@@ -78,19 +78,19 @@ def prune(
     documents = {}
     for folder, store_name in stores.items():
         retained, removed, needed = ([snapshot.name for snapshot in part] for part in plans[folder])
-        bytes = sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed)
-        parts = {"removed": removed, "kept": retained, "kept_for_live_rows": needed}
-        documents[store_name] = {**parts, "removed_bytes": bytes, "dry_run": dry_run}
+        removed_bytes = sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed)
+        names = {"removed": removed, "kept": retained, "kept_for_live_rows": needed}
+        documents[store_name] = {**names, "removed_bytes": removed_bytes, "dry_run": dry_run}
         if as_json:
             continue
         prefix = store_name and f"{output.escape(store_name)}/"
         for name in removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.escape(name)}")
         for name in needed:
-            reason = "a save replaced it, but " if name.startswith(REPLACED_PREFIX) else ""
+            reason = "a save replaced it, but " if name.startswith(BACKUP_PREFIX) else ""
             print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.escape(name)}: {reason}recovery needs it")
         count = len(removed) + len(retained)
-        print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.format_size(bytes)}")
+        print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.format_size(removed_bytes)}")
     if as_json:
         output.print_json(documents.get("") or {"stores": documents})
 
@@ -101,15 +101,15 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
     from ..snapshots.store import retention
     from ..snapshots.store.folder import StoreFolder
 
-    serving = find_serving_processes(plans, timeout, as_json)
+    processes = find_serving_processes(plans, timeout, as_json)
     removed: list[str] = []
-    with exit_if_in_use([store for store in plans if store not in serving], as_json):
+    with exit_if_in_use([store for store in plans if store not in processes], as_json):
         try:
             for store, plan in plans.items():
-                if store in serving and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
-                    present, needed = [*plan.retained, *plan.removed], plan.retained_for_recovery
-                    pruned = [s for s in present if s.name in answer[0]]
-                    retained, needed = ([s for s in part if s not in pruned] for part in (present, needed))
+                if store in processes and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
+                    snapshots, needed = [*plan.retained, *plan.removed], plan.retained_for_recovery
+                    pruned = [s for s in snapshots if s.name in answer[0]]
+                    retained, needed = ([s for s in part if s not in pruned] for part in (snapshots, needed))
                     plans[store] = retention.PrunePlan(retained, pruned, needed)
                 else:
                     with StoreFolder(store) as folder:
@@ -171,8 +171,8 @@ def save(
     begin = time.monotonic()
     stores = find_stores_at(store)
     with output.show_progress("saving") as advance:
-        saved = save_together([*stores], name, kind.value, overwrite, timeout, advance, as_json)
-    output.report("saved", name, dict(zip(stores.values(), saved, strict=True)), begin, as_json)
+        manifests = save_together([*stores], name, kind.value, overwrite, timeout, advance, as_json)
+    output.report("saved", name, dict(zip(stores.values(), manifests, strict=True)), begin, as_json)
 
 
 def load(
@@ -213,9 +213,9 @@ def load(
         check_one_moment([path.name for path in stores], snapshots)
         selection = Selection(tables=parse_tables(table, snapshots[0]), state=not weights_only, convert=convert)
         with output.show_progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
-            loaded, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
+            manifests, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
     left_out = {"left_out": selections[0].left_out} if is_single else {}
-    output.report("loaded", name, dict(zip(stores.values(), loaded, strict=True)), begin, as_json, **left_out)
+    output.report("loaded", name, dict(zip(stores.values(), manifests, strict=True)), begin, as_json, **left_out)
 
 
 def list_(store: Store, as_json: Json = False) -> None:
@@ -253,7 +253,7 @@ def inspect(
 
     Example: tierbed snapshot inspect store/users before-retraining --plot users.png
     """
-    from ..engine.options.table_names import read_table_names, table_label
+    from ..engine.options.table_names import label_table, read_table_names
     from ..snapshots.files.format import name_hyperparams
     from ..snapshots.inspection.row import to_plain_row
     from ..snapshots.inspection.summary import check_plot, draw, summarise
@@ -262,19 +262,19 @@ def inspect(
         check_plot(plot)
     snapshot = open_snapshot(store, name)
     with output.show_progress("reading", snapshot.manifest.rows) as advance:
-        summary = summarise(snapshot, advance, first=rows)
+        summary = summarise(snapshot, advance, num_first_rows=rows)
     names = read_table_names(snapshot.description)
     if plot is not None:
         draw(summary, f"{name}, step {snapshot.description['step']:,}", plot, names)
-    figures = {**output.make_entry(name, snapshot.manifest), **summary.figures}
-    first = [to_plain_row(row, snapshot.description) for row in summary.first]
+    figures = {**output.make_entry(name, snapshot.manifest), **summary.statistics}
+    first_rows = [to_plain_row(row, snapshot.description) for row in summary.first_rows]
     description = name_hyperparams(snapshot.description)
     if as_json:
-        output.print_json({**figures, "description": description, "first_rows": first})
+        output.print_json({**figures, "description": description, "first_rows": first_rows})
         return
     fields = {"embedding" if field == "name" else field: value for field, value in description.items()}
-    figures["rows_by_table"] = {table_label(table, names): count for table, count in figures["rows_by_table"].items()}
+    figures["rows_by_table"] = {label_table(table, names): count for table, count in figures["rows_by_table"].items()}
     output.print_fields({**figures, **fields})
-    for row in first:
+    for row in first_rows:
         print()
         output.print_fields(row)

@@ -25,9 +25,9 @@ def stat(store: Store, as_json: Json = False) -> None:
 
     Example: tierbed store stat store/users
     """
-    from ..snapshots.store.status import store_status
+    from ..snapshots.store.status import read_store_status
 
-    status = store_status(store)
+    status = read_store_status(store)
     if as_json:
         output.print_json(make_document(status))
         return
@@ -141,9 +141,9 @@ def get(
             source = Snapshot.open(store) if snapshot is None else open_snapshot(store, snapshot)
             row, description = read_snapshot_row(source, parse_table(table), key), source.description
         elif find_holder(require_store(store)) is not None and (
-            (answer := request_row(store, parse_table(table), key, timeout)) is not None
+            (row_fields := request_row(store, parse_table(table), key, timeout)) is not None
         ):
-            fields, row = answer, None
+            fields, row = row_fields, None
         else:
             with lock_stores([store], as_json) as (folder,):
                 row, description = read_live_row(folder, parse_table(table), key)
@@ -177,7 +177,7 @@ def make_document(status: StoreStatus) -> dict[str, Any]:
         "step": status.step,
         "base": status.recovery_snapshot,
         "bytes": status.bytes,
-        "restart": {"from": restart.pop("source"), **restart},
+        "restart": {"from": restart.pop("origin"), **restart},
     }
 
 
@@ -190,25 +190,25 @@ def _describe_live_rows(status: StoreStatus) -> str | None:
 def _describe_member(member: MemberStatus) -> str:
     step = "an unknown step" if member.step is None else f"step {member.step:,}"
     snapshot = [f"snapshot {output.escape(member.snapshot)}"] if member.snapshot else []
-    saved = " and ".join(["live rows"] * member.has_live_rows + snapshot)
-    now = f"{saved or 'no rows'} of {step}" if saved or member.step == 0 else "rows that are not saved"
-    common = output.escape(member.common or "no rows")
+    saved_parts = " and ".join(["live rows"] * member.has_live_rows + snapshot)
+    current = f"{saved_parts or 'no rows'} of {step}" if saved_parts or member.step == 0 else "rows that are not saved"
+    common_snapshot = output.escape(member.common or "no rows")
     common_step = "" if member.common_step is None else f" of step {member.common_step:,}"
-    return f"{now}; after a kill, it restarts from {common}{common_step}"
+    return f"{current}; after a kill, it restarts from {common_snapshot}{common_step}"
 
 
 def _describe_restart(status: StoreStatus) -> str:
-    if status.restart.source == "elsewhere":
+    if status.restart.origin == "elsewhere":
         return (
             f"{status.num_ranks} ranks resume from their shards, which are on other hosts; a single process must load "
             "a snapshot first"
         )
     prefix = "" if status.holder is None else "after a close, resumes from the live rows; after a kill, "
-    return prefix + _describe_source(status.restart)
+    return prefix + _describe_origin(status.restart)
 
 
-def _describe_source(restart: Restart) -> str:
-    match restart.source:
+def _describe_origin(restart: Restart) -> str:
+    match restart.origin:
         case "live":
             return f"resumes from the live rows, at step {restart.step:,}"
         case "snapshot":
@@ -228,9 +228,9 @@ def _run_in_thread(work: Callable[[], Any], advance: Callable[[int], None]) -> A
     from concurrent.futures import ThreadPoolExecutor, wait
 
     pool = ThreadPoolExecutor(1)  # not in a `with` block, because its end would wait for the thread even after Ctrl-C
-    result = pool.submit(work)
-    while not result.done():
-        wait([result], 0.2)
+    future = pool.submit(work)
+    while not future.done():
+        wait([future], 0.2)
         advance(0)
     pool.shutdown()
-    return result.result()
+    return future.result()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ..snapshots.files.reader import Listing, Snapshot
     from ..snapshots.store.status import StoreStatus
 
-_STATE = ("state", "holder", "step")  # if one of these fields of a store's status changes, an event is reported
+_WATCHED_FIELDS = ("state", "holder", "step")  # a change of one of these fields of a store's status is an event
 
 
 class View(NamedTuple):
@@ -42,61 +42,61 @@ def watch(
 
     Example: tierbed snapshot watch store/users
     """
-    show = partial(_print_changes, as_json=as_json) if as_json or not sys.stdout.isatty() else _show
+    show = partial(_print_changes, as_json=as_json) if as_json or not sys.stdout.isatty() else _show_table
 
-    def views() -> Iterator[View]:
+    def poll_views() -> Iterator[View]:
         while True:
             yield poll(store)
             time.sleep(interval)
 
     with suppress(KeyboardInterrupt):
-        show(views())
+        show(poll_views())
 
 
-def find_changes(before: View | None, now: View) -> Iterator[dict[str, Any]]:
+def find_changes(previous: View | None, current: View) -> Iterator[dict[str, Any]]:
     """Yield the differences between two polls as dicts. The key `event` names what happened:
 
     - "store": `state`, `holder` or `step` changed, and the dict contains all three.
     - "saved": a snapshot is new, and the dict contains its entry. "removed": the snapshot `name` is gone.
     - "damaged": the snapshot `name` is damaged, and `error` tells how.
     """
-    state, last = ({name: view and getattr(view.status, name) for name in _STATE} for view in (now, before))
-    if state != last or before is None:
+    state, old_state = ({name: v and getattr(v.status, name) for name in _WATCHED_FIELDS} for v in (current, previous))
+    if state != old_state or previous is None:
         yield {"event": "store", **state}
-    old = {} if before is None else before.snapshots
-    for name in old:
-        if name not in now.snapshots and name not in now.damaged:
+    old_snapshots = {} if previous is None else previous.snapshots
+    for name in old_snapshots:
+        if name not in current.snapshots and name not in current.damaged:
             yield {"event": "removed", "name": name}
-    for name, snapshot in now.snapshots.items():
-        if name not in old or old[name].manifest.id != snapshot.manifest.id:
+    for name, snapshot in current.snapshots.items():
+        if name not in old_snapshots or old_snapshots[name].manifest.id != snapshot.manifest.id:
             yield {"event": "saved", **make_entry(name, snapshot.manifest)}
-    for name, error in now.damaged.items():
-        if before is None or name not in before.damaged:
+    for name, error in current.damaged.items():
+        if previous is None or name not in previous.damaged:
             yield {"event": "damaged", "name": name, "error": error}
 
 
 def poll(store: Path) -> View:
     from ..snapshots.files.reader import list_snapshots
-    from ..snapshots.store.status import store_status
+    from ..snapshots.store.status import read_store_status
 
     listing: Listing = list_snapshots(store / "snapshots")
     snapshots = {s.name: s for s in listing.snapshots}
     damaged = {name: str(e) for name, e in listing.damaged.items() if (store / "snapshots" / name).is_dir()}
-    return View(store_status(store), snapshots, damaged)
+    return View(read_store_status(store), snapshots, damaged)
 
 
 def _print_changes(views: Iterator[View], as_json: bool) -> None:
-    before = None
-    for now in views:
-        for change in find_changes(before, now):
+    previous = None
+    for current in views:
+        for change in find_changes(previous, current):
             if as_json:
                 print_json(change, indent=None)
             else:
                 print(", ".join(f"{field} {escape(value)}" for field, value in change.items()), flush=True)
-        before = now
+        previous = current
 
 
-def _show(views: Iterator[View]) -> None:
+def _show_table(views: Iterator[View]) -> None:
     from rich.live import Live
     from rich.text import Text
 

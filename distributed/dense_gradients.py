@@ -17,8 +17,8 @@ from ..engine.errors import GraphError
 from .sendable import check_sendable, to_bytes
 from .world import World, try_call
 
-_HAS_GRADS, _FINITE = 1, 2  # bits of the payload in each rank's handshake header
-_PIECE = 16 << 20  # bytes that rank 0 sends to each rank in one transfer
+_HAS_GRADS, _IS_FINITE = 1, 2  # bits of the payload in each rank's handshake header
+_CHUNK_BYTES = 16 << 20  # bytes that rank 0 sends to each rank in one transfer
 
 
 class AllReduceResult(NamedTuple):
@@ -41,13 +41,13 @@ def all_reduce_in_order(
 ) -> AllReduceResult:
     """Sum tensors across ranks. Shapes and dtypes must be equal on all ranks. This is a collective.
 
-    Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank has tensors;
-    at least one must. shared_values: values equal on all ranks. error: this rank's error, to raise on all ranks.
+    Tensors are added in rank order, and each sum is rounded to the dtype. contributes: True if this rank's tensors are
+    added; at least one rank must contribute. shared_values: values equal on all ranks. error: raised on all ranks.
     """
     with world.collective_block(op):
         try:
             shared_values = {"graph": world.collectives, **(shared_values or {})}
-            payload = contributes * _HAS_GRADS + is_finite * _FINITE
+            payload = contributes * _HAS_GRADS + is_finite * _IS_FINITE
             payloads = world.handshake(op, error, shared_values, payload=payload).payloads
         finally:
             world.num_step_collectives += 1
@@ -60,7 +60,7 @@ def all_reduce_in_order(
             totals = _sum_over_ranks(world, op, [tensors[index] for index in indices], contributors)
             for index, total in zip(indices, totals, strict=True):
                 sums[index] = total
-    return AllReduceResult(sums, len(contributors), all(payload & _FINITE for payload in payloads))
+    return AllReduceResult(sums, len(contributors), all(payload & _IS_FINITE for payload in payloads))
 
 
 def _sum_over_ranks(world: World, op: str, tensors: Sequence[Tensor], contributors: Sequence[int]) -> list[Tensor]:
@@ -94,7 +94,7 @@ def broadcast_parameters(world: World, op: str, tensors: Sequence[tuple[str, Ten
         if names != all_names[0]:
             pairs = zip_longest(all_names[0], names, fillvalue="nothing more")
             expected, actual = next((left, right) for left, right in pairs if left != right)
-            world.raise_shared(
+            world.raise_shared_error(
                 GraphError(
                     f"{op}: ranks differ, rank 0: {len(all_names[0])} tensors, {expected}; rank {rank}: {len(names)} "
                     f"tensors, {actual}; create the graph with the same code on every rank"
@@ -117,11 +117,11 @@ def describe_tensors(tensors: Sequence[tuple[str, Tensor]]) -> list[str]:
 def _copy_from_rank_0(world: World, op: str, tensor: Tensor) -> None:
     is_source = world.rank == 0
     values = to_bytes(tensor) if is_source else torch.empty(tensor.numel() * tensor.itemsize, dtype=torch.uint8)
-    for piece in values.split(_PIECE):
-        sends, receives = [len(piece) * is_source] * world.size, [len(piece)] + [0] * (world.size - 1)
-        sent = piece.repeat(world.size) if is_source else piece[:0]
+    for chunk in values.split(_CHUNK_BYTES):
+        sends, receives = [len(chunk) * is_source] * world.size, [len(chunk)] + [0] * (world.size - 1)
+        sent = chunk.repeat(world.size) if is_source else chunk[:0]
         received = world.start_all_to_all(op, sent, sends, receives).wait()
         if not is_source:
-            piece.copy_(received)
+            chunk.copy_(received)
     if not is_source:
         tensor.copy_(values.view(tensor.dtype).view(tensor.shape))

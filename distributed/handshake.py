@@ -19,8 +19,8 @@ from ..engine import errors
 from ..engine.errors import GroupError, TierbedError
 from .rank_group import CollectiveSequence, PendingAllToAll, RankGroup
 
-# header fields: 1 if this rank has an error, checksum of `op`, checksum of `shared_values`, count, payload, wants_more
-NUM_FIELDS = 6
+# the header: has_error (0 or 1), checksum of `op`, checksum of `shared_values`, count, payload, needs_call (0 or 1)
+NUM_HEADER_FIELDS = 6
 MAX_NAMES = 3  # an error names at most this many differing values
 
 
@@ -29,17 +29,18 @@ class HandshakeResult(NamedTuple):
 
     counts: list[int]  # how many items each rank will send to this rank
     payloads: list[int]  # each rank's `payload`
-    wants_more: bool  # True if any rank requests one more call
+    needs_call: bool  # True if any rank requests one more call
 
 
 class Handshake:
     """One exchange of headers between all ranks, in flight until `wait` returns.
 
     Args:
-        op: the operation that every rank must be about to begin.
-        shared_values: values by name, which must be equal on all ranks.
-        counts: how many items go from this rank to each rank.
-        payload, wants_more: a number for all ranks, and True to request one more call.
+        op: the operation's name. All ranks must pass the same name.
+        shared_values: values by name. They must be equal on all ranks.
+        counts: how many items this rank will send to each rank.
+        payload: a number to send to all ranks.
+        needs_call: True if this rank requests one more call.
     """
 
     def __init__(
@@ -50,20 +51,20 @@ class Handshake:
         shared_values: Mapping[str, Any] | None = None,
         counts: Sequence[int] | None = None,
         payload: int = 0,
-        wants_more: bool = False,
+        needs_call: bool = False,
     ) -> None:
         self._rank_group, self._op, self._local_error = rank_group, op, error
         self._shared_values = dict(shared_values or {})
         self._result: HandshakeResult | None = None
         self.raised_error: BaseException | None = None  # the exception that `wait` raised
         if rank_group.size == 1:
-            self.raised_error, self._result = error, HandshakeResult([*(counts or [0])], [payload], wants_more)
+            self.raised_error, self._result = error, HandshakeResult([*(counts or [0])], [payload], needs_call)
             return
         rank_group.check_thread()
         if rank_group.pending_handshake is not None:
             rank_group.pending_handshake.wait()  # if ranks are in different calls, all ranks raise here first
-        headers = np.empty((rank_group.size, NUM_FIELDS), np.int64)  # NumPy is faster than torch for small arrays
-        headers[:] = (error is not None, _hash(op), _hash(self._shared_values), 0, payload, wants_more)
+        headers = np.empty((rank_group.size, NUM_HEADER_FIELDS), np.int64)  # small arrays are faster in NumPy
+        headers[:] = (error is not None, _hash(op), _hash(self._shared_values), 0, payload, needs_call)
         if counts is not None:
             headers[:, 3] = counts
         self._own_fields = headers[0, :3].tolist()
@@ -88,8 +89,8 @@ class Handshake:
             except BaseException as error:
                 self.raised_error = error
                 raise
-        counts, payloads, wants_more = ([header[field] for header in headers] for field in range(3, NUM_FIELDS))
-        self._result = HandshakeResult(counts, payloads, any(wants_more))
+        counts, payloads, needs_call = map(list, zip(*(header[3:] for header in headers), strict=True))
+        self._result = HandshakeResult(counts, payloads, any(needs_call))
         return self._result
 
     def _raise_on_all_ranks(self) -> NoReturn:
@@ -99,17 +100,17 @@ class Handshake:
         reports = [msgpack.unpackb(data) for data in rank_group.exchange_bytes(self._op, report)]
         errors_by_rank = {rank: report["error"] for rank, report in enumerate(reports) if report["error"] is not None}
         if error is not None and not isinstance(error, Exception):
-            rank_group.raise_shared(error)  # the rank that received Ctrl-C raises KeyboardInterrupt
+            rank_group.raise_shared_error(error)  # the rank that received Ctrl-C raises KeyboardInterrupt
         if not errors_by_rank:
             rank_group.num_mismatches += 1
-            rank_group.raise_shared(GroupError(_describe_difference(reports)))
+            rank_group.raise_shared_error(GroupError(_describe_difference(reports)))
         rank, first_error = next(iter(errors_by_rank.items()))
         error_class: Any = getattr(errors, first_error["kind"], None)
         is_tierbed_error = isinstance(error_class, type) and issubclass(error_class, TierbedError)
         suffix = f" (and {len(errors_by_rank) - 1} more ranks failed)" if len(errors_by_rank) > 1 else ""
         message = first_error["message"] if is_tierbed_error else f"{first_error['kind']}: {first_error['message']}"
         shared_error = (error_class if is_tierbed_error else GroupError)(f"rank {rank}: {message}{suffix}")
-        rank_group.raise_shared(shared_error, error if rank == rank_group.rank else None)
+        rank_group.raise_shared_error(shared_error, error if rank == rank_group.rank else None)
 
 
 def _hash(value: Any) -> int:
@@ -125,7 +126,7 @@ def _to_text(value: object) -> str:
 
 
 def _to_texts(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return values as text, by name. A map or CollectiveSequence becomes one entry for each of its parts."""
+    """Return values as text, by name. Each part of a map or CollectiveSequence becomes a separate entry."""
     texts: dict[str, str] = {}
     for name, value in values.items():
         parts = value.parts if isinstance(value, CollectiveSequence) else value

@@ -38,13 +38,13 @@ class AnnouncedStep:
         # None if no step of this rank will use the announcement
         self.lookups = None if lookups is None else [copy_lookup(lookup) for lookup in lookups]
         counts = [0] * world.size if local_batch is None else local_batch.counts
-        self._headers = Handshake(world, op, counts=counts, payload=local_batch is None)
+        self._handshake = Handshake(world, op, counts=counts, payload=local_batch is None)
         self._ids: IdExchange | None = None
 
     @property
     def is_refused(self) -> bool:
         """True if the handshake failed because a rank was in another call. In that case, all ranks raised an error."""
-        return self._headers.raised_error is not None
+        return self._handshake.raised_error is not None
 
     @property
     def is_complete(self) -> bool:
@@ -65,7 +65,7 @@ class AnnouncedStep:
         """Wait for the exchange in flight, and start the next exchange. Call this until `is_complete`."""
         if self._ids is not None:
             self.requested_lookups = self._ids.wait()
-        elif any((answer := self._headers.wait()).payloads) or self.local_batch is None:
+        elif any((answer := self._handshake.wait()).payloads) or self.local_batch is None:
             self.requested_lookups = []
         else:
             self._ids = IdExchange(self._world, f"ids of {self._op}", self.local_batch, answer.counts, self._traffic)
@@ -124,7 +124,7 @@ class IdPrefetcher:
                 step.lookups = None
         self._drop_finished()
 
-    def forget(self) -> None:
+    def skip_all(self) -> None:
         """Mark all announcements as unused on this rank. Transfers in flight still arrive."""
         self.skip(self._num_announced)
 

@@ -31,13 +31,13 @@ from ..engine.threads import Thread
 
 SIOCGIFADDR = 0x8915  # netdevice(7)
 BACKLOG = 65535  # length of the accept queue, unknown connections included; Linux lowers this number to its own limit
-MAX_SILENT = 16  # at most this many connections without a greeting, plus one for each missing rank
+MAX_WAITING_CONNECTIONS = 16  # how many connections may wait without a greeting, not counting one for each missing rank
 MAX_NAMES = 3  # a message names at most this many unknown hosts
 GREETING = struct.Struct("32si")  # the greeting: the listener's token, and the number of the rank that connects
-CANNOT_ACCEPT = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # accept() lacks descriptors or memory
+RESOURCE_ERRORS = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # accept() lacks descriptors or memory
 ANSWER_SECONDS = 3.0  # how long to wait for other ranks' answers
-ENDED = "its process ended"
-IS_BEHIND = "it runs, but has not reached this call"
+EXIT_REASON = "its process ended"
+LATE_REASON = "it runs, but has not reached this call"
 
 
 class Connections(NamedTuple):
@@ -107,22 +107,22 @@ def _accept_ranks(
     The kernel reports a connection as readable only when its greeting is complete, so silent connections delay no rank.
     """
     sockets: dict[int, socket.socket] = {}
-    ungreeted: dict[socket.socket, str] = {}  # the hosts of connections that sent no greeting yet
+    candidates: dict[socket.socket, str] = {}  # the hosts of connections that sent no greeting yet
     unknown_hosts: Counter[str] = Counter()
 
     def reject(connection: socket.socket) -> None:
-        unknown_hosts[ungreeted.pop(connection)] += 1
+        unknown_hosts[candidates.pop(connection)] += 1
         connection.close()
 
     listener.setblocking(False)
     while len(sockets) < len(ranks) and (remaining := deadline - monotonic()) > 0:
-        ready = wait([listener, *ungreeted], remaining)  # uses poll(2), so it needs no file descriptor
-        for connection in [connection for connection in ungreeted if connection in ready]:
+        ready = wait([listener, *candidates], remaining)  # uses poll(2), so it needs no file descriptor
+        for connection in [connection for connection in candidates if connection in ready]:
             rank = _read_greeting(connection, token)
             if rank is None or rank not in ranks or rank in sockets:
                 reject(connection)
             else:
-                del ungreeted[connection]
+                del candidates[connection]
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
                 sockets[rank] = connection
         if listener not in ready:
@@ -130,26 +130,26 @@ def _accept_ranks(
         try:
             connection, (host, *_) = listener.accept()
         except OSError as error:
-            if error.errno not in CANNOT_ACCEPT:  # the connecting process has ended
+            if error.errno not in RESOURCE_ERRORS:  # the connecting process has ended
                 continue
-            if not ungreeted:
+            if not candidates:
                 remedy = choose_remedy(error, "let this host have more memory")
                 raise GroupError(f"cannot accept connections of other ranks ({error}); {remedy}") from error
-            reject(next(iter(ungreeted)))  # the oldest connection: probably not a rank
+            reject(next(iter(candidates)))  # the oldest connection: probably not a rank
             continue
         stack.enter_context(connection).setblocking(False)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, GREETING.size)
-        ungreeted[connection] = host
-        if len(ungreeted) > len(ranks) - len(sockets) + MAX_SILENT:
-            reject(next(iter(ungreeted)))
-    unknown_hosts.update(ungreeted.values())
+        candidates[connection] = host
+        if len(candidates) > len(ranks) - len(sockets) + MAX_WAITING_CONNECTIONS:
+            reject(next(iter(candidates)))
+    unknown_hosts.update(candidates.values())
     unknown = _describe_unknown_hosts(unknown_hosts, listener)
     if missing := [rank for rank in ranks if rank not in sockets]:
         remedy = unknown or "see the logs of these ranks"
         raise GroupError(f"ranks {missing} did not connect in time; {remedy}", missing)
     if unknown:
         logging.getLogger("tierbed").warning("while the ranks connected: %s", unknown)
-    for connection in ungreeted:
+    for connection in candidates:
         connection.close()
     return sockets
 
@@ -187,7 +187,7 @@ def _find_own_address() -> str:
         target = os.environ.get("MASTER_ADDR") or socket.gethostname()
         for family, kind, _, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind) as probe:
-                probe.connect(address)  # sends nothing on a datagram socket
+                probe.connect(address)  # connecting a datagram socket sends nothing
                 return str(probe.getsockname()[0])
     except OSError:
         pass
@@ -207,18 +207,18 @@ class PeerMonitor:
 
     When a process ends, its connections close, and the other ranks notice immediately. Before that, a rank reports why
     it leaves: ranks did not answer, it closed its world, or its script ended. A rank that reports nothing was killed.
-    For a killed rank, the thread calls `on_loss` with the rank and what is known about it.
+    For a killed rank, the thread calls `on_lost_rank` with the rank and what is known about it.
     """
 
-    def __init__(self, connections: Mapping[int, socket.socket], on_loss: Callable[[int, str], None]) -> None:
-        self.aborted: GroupAborted | None = None  # set when another rank aborted the group
+    def __init__(self, connections: Mapping[int, socket.socket], on_lost_rank: Callable[[int, str], None]) -> None:
+        self.abort_error: GroupAborted | None = None  # set when another rank aborted the group
         self.last_call_number = 0  # number of the call that this rank began last
         self._connections = dict(connections)
         self._condition = Condition()
-        self._answers: dict[int, int] = {}  # by rank: the number of the call that the rank had reached
-        self._reasons: dict[int, str] = {}  # by rank: why the rank's connection ended
+        self._reached_calls: dict[int, int] = {}  # by rank: the number of the call that the rank had reached
+        self._exit_reasons: dict[int, str] = {}  # by rank: why the rank's connection ended
         self._final_calls: dict[int, int] = {}  # by rank: number of the rank's last call before it closed its world
-        self._on_loss, self._is_closed = on_loss, False
+        self._on_lost_rank, self._is_closed = on_lost_rank, False
         for connection in connections.values():
             connection.settimeout(ANSWER_SECONDS)
         Thread(target=self._listen, name="tierbed-peer-monitor", daemon=True).start()
@@ -226,8 +226,8 @@ class PeerMonitor:
         # instead of `atexit`, because children forked by multiprocessing skip `atexit`
         self._finalizer = Finalize(None, self._close_at_exit, exitpriority=0)
 
-    def find_unresponsive(self, call_number: int) -> dict[int, str]:
-        """Return the ranks that delay this call, and what is known about each one. Raises `aborted`.
+    def find_unresponsive_ranks(self, call_number: int) -> dict[int, str]:
+        """Return the ranks that delay this call, and what is known about each one. Raises `abort_error`.
 
         Returns the ranks that exited or are silent. If there are no such ranks, returns the ranks that have not reached
         the call. If all ranks have reached the call, returns the ranks that closed their world afterwards.
@@ -236,14 +236,14 @@ class PeerMonitor:
         others = self._connections.keys()
         with self._condition:
             self._condition.wait_for(
-                lambda: self.aborted or others <= self._answers.keys() | self._reasons.keys(), ANSWER_SECONDS
+                lambda: self.abort_error or others <= {*self._reached_calls, *self._exit_reasons}, ANSWER_SECONDS
             )
-            if self.aborted is not None:
-                raise self.aborted
-            silent = dict.fromkeys(others - self._answers.keys() - self._reasons.keys(), "no sign of it")
-            lost = silent | {r: why for r, why in self._reasons.items() if self._final_calls.get(r, 0) < call_number}
-            late = {rank: IS_BEHIND for rank, number in self._answers.items() if number < call_number}
-            return lost or late or dict(self._reasons)
+            if self.abort_error is not None:
+                raise self.abort_error
+            silent = dict.fromkeys(others - self._reached_calls.keys() - self._exit_reasons.keys(), "no sign of it")
+            lost = {r: why for r, why in self._exit_reasons.items() if self._final_calls.get(r, 0) < call_number}
+            late = {rank: LATE_REASON for rank, number in self._reached_calls.items() if number < call_number}
+            return silent | lost or late or dict(self._exit_reasons)
 
     def has_closed_before(self, call_number: int) -> bool:
         """True if a rank closed its world and will never reach this call."""
@@ -268,7 +268,7 @@ class PeerMonitor:
 
     def _close_at_exit(self) -> None:
         if os.getpid() == self._pid:  # a forked child shares its parent's connections
-            self.close(ENDED)
+            self.close(EXIT_REASON)
 
     def _send(self, message: Mapping[str, Any], ranks: Sequence[int] | None = None) -> None:
         line = json.dumps(message).encode() + b"\n"
@@ -290,22 +290,22 @@ class PeerMonitor:
                 with self._condition:
                     for line in lines:
                         self._handle_message(rank, json.loads(line))
-                    is_lost = not data and rank not in self._reasons and not self._is_closed
+                    is_lost = not data and rank not in self._exit_reasons and not self._is_closed
                     if not data:
                         del parts[rank]
                         self._connections[rank].close()
-                        self._reasons.setdefault(rank, ENDED)
+                        self._exit_reasons.setdefault(rank, EXIT_REASON)
                     self._condition.notify_all()
                 if is_lost:
-                    self._on_loss(rank, ENDED)
+                    self._on_lost_rank(rank, EXIT_REASON)
 
     def _handle_message(self, rank: int, message: dict[str, Any]) -> None:
         match message:
             case {"call": _}:
                 self._send({"here": self.last_call_number}, [rank])
             case {"here": last_call_number}:
-                self._answers[rank] = last_call_number
+                self._reached_calls[rank] = last_call_number
             case {"left": aborting_rank, "why": why}:
-                self.aborted = self.aborted or GroupAborted(aborting_rank, dict(why))
+                self.abort_error = self.abort_error or GroupAborted(aborting_rank, dict(why))
             case {"closed": why, "at": last_call_number}:
-                self._reasons[rank], self._final_calls[rank] = why, last_call_number
+                self._exit_reasons[rank], self._final_calls[rank] = why, last_call_number

@@ -32,12 +32,12 @@ from ..engine.ops.batch import empty
 from ..engine.signals import defer_signals, list_deferred_signals
 from .peer_monitor import GroupAborted, PeerMonitor, connect
 
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
+ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
 POLL_INTERVAL = timedelta(seconds=0.1)  # how often a wait checks for signals and aborts
-PATIENCE_SECONDS = 1.0  # after Ctrl-C or SIGTERM, a wait continues this long, so that a running step may finish
+GRACE_SECONDS = 1.0  # after Ctrl-C or SIGTERM, a wait continues this long, so that a running step may finish
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 CONNECT_SECONDS = 60.0  # how long all ranks have to connect
-_closed_groups: set[tuple[int, ...]] = set()  # the groups that this process has left, each given by its ranks
+_closed_groups: set[tuple[int, ...]] = set()  # closed groups of this process; each tuple lists the ranks of a group
 
 
 class CollectiveSequence:
@@ -60,23 +60,23 @@ class LostRankReporter:
     """Writes a group's first error to the log (by default, to stderr) and to torchrun's error file."""
 
     def __init__(self, rank: int) -> None:
-        self._rank, self._lock, self._is_written = rank, Lock(), False
-        if ERROR_FILE in os.environ:  # import now, since after a rank is lost there is no time
+        self._rank, self._lock, self._has_written = rank, Lock(), False
+        if ERROR_FILE_VARIABLE in os.environ:  # import now, since after a rank is lost there is no time
             import torch.distributed.elastic.multiprocessing.errors  # noqa: F401
 
     def write(self, error: GroupError, is_early: bool = False) -> None:
         """Write an error. Any thread may call this.
 
-        is_early: True if the error was not raised in a call of this rank. An early error is skipped after another
-        error, because torchrun ends all ranks after the first loss: later losses are only a result.
+        is_early: True if no call of this rank has raised the error yet. An early error is written only if it is the
+        first error: once a rank is lost, torchrun ends the other ranks, so later lost ranks are only a consequence.
         """
         with self._lock:
-            if self._is_written and is_early:
+            if self._has_written and is_early:
                 return
-            if not self._is_written:
+            if not self._has_written:
                 getLogger("tierbed").error("GroupError on rank %d: %s", self._rank, error)
-            self._is_written = True
-            if ERROR_FILE in os.environ:
+            self._has_written = True
+            if ERROR_FILE_VARIABLE in os.environ:
                 _write_error_file(error)
 
 
@@ -89,7 +89,7 @@ def _write_error_file(error: GroupError) -> None:
         try:
             get_error_handler().record_exception(error)
         except OSError as failed:
-            getLogger("tierbed").warning("%s=%s: %s", ERROR_FILE, os.environ[ERROR_FILE], failed)
+            getLogger("tierbed").warning("%s=%s: %s", ERROR_FILE_VARIABLE, os.environ[ERROR_FILE_VARIABLE], failed)
     finally:
         error.__traceback__ = None
 
@@ -122,27 +122,28 @@ class RankGroup:
         self.num_mismatches = 0  # how often all ranks raised because their calls or values differed
         self.failure: GroupError | None = None
         self._caller: tuple[int, int] | None = None  # ids of the process and the thread that must make all calls
-        self.num_calls = self.num_shared_calls = 0  # collectives begun on this rank, and known to be begun on all ranks
-        self._in_flight: list[PendingAllToAll] = []  # includes transfers of failed steps; no step waits for these
+        self.num_calls = 0  # how many collectives this rank has begun
+        self.num_shared_calls = 0  # how many collectives all ranks have begun, as far as this rank knows
+        self._transfers: list[PendingAllToAll] = []  # includes transfers of failed steps; no step waits for these
         self._group: dist.ProcessGroup | None = None
-        self._peers: PeerMonitor | None = None
-        self._op = "connecting the ranks"  # the last call begun here
+        self._peer_monitor: PeerMonitor | None = None
+        self._last_op = "connecting the ranks"  # the last call begun here
         self._lost_rank_reporter = LostRankReporter(self.rank)
         if ranks:
             self._connect(ranks)
 
     def close(self) -> None:
-        """Leave the group. Waits up to PATIENCE_SECONDS, and only for collectives that all ranks have begun."""
+        """Leave the group. Waits up to GRACE_SECONDS, and only for collectives that all ranks have begun."""
         with defer_signals():
             if self.failure is None:
-                deadline = monotonic() + PATIENCE_SECONDS
-                for transfer in [t for t in self._in_flight if t.call_number <= self.num_shared_calls]:
+                deadline = monotonic() + GRACE_SECONDS
+                for transfer in [t for t in self._transfers if t.call_number <= self.num_shared_calls]:
                     while monotonic() < deadline and transfer.wait_briefly():
                         pass
             self.failure = self.failure or GroupError("this world is closed")
-            if self._peers is not None:  # closed before the process group, so that no rank waits for a closed group
-                self._peers.close("it closed its world")
-                self._peers = None
+            if self._peer_monitor is not None:  # closed before the process group, so that no rank waits for that
+                self._peer_monitor.close("it closed its world")
+                self._peer_monitor = None
             self._leave_group()
 
     def check_thread(self) -> None:
@@ -174,7 +175,7 @@ class RankGroup:
         """True if other ranks do not know this error yet: they did not raise it, and the group is alive."""
         return self.size > 1 and self.failure is None and error is not self.shared_error
 
-    def raise_shared(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
+    def raise_shared_error(self, error: BaseException, cause: BaseException | None = None) -> NoReturn:
         """Raise an error that every rank raises in this call."""
         self.shared_error = error
         if cause is None:
@@ -196,8 +197,8 @@ class RankGroup:
     ) -> PendingAllToAll:
         """Start to send blocks of `data` to all ranks, and to receive their blocks into `out` or new memory.
 
-        data, out: contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank; by
-        default equal. If sender and receiver differ in a length, the process is aborted. op: the call's name in errors.
+        data, out: contiguous CPU tensors. send_counts, receive_counts: block lengths along dimension 0, by rank. By
+        default, all blocks are equally long. If a sender's and a receiver's lengths differ, the process is aborted.
         """
         send_counts = send_counts or [len(data) // self.size] * self.size
         receive_counts = receive_counts or send_counts
@@ -210,11 +211,11 @@ class RankGroup:
         # torch's all_to_all_single calls this function too, but spends half its time in Python code
         work = self._group.alltoall_base(out, data, [*receive_counts], [*send_counts], dist.AllToAllOptions())
         self.num_calls += 1
-        self._op = op
-        if self._peers is not None:
-            self._peers.last_call_number = self.num_calls
+        self._last_op = op
+        if self._peer_monitor is not None:
+            self._peer_monitor.last_call_number = self.num_calls
         transfer = PendingAllToAll(self, op, self.num_calls, work, out)
-        self._in_flight = [*(other for other in self._in_flight if other.is_in_flight()), transfer]
+        self._transfers = [*(other for other in self._transfers if other.is_in_flight()), transfer]
         return transfer
 
     def exchange_bytes(self, op: str, data: bytes, num_readers: int | None = None) -> list[bytes]:
@@ -249,33 +250,33 @@ class RankGroup:
 
     def check_peers(self, op: str, call_number: int) -> None:
         """Raise GroupError if another rank has aborted the group, or has left the group before this call."""
-        if self._peers is None:
+        if self._peer_monitor is None:
             return
-        if self._peers.aborted is not None:
-            raise self._abort_by_peer(op, self._peers.aborted)
-        if self._peers.has_closed_before(call_number):
+        if self._peer_monitor.abort_error is not None:
+            raise self._abort_by_peer(op, self._peer_monitor.abort_error)
+        if self._peer_monitor.has_closed_before(call_number):
             raise self.abort_unresponsive(op, call_number, "a rank closed its world")
 
     def abort_unresponsive(self, op: str, call_number: int, reason: str) -> GroupError:
         """Abort the group because collective `call_number` failed. Returns the error, with other ranks' reports."""
         reasons: Mapping[int, str] = {}
-        if self._peers is not None:
+        if self._peer_monitor is not None:
             try:
-                reasons = self._peers.find_unresponsive(call_number)
+                reasons = self._peer_monitor.find_unresponsive_ranks(call_number)
             except GroupAborted as aborted:
                 return self._abort_by_peer(op, aborted)
-            self._peers.broadcast_abort(self.rank, reasons)
+            self._peer_monitor.broadcast_abort(self.rank, reasons)
         return self._abort(f"{op}: {_describe_unresponsive(reasons) or reason}", reasons)
 
     def abort(self, op: str, reason: str) -> GroupError:
         """Abort the group because this rank failed in the middle of `op`. Returns the error."""
-        if self._peers is not None:
-            self._peers.broadcast_abort(self.rank, {self.rank: reason})
+        if self._peer_monitor is not None:
+            self._peer_monitor.broadcast_abort(self.rank, {self.rank: reason})
         return self._abort(f"{op}: {reason}", {})
 
     def _abort_by_peer(self, op: str, aborted: GroupAborted) -> GroupError:
-        if self._peers is not None:
-            self._peers.broadcast_abort(aborted.rank, aborted.reasons)
+        if self._peer_monitor is not None:
+            self._peer_monitor.broadcast_abort(aborted.rank, aborted.reasons)
         text = _describe_unresponsive(aborted.reasons)
         return self._abort(f"{op}: rank {aborted.rank} ended the group: {text}", aborted.reasons)
 
@@ -288,14 +289,14 @@ class RankGroup:
 
     def _report_lost_rank(self, rank: int, reason: str) -> None:
         """Report a killed rank as soon as the monitor thread notices."""
-        message = f"rank {rank} was lost ({reason}); the last call here: {self._op}"
+        message = f"rank {rank} was lost ({reason}); the last call here: {self._last_op}"
         self._lost_rank_reporter.write(GroupError(message, [rank]), is_early=True)
 
     def _leave_group(self) -> None:
         if self._group is not None:
             group, self._group = self._group, None
             _closed_groups.add(tuple(dist.get_process_group_ranks(group)))
-            transfers, self._in_flight = self._in_flight, []
+            transfers, self._transfers = self._transfers, []
             completed = [transfer.release() for transfer in transfers]
             if not all(completed):  # leak the process group, since its destructor would wait for these transfers
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
@@ -317,9 +318,9 @@ class RankGroup:
         except RuntimeError as error:
             raise GroupError(f"the ranks {ranks} could not form a process group: {error}") from error
         try:
-            exchange = partial(self.exchange_bytes, self._op)
+            exchange = partial(self.exchange_bytes, self._last_op)
             sockets, self.num_ranks_on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
-            self._peers = PeerMonitor(sockets, self._report_lost_rank)
+            self._peer_monitor = PeerMonitor(sockets, self._report_lost_rank)
         except BaseException:
             self.close()
             raise
@@ -353,7 +354,7 @@ class PendingAllToAll:
                     raise group.abort_unresponsive(self._op, self.call_number, f"no answer in {group.timeout:g} s")
                 if signals := [number for number in list_deferred_signals() if number in ENDING_SIGNALS]:
                     interrupted_at = interrupted_at or now
-                    if now > interrupted_at + PATIENCE_SECONDS:
+                    if now > interrupted_at + GRACE_SECONDS:
                         name = signal.Signals(signals[0]).name
                         raise group.abort(self._op, f"interrupted by {name} in a wait for others")
             if self._failure:

@@ -67,7 +67,7 @@ class LocalBatch:
         world: World,
         sibling: LocalBatch | None = None,
     ) -> None:
-        """sibling: another embedding's batch of the same lookups, to share its deduplication. Raises InputError."""
+        """sibling: another embedding's batch with the same lookups; its deduplication is reused. Raises InputError."""
         self.processor, self.spec, self.lookups = processor, spec, lookups
         self.batch: Any = processor.make_batch(lookups, None if sibling is None else sibling.batch)
         if sibling is None:

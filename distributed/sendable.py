@@ -22,7 +22,7 @@ _SENDABLE = (
 
 
 def check_sendable(name: str, x: Any, needs_sum: bool = False) -> Tensor:
-    """Return `x` if it is a tensor that can be sent as bytes. needs_sum: also summable. Raises InputError."""
+    """Return `x`, or raise InputError if `x` cannot be sent as bytes. needs_sum: True if ranks also sum `x`."""
     if not isinstance(x, Tensor):
         raise InputError(f"{name}: got {type(x).__name__}; give a dense torch.Tensor")
     if x.is_quantized:

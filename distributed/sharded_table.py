@@ -64,17 +64,17 @@ class ShardedBatch:
         self._dim = local_batch.spec.dim
         # unpooled rows are rounded to the output dtype before they are sent; the result is the same
         wire_dtype = dtype if not has_pooling and self._world.row_dtype == torch.float32 else self._world.row_dtype
-        self._keeps_own = wire_dtype == torch.float32  # if False, this rank's own rows are rounded like sent rows
-        received = zero_out_rank(local_batch.counts, self._world.rank) if self._keeps_own else local_batch.counts
+        self._keeps_own_rows = wire_dtype == torch.float32  # if False, this rank's own rows are rounded like sent rows
+        received = zero_out_rank(local_batch.counts, self._world.rank) if self._keeps_own_rows else local_batch.counts
         self._received_buffers = RankBuffers(self._world, received, self._dim, wire_dtype)
         self._rows: Tensor | None = None  # the received rows, [m, dim] float32
-        self._exchange: PendingAllToAll | None = None
-        self._sums: RankBuffers | None = None  # gradients of the rows that this rank owns, by sending rank
+        self._gradient_transfer: PendingAllToAll | None = None
+        self._received_sums: RankBuffers | None = None  # gradients of the rows that this rank owns, by sending rank
         self._own_sums = torch.empty(0)  # gradients of rows that this rank both owns and looked up
         rows, new = (0, 0) if owner_batch is None else table.count_rows_and_new(owner_batch)
         outgoing, op = self._gather_blocks(wire_dtype), f"rows of {op}"
-        self._headers = Handshake(self._world, op, error, counts=[new] * self._world.size, payload=rows)
-        self._in_flight = start_exchange(self._world, op, outgoing, self._received_buffers, table.traffic)
+        self._handshake = Handshake(self._world, op, error, counts=[new] * self._world.size, payload=rows)
+        self._row_transfer = start_exchange(self._world, op, outgoing, self._received_buffers, table.traffic)
         table.traffic.rows_received += sum(zero_out_rank(local_batch.counts, self._world.rank))
 
     def _gather_blocks(self, wire_dtype: torch.dtype) -> RankBuffers:
@@ -83,7 +83,7 @@ class ShardedBatch:
         blocks = RankBuffers(self._world, zero_out_rank(self._requested_counts, own_rank), self._dim, wire_dtype)
         if self.owner_batch is not None:
             for rank in range(self._world.size):
-                if rank == own_rank and self._keeps_own:
+                if rank == own_rank and self._keeps_own_rows:
                     continue
                 block = (self._received_buffers if rank == own_rank else blocks).blocks[rank]
                 if wire_dtype == torch.float32 and self.owner_batch.lookups[rank].ids.device.type == "cpu":
@@ -97,12 +97,13 @@ class ShardedBatch:
         """Wait for the rows. Raises on every rank if any rank could not send rows, or if `capacity` is exceeded."""
         if self._rows is not None:
             return
-        self._unpin_on_error(self._in_flight.wait)
-        answer = self._unpin_on_error(self._headers.wait)
+        self._unpin_on_error(self._row_transfer.wait)
+        answer = self._unpin_on_error(self._handshake.wait)
         self._unpin_on_error(lambda: self._table.check_capacity(answer.payloads, answer.counts))
         self._rows = self._received_buffers.rows.to(self.local_batch.processor.device, torch.float32)
         assert self.owner_batch is not None
-        own = (self.owner_batch.batch, sum(self._requested_counts[: self._world.rank])) if self._keeps_own else None
+        own_offset = sum(self._requested_counts[: self._world.rank])
+        own = (self.owner_batch.batch, own_offset) if self._keeps_own_rows else None
         self.local_batch.processor.set_lookup_rows(self.batch, self._rows, self.local_batch.owner_order.indices, own)
 
     def gather(self, index: int, weights: Tensor | None = None) -> Tensor:
@@ -128,7 +129,7 @@ class ShardedBatch:
 
     def send_nothing(self) -> None:
         """Take part in the gradient exchange without valid gradients, if `send` failed or was not called."""
-        if self._exchange is not None:
+        if self._gradient_transfer is not None:
             return
         world = self._world
         try:
@@ -150,22 +151,22 @@ class ShardedBatch:
         return blocks
 
     def _start_sending(self, outgoing: RankBuffers) -> None:
-        world = self._world
-        self._sums = RankBuffers(world, self._requested_counts, self._dim, world.grad_dtype)
+        world, op = self._world, f"gradients of {self._op}"
+        self._received_sums = RankBuffers(world, self._requested_counts, self._dim, world.grad_dtype)
         self._own_sums = outgoing.blocks[world.rank]
-        self._exchange = start_exchange(world, f"gradients of {self._op}", outgoing, self._sums, self._table.traffic)
+        self._gradient_transfer = start_exchange(world, op, outgoing, self._received_sums, self._table.traffic)
         world.num_step_collectives += 1
 
     def wait_for_gradients(self) -> None:
         """Wait for the exchange of gradients."""
-        assert self._exchange is not None
-        self._exchange.wait()
+        assert self._gradient_transfer is not None
+        self._gradient_transfer.wait()
 
     def _receive_gradients(self) -> list[Tensor]:
         """Return the gradients received from each rank: float32 [rows that the rank requested, dim]."""
         self.wait_for_gradients()
-        assert self._sums is not None
-        sums = [*self._sums.blocks]
+        assert self._received_sums is not None
+        sums = [*self._received_sums.blocks]
         sums[self._world.rank] = self._own_sums
         return [part.to(self.local_batch.processor.device, torch.float32) for part in sums]
 
@@ -175,10 +176,10 @@ class ShardedBatch:
         world, op = self._world, f"norm of {self._op}"
         squares, error = try_call(lambda: owner_batch.compute_square_sum(sums))
         with world.collective_block(op):
-            headers = Handshake(world, op, error)
+            pending_handshake = Handshake(world, op, error)
             own_parts = torch.from_numpy(compute_partial_sum(np.empty(0, np.float32)) if squares is None else squares)
             parts = world.start_all_to_all(op, own_parts.repeat(world.size)).wait()
-            headers.wait()
+            pending_handshake.wait()
         return add_partial_sums([part.numpy() for part in parts.split(len(own_parts))])
 
     def update(
@@ -191,7 +192,7 @@ class ShardedBatch:
         """Apply the optimizer to the rows that this rank owns, with the gradients of all ranks, and unpin.
 
         scale: factor for a row's summed gradient. The default, 1 / number of ranks, trains the mean of the ranks'
-        losses. If `send` was not called, sends the gradients first; an error of this sending is raised on every rank.
+        losses. If `send` was not called, sends the gradients first. If this fails on a rank, all ranks raise the error.
         Any later error is raised on this rank alone, and then no rank can use the rows.
         """
         owner_batch = self._prepare(grads, weights)
@@ -215,7 +216,7 @@ class ShardedBatch:
 
     def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
         """Send the gradients if `send` was not called, and return the pinned rows that this rank owns."""
-        if self._exchange is None:
+        if self._gradient_transfer is None:
             self._check_pinned()
             self.wait_for_rows()
             _, error = try_call(lambda: self.send(grads, weights))
@@ -251,7 +252,7 @@ class ShardedBatch:
 
 
 def _collective(operation: str) -> Callable[[Method], Method]:
-    """Decorator that runs a method with several collectives in a `World.collective_block`.
+    """Decorator for methods that make several collectives. Runs a method in a `World.collective_block`.
 
     An error before the first collective is raised on all ranks. operation: the method's name in error messages.
     """
@@ -279,10 +280,9 @@ class ShardedTable:
         before_step: called on all ranks before a step. requests: the `RankRequests` that all ranks serve together.
         """
         self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
-        self.local = local
-        self.traffic = Traffic()
+        self.local, self.traffic = local, Traffic()
         self.pinned: ShardedBatch | None = None
-        self._divergence = ""  # which update this rank's rows lack, and why; "" if they lack none
+        self._divergence = ""  # describes an update that failed on this rank alone; "" if there is none
         self.id_prefetcher = IdPrefetcher(
             world, self.name, self.traffic, lambda requested: self.open_table.announce(requested)
         )
@@ -354,15 +354,15 @@ class ShardedTable:
         local_batch, error = try_call(prepare)
         counts = [0] * world.size if local_batch is None else local_batch.counts
         try:
-            wants_more = self._requests.is_wanted()
+            needs_call = self._requests.can_serve()
             payload = 2 * number + has_pooling
-            answer = world.handshake(op, error, shared_values, counts=counts, payload=payload, wants_more=wants_more)
+            answer = world.handshake(op, error, shared_values, counts=counts, payload=payload, needs_call=needs_call)
         finally:
             world.num_step_collectives += 1
         assert local_batch is not None
         if is_step:
             self.id_prefetcher.advance()  # after the handshake, because a failed rank makes no further collective
-        if answer.wants_more:
+        if answer.needs_call:
             self._requests.serve()
         has_pooling = any(payload & 1 for payload in answer.payloads)
         if sibling is not None:
@@ -408,9 +408,9 @@ class ShardedTable:
                 (target if rank == self.world.rank else source).blocks[rank].copy_(part)
         self.traffic.rows_sent += sum(counts) - counts[self.world.rank]
         self.traffic.rows_received += sum(local_batch.counts) - local_batch.counts[self.world.rank]
-        headers = Handshake(self.world, f"rows of {op}", error)
+        pending_handshake = Handshake(self.world, f"rows of {op}", error)
         start_exchange(self.world, f"rows of {op}", source, target, self.traffic).wait()
-        headers.wait()
+        pending_handshake.wait()
         received_rows = target.rows.to(local_batch.processor.device, torch.float32)
         local_batch.processor.set_lookup_rows(local_batch.batch, received_rows, local_batch.owner_order.indices)
         local_batch.keepalive_rows = received_rows
@@ -434,7 +434,7 @@ class ShardedTable:
     def check_capacity(self, counts: list[int], new_counts: list[int]) -> None:
         """Raise CapacityError on all ranks if rows exceed `capacity`. counts, new_counts: old and new rows by rank."""
         if self.capacity is not None and any(new_counts) and sum(counts) + sum(new_counts) > self.capacity:
-            self.world.raise_shared(
+            self.world.raise_shared_error(
                 CapacityError(
                     f"embedding {self.name!r}: capacity={self.capacity} rows over all ranks, but {sum(counts)} exist "
                     f"and {sum(new_counts)} new ones would be added; give a larger capacity, or an eviction policy"

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 MIN_START_SECONDS = 60.0  # the least time to wait at start, because processes import torch at different speeds
 MAX_TIMEOUT = 10**7  # seconds
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes for sending rows and gradients
+WIRE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # dtypes for sending rows and gradients
 POLL_SECONDS = 0.02  # interval between polls of torch's store
-_START = "tierbed/start"
+_PREFIX_KEY = "tierbed/start"
 
 
 def try_call(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
@@ -49,8 +49,8 @@ def make_default_group(timeout: float) -> None:
     limit = timedelta(seconds=max(timeout, MIN_START_SECONDS))
     try:
         store, rank, size = next(rendezvous("env://", timeout=limit))
-        start_store = make_start_store(store, rank, size, limit)
-        dist.init_process_group("gloo", store=start_store, rank=rank, world_size=size, timeout=limit)
+        prefix_store = make_prefix_store(store, rank, size, limit)
+        dist.init_process_group("gloo", store=prefix_store, rank=rank, world_size=size, timeout=limit)
     except RuntimeError as error:
         if isinstance(error, GroupError):
             raise
@@ -58,29 +58,29 @@ def make_default_group(timeout: float) -> None:
         raise GroupError(f"{problem}; check the ranks' logs and MASTER_ADDR, or raise World's timeout") from None
 
 
-def make_start_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
-    """Return torch's store with a key prefix that is unique to this start of the job.
+def make_prefix_store(store: Store, rank: int, size: int, timeout: timedelta) -> Store:
+    """Return torch's store with a key prefix that is new each time the job starts.
 
     torchrun keeps its store when it restarts a job's processes. A rank that starts early could then read addresses of
-    ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a random name for
-    this start. Each other rank draws a token, and uses the name only after rank 0 has confirmed the token.
+    ranks that have already exited (https://github.com/pytorch/pytorch/issues/135712). So rank 0 draws a random prefix
+    whenever the job starts. Every other rank draws a token, and uses the prefix after rank 0 has confirmed the token.
     """
     from torch.distributed.distributed_c10d import PrefixStore
 
     if rank == 0:
-        start = f"{_START}/{secrets.token_hex(16)}"
-        store.set(_START, start)
-        keys = [f"{start}/{key}" for key in range(1, size)]
+        prefix = f"{_PREFIX_KEY}/{secrets.token_hex(16)}"
+        store.set(_PREFIX_KEY, prefix)
+        keys = [f"{prefix}/{key}" for key in range(1, size)]
         store.wait(keys, timeout)
         for key in keys:
-            store.set(f"{start}/{store.get(key).decode()}", "")
-        return PrefixStore(start, store)
+            store.set(f"{prefix}/{store.get(key).decode()}", "")
+        return PrefixStore(prefix, store)
     deadline, token = monotonic() + timeout.total_seconds(), secrets.token_hex(16)
     while monotonic() < deadline:
-        start = store.get(_START).decode()  # this name may belong to an earlier start
-        store.set(f"{start}/{rank}", token)
-        if store.check([f"{start}/{token}"]):
-            return PrefixStore(start, store)
+        prefix = store.get(_PREFIX_KEY).decode()  # may be a prefix from before a restart of the job
+        store.set(f"{prefix}/{rank}", token)
+        if store.check([f"{prefix}/{token}"]):
+            return PrefixStore(prefix, store)
         sleep(POLL_SECONDS)
     problem = f"rank {rank} waited {timeout} for rank 0, so the job did not start"
     raise GroupError(f"{problem}; check that rank 0 runs and is reachable, or raise World's timeout", [0])
@@ -119,8 +119,8 @@ class World(RankGroup):
         if seconds is None or not 0 < seconds <= MAX_TIMEOUT:
             raise OptionError(f"timeout={timeout!r}: give a number of seconds above 0, at most {MAX_TIMEOUT}")
         for name, dtype in (("rows", rows), ("grads", grads)):
-            if dtype not in DTYPES:
-                raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, DTYPES))}")
+            if dtype not in WIRE_DTYPES:
+                raise OptionError(f"{name}={dtype}: give one of {', '.join(map(str, WIRE_DTYPES))}")
         rank, size = _read_rank_and_size(group)
         if size > 1 and "gloo" not in (backends := dist.get_backend_config(group)):
             raise OptionError(
@@ -234,13 +234,13 @@ class World(RankGroup):
                 self.handshake(op, error)
             raise
 
-    def _gather_tensors(self, op: str, x: Any, open_dims: int) -> list[Tensor]:
-        """Return copies of all ranks' tensors. open_dims: 1 if dimension 0 may differ between ranks, otherwise 0."""
+    def _gather_tensors(self, op: str, x: Any, first_fixed_dim: int) -> list[Tensor]:
+        """Return copies of all ranks' tensors. Dimensions from `first_fixed_dim` on must be equal on all ranks."""
         self.check_thread()
         self.check_alive()
-        data, error = try_call(lambda: to_bytes(check_sendable("x", x, open_dims == 0)))
+        data, error = try_call(lambda: to_bytes(check_sendable("x", x, first_fixed_dim == 0)))
         with self.collective_block(op):
-            shared_values = {"tensor": None if error else f"{x.dtype} {list(x.shape[open_dims:])}"}
+            shared_values = {"tensor": None if error else f"{x.dtype} {list(x.shape[first_fixed_dim:])}"}
             length = 0 if error else len(torch.atleast_1d(x))
             lengths = self.handshake(op, error, shared_values, payload=length).payloads
             parts = self.exchange_bytes(op, data.numpy().tobytes())

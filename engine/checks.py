@@ -17,7 +17,7 @@ from .errors import OptionError, TierbedError
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-_VARIABLE = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
+_VARIABLE_PATTERN = re.compile(r"\$(?:\{([^}]*)\}|([A-Za-z_]\w*))")
 
 
 def as_int(value: Any, minimum: float = -math.inf, maximum: float = math.inf) -> int | None:
@@ -44,7 +44,7 @@ def check_int(name: str, value: Any, expected: str, minimum: float = -math.inf, 
 
 
 def check_budget(name: str, value: Any, allows_zero: bool, alternative: str = "") -> float:
-    """Returns the option's value in MiB: above 0, or 0 if `allows_zero`. Error texts end with `alternative`."""
+    """Returns the option's value in MiB. With `allows_zero`, 0 is legal too. Error texts end with `alternative`."""
     number = as_number(value)
     if number is None or not (number > 0 or (allows_zero and number == 0)) or number >= 1 << 40:
         raise OptionError(f"{name}={value!r}: give a number of MiB {'>=' if allows_zero else '>'} 0{alternative}")
@@ -79,14 +79,14 @@ def is_folder_name(name: Any) -> bool:
 def expand_path(option: str, path: str) -> str:
     """Returns the path with `${NAME}`, `$NAME` and a leading `~` replaced. Error texts name the path by `option`."""
 
-    def value(match: re.Match[str]) -> str:
+    def read_variable(match: re.Match[str]) -> str:
         name = match[1] if match[2] is None else match[2]
-        if content := os.environ.get(name):
-            return content
+        if value := os.environ.get(name):
+            return value
         problem = f"the environment variable {name!r} is unset or empty"  # otherwise a folder would get this name
         raise OptionError(f"{option}={path!r}: {problem}; set this variable, or give the path without it")
 
-    result = os.path.expanduser(_VARIABLE.sub(value, path))
+    result = os.path.expanduser(_VARIABLE_PATTERN.sub(read_variable, path))
     if result.startswith("~"):
         user = result.partition("/")[0]
         raise OptionError(f"{option}={path!r}: {user!r} is not a user here; for a folder of that name give './{user}'")
@@ -94,23 +94,23 @@ def expand_path(option: str, path: str) -> str:
 
 
 def bind_arguments(
-    maker: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    function: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Returns the arguments by name. Raises OptionError, with a suggestion, if an argument is unknown or missing."""
     names = [name for name in signature.parameters if name != "self"]
     has_kwargs = any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
     if not has_kwargs and (unknown := sorted(set(kwargs) - set(names))):
-        raise OptionError(f"{maker}: it has no argument {', '.join(unknown)}; {suggest_name(unknown, names)}")
+        raise OptionError(f"{function}: it has no argument {', '.join(unknown)}; {suggest_name(unknown, names)}")
     try:
         return signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise OptionError(f"{maker}: {error}; its arguments are {', '.join(names)}") from None
+        raise OptionError(f"{function}: {error}; its arguments are {', '.join(names)}") from None
 
 
-def validate_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
+def validate_arguments(*names: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
     """Decorate a public function so that an unknown keyword raises OptionError and suggests the nearest argument.
 
-    `typed` lists arguments to check against their annotations. The checks are too slow for functions that a step calls.
+    `names` lists arguments to check against their annotations. The checks are too slow for functions that a step calls.
     """
 
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
@@ -118,15 +118,15 @@ def validate_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]],
         name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
         @cache
-        def hint(argument: str) -> Any:
+        def find_type(argument: str) -> Any:
             return eval(function.__annotations__[argument], inspect.unwrap(function).__globals__)
 
         @wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
             arguments = bind_arguments(name, signature, args, kwargs)
-            for argument in typed:
-                if argument in arguments and not has_type(arguments[argument], hint(argument)):
-                    remedy = "True or False" if hint(argument) is bool else function.__annotations__[argument]
+            for argument in names:
+                if argument in arguments and not has_type(arguments[argument], find_type(argument)):
+                    remedy = "True or False" if find_type(argument) is bool else function.__annotations__[argument]
                     raise OptionError(f"{argument}={arguments[argument]!r:.80}: give {remedy}")
             return function(*args, **kwargs)
 
@@ -135,13 +135,13 @@ def validate_arguments(*typed: str) -> Callable[[Callable[_Arguments, _Result]],
     return decorate
 
 
-def has_type(value: Any, kind: Any) -> bool:
-    """True if a value fits the annotated type `kind`. A container's items are checked only if `kind` is a Sequence."""
-    origin = get_origin(kind) or kind
+def has_type(value: Any, annotation: Any) -> bool:
+    """True if a value fits `annotation`, a type. A container's items are checked only if the type is a Sequence."""
+    origin = get_origin(annotation) or annotation
     if origin in (Union, UnionType):
-        return any(has_type(value, member) for member in get_args(kind))
+        return any(has_type(value, member) for member in get_args(annotation))
     if origin is Literal:
-        return (type(value), value) in [(type(literal), literal) for literal in get_args(kind)]
+        return (type(value), value) in [(type(literal), literal) for literal in get_args(annotation)]
     if origin is Any or not isinstance(origin, type | None):
         return True
     if origin is float:
@@ -151,7 +151,7 @@ def has_type(value: Any, kind: Any) -> bool:
     ):
         return False  # a string is not meant as a sequence of characters, and a scalar tensor has no items
     if origin is Sequence and isinstance(value, (list, tuple)):
-        return all(has_type(item, element) for element in get_args(kind) for item in value)
+        return all(has_type(item, element) for element in get_args(annotation) for item in value)
     if origin is int:
         return isinstance(value, Integral)
     return value is None if origin is None else isinstance(value, origin)
@@ -160,6 +160,6 @@ def has_type(value: Any, kind: Any) -> bool:
 def suggest_name(unknown: Iterable[str], names: Sequence[str]) -> str:
     """Returns advice on an unknown name: a similar name from `names`, or the list of all `names`."""
     for name in sorted(unknown):
-        if near := difflib.get_close_matches(name, names, 1):
-            return f"did you mean {near[0]}?"
+        if matches := difflib.get_close_matches(name, names, 1):
+            return f"did you mean {matches[0]}?"
     return f"it has {', '.join(names)}"

@@ -20,7 +20,7 @@ from .signals import defer_signals
 
 TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being written
 OPEN_FILES_REMEDY = "let this process open more files (ulimit -n)"
-MAX_RECORD_BYTES = 1 << 24  # maximum bytes of a record, so that a foreign file cannot make its reader allocate more
+MAX_SEALED_BYTES = 1 << 24  # maximum bytes of a record, so that a foreign file cannot make its reader allocate more
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants from <fcntl.h> and <linux/fs.h>
 _exchange_lock = Lock()  # `check_exchange` may run in several threads, since background saves call it
@@ -76,7 +76,7 @@ class NewFolder:
             raise
 
     def publish(self) -> None:
-        """Durably rename the folder to `path`. An old folder at `path` has the temporary name until `drop`."""
+        """Durably rename the folder to `path`. Renames an old folder at `path` to `temporary`; `drop` removes it."""
         publish(self.temporary, self.path, self._overwrite)
 
     def undo_publish(self) -> None:
@@ -98,23 +98,23 @@ class NewFolder:
 def atomic_folder(folder: Path, overwrite: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to `folder`, and durably rename it to `folder` when the block ends.
 
-    The block must make the files that it writes durable. If the block raises, its files are removed. Creates missing
+    The block must call fsync on each file that it writes. If the block raises, its files are removed. Creates missing
     parent folders. Removes the temporary folder of an earlier, killed process. With `overwrite`, the new folder
     replaces an old folder atomically, and the old folder is removed once the replacement is durable. Raises OSError.
     After NoExchangeError, the old folder is unchanged. After UnsyncedError, the new folder exists.
     """
-    new = NewFolder(folder, overwrite)
+    new_folder = NewFolder(folder, overwrite)
     try:
-        yield new.temporary
-        fsync_dir(new.temporary)
+        yield new_folder.temporary
+        fsync_dir(new_folder.temporary)
         with defer_signals():  # a signal between the swap and its sync must not remove the old folder
-            new.publish()
+            new_folder.publish()
     except UnsyncedError:  # a power loss may restore the old folder, so keep it
         raise
     except BaseException:
-        new.drop()
+        new_folder.drop()
         raise
-    new.drop()  # removes the old folder
+    new_folder.drop()  # removes the old folder
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -150,14 +150,14 @@ def swap_folders(first: Path, second: Path) -> None:
     """Swap two names on one file system atomically. Raises OSError, NoExchangeError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
-        number = errno.ENOSYS
+        error_number = errno.ENOSYS
     elif renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
         return
     else:
-        number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-        raise NoExchangeError(number, "this file system cannot exchange two folders", str(second))
-    raise OSError(number, os.strerror(number), str(first), None, str(second))
+        error_number = ctypes.get_errno()
+    if error_number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+        raise NoExchangeError(error_number, "this file system cannot exchange two folders", str(second))
+    raise OSError(error_number, os.strerror(error_number), str(first), None, str(second))
 
 
 def check_exchange(folder: Path) -> None:
@@ -176,10 +176,10 @@ def check_exchange(folder: Path) -> None:
 
 def remove_temporary(folders: Collection[Path]) -> None:
     """Remove leftover `folders` of killed processes. All have one parent. Skips missing folders. Raises OSError."""
-    existing = [folder for folder in folders if os.path.lexists(folder)]
-    if existing:  # a leftover may be the old folder after a swap, so make the swap durable first
-        fsync_dir(existing[0].parent)
-    for folder in existing:
+    leftovers = [folder for folder in folders if os.path.lexists(folder)]
+    if leftovers:  # a leftover may be the old folder after a swap, so make the swap durable first
+        fsync_dir(leftovers[0].parent)
+    for folder in leftovers:
         remove_folder(folder)
 
 
@@ -212,18 +212,18 @@ def seal(value: Any) -> bytes:
     except (TypeError, OverflowError) as error:
         raise ValueError(f"msgpack cannot hold this value: {error}") from error
     data: bytes = msgpack.packb([payload, zlib.crc32(payload)])
-    if len(data) > MAX_RECORD_BYTES:
-        raise ValueError(f"more than {MAX_RECORD_BYTES} bytes")
+    if len(data) > MAX_SEALED_BYTES:
+        raise ValueError(f"more than {MAX_SEALED_BYTES} bytes")
     unseal(data)  # never write a record that cannot be read
     return data
 
 
 def unseal(data: bytes) -> Any:
     """Returns the value in a record made by `seal`. Raises ValueError for truncated, damaged or foreign data."""
-    outer = _unpack(data, max_array_len=2, max_map_len=0)
-    if type(outer) is not list or [type(item) for item in outer] != [bytes, int]:
+    record = _unpack(data, max_array_len=2, max_map_len=0)
+    if type(record) is not list or [type(item) for item in record] != [bytes, int]:
         raise ValueError("not a sealed record")
-    payload, checksum = outer
+    payload, checksum = record
     if zlib.crc32(payload) != checksum:
         raise ValueError("the checksum does not match")
     return _unpack(payload, max_array_len=1 << 16, max_map_len=1 << 18)
@@ -241,12 +241,12 @@ def check_regular(path: Path) -> None:
         raise OSError(f"{str(path)!r} is not a regular file: replace it by a file, or by a link to one")
 
 
-def read_record(path: Path) -> bytes:
-    """Read a record's file. Raises OSError, or ValueError if the file has more than MAX_RECORD_BYTES bytes."""
+def read_sealed(path: Path) -> bytes:
+    """Read a file that `seal` made. Raises OSError, or ValueError if it has more than MAX_SEALED_BYTES bytes."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
-        if size > MAX_RECORD_BYTES:
-            raise ValueError(f"more than {MAX_RECORD_BYTES} bytes")
+        if size > MAX_SEALED_BYTES:
+            raise ValueError(f"more than {MAX_SEALED_BYTES} bytes")
         return file.read(size)
 
 

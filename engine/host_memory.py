@@ -32,15 +32,15 @@ def read_free_host_memory(root: Path = ROOT) -> FreeMemory | None:
 
 
 def _read_cgroups(root: Path) -> Iterator[FreeMemory]:
-    hierarchies = root / "sys/fs/cgroup"
+    cgroup_root = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, cgroup = rest.partition(":")
         if not controllers:
-            yield from _read_cgroup(hierarchies, cgroup, ("memory.max", "memory.high"), "memory.current", "")
+            yield from _read_cgroup(cgroup_root, cgroup, ("memory.max", "memory.high"), "memory.current", "")
         elif "memory" in controllers.split(","):
             limits, usage = ("memory.limit_in_bytes",), "memory.usage_in_bytes"
-            yield from _read_cgroup(hierarchies / "memory", cgroup, limits, usage, "total_")
+            yield from _read_cgroup(cgroup_root / "memory", cgroup, limits, usage, "total_")
 
 
 def _read_cgroup(top: Path, cgroup: str, limit_files: tuple[str, ...], usage: str, prefix: str) -> Iterator[FreeMemory]:

@@ -107,7 +107,7 @@ class RowFormat:
         dim, types = sum(description["columns"]), description.get(STATE_DTYPES)
         return RowFormat(dim, description["dtype"], description["states"], description["state_widths"], types)
 
-    def from_words(self, chunks: Chunks) -> Chunks:
+    def view_words(self, chunks: Chunks) -> Chunks:
         """View rows with `row_dtype(width)` as rows with `dtype`."""
         for bucket, rows in chunks:
             yield bucket, rows.view(self.dtype)

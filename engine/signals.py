@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import FrameType
 
 # Signals that users handle: Ctrl-C raises an exception, and a SIGTERM handler may save a checkpoint.
-_DEFERRED = tuple(
+_DEFERRED_SIGNALS = tuple(
     map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM))
 )
 # Signals deferred by the main thread's current `defer_signals` block. The value is None outside a block.
@@ -33,16 +33,16 @@ class defer_signals:  # a class, because a generator is slower and each step ent
         signals: list[tuple[int, FrameType | None]] = []
         self._signals = signals
 
-        def note(number: int, frame: FrameType | None) -> None:
+        def record_signal(number: int, frame: FrameType | None) -> None:
             signals.append((number, frame))
 
-        installed = zip(_DEFERRED, map(getsignal, _DEFERRED), strict=True)
-        handlers = {number: handler for number, handler in installed if handler not in _NO_HANDLER}
+        current_handlers = zip(_DEFERRED_SIGNALS, map(getsignal, _DEFERRED_SIGNALS), strict=True)
+        handlers = {number: handler for number, handler in current_handlers if handler not in _NO_HANDLER}
         if not handlers:  # nothing to defer; the next block checks again
             return
         try:
             for number in handlers:
-                set_handler(number, note)
+                set_handler(number, record_signal)
         except BaseException:  # raised by a signal handler that was not replaced yet
             for number, handler in handlers.items():
                 set_handler(number, handler)

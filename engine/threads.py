@@ -19,7 +19,7 @@ class Thread(threading.Thread):
 
     def start(self) -> None:
         self._bootstrap = partial(super()._bootstrap)  # type: ignore[misc]  # soon only the thread refers to it
-        self._started = _Started(ref(self._bootstrap), partial(delattr, self, "_bootstrap"))
+        self._started = _StartedEvent(ref(self._bootstrap), partial(delattr, self, "_bootstrap"))
         try:
             super().start()
         except RuntimeError:
@@ -36,16 +36,16 @@ def wait_for(condition: threading.Condition, predicate: Callable[[], Any], threa
     return value
 
 
-class _Started(threading.Event):
+class _StartedEvent(threading.Event):
     """The event that `Thread.start` waits for. `wait` raises RuntimeError once the thread's callable is freed."""
 
-    def __init__(self, running: Callable[[], object], forget: Callable[[], None]) -> None:
+    def __init__(self, find_callable: Callable[[], object], drop_callable: Callable[[], None]) -> None:
         super().__init__()
-        self._running, self._forget = running, forget
+        self._find_callable, self._drop_callable = find_callable, drop_callable
 
     def wait(self, timeout: float | None = None) -> bool:
-        self._forget()  # now only the thread holds a reference to the callable
+        self._drop_callable()  # now only the thread holds a reference to the callable
         while not super().wait(POLL_SECONDS):
-            if self._running() is None and not self.is_set():
+            if self._find_callable() is None and not self.is_set():
                 raise RuntimeError("can't start new thread: the thread died at once, probably because memory ran out")
         return True

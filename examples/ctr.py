@@ -52,7 +52,7 @@ def make_embedding(
     world: World | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> MultiTableMultiColumnEmbedding:
-    """Make a table for each field. columns: the widths of a row's parts, from the model."""
+    """Make a table for each field. columns: the widths of a row's parts, as the model defines them."""
     normal = make_normal_initializer(0, 0.01)
     return MultiTableMultiColumnEmbedding(
         "ctr",

@@ -79,9 +79,9 @@ def movielens_clicks(folder: Path) -> Clicks:
 def synthetic_clicks(rows: int, seed: int = 0) -> Clicks:
     """Make examples shaped like Criteo's. A model can learn effects of single fields and of pairs of fields.
 
-    Fields have 10 to 30,000 values, drawn from a power law; 3 % are missing. The click probability is the logistic of
-    the dense features, an effect per value, and dot products of hidden factors of the first four fields. The examples
-    are the same on every machine.
+    Fields have 10 to 30,000 values, drawn from a power law; 3 % are missing. The click probability is the logistic
+    function of a sum. The sum adds the weighted dense features, an effect for each value, and dot products of the first
+    four fields' hidden factors. The examples are the same on every machine.
     """
     rng = np.random.RandomState(seed)
     sizes = np.geomspace(10, 30_000, FIELDS).astype(np.int64)

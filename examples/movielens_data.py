@@ -106,7 +106,7 @@ def _per_value(make_keys: Callable[[str], list[int]], column: Sequence[str]) -> 
 
 
 def _read_100k(folder: Path) -> tuple[Ratings, Users, Items]:
-    """Read MovieLens 100K: tab-separated `u.data`, bar-separated `u.user` and `u.item`, a flag per genre."""
+    """Read MovieLens 100K: `u.data` with tabs, `u.user` and `u.item` with bars. `u.item` has a flag per genre."""
     ratings = [_rating(row, where) for row, where in _rows(folder / "u.data", "\t", 3)]
     users: Users = {r[0]: (r[1], r[2], r[3], r[4]) for r, _ in _rows(folder / "u.user", "|", 5)}
     items: Items = {}
@@ -154,13 +154,13 @@ def _rows(path: Path, separator: str, min_cells: int) -> Iterator[tuple[list[str
 
 
 def _columns(path: Path, *names: str) -> Iterator[tuple[list[str], str]]:
-    """Yield named columns of an atomic file. A name may list alternatives. Only the first column must exist."""
+    """Yield named columns of an atomic file. "a|b" selects a, or else b. Only the first column must exist."""
     rows = _rows(path, "\t", 1)
     header = [cell.split(":")[0] for cell in next(rows, ([], ""))[0]]
     columns = [next((header.index(name) for name in choice.split("|") if name in header), None) for choice in names]
     for cells, where in rows:
         if len(cells) != len(header) or columns[0] is None:
-            raise ValueError(f"{where}: {len(cells)} cells under the header {header}, which needs {names[0]}")
+            raise ValueError(f"{where}: {len(cells)} cells. The header {header} needs {names[0]} and as many columns")
         yield ["" if column is None else cells[column] for column in columns], where
 
 

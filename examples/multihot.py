@@ -5,8 +5,8 @@
     python examples/multihot.py --dim 128 --rows 40000000 --store ssd --cache-mb 8192
 
 The 26 features have as many ids per sample as MLPerf's, 214 in total. MLPerf's tables are cut to --rows. All widths
-follow from --dim; with 128 they are MLPerf's. An EmbeddingBagCollection holds the tables in one embedding, since all
-tables have one dim. By default, a Graph trains. With --loop, a plain PyTorch loop trains and announces batches itself.
+follow from --dim; with 128 they are MLPerf's. An EmbeddingBagCollection holds the tables in one embedding, since their
+dims are equal. By default, a Graph trains. With --loop, a plain PyTorch loop trains and announces batches itself.
 The results are bit-identical. Clicks are random, drawn with --seed from hidden effects of the ids.
 """
 
@@ -47,8 +47,8 @@ class Batch(NamedTuple):
 class Clicks:
     """Random clicks that a model can learn.
 
-    A feature's ids follow a power law over its table. The click probability is the logistic of the dense features and
-    an effect per id.
+    A feature's ids follow a power law over its table. The click probability is the logistic function of a sum: the
+    weighted dense features, and an effect for each id.
     """
 
     def __init__(self, max_rows: int, seed: int) -> None:

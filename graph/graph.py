@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ..embedding.optim.ddp_guard import check_not_in_ddp
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
-from ..embedding.state_dict.saved_rows import EXTRA, are_rows_excluded, exclude_rows
+from ..embedding.state_dict.saved_rows import EXTRA_STATE_KEY, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, validate_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import check_positive
@@ -32,23 +32,15 @@ from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
 from .passes.step_epilogue import StepEpilogue
 from .run.compiled_step import CompiledStep, Forward, compile_step
-from .run.loop import Run, RunProgress, forget_announced, iterate
+from .run.loop import Run, RunProgress, forget_announced, get_iterator
 from .run.rank_step import RankStepState, raise_on_ranks
 from .run.rollback import DynamicStepFailed
 from .run.step_cache import StepCache
 from .show.listing import draw
 from .show.profile import Profile, Timer, profile
 from .show.recompile_log import RecompileLog, collect_facts
-from .state import checkpoint
-from .state.extra_state import (
-    add_rank_states,
-    check_extra_state,
-    check_modules,
-    check_nothing_accumulated,
-    drop_row_state,
-    load_extra_state,
-    make_training_state,
-)
+from .state import checkpoint, extra_state
+from .state.extra_state import make_training_state
 from .state.optimizer_set import OptimizerSet
 from .trace.names import HasBuild, as_path
 from .trace.signature import (
@@ -57,9 +49,9 @@ from .trace.signature import (
     Call,
     Dims,
     Structure,
-    call_key,
-    can_split,
     find_dynamic_leaves,
+    has_keyed_containers,
+    make_call_key,
     make_tensors_spec,
     split_by_key,
 )
@@ -127,10 +119,10 @@ class Graph(ModelSnapshots, HasBuild):
         self.__has_warned_uncompiled = False  # True after the warning that dynamic shapes run uncompiled
         self.__structure: Structure | None = None
         self.__guards = ValueGuards()
-        self.__last_signature_and_step: tuple[Hashable, Any] = (None, None)  # of the last call, compared first
+        self.__last_signature_and_step: tuple[Hashable, Any] = None, None  # each call checks these first
         self.__has_checked_resumed_rows = False  # True after checking that rows and dense parameters are from one run
         self.__recompile_log = RecompileLog(MAX_CACHED_STEPS)
-        self.__profiled_forward: Forward | None = None  # the timed forward of a profile, while the profile runs
+        self.__profiled_forward: Forward | None = None  # times each op while `profile` runs; otherwise None
         self.__rank_state = RankStepState()
 
     def add_optimizer(self, optimizer: Optimizer, lr_sch: LRScheduler | None = None) -> None:
@@ -144,8 +136,8 @@ class Graph(ModelSnapshots, HasBuild):
             lr_sch: A scheduler created with `optimizer`, stepped after each step of `optimizer`. Default: None.
 
         Raises:
-            OptimizerError: If `optimizer` is not a torch optimizer or cannot train rows, `lr_sch` is not its scheduler,
-                or another optimizer of this graph already holds one of the parameters.
+            OptimizerError: If `optimizer` is not a torch optimizer, cannot train rows, or shares a parameter with
+                another optimizer of this graph. Also if `lr_sch` is not a scheduler of `optimizer`.
         """
         self.__optimizers.add(optimizer, lr_sch)
         try:
@@ -275,7 +267,7 @@ class Graph(ModelSnapshots, HasBuild):
         if shared_error is not None:  # the other ranks raise this error and do not retry
             self.__steps.drop(step, cause)
             raise shared_error
-        static_step, tensors = self.__find_step(args, kwargs, static_only=True)
+        static_step, tensors = self.__find_step(args, kwargs, needs_static=True)
         result = static_step.run(tensors, self.__profiled_forward)  # if this raises, dynamic sizes are not to blame
         self.__steps.drop(step, cause)
         return result
@@ -287,14 +279,14 @@ class Graph(ModelSnapshots, HasBuild):
         """Run a step on each batch: `for loss in graph.run(loader)`.
 
         The returned iterator yields the result of `build` for each batch. A plain loop that calls `graph(*batch)`
-        gives the same results. While a step runs, up to `ahead` later batches are drawn, their ids deduplicated, and
-        their rows fetched into the cache and pinned: a pinned row is not evicted. Other rows are evicted first.
+        gives the same results. While a step runs, the run draws up to `ahead` later batches. It deduplicates their ids
+        and fetches their rows into the cache. The cache keeps these rows until their step, and evicts other rows.
 
         Args:
             batches: A DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
                 is the single argument of `build`.
-            ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. On one CPU
-                process: 8 while the caches of an SSD store miss rows, otherwise 0.
+            ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. A single
+                process on a CPU draws 8 batches ahead while the caches of an SSD store miss rows, otherwise none.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
             uneven: If the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
                 "join", a rank without a batch joins the steps of the other ranks. Default: "stop".
@@ -328,9 +320,9 @@ class Graph(ModelSnapshots, HasBuild):
         timer = Timer(self.__recompile_log)
         self.__profiled_forward = timer.forward
         try:
-            limited_batches = islice(iterate(batches), steps)
-            run, may_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__uses_cuda_graph
-            return profile(type(self).__name__, run, limited_batches, timer, may_compile)
+            limited_batches = islice(get_iterator(batches), steps)
+            run, can_compile = partial(self.run, ahead=ahead), self.__inductor is None and not self.__uses_cuda_graph
+            return profile(type(self).__name__, run, limited_batches, timer, can_compile)
         finally:
             self.__profiled_forward = None
 
@@ -351,7 +343,7 @@ class Graph(ModelSnapshots, HasBuild):
             InputError: If `path` is not a path.
         """
         folder = checkpoint.parse_new_folder(self, path, overwrite)
-        check_nothing_accumulated(self.__epilogue)
+        extra_state.check_nothing_accumulated(self.__epilogue)
         with exclude_rows():
             state = self.state_dict()
         checkpoint.save(self, state, folder, overwrite)
@@ -380,12 +372,14 @@ class Graph(ModelSnapshots, HasBuild):
         check_flags(InputError, optimizers=optimizers, convert=convert)
 
         def check_state(state: dict[str, Any]) -> None:
-            check_modules(self, state, "graph")
-            if EXTRA in state and optimizers:
-                check_extra_state(make_training_state(self.__optimizers, self.__epilogue), state[EXTRA])
+            extra_state.check_modules(self, state, "graph")
+            if EXTRA_STATE_KEY in state and optimizers:
+                extra_state.check_extra_state(
+                    make_training_state(self.__optimizers, self.__epilogue), state[EXTRA_STATE_KEY]
+                )
 
         def apply_state(state: dict[str, Any]) -> None:
-            self.load_state_dict(drop_row_state(self, state, optimizers))
+            self.load_state_dict(extra_state.drop_row_state(self, state, optimizers))
 
         with exclude_rows():
             selection = Selection(state=optimizers, convert=convert)
@@ -399,13 +393,13 @@ class Graph(ModelSnapshots, HasBuild):
         state = make_training_state(self.__optimizers, self.__epilogue).state_dict()
         if are_rows_excluded():
             return state
-        check_nothing_accumulated(self.__epilogue)
-        return (add_rank_states(self, state),)
+        extra_state.check_nothing_accumulated(self.__epilogue)
+        return (extra_state.add_rank_states(self, state),)
 
     def set_extra_state(self, state: Any) -> None:
         """Load the extra state of `load_state_dict()`: a dict, or a tuple of one dict."""
-        load_extra_state(self, self.__optimizers, self.__epilogue, state)
-        self.__rank_state.partial_update = ""
+        extra_state.load_extra_state(self, self.__optimizers, self.__epilogue, state)
+        self.__rank_state.update_error = ""
 
     def draw(self, path: str | os.PathLike[str]) -> None:
         """Write the step of the last call as a flowchart: stages, ops, shapes, and the store of each lookup.
@@ -445,9 +439,9 @@ class Graph(ModelSnapshots, HasBuild):
         return step.find_known_lookups(tensors)
 
     def __find_step(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], static_only: bool = False
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], needs_static: bool = False
     ) -> tuple[CompiledStep, list[Tensor]]:
-        """Return the compiled step for a call, and its input tensors. static_only: True for a static-shape step."""
+        """Return the compiled step for a call, and its input tensors. needs_static: True for a static-shape step."""
         if self.__abandoned_runs:
             self.__abandoned_runs.clear()
             forget_announced(self)
@@ -466,20 +460,20 @@ class Graph(ModelSnapshots, HasBuild):
             spec, dynamic_leaves = tree
         signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
         last_signature, step = self.__last_signature_and_step
-        if signature != last_signature or static_only or (dynamic_leaves and not step.accepts(inputs)):
+        if signature != last_signature or needs_static or (dynamic_leaves and not step.can_run(inputs)):
             call = Call(arguments, leaves, spec, dynamic_leaves)
             with trace_lock, defer_signals():  # Ctrl-C in the middle of a trace would abort inside torch
                 self.__optimizers.add_in_backward_optimizers(self)
                 # compute the signature again: another thread may have traced meanwhile
                 signature, tensors = self.__make_signature(arguments, leaves, spec, dynamic_leaves)
                 try:
-                    step = self.__find_or_compile(signature, call, tensors, static_only)
+                    step = self.__find_or_compile(signature, call, tensors, needs_static)
                 except GraphError:
-                    if self.__splits_by_key or not can_split(arguments):
+                    if self.__splits_by_key or not has_keyed_containers(arguments):
                         raise
                     self.__splits_by_key = True
                     try:
-                        return self.__find_step(args, kwargs, static_only)
+                        return self.__find_step(args, kwargs, needs_static)
                     except BaseException:
                         self.__splits_by_key = False
                         raise
@@ -498,16 +492,16 @@ class Graph(ModelSnapshots, HasBuild):
         tensors, state = module_state
         return (
             spec,
-            call_key(leaves, dynamic_leaves, self.build, arguments),
+            make_call_key(leaves, dynamic_leaves, self.build, arguments),
             state,
-            self.__epilogue.settings_key(),
+            self.__epilogue.make_settings_key(),
             repr(self.__inductor),
             self.__uses_cuda_graph,
             self.__guards.version if self.__guards.is_current() else self.__guards.find_version(),
         ), tensors
 
-    def __find_or_compile(self, signature: Any, call: Call, tensors: list[Tensor], static_only: bool) -> CompiledStep:
-        step = self.__steps.find(signature, call, static_only)
+    def __find_or_compile(self, signature: Any, call: Call, tensors: list[Tensor], needs_static: bool) -> CompiledStep:
+        step = self.__steps.find(signature, call, needs_static)
         if step is not None:
             return step
         if detect_fake_mode(tensors):
@@ -520,25 +514,26 @@ class Graph(ModelSnapshots, HasBuild):
         start_time, name, base_key = perf_counter(), type(self).__name__, signature[:-1]
         is_compiled = False
 
-        def compile_call(dynamic: Dims | None) -> CompiledStep:
+        def compile_call(dims: Dims | None) -> CompiledStep:
             nonlocal is_compiled
-            retrace = partial(trace, self, call, tensors, self.__optimizers, dynamic)
+            retrace = partial(trace, self, call, tensors, self.__optimizers, dims)
             new_trace = retrace()
             self.__guards.add(new_trace.reads)
-            key = base_key, dynamic, None if dynamic else tuple(tensor.shape for tensor in call.inputs)
-            candidates, program = [cached for cached in self.__steps.all() if cached.key == key], new_trace.program()
-            step: CompiledStep | None = self.__guards.find_equal_step(candidates, program, lambda: retrace().program())
+            key = base_key, dims, None if dims else tuple(tensor.shape for tensor in call.inputs)
+            candidates = [cached for cached in self.__steps.list_steps() if cached.key == key]
+            program_key = new_trace.make_program_key()
+            step = self.__guards.find_equal_step(candidates, program_key, lambda: retrace().make_program_key())
             if step is not None:
                 return step
             is_compiled = True
-            inductor = self.__inductor if dynamic is None or dynamic <= call.dynamic_dims else None
-            is_captured = self.__uses_cuda_graph and dynamic is None
+            inductor = self.__inductor if dims is None or dims <= call.dynamic_dims else None
+            is_captured = self.__uses_cuda_graph and dims is None
             step = compile_step(
                 self, new_trace, self.__optimizers, self.__epilogue, tensors, inductor, is_captured, self.__rank_state
             )
-            return replace(step, key=key, program=program)
+            return replace(step, key=key, program_key=program_key)
 
-        step = self.__steps.make(signature, call, static_only, compile_call)
+        step = self.__steps.make(signature, call, needs_static, compile_call)
         if step.trained_rows and not self.__has_checked_resumed_rows:
             self.__has_checked_resumed_rows = True
             self.__optimizers.warn_if_rows_mismatched(name, [embedding for embedding, _ in step.trained_rows])
@@ -564,8 +559,8 @@ class Graph(ModelSnapshots, HasBuild):
     def __repr__(self) -> str:
         """Show the modules and, after the first call, the code of every compiled step."""
         modules = super().__repr__()
-        compiled = self.__steps.all()
+        compiled = self.__steps.list_steps()
         if not compiled:
             return f"{modules}\n# not compiled yet: the first call compiles it"
-        steps = (f"# compiled step {i}\n{step.code()}" for i, step in enumerate(compiled))
+        steps = (f"# compiled step {i}\n{step.format_code()}" for i, step in enumerate(compiled))
         return "\n\n".join([modules, *steps])

@@ -62,7 +62,7 @@ def save_checkpoint(
     model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
     for m in model.modules():
         grad = m.shadow.grad if isinstance(m, SnapshotEmbedding) else None
-        if isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
+        if isinstance(grad, ShadowGrad) and grad.row_gradients.has_pending_grads:
             raise GraphError(
                 f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
                 "after step(), or call zero_grad() first"
@@ -93,7 +93,7 @@ def load_checkpoint(
         model: The model, as for `save_checkpoint`.
         optimizers, schedulers: As many as in the call of `save_checkpoint`, in the same order.
         scaler: A GradScaler, if the checkpoint has one.
-        convert: True converts rows to embeddings of another dtype, as `Graph.load` does. Default: False.
+        convert: True converts saved rows to the embeddings' dtype and state_dtype, as in `Graph.load`. Default: False.
 
     Returns:
         The dict that was saved as `extra`.

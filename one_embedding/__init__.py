@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 _SOURCES = {
-    name.asname: ("." * line.level + str(line.module), name.name)
-    for line in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
-    if isinstance(line, ast.ImportFrom)
-    for name in line.names
+    name.asname: ("." * import_statement.level + str(import_statement.module), name.name)
+    for import_statement in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
+    if isinstance(import_statement, ast.ImportFrom)
+    for name in import_statement.names
 }
 _SOURCES |= {"Embedding": _SOURCES["MultiTableMultiColumnEmbedding"], "FTRL": _SOURCES["Ftrl"]}
 __all__ = [*_SOURCES]

@@ -28,7 +28,7 @@ class FusedMLP(Unscriptable, nn.Module):
         skip_final_activation: If True, the last layer is linear (without ReLU).
 
     Raises:
-        OptionError: If the index of dropout rates differs from the index of hidden layers.
+        OptionError: If the numbers of dropout rates and hidden layers differ.
     """
 
     @validate_arguments(
@@ -45,10 +45,10 @@ class FusedMLP(Unscriptable, nn.Module):
         skip_final_activation: bool = False,
     ) -> None:
         super().__init__()
-        layers = len(hidden_features)
-        rates = [0.0] * layers if hidden_dropout_rates is None else [*hidden_dropout_rates]
-        if len(rates) != layers:
-            raise OptionError(f"hidden_dropout_rates={hidden_dropout_rates!r}: give {layers} rates, one per layer")
+        num_layers = len(hidden_features)
+        rates = [0.0] * num_layers if hidden_dropout_rates is None else [*hidden_dropout_rates]
+        if len(rates) != num_layers:
+            raise OptionError(f"hidden_dropout_rates={hidden_dropout_rates!r}: give {num_layers} rates, one per layer")
         self._rates, self.skip_final_activation = [*rates, out_dropout_rate], skip_final_activation
         for index, shape in enumerate(pairwise([in_features, *hidden_features, out_features])):
             layer: Any = nn.Linear(*shape)

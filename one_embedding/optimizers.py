@@ -54,12 +54,12 @@ def SmartDecayAdam(
     Raises:
         OptimizerError: If weight_decay, amsgrad or do_bias_correction is not the default.
     """
-    refusals: tuple[tuple[str, Any, Any, str], ...] = (
+    required_values: tuple[tuple[str, Any, Any, str], ...] = (
         ("weight_decay", weight_decay, 0, "weight decay would change rows that no step used"),
         ("amsgrad", amsgrad, False, "a row stores only Adam's two moments"),
         ("do_bias_correction", do_bias_correction, True, "steps always equal torch.optim.Adam's"),
     )
-    for name, value, default, reason in refusals:
+    for name, value, default, reason in required_values:
         if value != default:
             raise OptimizerError(f"SmartDecayAdam: {name}={value!r} is refused: {reason}; give {name}={default}")
     return CatchUpAdam(params, lr, betas, eps)

@@ -20,14 +20,14 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Paths, P], T]:
-    """Return a function that accepts `paths` as its first argument and otherwise works like `make`."""
+def _accept_paths(factory: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Paths, P], T]:
+    """Return a function that accepts `paths` as its first argument and otherwise works like `factory`."""
 
-    @wraps(make)
-    def call(paths: Paths, *args: P.args, **kwargs: P.kwargs) -> T:
-        return make(_store_folder(paths), *args, **kwargs)
+    @wraps(factory)
+    def wrapper(paths: Paths, *args: P.args, **kwargs: P.kwargs) -> T:
+        return factory(_parse_store_folder(paths), *args, **kwargs)
 
-    call.__doc__ = f"""`tierbed.{make.__name__}` with OneFlow's first argument. Other arguments and errors are the same.
+    wrapper.__doc__ = f"""`tierbed.{factory.__name__}` with OneFlow's first argument. All else is the same.
 
     Args:
         paths: The store folder, `<persistent_path>/<embedding name>`, or a list with this one item.
@@ -35,17 +35,17 @@ def _with_paths(make: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate
     Raises:
         OptionError: If `paths` is anything else.
     """
-    signature = inspect.signature(make)
+    signature = inspect.signature(factory)
     path, *others = signature.parameters.values()
-    call.__signature__ = signature.replace(parameters=[path.replace(name="paths"), *others])  # type: ignore[attr-defined]
-    return validate_arguments()(call)
+    wrapper.__signature__ = signature.replace(parameters=[path.replace(name="paths"), *others])  # type: ignore[attr-defined]
+    return validate_arguments()(wrapper)
 
 
-make_persistent_table_reader = _with_paths(exchange.make_persistent_table_reader)
-make_persistent_table_writer = _with_paths(exchange.make_persistent_table_writer)
+make_persistent_table_reader = _accept_paths(exchange.make_persistent_table_reader)
+make_persistent_table_writer = _accept_paths(exchange.make_persistent_table_writer)
 
 
-def _store_folder(paths: Any) -> Path:
+def _parse_store_folder(paths: Any) -> Path:
     """Return the one folder in `paths`. OneFlow's `paths` lists a folder per rank; such a list raises OptionError."""
     folders = list(paths) if isinstance(paths, (list, tuple)) else [paths]
     remedy = "give [<persistent_path>/<embedding name>]"

@@ -28,7 +28,7 @@ from ..engine.options.initializers import MASK64
 from ..engine.options.store_options import compute_default_overflow_mb
 from ..engine.options.table_spec import check_dtype, check_state_dtype
 from ..engine.row_format import compute_line_bytes, count_words
-from .stack_distance import Model, Sample
+from .stack_distance import HitModel, Sample
 
 MAX_RANKS = 1024
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)  # cache sizes that a `Plan` prints, as fractions of all rows
@@ -76,24 +76,24 @@ class Plan:
         warmup: int,
         memory_mb: float | None,
         ranks: RankPlan | None,
-        words: int,
+        num_words: int,
     ) -> None:
-        """`words` is how many 4-byte words a row with its state needs."""
+        """`num_words` is how many 4-byte words a row with its state needs."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
-        self.line_bytes = compute_line_bytes(words)
+        self.line_bytes = compute_line_bytes(num_words)
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
-        uses = sample.uses()
-        self._counted = uses.batch >= warmup
-        if not self._counted.any():
+        uses = sample.collect_uses()
+        self._is_counted = uses.batch >= warmup
+        if not self._is_counted.any():
             raise InputError(f"trace: {self.batches} batches after warmup={warmup} use no rows; give more batches")
         self._tables = uses.table
         self._overflow_row_bytes = self.line_bytes + OVERFLOW_OVERHEAD_BYTES
         self._max_batch_rows = max(sample.batch_rows)
-        self._model = Model(uses, sample)
-        _, first = np.unique(uses.row, return_index=True)
-        self.seen = _estimate_counts(uses.table[first], tables, self.rate)
-        self.uses = _estimate_counts(uses.table[self._counted], tables, self.rate)
+        self._model = HitModel(uses, sample)
+        _, first_uses = np.unique(uses.row, return_index=True)
+        self.seen = _estimate_counts(uses.table[first_uses], tables, self.rate)
+        self.uses = _estimate_counts(uses.table[self._is_counted], tables, self.rate)
 
     def rows(self, budget_mb: float) -> int:
         """Return how many rows a cache of `budget_mb` MiB holds. Raises OptionError below MIN_CACHE_ROWS rows."""
@@ -144,7 +144,7 @@ class Plan:
         lines = as_int(rows, minimum=MIN_CACHE_ROWS)
         if lines is None:
             raise OptionError(f"rows={rows!r}: give a whole number, {MIN_CACHE_ROWS} or more")
-        return self._predict_mean(lines + int(overflow * MB) // self._overflow_row_bytes // 2, self._table_mask(table))
+        return self._predict_mean(lines + int(overflow * MB) // self._overflow_row_bytes // 2, self._make_mask(table))
 
     def division(self, capacity: int | None = None) -> MemorySplit:
         """Return how a `cached_ssd` store on the CPU with `cache_budget_mb="auto"` would divide `memory_mb`.
@@ -171,7 +171,7 @@ class Plan:
         """
         if as_int(points, minimum=2) is None:
             raise OptionError(f"points={points!r}: give a whole number, 2 or more")
-        mask = self._table_mask(table)
+        mask = self._make_mask(table)
         largest = max(2 * int(self.seen.sum()), 2 * MIN_CACHE_ROWS)
         rows = np.unique(np.geomspace(MIN_CACHE_ROWS, largest, points).astype(np.int64))
         miss_ratio = np.array([1 - self._predict_mean(int(size), mask) for size in rows])
@@ -227,17 +227,17 @@ class Plan:
             lines.append(f"'auto' divides {self.memory_mb:.1f} MiB: {self.division()}")
         return "\n".join(lines)
 
-    def _table_mask(self, table: int | None) -> NDArray[np.bool_]:
+    def _make_mask(self, table: int | None) -> NDArray[np.bool_]:
         if table is None:
-            return self._counted
+            return self._is_counted
         if as_int(table, 0, len(self.seen) - 1) is None:
             raise OptionError(f"table={table!r}: give a number from 0 to {len(self.seen) - 1}")
         if not self.uses[table]:
             raise OptionError(f"table={table}: the trace has no ids for it; give a longer trace, or more samples")
-        return self._counted & (self._tables == table)
+        return self._is_counted & (self._tables == table)
 
     def _predict_mean(self, rows: int, mask: NDArray[np.bool_]) -> float:
-        return float(self._model.chances(rows)[mask].mean())
+        return float(self._model.compute_hit_probabilities(rows)[mask].mean())
 
 
 @validate_arguments("trace")
@@ -259,15 +259,15 @@ def plan(
 
     Args:
         trace: One item per training step: ids, or a tuple (ids, table_ids). Ids and table ids are integer tensors
-            or arrays. `table_ids` is broadcast to the shape of the ids. With several tables and no `table_ids`, the
-            index in the ids' last dimension is the table.
+            or arrays. `table_ids` is broadcast to the shape of the ids. Without `table_ids`, ids for several tables
+            need shape [..., tables]; column t holds the ids of table t.
         dim: Embedding elements per row.
         state: Optimizer state elements per row: 0 for SGD; `dim` for SGD with momentum and Adagrad; `2 * dim` for Adam,
             AdamW and CatchUpAdam; 1 for RowWiseAdagrad (docs/optimizers.md lists all).
         tables: How many tables the embedding has.
         padding_idx: The padding id, as for an embedding. Padding ids are not counted.
-        warmup: How many batches at the start only fill the cache and are not counted.
-        samples: How many row uses to keep in memory at most. If the trace has more uses, rows are sampled.
+        warmup: The number of batches at the start that are not counted. These batches only fill the cache.
+        samples: The maximum number of recorded uses of rows. If the trace has more uses, rows are sampled.
         memory_mb: The memory in MiB that `Plan.division` divides, as `cache_budget_mb="auto"` would. Default: the
             memory that is free on the machine and in this process's cgroups.
         world_size: Predict for this many ranks. Rows are divided among the ranks, and each batch is split into equal
@@ -291,7 +291,7 @@ def plan(
     elif (free := read_free_host_memory()) is not None:
         memory_mb = free.bytes / MB
     state_type = check_state_dtype(state_dtype)
-    words = count_words(check_dtype(dtype), dim) + state // dim * count_words(state_type, dim) + state % dim
+    num_words = count_words(check_dtype(dtype), dim) + state // dim * count_words(state_type, dim) + state % dim
     padding = None
     if padding_idx is not None:
         padding = check_int("padding_idx", padding_idx, "a whole number, or None") & MASK64
@@ -301,12 +301,12 @@ def plan(
         ranks = RankPlan(size, dim, tables, padding)
     sample = Sample(samples)
     for index, item in enumerate(trace):
-        keys, table_ids, length = _read_ids(item, tables, f"batch {index} of trace")
+        keys, table_ids, batch_size = _read_ids(item, tables, f"batch {index} of trace")
         batch = _core.Batch([(keys, table_ids, None)], tables, padding)
         sample.add(batch)
         if ranks is not None and index >= warmup:
-            ranks.add(batch, keys, table_ids, length)
-    return Plan(sample, dim, state, tables, warmup, memory_mb, ranks, words)
+            ranks.add(batch, keys, table_ids, batch_size)
+    return Plan(sample, dim, state, tables, warmup, memory_mb, ranks, num_words)
 
 
 def _check_count(name: str, value: Any, minimum: int) -> int:
@@ -321,14 +321,14 @@ def _read_ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], N
     """Return a batch's keys [n], its table ids [n] or None, and the length of the ids' first dimension."""
     ids, table_ids = item if isinstance(item, tuple) and len(item) == 2 else (item, None)
     keys = _read_integers(ids, f"{where}: ids")
-    length = len(keys) if keys.ndim else 1
+    batch_size = len(keys) if keys.ndim else 1
     if table_ids is None:
         if tables > 1 and (keys.ndim < 2 or keys.shape[-1] != tables):
             raise InputError(
                 f"{where}: ids have shape {keys.shape}, but {tables} tables need shape (..., {tables}); give this "
                 "shape, or a tuple (ids, table_ids)"
             )
-        return _make_keys(keys), None, length
+        return _make_keys(keys), None, batch_size
     table_ids = _read_integers(table_ids, f"{where}: table_ids")
     try:
         table_ids = np.broadcast_to(table_ids, keys.shape)
@@ -339,7 +339,7 @@ def _read_ids(item: Any, tables: int, where: str) -> tuple[NDArray[np.uint64], N
         ) from None
     if table_ids.size and (table_ids.min() < 0 or table_ids.max() >= tables):
         raise InputError(f"{where} has table ids from {table_ids.min()} to {table_ids.max()}; give 0 to {tables - 1}")
-    return _make_keys(keys), np.ascontiguousarray(table_ids.reshape(-1), np.uint32), length
+    return _make_keys(keys), np.ascontiguousarray(table_ids.reshape(-1), np.uint32), batch_size
 
 
 def _read_integers(values: Any, where: str) -> NDArray[Any]:
@@ -353,8 +353,8 @@ def _read_integers(values: Any, where: str) -> NDArray[Any]:
 
 def _make_keys(ids: NDArray[Any]) -> NDArray[np.uint64]:
     """Convert ids to 64-bit keys. Signed ids are sign-extended, as in lookups."""
-    wide = ids.astype(np.uint64 if ids.dtype.kind == "u" else np.int64, copy=False)
-    return np.ascontiguousarray(wide.reshape(-1)).view(np.uint64)
+    wide_ids = ids.astype(np.uint64 if ids.dtype.kind == "u" else np.int64, copy=False)
+    return np.ascontiguousarray(wide_ids.reshape(-1)).view(np.uint64)
 
 
 class RankPlan:
@@ -367,7 +367,7 @@ class RankPlan:
         batches: How many batches there are after the warmup.
         lookups: int64 [size], how many ids each rank looks up, without padding ids.
         ids: int64 [size, size]. Rank i requests `ids[i, j]` rows from rank j, each distinct row once per step.
-        rows: int64 [size], how many own rows each rank pins for requests from all ranks. A row counts once per step.
+        rows: int64 [size], how many of its rows each rank pins for requests from all ranks. A row counts once per step.
     """
 
     def __init__(self, size: int, dim: int, tables: int, padding: int | None) -> None:

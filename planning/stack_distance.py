@@ -6,7 +6,7 @@ give the hit rate for every cache size (Mattson's stack algorithm).
 
 The engine looks up a whole batch before it replaces rows, so rows of one batch do not evict each other. A row's depth
 counts the rows that later batches used, and the tied rows. Two rows are tied if both were last used in the same batch.
-The cache is set-associative, so the depth alone does not decide a hit. `Model` computes hit probabilities from depths.
+The cache is set-associative, so the depth alone does not decide a hit. `HitModel` computes hit probabilities.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..engine.row_format import BUCKETS
 I64 = NDArray[np.int64]
 F64 = NDArray[np.float64]
 
-ROUNDS = 6  # how often `Model` iterates towards a fixed point; after three iterations, little changes
-PER_ROW = 100  # `_LOADS` increases in steps of 1 / PER_ROW
-_LOADS = np.arange(80 * PER_ROW + 1) / PER_ROW  # mean rows per group; a mean of 80 fills almost every group
+NUM_ITERATIONS = 6  # how often `HitModel` iterates towards a fixed point; after three iterations, little changes
+LOADS_PER_ROW = 100  # `_LOADS` increases in steps of 1 / LOADS_PER_ROW
+_LOADS = np.arange(80 * LOADS_PER_ROW + 1) / LOADS_PER_ROW  # mean rows per group; at 80, almost all groups are full
 
 
 class Uses(NamedTuple):
@@ -68,7 +68,7 @@ class Sample:
             for part in parts:
                 self._append(part)
 
-    def uses(self) -> Uses:
+    def collect_uses(self) -> Uses:
         if not self._parts:
             return Uses(*(np.empty(0, np.int64),) * 3, np.empty(0))
         batches, tables, hashes, arrivals = (np.concatenate(arrays) for arrays in zip(*self._parts, strict=True))
@@ -89,83 +89,83 @@ class Sample:
 class Depths(NamedTuple):
     """For each use of a row, the row's depth in the LRU stack, counted in sampled rows. Arrays are [n]."""
 
-    before: I64  # the index of the same row's previous use, or -1
-    newer: I64  # distinct rows used between the row's previous use and this use
-    tied: I64  # other rows that were last used in the same batch as this row
+    previous: I64  # the index of the same row's previous use, or -1
+    num_newer: I64  # distinct rows used between the row's previous use and this use
+    num_tied: I64  # other rows that were last used in the same batch as this row
 
 
 def compute_depths(uses: Uses) -> Depths:
     """Compute the depth at each use of a row. The depths are exact and count only the rows in `uses`."""
     count, batches = len(uses.batch), int(uses.batch[-1]) + 1 if len(uses.batch) else 0
-    before = np.full(count, -1)
+    previous = np.full(count, -1)
     order = np.argsort(uses.row, kind="stable")
-    again = np.flatnonzero(np.diff(uses.row[order]) == 0)
-    before[order[again + 1]] = order[again]
-    newer, tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
-    last = np.zeros(batches + 1, np.int64)  # for each batch, how many rows were last used by this batch
+    repeats = np.flatnonzero(np.diff(uses.row[order]) == 0)
+    previous[order[repeats + 1]] = order[repeats]
+    num_newer, num_tied = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    last_counts = np.zeros(batches + 1, np.int64)  # for each batch, how many rows were last used by this batch
     ends = np.searchsorted(uses.batch, np.arange(batches), side="right")
     begin = 0
     for batch, end in enumerate(ends):
-        since = np.cumsum(last[batch::-1])[::-1]  # since[i]: how many rows were last used in batch i or later
-        repeated = begin + np.flatnonzero(before[begin:end] >= 0)
-        latest = uses.batch[before[repeated]]
-        newer[repeated], tied[repeated] = since[latest + 1], last[latest] - 1
-        last[:batch] -= np.bincount(latest, minlength=batch)[:batch]
-        last[batch] = end - begin
+        num_recent = np.cumsum(last_counts[batch::-1])[::-1]  # [i]: how many rows were last used in batch i or later
+        repeated = begin + np.flatnonzero(previous[begin:end] >= 0)
+        latest = uses.batch[previous[repeated]]
+        num_newer[repeated], num_tied[repeated] = num_recent[latest + 1], last_counts[latest] - 1
+        last_counts[:batch] -= np.bincount(latest, minlength=batch)[:batch]
+        last_counts[batch] = end - begin
         begin = end
-    return Depths(before, newer, tied)
+    return Depths(previous, num_newer, num_tied)
 
 
-class Model:
+class HitModel:
     """Predicts each use's hit probability, for a set-associative cache: a new row replaces a row of its own group.
 
     Each row belongs to one random group. A group holds GROUP_WAYS rows. For a given row, count the rows in its group
     that were used more recently. This count is Poisson distributed. Its mean is the row's depth in the LRU stack,
     divided by the number of groups (Smith, "A comparative study of set associative memory mapping algorithms", 1978).
-    Rows last used in the same batch are in random order. A batch may use more rows of a group than fit. Then rows
-    of this batch that are already cached stay cached. The batch's first missing rows fill the rest of the group.
+    If a batch was the last to use several rows, their order is random. A batch may use more rows of a group than fit.
+    Then the batch's cached rows stay cached. Its missing rows fill the rest of the group in the batch's order.
     """
 
     def __init__(self, uses: Uses, sample: Sample) -> None:
         stack = compute_depths(uses)
-        self._repeated = np.flatnonzero(stack.before >= 0)
-        self._before = before = stack.before[self._repeated]
-        self._rows = np.array(sample.batch_rows, np.float64)[uses.batch[before]]
-        self._newer = stack.newer[self._repeated] / sample.rate
+        self._repeated = np.flatnonzero(stack.previous >= 0)
+        self._previous = previous = stack.previous[self._repeated]
+        self._batch_rows = np.array(sample.batch_rows, np.float64)[uses.batch[previous]]
+        self._newer = stack.num_newer[self._repeated] / sample.rate
         # It is unknown how many tied rows are above a row. Assume fractions that are spread evenly over [0, 1).
-        fractions = np.arange(len(before)) * 0.6180339887498949 % 1
-        self._ties = fractions * stack.tied[self._repeated] / sample.rate / self._rows
-        self._arrival = uses.arrival[before]
-        self._uses = len(uses.batch)
+        fractions = np.arange(len(previous)) * 0.6180339887498949 % 1
+        self._ties = fractions * stack.num_tied[self._repeated] / sample.rate / self._batch_rows
+        self._arrivals = uses.arrival[previous]
+        self._num_uses = len(uses.batch)
 
-    def chances(self, lines: float) -> F64:
-        """Return for each use [n] the probability that a cache for `lines` rows holds the row.
+    def compute_hit_probabilities(self, num_lines: float) -> F64:
+        """Return the hit probability of each use, [n], in a cache for `num_lines` rows.
 
         A row that the previous batch used is a hit: if it did not fit into its group, it is in the overflow area.
         """
-        groups = lines / GROUP_WAYS
-        load = self._rows / groups
-        stays = _interpolate(self._newer / groups + self._ties * _interpolate(load, _EXPECTED_KEPT), _P_FITS)
-        stays[self._newer == 0] = 1.0
-        chances = np.zeros(self._uses)
-        chances[self._repeated] = stays
+        groups = num_lines / GROUP_WAYS
+        load = self._batch_rows / groups
+        p_fits = _interpolate(self._newer / groups + self._ties * _interpolate(load, _EXPECTED_KEPT), _P_FITS)
+        p_fits[self._newer == 0] = 1.0
+        probabilities = np.zeros(self._num_uses)
+        probabilities[self._repeated] = p_fits
         if load.max(initial=0.0) < GROUP_WAYS / 4:  # no batch is large enough to fill a group
-            return chances
-        # Which rows a batch keeps depends on its hits; its hits depend on the rows that earlier batches kept.
-        for _ in range(ROUNDS):
-            hit, rate = chances[self._before], float(chances.mean())
-            p_kept = _interpolate(load * (rate + (1 - rate) * self._arrival), _P_FITS)
-            chances[self._repeated] = stays * (hit + (1 - hit) * p_kept)
-            chances[self._repeated[self._newer == 0]] = 1.0
-        return chances
+            return probabilities
+        # A batch's hits decide which of its rows stay cached. The cached rows then decide the hits of later batches.
+        for _ in range(NUM_ITERATIONS):
+            hits, hit_rate = probabilities[self._previous], float(probabilities.mean())
+            p_kept = _interpolate(load * (hit_rate + (1 - hit_rate) * self._arrivals), _P_FITS)
+            probabilities[self._repeated] = p_fits * (hits + (1 - hits) * p_kept)
+            probabilities[self._repeated[self._newer == 0]] = 1.0
+        return probabilities
 
 
 def hash_rows(tables: NDArray[np.uint32], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """Return the engine's hash (kernels/hash.h) of rows [n]."""
-    x = keys ^ ((tables.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    hashes = keys ^ ((tables.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return hashes ^ (hashes >> np.uint64(31))
 
 
 _RATIOS = np.hstack([np.ones((len(_LOADS), 1)), _LOADS[:, None] / np.arange(1, GROUP_WAYS)])
@@ -178,8 +178,8 @@ _EXPECTED_KEPT = GROUP_WAYS - _POISSON @ (GROUP_WAYS - np.arange(GROUP_WAYS))
 
 
 def _interpolate(load: F64, values: F64) -> F64:
-    """Interpolate linearly between `values` [n] at the loads `_LOADS`. Loads above `_LOADS` get the last value."""
-    position = np.minimum(load * PER_ROW, len(values) - 1)  # loads are evenly spaced, so this needs no search
+    """Interpolate linearly between `values` [n] at the loads `_LOADS`. For a higher load, use the last value."""
+    position = np.minimum(load * LOADS_PER_ROW, len(values) - 1)  # loads are evenly spaced, so this needs no search
     below = position.astype(np.int32)
     step = np.diff(values, append=values[-1])
     return np.asarray(values[below] + (position - below) * step[below])

@@ -168,9 +168,9 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
     from tierbed.engine import _core
 
-    _core.set_threads(request.param)
+    _core.set_num_threads(request.param)
     yield request.param
-    _core.set_threads(torch.get_num_threads())
+    _core.set_num_threads(torch.get_num_threads())
 
 
 @pytest.fixture

@@ -8,21 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from native import compiled
+from native import compile_library
 
 DEPTHS = (16, 32, 64, 128, 256)
 
 
 @dataclass(frozen=True)
 class Floor:
-    """reads: blocks per second at the best depth. alone: blocks per second with one read in flight."""
+    """The highest rate of reads, the queue depth that gives it, and the rate with one read at a time."""
 
-    reads: float
+    reads_per_second: float
     depth: int
-    alone: float
+    single_rate: float
 
     def __str__(self) -> str:
-        return f"{self.reads:,.0f} reads/s at queue depth {self.depth}, {self.alone:,.0f} at 1"
+        return f"{self.reads_per_second:,.0f} reads/s at queue depth {self.depth}, {self.single_rate:,.0f} at 1"
 
 
 def measure(files: Sequence[Path], seconds: float) -> Floor:
@@ -30,12 +30,12 @@ def measure(files: Sequence[Path], seconds: float) -> Floor:
 
     Raises OSError if the files cannot be opened for direct reads.
     """
-    rates = {depth: _rate(files, depth, seconds) for depth in (1, *DEPTHS)}
+    rates = {depth: _measure_rate(files, depth, seconds) for depth in (1, *DEPTHS)}
     best = max(DEPTHS, key=lambda depth: rates[depth])
     return Floor(rates[best], best, rates[1])
 
 
-def forget(path: Path) -> None:
+def evict_file(path: Path) -> None:
     """Remove a file from the page cache."""
     file = os.open(path, os.O_RDONLY)
     try:
@@ -45,9 +45,9 @@ def forget(path: Path) -> None:
         os.close(file)
 
 
-def _rate(files: Sequence[Path], depth: int, seconds: float) -> float:
+def _measure_rate(files: Sequence[Path], depth: int, seconds: float) -> float:
     paths = (ctypes.c_char_p * len(files))(*(os.fsencode(file) for file in files))
-    disk_floor = compiled(Path(__file__).with_suffix(".cpp")).disk_floor
+    disk_floor = compile_library(Path(__file__).with_suffix(".cpp")).disk_floor
     disk_floor.restype = ctypes.c_double
     disk_floor.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_double, ctypes.c_uint64]
     rate: float = disk_floor(paths, len(files), depth, seconds, depth)

@@ -20,20 +20,20 @@ def memory_limit(limit: int | None) -> Iterator[Callable[[], None]]:
     if limit is None:
         yield lambda: None
         return
-    parent, file = (_v1(), "memory.limit_in_bytes") if _is_v1() else (_v2(), "memory.max")
+    parent, file = (_find_v1_parent(), "memory.limit_in_bytes") if _is_v1() else (_find_v2_parent(), "memory.max")
     cgroup = parent / f"tierbed-{os.getpid()}-{time.monotonic_ns()}"
     cgroup.mkdir()
     try:
         (cgroup / file).write_text(str(limit))
-        for swap, most in (("memory.memsw.limit_in_bytes", str(limit)), ("memory.swap.max", "0")):
+        for swap, maximum in (("memory.memsw.limit_in_bytes", str(limit)), ("memory.swap.max", "0")):
             if (cgroup / swap).exists():
-                (cgroup / swap).write_text(most)
+                (cgroup / swap).write_text(maximum)
         yield lambda: (cgroup / "cgroup.procs").write_text(str(os.getpid())) and None
     finally:
         _remove(cgroup)
 
 
-def may_limit() -> str | None:
+def find_limit_problem() -> str | None:
     """Return None if memory can be limited, otherwise the reason why not."""
     try:
         with memory_limit(1 << 30):
@@ -46,7 +46,7 @@ def _is_v1() -> bool:
     return (_ROOT / "memory" / "cgroup.procs").exists()
 
 
-def _own(controller: str) -> str:
+def _find_own_cgroup(controller: str) -> str:
     """Return the path of this process's cgroup for a controller; "" means cgroup version 2."""
     for line in Path("/proc/self/cgroup").read_text().splitlines():
         _, controllers, path = line.split(":", 2)
@@ -55,15 +55,15 @@ def _own(controller: str) -> str:
     raise OSError(f"this process has no cgroup for {controller or 'version 2'}")
 
 
-def _v1() -> Path:
-    inside = _ROOT / "memory" / _own("memory")
-    return inside if inside.is_dir() else _ROOT / "memory"  # in a container, the cgroup may be mounted as the root
+def _find_v1_parent() -> Path:
+    own_cgroup = _ROOT / "memory" / _find_own_cgroup("memory")
+    return own_cgroup if own_cgroup.is_dir() else _ROOT / "memory"  # a container may mount its cgroup as the root
 
 
-def _v2() -> Path:
+def _find_v2_parent() -> Path:
     # a cgroup that has processes cannot have children with controllers, so make a sibling of this process's cgroup
-    inside = _ROOT / _own("")
-    parent = inside.parent if inside != _ROOT else _ROOT
+    own_cgroup = _ROOT / _find_own_cgroup("")
+    parent = own_cgroup.parent if own_cgroup != _ROOT else _ROOT
     if "memory" not in (parent / "cgroup.subtree_control").read_text().split():
         raise OSError(f"{parent}/cgroup.subtree_control lacks the memory controller")
     return parent

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import FILLED_AT_ONCE, OPTIMIZERS, make_embedding
-from models import Batch, Dense, GraphStep, Model, keyed, make_batches
-from timing import io_bytes, wait_until_idle
+from contenders import FILL_ROWS, OPTIMIZERS, make_embedding
+from models import Batch, Dense, GraphStep, Model, hash_batches, make_batches
+from timing import read_io_bytes, wait_until_idle
 from torch import Tensor
-from traces import LogUniform, hashed
+from traces import LogUniform, hash_rows
 
 from .memory_mapped import MemoryMapped
 
-SAMPLE = 1000  # rows per table whose checksums are in the outcome
+CHECKED_ROWS = 1000  # rows per table whose checksums are in the outcome
 MEMORY_MAPPED = "memory-mapped"
 
 
@@ -33,8 +33,8 @@ class Case:
     """What to train.
 
     store: a store of tierbed, or "memory-mapped". rows: rows per table. cached: the cache's size as a fraction of all
-    rows. limit: bytes of memory and page cache, or None. keep: reuse the folder that another case filled. first: the
-    first step's number; it determines the ids.
+    rows. limit: bytes of memory and page cache, or None. reuse_folder: True to keep the rows that another case stored
+    in `folder`. first_step: the first step's number; it determines the ids.
     """
 
     store: str
@@ -49,8 +49,8 @@ class Case:
     steps: int = 1000
     ahead: int = 31
     limit: int | None = None
-    keep: bool = False
-    first: int = 0
+    reuse_folder: bool = False
+    first_step: int = 0
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -58,7 +58,7 @@ class Case:
         return Model(self.rows, self.tables, self.batch, (256, 64), self.optimizer, "sgd", self.dim)
 
     def batches(self) -> Iterator[Batch]:
-        for step in range(self.first, self.first + self.warm_up + self.steps):
+        for step in range(self.first_step, self.first_step + self.warm_up + self.steps):
             yield make_batches(self.model, 1, step, LogUniform)[0]
 
 
@@ -66,23 +66,23 @@ class Case:
 class Outcome:
     """What was measured.
 
-    seconds: per timed step. sample: row checksums. The others cover all timed steps: cpu, processor seconds; read,
-    written, bytes on the disk; moved, bytes in all file reads and writes, page cache included; ssd, increases in
-    RocksDB's counters.
+    `seconds` has one value per timed step, and `row_checksums` covers some rows. All other fields are sums over the
+    timed steps. `bytes_read` and `bytes_written` count the disk. `bytes_moved` counts all file reads and writes, even
+    in the page cache. `ssd_counters` has the increase of each RocksDB counter.
     """
 
     seconds: list[float]
     losses: list[float]
-    cpu: float
-    read: int
-    written: int
-    moved: int
+    cpu_seconds: float
+    bytes_read: int
+    bytes_written: int
+    bytes_moved: int
     misses: int = 0
-    sample: list[int] = field(default_factory=list)
-    ssd: dict[str, float] = field(default_factory=dict)
+    row_checksums: list[int] = field(default_factory=list)
+    ssd_counters: dict[str, float] = field(default_factory=dict)
 
 
-class Clock:
+class StepClock:
     """Records when each step ends, and what the process uses from the end of the warm-up on."""
 
     def __init__(self, warm_up: int) -> None:
@@ -96,18 +96,18 @@ class Clock:
         self._ends.append(time.perf_counter())
         self._losses.append(float(loss))
         if len(self._ends) == self._warm_up:
-            self._before = _used()
+            self._before = _read_usage()
             return True
         return False
 
     def outcome(self, **more: Any) -> Outcome:
-        used = (now - then for now, then in zip(_used(), self._before, strict=True))
+        used = (now - then for now, then in zip(_read_usage(), self._before, strict=True))
         seconds = [end - begin for begin, end in pairwise(self._ends[self._warm_up - 1 :])]
         return Outcome(seconds, self._losses, *used, **more)  # type: ignore[arg-type]
 
 
-def _used() -> tuple[float, int, int, int]:
-    counts = io_bytes()
+def _read_usage() -> tuple[float, int, int, int]:
+    counts = read_io_bytes()
     return time.process_time(), counts["read_bytes"], counts["write_bytes"], counts["rchar"] + counts["wchar"]
 
 
@@ -121,23 +121,23 @@ def _settle(graph: GraphStep | None = None) -> None:
 
 def train(case: Case) -> Outcome:
     """Train on one tierbed store."""
-    options = {} if case.store == "device_mem" else {"open": "resume" if case.keep else "fresh", **case.options}
+    options = {} if case.store == "device_mem" else {"open": "resume" if case.reuse_folder else "fresh", **case.options}
     cached = int(case.rows * case.tables * case.cached)
     graph = GraphStep(case.model, Path(case.folder), case.store, cached, **options)
-    clock = Clock(case.warm_up)
+    clock = StepClock(case.warm_up)
     with graph.embedding as embedding:
         _settle(graph)
         before = embedding.metrics()
-        for loss in graph.run((keyed([batch])[0] for batch in case.batches()), ahead=case.ahead):
+        for loss in graph.run((hash_batches([batch])[0] for batch in case.batches()), ahead=case.ahead):
             if clock.step(loss):
                 before = embedding.metrics()
         after = embedding.metrics()
         ssd = {name: after["ssd"][name] - before["ssd"][name] for name in after.get("ssd", {})}
         misses = after["device"]["misses"] - before["device"]["misses"]
-        outcome = clock.outcome(misses=misses, ssd=ssd)
-        keys = hashed(torch.arange(0, case.rows, max(1, case.rows // SAMPLE)))
+        outcome = clock.outcome(misses=misses, ssd_counters=ssd)
+        keys = hash_rows(torch.arange(0, case.rows, max(1, case.rows // CHECKED_ROWS)))
         for table in range(case.tables):
-            outcome.sample.extend(_checksums(embedding.get(keys, table)))
+            outcome.row_checksums.extend(_checksums(embedding.get(keys, table)))
     return outcome
 
 
@@ -145,10 +145,10 @@ def train_memory_mapped(case: Case) -> Outcome:
     peer = MemoryMapped(Path(case.folder, MEMORY_MAPPED), case.model)
     with make_embedding(case.tables, dim=case.dim) as initial:
         for table in range(case.tables):
-            for numbers in torch.arange(case.rows).split(FILLED_AT_ONCE):
-                peer.put(table, numbers, initial.get(hashed(numbers), table))
+            for numbers in torch.arange(case.rows).split(FILL_ROWS):
+                peer.put(table, numbers, initial.get(hash_rows(numbers), table))
     _settle()
-    dense, clock = Dense(case.model), Clock(case.warm_up)
+    dense, clock = Dense(case.model), StepClock(case.warm_up)
     optimizer = OPTIMIZERS["sgd"](dense.parameters())
     for numbers, labels in case.batches():
         clock.step(peer.step(numbers, lambda rows, labels=labels: dense(rows, labels), optimizer))

@@ -13,14 +13,14 @@ from contenders import CHECKED_STEPS, EPS, LR, OPTIMIZERS, Collection, Fbgemm, c
 from floor import Floor
 from models import cycle
 from report import Figure
-from timing import in_turns
+from timing import time_in_turns
 from torch import Tensor, nn
 from traces import ALPHA, Shape, make_batches
 from workload import check_losses, figure, workload
 
 from tierbed import Graph
 
-BARS = (1.0, 1.2, 1.3)  # least FBGEMM / tierbed: worst with one id, worst with bags, median of all
+BARS = (1.0, 1.2, 1.3)  # bars for FBGEMM / tierbed: minimum with one id, minimum with bags, median of all
 TINY = {"dims": [8], "lengths": [1, 3], "rows": [500], "tables": 3, "ids": 200, "repeats": 2, "calls": 2}
 
 
@@ -48,7 +48,7 @@ def dense_ids(
         batches = make_batches(shape)
         ours, peer = Collection(shape, batches), Fbgemm(shape, batches)
         check(ours, [peer])
-        times = in_turns({side.name: side.step for side in (ours, peer)}, repeats, 1, calls=calls)
+        times = time_in_turns({side.name: side.step for side in (ours, peer)}, repeats, 1, calls=calls)
         ratios[length].append(times.ratio(peer.name, ours.name))
         law = "uniform" if alpha is None else f"zipf {alpha}"
         what = f"time, FBGEMM / tierbed: D={dim}, {length} ids, {count:,} rows, {law}"
@@ -87,7 +87,7 @@ def floor(
         batches = make_batches(shape)
         ours, least = Collection(shape, batches), Floor(shape, batches)
         check(ours, [least])
-        times = in_turns({side.name: side.step for side in (ours, least)}, repeats, 1, calls=calls)
+        times = time_in_turns({side.name: side.step for side in (ours, least)}, repeats, 1, calls=calls)
         what = f"time, tierbed / floor: D={dim}, {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
         yield figure(what, times.ratio(ours.name, least.name), "x", bar=1.7, at_most=True, notes=str(times))
 
@@ -154,7 +154,7 @@ def fused(
     repeats: int = 16,
     calls: int = 12,
 ) -> Iterator[Figure]:
-    """Whole steps with a linear layer: time, TorchRec's fused collection relative to ours, row-wise Adagrad.
+    """Time of a step with a linear layer and row-wise Adagrad. Compares TorchRec's fused collection with tierbed.
 
     calls: steps per turn.
     """
@@ -174,6 +174,6 @@ def fused(
         }
         for index in range(CHECKED_STEPS):
             check_losses("tierbed and TorchRec", *([step(index)] for step in sides.values()), tolerance=1e-5)
-        times = in_turns(sides, repeats, 1, calls=calls)
+        times = time_in_turns(sides, repeats, 1, calls=calls)
         what = f"time, TorchRec / tierbed: {length} ids, {'uniform' if alpha is None else f'zipf {alpha}'}"
         yield figure(what, times.ratio("TorchRec", "tierbed"), "x", bar=1.3, notes=str(times))

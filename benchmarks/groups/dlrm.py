@@ -8,9 +8,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from models import DenseAlone, EagerStep, GraphStep, Model, TorchRecStep, keyed, make_batches
+from models import DenseAlone, EagerStep, GraphStep, Model, TorchRecStep, hash_batches, make_batches
 from report import Figure
-from timing import Times, in_turns
+from timing import Times, time_in_turns
 from torch import Tensor
 from workload import check_losses, figure, workload
 
@@ -27,25 +27,25 @@ def step(
     repeats: int = 10,
     **fields: Any,
 ) -> Iterator[Figure]:
-    """A step of a DLRM: against TorchRec and torch, and the embeddings' part of the time.
+    """Time of a DLRM step relative to TorchRec and torch. Also compares the time of the embeddings alone.
 
-    tolerance: relative difference allowed between losses. Rounding alone reaches a third of it; a row learning rate
-    that is 1 % wrong exceeds it, in fewer steps. share: bar for the embeddings' part. whole: bar for whole steps.
-    turn: how many steps one side makes before the others.
+    tolerance: relative difference allowed between losses. Rounding alone causes up to a third of this difference. A
+    row learning rate that is 1 % wrong causes a larger difference. share: bar for the embeddings alone. whole: bar for
+    whole steps. turn: how many steps one side makes before the next side.
     """
     model = Model(**fields)
     plain, recommended = GraphStep(model, folder), GraphStep(model, folder)
     recommended.compile_dense()
     eager = {
         "TorchRec": TorchRecStep(model, plain),
-        "TorchRec, dense part compiled": TorchRecStep(model, plain, compiled=True),
+        "TorchRec, dense part compiled": TorchRecStep(model, plain, compile_dense=True),
         "torch sparse": EagerStep(model, plain),
         "dense part alone": DenseAlone(model, plain),
     }
     rounds = 2 + repeats
     batches = make_batches(model, turn * rounds)
-    inputs = {name: [side.prepared(batch) for batch in batches] for name, side in eager.items()}
-    inputs["tierbed"] = inputs["as recommended"] = keyed(batches)
+    inputs = {name: [side.prepare(batch) for batch in batches] for name, side in eager.items()}
+    inputs["tierbed"] = inputs["as recommended"] = hash_batches(batches)
     runs: dict[str, Any] = {
         "tierbed": lambda batches: [plain(*batch) for batch in batches],
         "as recommended": lambda batches: list(recommended.run(batches, ahead=0)),
@@ -55,7 +55,7 @@ def step(
         name: lambda number, run=run, inputs=inputs[name]: run(inputs[number * turn : (number + 1) * turn])
         for name, run in runs.items()
     }
-    times = in_turns(sides, repeats, 2, lambda losses: check_turn(losses, tolerance))
+    times = time_in_turns(sides, repeats, 2, lambda losses: check_turn(losses, tolerance))
     notes = str(Times({name: [each / turn for each in seconds] for name, seconds in times.items()}))
     parts = zip(times["tierbed"], times["TorchRec"], times["dense part alone"], strict=True)
     ratio = median((ours - dense) / (peer - dense) for ours, peer, dense in parts)

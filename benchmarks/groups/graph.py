@@ -1,4 +1,4 @@
-"""The static graph: against eager loops and against its own parts."""
+"""Compares the static graph with eager loops, and a pipelined step with its dense work and its fetch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from graph_bytecodes import COUNTED_ON, executed
-from models import EagerStep, GraphStep, Model, Step, cycle, keyed, make_batches
-from report import Figure, listed
-from timing import Turn, in_turns, one_thread, split, turn_of
+from graph_bytecodes import COUNTED_ON, count_executed
+from models import EagerStep, GraphStep, Model, Step, cycle, hash_batches, make_batches
+from report import Figure, join_pairs
+from timing import Turn, format_times, measure_turn, time_in_turns, use_one_thread
 from torch import Tensor
 from workload import Mismatch, check_losses, check_same, figure, workload
 
@@ -28,8 +28,8 @@ def check_eager(what: str, model: Model, graph: GraphStep, batches: list[tuple[T
     """Return an eager loop with the graph's rows. Raises Mismatch unless their first losses agree to 1e-5."""
     eager = EagerStep(model, graph)
     first = [batches[number % len(batches)] for number in range(10)]
-    losses = [eager(*eager.prepared(batch)) for batch in first]
-    check_losses(what, [graph(*batch) for batch in keyed(first)], losses, 1e-5)
+    losses = [eager(*eager.prepare(batch)) for batch in first]
+    check_losses(what, [graph(*batch) for batch in hash_batches(first)], losses, 1e-5)
     return eager
 
 
@@ -44,18 +44,18 @@ def overhead(folder: Path, batches: int = 32, turn: int = 50, repeats: int = 40,
         inputs = make_batches(model, batches)
         graph = GraphStep(model, folder)
         eager = check_eager(peer, model, graph, inputs)
-        ours, eager_step = cycle(graph, keyed(inputs)), cycle(eager, [eager.prepared(batch) for batch in inputs])
+        ours, eager_step = cycle(graph, hash_batches(inputs)), cycle(eager, [eager.prepare(batch) for batch in inputs])
 
         def steps(step: Step, number: int) -> None:
             for each in range(number * turn, (number + 1) * turn):
                 step(each)
 
-        times = in_turns({"graph": partial(steps, ours), "eager": partial(steps, eager_step)}, repeats, 1)
-        notes = listed((name, f"{1e3 * times.ms(name) / turn:.0f} us") for name in times)
+        times = time_in_turns({"graph": partial(steps, ours), "eager": partial(steps, eager_step)}, repeats, 1)
+        notes = join_pairs((name, f"{1e3 * times.ms(name) / turn:.0f} us") for name in times)
         yield figure(
             f"time of a step, graph / eager {peer}", times.ratio("graph", "eager"), bar=bar, at_most=True, notes=notes
         )
-        counts = [executed(ours, number) for number in range(min(batches, 4))]
+        counts = [count_executed(ours, number) for number in range(min(batches, 4))]
         if any(count != counts[0] for count in counts):
             raise Mismatch(f"{optimizer}: equal steps execute different Python: {counts}")
         most = MAX_BYTECODES if sys.version_info[:2] == COUNTED_ON else None
@@ -78,7 +78,7 @@ def pipeline(
     torch uses one thread. `narrow`: widths of a second MLP, whose work is shorter than the fetch.
     """
     model = Model(**fields)
-    with one_thread():
+    with use_one_thread():
         for hidden, bar in ((model.hidden, 1.15), (tuple(narrow), None)):
             path = folder / str(len(hidden))
             yield from _pipeline(replace(model, hidden=hidden), path, cached, (warm_up, turn, repeats), bar)
@@ -92,13 +92,13 @@ def _pipeline(
     memory = GraphStep(model, folder)
     turns: list[tuple[Turn, Turn]] = []
     with graph.embedding, memory.embedding:
-        for batch in keyed(make_batches(model, warm_up)):
+        for batch in hash_batches(make_batches(model, warm_up)):
             check_same("losses of the warm-up", graph(*batch), memory(*batch))
         for first in range(warm_up, warm_up + 2 * count * repeats, 2 * count):
-            batches = keyed(make_batches(model, 2 * count, first))
+            batches = hash_batches(make_batches(model, 2 * count, first))
             # without the first step of each: its rows cannot have been prefetched
-            plain = turn_of(graph.embedding, (graph(*batch) for batch in batches[:count]), 1)
-            run = turn_of(graph.embedding, graph.run(batches[count:], ahead=AHEAD), 1)
+            plain = measure_turn(graph.embedding, (graph(*batch) for batch in batches[:count]), 1)
+            run = measure_turn(graph.embedding, graph.run(batches[count:], ahead=AHEAD), 1)
             check_losses("cached_ssd", plain.results + run.results, [memory(*batch) for batch in batches])
             turns.append((plain, run))
     what = f"longer of dense work and fetch, MLP {'-'.join(map(str, (*model.hidden, 1)))}"
@@ -107,5 +107,5 @@ def _pipeline(
         sides = [pair[number] for pair in turns]
         ratio = median(side.seconds / seconds for side, seconds in zip(sides, longer, strict=True))
         hits = f"{median(side.hit_rate for side in sides):.1%}"
-        notes = listed([("a step", split(sides, count - 1)), ("hit rate", hits)])
+        notes = join_pairs([("a step", format_times(sides, count - 1)), ("hit rate", hits)])
         yield figure(f"time of a step, {name} / {what}", ratio, bar=bar if number else None, at_most=True, notes=notes)

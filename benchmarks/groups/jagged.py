@@ -9,7 +9,7 @@ from typing import Any
 
 from contenders import Collection, Fbgemm, check
 from report import Figure
-from timing import in_turns
+from timing import time_in_turns
 from traces import BATCHES, Shape, make_batches
 from workload import figure, workload
 
@@ -25,7 +25,7 @@ def step(folder: Path, bar: float, repeats: int = 40, **fields: Any) -> Iterator
     batches = make_batches(shape)
     ours, peer = Collection(shape, batches), Fbgemm(shape, batches)
     check(ours, [peer])
-    times = in_turns({side.name: side.step for side in (ours, peer)}, repeats, BATCHES)
+    times = time_in_turns({side.name: side.step for side in (ours, peer)}, repeats, BATCHES)
     yield figure("time, FBGEMM / tierbed", times.ratio(peer.name, ours.name), "x", bar=bar, notes=str(times))
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import CHECKED_STEPS, OPTIMIZERS, Fbgemm, Rows, Torch, check, tables_of
+from contenders import CHECKED_STEPS, OPTIMIZERS, Fbgemm, Rows, Torch, check, find_tables
 from floor import Floor
 from report import Figure, is_intel
-from timing import in_turns
-from traces import BATCHES, Batch, Shape, hashed, make_batches
+from timing import time_in_turns
+from traces import BATCHES, Batch, Shape, hash_rows, make_batches
 from workload import check_close, figure, workload
 
 UNIFORM = Shape(26, 38_462, 16, 4096)
@@ -35,7 +35,7 @@ def step(folder: Path, peer: str, bar: float, repeats: int = 50, **fields: Any) 
     else:
         sides[peer] = {"FBGEMM": Fbgemm, "torch": Torch}[peer](shape, batches)
         check(ours, [floor, sides[peer]])
-    times = in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
+    times = time_in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
     yield figure(f"time, {peer} / tierbed", times.ratio(peer, "tierbed"), "x", bar=bar, notes=str(times))
     most = 1.8 if shape.dim == 16 else 1.6
     floors = times.ratio("tierbed", "floor")
@@ -68,13 +68,13 @@ def rules(
     shape = Shape(tables, rows, dim, batch, optimizer="adam")
     batches = make_batches(shape)
     sides = {
-        name: Rows(replace(shape, optimizer=name), batches, filled=False)
+        name: Rows(replace(shape, optimizer=name), batches, is_filled=False)
         for name in OPTIMIZERS
         if name != "sparse_adam"
     }
     for name, side in sides.items():
         check_dense(name, side, batches[0])
-    times = in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
+    times = time_in_turns({name: side.step for name, side in sides.items()}, repeats, BATCHES)
     for name in sides:
         notes = f"ms {times.ms(name):.2f}"
         ratio = times.ratio(name, "adam")
@@ -83,7 +83,7 @@ def rules(
 
 def check_dense(optimizer: str, side: Rows, batch: Batch) -> None:
     """Raise Mismatch unless rows that occur once in the batch are trained as by the dense optimizer."""
-    keys = hashed(batch.flat) + tables_of(batch)
+    keys = hash_rows(batch.flat) + find_tables(batch)
     unique, inverse, counts = keys.unique(return_inverse=True, return_counts=True)
     single = (counts == 1)[inverse]  # no gradient sums, so nothing is rounded differently
     del unique

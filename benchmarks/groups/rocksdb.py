@@ -13,10 +13,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from native import compiled
+from native import compile_library
 from numpy.typing import NDArray
-from report import Figure, listed
-from timing import in_turns
+from report import Figure, join_pairs
+from timing import time_in_turns
 from workload import Mismatch, figure, workload
 
 from tierbed.engine import _core
@@ -68,7 +68,7 @@ class Bare:
     """A copy of the tier's folder, opened with the stored options and used by as many threads."""
 
     def __init__(self, folder: Path, row_bytes: int) -> None:
-        self._native = compiled(Path(__file__).resolve().parents[1] / "rocksdb_bare.cpp", "-lrocksdb")
+        self._native = compile_library(Path(__file__).resolve().parents[1] / "rocksdb_bare.cpp", "-lrocksdb")
         self._native.bare_open.restype = ctypes.c_void_p
         self._native.bare_open.argtypes = [ctypes.c_char_p, ctypes.c_size_t, ctypes.c_size_t]
         self._native.bare_close.argtypes = [ctypes.c_void_p]
@@ -150,7 +150,7 @@ def tier(
 
     Both peers' keys are made and sorted outside the clock. Also measures how long a write blocks other Python threads.
     """
-    _core.set_threads(THREADS)
+    _core.set_num_threads(THREADS)
     random = np.random.default_rng(0)
     keys = random.permutation(rows).astype(np.uint64)
     ours, peer = Tierbed(folder / "tierbed", row_bytes, mode), Rocksdict(folder / "rocksdict", row_bytes, mode)
@@ -168,14 +168,14 @@ def tier(
     pieces = [Rows(random.choice(keys, batch, replace=False), row_bytes) for _ in range(PIECES)]
     check_rows(sides, pieces)
     fetches = {name: lambda turn, side=side: side.fetch(pieces[turn % PIECES]) for name, side in sides.items()}
-    times = {"fetch": in_turns(fetches, repeats, 2)}
+    times = {"fetch": time_in_turns(fetches, repeats, 2)}
     for seed, piece in enumerate(pieces, rows):
         piece.fill(seed)
     writes = {name: lambda turn, side=side: side.write(pieces[turn % PIECES]) for name, side in sides.items()}
-    times["write"] = in_turns(writes, repeats, PIECES)
+    times["write"] = time_in_turns(writes, repeats, PIECES)
     check_rows(sides, pieces)
     blocked_times = {
-        name: [interpreter_blocked(partial(sides[name].write, pieces[0])) for _ in range(3)] for name in sides
+        name: [measure_blocked_seconds(partial(sides[name].write, pieces[0])) for _ in range(3)] for name in sides
     }
     for side in sides.values():
         side.close()
@@ -188,7 +188,7 @@ def tier(
             notes=str(times[what]),
         )
     blocked = {name: median(seconds) for name, seconds in blocked_times.items()}
-    notes = listed((name, f"{1e3 * seconds:.2f} ms") for name, seconds in blocked.items())
+    notes = join_pairs((name, f"{1e3 * seconds:.2f} ms") for name, seconds in blocked.items())
     ratio = blocked["rocksdict"] / blocked["tierbed"]
     yield figure("interpreter held by a write, rocksdict / tierbed", ratio, "x", bar=5.0, notes=notes)
 
@@ -210,7 +210,7 @@ def check_rows(sides: dict[str, Any], pieces: list[Rows]) -> None:
             raise Mismatch(f"rows of {piece.memory.shape[1]} bytes differ between {', '.join(sides)}")
 
 
-def interpreter_blocked(write: Callable[[], None], seconds: float = 1.5) -> float:
+def measure_blocked_seconds(write: Callable[[], None], seconds: float = 1.5) -> float:
     """Return for how many seconds one write keeps another Python thread from running.
 
     The other thread loops. Linux reports how long it ran or waited for a processor; the rest of the time it waited

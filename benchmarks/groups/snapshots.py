@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from contenders import DIM, RowsStep, make_embedding
-from disk.floor import forget
-from models import GraphStep, Model, cycle, keyed, make_batches
-from report import Figure, listed
-from timing import seconds_of
+from disk.floor import evict_file
+from models import GraphStep, Model, cycle, hash_batches, make_batches
+from report import Figure, join_pairs
+from timing import time_call
 from torch import Tensor
 from workload import Mismatch, figure, workload
 
@@ -31,19 +31,19 @@ import tierbed
 from tierbed.snapshots import Snapshot
 
 ROW_BYTES = 4 + 8 + 4 * 3 * DIM + 4 + 4
-WRITTEN_AT_ONCE = 1 << 18  # rows per step
+WRITE_ROWS = 1 << 18  # rows per step
 MB = 10**6
 BLOCK = 1 << 20
 TINY = {"rows": 50_000, "repeats": 1}
 
 
 @contextmanager
-def table(folder: Path, rows: int, **options: Any) -> Iterator[tierbed.MultiTableEmbedding]:
+def open_table(folder: Path, rows: int, **options: Any) -> Iterator[tierbed.MultiTableEmbedding]:
     """Make an embedding and train each row once. It is a cached_ssd store if there are options, otherwise host_mem."""
     make = tierbed.make_cached_ssd_store_options if options else tierbed.make_host_mem_store_options
     embedding = make_embedding(1, make(persistent_path=folder, **options))
-    train = trainer(embedding)
-    for ids in torch.arange(rows).split(WRITTEN_AT_ONCE):
+    train = make_trainer(embedding)
+    for ids in torch.arange(rows).split(WRITE_ROWS):
         train(ids)
     try:
         yield embedding
@@ -59,7 +59,7 @@ def _unless_gone(function: Any, path: str, failure: Any) -> None:
         raise failure[1]
 
 
-def trainer(embedding: tierbed.MultiTableEmbedding) -> Callable[[Tensor], object]:
+def make_trainer(embedding: tierbed.MultiTableEmbedding) -> Callable[[Tensor], object]:
     """Return a step that trains the rows of ids [n]."""
     graph = RowsStep(embedding, "adam")
     return lambda ids: graph(ids[:, None], torch.ones(len(ids), 1, DIM))
@@ -78,18 +78,18 @@ def full(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Fig
     """MB/s for a save and a load relative to `dd` with as many bytes, and the memory that a save needs."""
     size = rows * ROW_BYTES
     seconds: dict[str, list[float]] = {"dd": [], "save": [], "dd again": [], "load": []}
-    with table(folder, rows) as embedding:
+    with open_table(folder, rows) as embedding:
         before = digest(embedding)
         for _ in range(repeats + 1):  # the first is the warm-up
             shutil.rmtree(folder / "rows" / "snapshots" / "s", ignore_errors=True)
-            seconds["dd"].append(write_seconds(folder, size))
-            seconds["save"].append(seconds_of(lambda: embedding.save_snapshot("s")))
-            seconds["dd again"].append(write_seconds(folder, size))
-            seconds["load"].append(seconds_of(lambda: embedding.load_snapshot("s")))
+            seconds["dd"].append(time_dd(folder, size))
+            seconds["save"].append(time_call(lambda: embedding.save_snapshot("s")))
+            seconds["dd again"].append(time_dd(folder, size))
+            seconds["load"].append(time_call(lambda: embedding.load_snapshot("s")))
         if digest(embedding) != before:
             raise Mismatch("the loaded rows differ from the saved rows")
         shutil.rmtree(folder / "rows" / "snapshots" / "s")
-        memory = peak_bytes(lambda: embedding.save_snapshot("s")) / MB
+        memory = measure_peak_bytes(lambda: embedding.save_snapshot("s")) / MB
     yield disk_ratio("MB/s, save / dd", size, seconds["dd"], seconds["save"])
     yield disk_ratio("MB/s, load / dd", size, seconds["dd again"], seconds["load"])
     yield figure("memory that a save needs", memory, "MB", bar=256, at_most=True)
@@ -98,7 +98,7 @@ def full(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Fig
 def disk_ratio(what: str, size: int, disk: Sequence[float], ours: Sequence[float]) -> Figure:
     pairs = list(zip(disk, ours, strict=True))[1:]
     speeds = {"disk": disk[1:], "ours": ours[1:]}
-    notes = listed((name, f"{size / MB / median(seconds):,.0f} MB/s") for name, seconds in speeds.items())
+    notes = join_pairs((name, f"{size / MB / median(seconds):,.0f} MB/s") for name, seconds in speeds.items())
     return figure(what, median(alone / own for alone, own in pairs), bar=0.6, notes=notes)
 
 
@@ -106,22 +106,22 @@ def disk_ratio(what: str, size: int, disk: Sequence[float], ours: Sequence[float
 def incremental(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
     """Time for an incremental save after 1 % of the rows changed, relative to a full save."""
     changed = torch.from_numpy(np.random.default_rng(0).choice(rows, max(rows // 100, 1), replace=False))
-    wholes, parts = [], []
-    with table(folder, rows) as embedding:
-        train = trainer(embedding)
+    full_seconds, incremental_seconds = [], []
+    with open_table(folder, rows) as embedding:
+        train = make_trainer(embedding)
         embedding.save_snapshot("first")
         embedding.save_snapshot("noted", "incremental")  # starts recording changes
         for number in range(repeats):
-            wholes.append(seconds_of(partial(embedding.save_snapshot, f"whole{number}")))
+            full_seconds.append(time_call(partial(embedding.save_snapshot, f"whole{number}")))
             train(changed)
-            parts.append(seconds_of(partial(embedding.save_snapshot, f"part{number}", "incremental")))
+            incremental_seconds.append(time_call(partial(embedding.save_snapshot, f"part{number}", "incremental")))
             embedding.prune_snapshots(keep_last=1)
         before = digest(embedding)
         embedding.load_snapshot(f"part{repeats - 1}")
         if digest(embedding) != before:
             raise Mismatch("the rows loaded from the chain differ from the saved table")
-    ratio = median(part / whole for part, whole in zip(parts, wholes, strict=True))
-    notes = f"incremental {median(parts):.3f} s, full {median(wholes):.3f} s"
+    ratio = median(part / whole for part, whole in zip(incremental_seconds, full_seconds, strict=True))
+    notes = f"incremental {median(incremental_seconds):.3f} s, full {median(full_seconds):.3f} s"
     yield figure("time, incremental / full save", ratio, bar=0.05, at_most=True, notes=notes)
 
 
@@ -130,11 +130,11 @@ def checkpoint(folder: Path, rows: int = 1_000_000, batch: int = 32_768, repeats
     """Time for a RocksDB checkpoint with ten times the rows, relative to one."""
     times = []
     for count in (rows, 10 * rows):
-        with table(folder, count, cache_budget_mb=64) as embedding:
-            train, seconds = trainer(embedding), []
+        with open_table(folder, count, cache_budget_mb=64) as embedding:
+            train, seconds = make_trainer(embedding), []
             for number in range(repeats + 1):
                 train(torch.arange(number * batch, (number + 1) * batch) % count)
-                seconds.append(seconds_of(partial(embedding.save_snapshot, f"s{number}", "checkpoint")))
+                seconds.append(time_call(partial(embedding.save_snapshot, f"s{number}", "checkpoint")))
             before = digest(embedding)
             embedding.load_snapshot(f"s{repeats}")
             if digest(embedding) != before:
@@ -159,11 +159,11 @@ def background(
     steps: timed steps before and after each save.
     """
     model = Model(rows // tables, tables, batch, tuple(hidden), "adam")
-    batches = keyed(make_batches(model, 16))
+    batches = hash_batches(make_batches(model, 16))
     saved, plain = GraphStep(model, folder, "host_mem", persistent_path=folder / "saved"), GraphStep(model, folder)
     with saved.embedding, plain.embedding:
-        ratio, seconds, made = during_saves(saved.embedding, repeats, cycle(saved, batches), steps)
-        for number in range(made):
+        ratio, seconds, num_steps = during_saves(saved.embedding, repeats, cycle(saved, batches), steps)
+        for number in range(num_steps):
             cycle(plain, batches)(number)
         if digest(saved.embedding) != digest(plain.embedding):
             raise Mismatch("training during saves and without saves gave different rows")
@@ -174,60 +174,60 @@ def background(
 def during_saves(
     embedding: tierbed.MultiTableEmbedding, pairs: int, step: Callable[[int], object], steps: int
 ) -> tuple[float, float, int]:
-    """Return the relative step rate during saves, a save's seconds, and how many steps were made."""
-    ratios, seconds, made = [], [], 0
+    """Return the relative step rate during saves, a save's seconds, and the number of steps."""
+    ratios, seconds, num_steps = [], [], 0
 
-    def rate(running: Callable[[], bool]) -> float:
-        nonlocal made
-        begin, first = perf_counter(), made
-        while running() or made == first:
-            step(made)
-            made += 1
-        return (made - first) / (perf_counter() - begin)
+    def measure_rate(is_running: Callable[[], bool]) -> float:
+        nonlocal num_steps
+        begin, first = perf_counter(), num_steps
+        while is_running() or num_steps == first:
+            step(num_steps)
+            num_steps += 1
+        return (num_steps - first) / (perf_counter() - begin)
 
     for pair in range(pairs + 1):
-        end = made + steps
-        before = rate(lambda: made < end)  # noqa: B023
+        end = num_steps + steps
+        before = measure_rate(lambda: num_steps < end)  # noqa: B023
         save = embedding.save_snapshot(f"s{pair}", background=True)
         assert save is not None
         begin = perf_counter()
-        during = rate(lambda: not save.done)  # noqa: B023
+        during = measure_rate(lambda: not save.done)  # noqa: B023
         seconds.append(perf_counter() - begin)
         save.wait()
-        end = made + steps
-        ratios.append(during / ((before + rate(lambda: made < end)) / 2))  # noqa: B023
+        end = num_steps + steps
+        ratios.append(during / ((before + measure_rate(lambda: num_steps < end)) / 2))  # noqa: B023
         embedding.prune_snapshots(keep_last=1)
-    return median(ratios[1:]), median(seconds[1:]), made
+    return median(ratios[1:]), median(seconds[1:]), num_steps
 
 
 @workload(TINY)
 def verify(folder: Path, rows: int = 10_000_000, repeats: int = 7) -> Iterator[Figure]:
     """MB/s for `verify` relative to reading the files, which are not in the page cache."""
     reads, checks = [], []
-    with table(folder, rows) as embedding:
+    with open_table(folder, rows) as embedding:
         embedding.save_snapshot("s")
         path = folder / "rows" / "snapshots" / "s"
         files = sorted(path.glob("*.npy"))
         size = sum(file.stat().st_size for file in files)
         for _ in range(repeats + 1):
-            for seconds, work in ((reads, lambda: read(files)), (checks, lambda: Snapshot.open(path).verify())):
+            for seconds, work in ((reads, lambda: read_files(files)), (checks, lambda: Snapshot.open(path).verify())):
                 for file in files:
-                    forget(file)
-                seconds.append(seconds_of(work))
+                    evict_file(file)
+                seconds.append(time_call(work))
     yield disk_ratio("MB/s, verify / read", size, reads, checks)
 
 
-def write_seconds(folder: Path, size: int) -> float:
+def time_dd(folder: Path, size: int) -> float:
     """Return the seconds that `dd` needs to write `size` zero bytes and sync them."""
     path = folder / "dd"
     blocks = -(-size // BLOCK)
     command = ["dd", "if=/dev/zero", f"of={path}", f"bs={BLOCK}", f"count={blocks}", "conv=fsync"]
-    seconds = seconds_of(lambda: subprocess.run(command, check=True, capture_output=True))
+    seconds = time_call(lambda: subprocess.run(command, check=True, capture_output=True))
     path.unlink()
     return seconds * size / (blocks * BLOCK)
 
 
-def read(files: list[Path]) -> None:
+def read_files(files: list[Path]) -> None:
     buffer = bytearray(BLOCK)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -235,8 +235,8 @@ def read(files: list[Path]) -> None:
                 pass
 
 
-def peak_bytes(work: Callable[[], object]) -> int:
-    """Return by how much this process's resident memory grows at most while `work` runs."""
+def measure_peak_bytes(work: Callable[[], object]) -> int:
+    """Return the largest increase of this process's resident memory while `work` runs."""
     ctypes.CDLL(None).malloc_trim(0)  # memory that the allocator kept from earlier would hide part of the peak
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = _status("VmRSS")

@@ -27,14 +27,14 @@ from ...engine.ops.fingerprint import are_values_equal, copy_lookup, fingerprint
 from ...engine.optim.base import check_positive
 from ...engine.options.lookup import Lookup
 
-# maps each embedding's handle to the EagerOptimizer that trains the embedding
+# maps each embedding_id to the EagerOptimizer that trains the embedding
 trainers: WeakValueDictionary[int, Any] = WeakValueDictionary()
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU) - torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 # functions that torch and torch.compile call to read a tensor's metadata, but not its values
-_METADATA = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
-_METADATA |= {"size", "storage_offset", "stride", "untyped_storage"}
+_METADATA_OPS = {"__get__", "_is_view", "dim", "is_complex", "is_conj", "is_floating_point", "is_inference", "is_neg"}
+_METADATA_OPS |= {"size", "storage_offset", "stride", "untyped_storage"}
 # names for error messages: maps a torch function to the call that a user made
-_CALLERS = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
+_CALLER_NAMES = dict.fromkeys(("requires_grad_", "detach_", "zero_"), "zero_grad(set_to_none=False)") | {
     "foreach": "a clip with foreach=True",
     "linalg_vector_norm": "a torch norm (if norm_type is not 2, or ranks share the rows)",
 }
@@ -51,25 +51,25 @@ class _LookupGradient:
         self, lookup: Lookup, weights: Tensor | None, originals: tuple[Tensor | None, ...], grad: Tensor, order: int
     ) -> None:
         self.lookup, self.weights, self._originals, self.order = lookup, weights, originals, order
-        self._set(grad)
+        self._set_grad(grad)
 
-    def _set(self, grad: Tensor) -> None:
-        self.grad, self._count = grad, read_write_count(grad)
+    def _set_grad(self, grad: Tensor) -> None:
+        self.grad, self._write_count = grad, read_write_count(grad)
 
-    def has_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
+    def has_same_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if `tensors` have the same values as this lookup and its weights."""
         return all(map(are_values_equal, tensors, (*self.lookup.tensors, self.weights)))
 
     def add(self, grad: Tensor, order: int, name: str) -> None:
-        self._set(self.require_unchanged(name) + grad)
+        self._set_grad(self.require_unchanged(name) + grad)
         self.order = min(self.order, order)
 
     def multiply(self, scale: float) -> None:
-        self._set(self.grad.float() * scale)
+        self._set_grad(self.grad.float() * scale)
 
     def require_unchanged(self, name: str) -> Tensor:
         """Return the gradient. Raises InputError if code changed the gradient in place. name: the embedding's name."""
-        if read_write_count(self.grad) != self._count:
+        if read_write_count(self.grad) != self._write_count:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
                 "backward() a copy, grad.clone()"
@@ -101,15 +101,15 @@ class RowGradients:
         """Keep the gradient of a lookup's result. grad: shape lookup.shape + (dim,), dtype `output_dtype`.
 
         The lookup and the weights are copied. `grad` is not copied: if code changes it in place, the step raises
-        InputError. Two lookups with the same tensor objects get one summed gradient, as in a graph. order: an id's
-        gradients are summed by ascending `order`; equal numbers are summed in the order of the `add` calls.
+        InputError. If two lookups share their tensor objects, their gradients become one sum, as in a graph.
+        order: an id's gradients are sorted by this number, and then summed. Ties keep the order of the calls.
         """
         self._check_unclipped("run backward()")
         self._apply_scale()
         originals = (*lookup.tensors, weights)
         key = (lookup.pooling, lookup.feature_columns, *map(fingerprint, originals))
         gradient = self._gradients.get(key)
-        if gradient is not None and not gradient.has_values(originals):  # a NumPy write changes no version
+        if gradient is not None and not gradient.has_same_values(originals):  # a NumPy write changes no version
             key, gradient = (key, len(self._gradients)), None
         if gradient is not None:
             gradient.add(grad, order, self.embedding.name)
@@ -119,11 +119,11 @@ class RowGradients:
 
     def pin(self) -> Any:
         """Pin all lookups' rows with `embedding.pin`, each row once. Call `check` first."""
-        return self.embedding.pin([gradient.lookup for gradient in self._in_order()], dtype=self._dtype)
+        return self.embedding.pin([gradient.lookup for gradient in self._sort_gradients()], dtype=self._dtype)
 
     def check(self) -> list[_LookupGradient]:
         """Return the gradients, sorted by `order`. Raises InputError if a gradient can no longer be applied."""
-        embedding, gradients = self.embedding, self._in_order()
+        embedding, gradients = self.embedding, self._sort_gradients()
         for gradient in gradients:
             gradient.require_unchanged(embedding.name)
             if gradient.lookup.ids.device != embedding.device:
@@ -134,19 +134,19 @@ class RowGradients:
         return gradients
 
     @property
-    def is_waiting(self) -> bool:
+    def has_pending_grads(self) -> bool:
         """True if there are gradients, and no step has updated the rows since the first gradient."""
         return bool(self._gradients) and self.embedding.shadow._version == self._first_version
 
-    def grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
+    def list_grads(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the gradients and the weights of the lookups, in the order of `pin`."""
-        gradients = self._in_order()
+        gradients = self._sort_gradients()
         return [gradient.grad.to(self._dtype) for gradient in gradients], [gradient.weights for gradient in gradients]
 
     def update(self, batch: Any) -> None:
         """Apply the embedding's optimizer once with the summed gradients. batch: the result of `pin`, unpinned here."""
         clip = () if self._scale == 1.0 and self._clip_value is None else (self._scale, self._clip_value)
-        batch.update(*self.grads(), *clip)  # with a world, `clip` is empty: update() then averages over ranks
+        batch.update(*self.list_grads(), *clip)  # rows with a world cannot be clipped, so update() averages over ranks
         increment_version(self.embedding.shadow)  # after this, a backward() that needs the old rows raises
 
     def compute_squared_norm(self) -> float:
@@ -155,7 +155,7 @@ class RowGradients:
         self._apply_scale()  # before squaring, because squares of a GradScaler's scaled gradients might overflow
         lookups = [gradient.lookup for gradient in self.check()]
         embedding: Any = self.embedding
-        return embedding.table_handle().open_table.compute_squared_norm(lookups, *self.grads()) if lookups else 0.0
+        return embedding.table_handle().open_table.compute_squared_norm(lookups, *self.list_grads()) if lookups else 0.0
 
     def multiply(self, scale: float) -> None:
         """Multiply the gradients collected so far by a number. Raises GraphError after `clip`."""
@@ -183,7 +183,7 @@ class RowGradients:
                 "clip by value last, just before step()"
             )
 
-    def _in_order(self) -> list[_LookupGradient]:
+    def _sort_gradients(self) -> list[_LookupGradient]:
         return sorted(self._gradients.values(), key=lambda gradient: gradient.order)
 
 
@@ -207,7 +207,7 @@ class ShadowGrad(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__ in _METADATA:
+        if func.__name__ in _METADATA_OPS:
             with torch._C.DisableTorchFunctionSubclass():
                 value = func(*args, **(kwargs or {}))
             if not isinstance(value, Tensor):  # .data and .T return tensors
@@ -218,7 +218,7 @@ class ShadowGrad(Tensor):
         if operation is not None and (result := operation(*args, **(kwargs or {}))) is not None:
             return result
         name = f".{func.__self__.__name__}" if func.__name__ == "__get__" else func.__name__
-        caller = _CALLERS.get(name.partition("foreach")[1] or name, name)
+        caller = _CALLER_NAMES.get(name.partition("foreach")[1] or name, name)
         raise GraphError(
             f"{caller} of the gradient of embedding {embeddings[0].name!r}: no tensor holds the gradients of its rows. "
             "Call step(), zero_grad() and clip_grad_norm_(parameters, max_norm) of the EagerOptimizer. Leave "
@@ -227,7 +227,7 @@ class ShadowGrad(Tensor):
         )
 
 
-def _norm(grad: ShadowGrad, ord: float = 2.0) -> Any:
+def _compute_norm(grad: ShadowGrad, ord: float = 2.0) -> Any:
     if ord != 2:
         return None
     norm = math.sqrt(grad.row_gradients.compute_squared_norm())
@@ -250,7 +250,7 @@ def _clamp(grad: ShadowGrad, min: float | None = None, max: float | None = None)
 
 def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
     for rows in (grad.row_gradients for grad in grads if isinstance(grad, ShadowGrad)):
-        if not all(grad.isfinite().all() for grad in rows.grads()[0]):
+        if not all(grad.isfinite().all() for grad in rows.list_grads()[0]):
             found_inf.fill_(1.0)
         rows.multiply(float(inv_scale))
     if dense := [grad for grad in grads if not isinstance(grad, ShadowGrad)]:
@@ -260,7 +260,7 @@ def _unscale(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> Any:
 
 # torch's clips and GradScaler call these operations. An operation returns None if it does not support an argument
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "linalg_vector_norm": _norm,
+    "linalg_vector_norm": _compute_norm,
     "mul_": _multiply,
     "clamp_": _clamp,
     "_amp_foreach_non_finite_check_and_unscale_": _unscale,
@@ -268,7 +268,7 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 def check_not_traced(embedding: EmbeddingBase) -> None:
-    """Raise GraphError while another thread traces a graph with the embedding, because the trace hides gradients."""
+    """Raise GraphError while another thread traces a graph that contains the embedding: a trace hides gradients."""
     traced = getattr(embedding.shadow, TRACED_ATTRIBUTE, None)
     if traced is not None and traced[0] != get_ident():
         raise GraphError(
@@ -290,7 +290,7 @@ def is_reached(leaf: Tensor, grad_error: str) -> bool:
 
 
 def are_rows_reached(embedding: EmbeddingBase) -> bool:
-    """True if the running backward pass reaches the embedding's parameter, or if a trace leaves this unknown.
+    """True if the running backward pass reaches the embedding's parameter. In a trace, always True.
 
     Raises GraphError for torch.autograd.grad of the parameter itself, and for create_graph=True.
     """
@@ -318,7 +318,7 @@ def accumulate(embedding: EmbeddingBase, lookup: Lookup, grad: Tensor, weights: 
             if not are_rows_reached(embedding):
                 return
     name, shadow = embedding.name, embedding.shadow
-    if embedding.op_id not in trainers:
+    if embedding.embedding_id not in trainers:
         raise GraphError(
             f"embedding {name!r}: backward() outside a graph, but no EagerOptimizer trains the embedding. To train in "
             "a loop, give tierbed.EagerOptimizer the optimizer and a module that contains the embedding. To train in a "

@@ -2,7 +2,7 @@
 
 A compiled graph replaces the ops by calls to the embedding and its pinned batch. An eager lookup reads rows, and
 backward() keeps the lookup's gradient for an `EagerOptimizer`'s step. Op arguments can only be tensors and numbers, so
-an op gets the embedding's op_id, a random number. The op also gets the `shadow`, the embedding's one-element
+an op gets an embedding's `embedding_id`, a random number. The op also gets the `shadow`, the embedding's one-element
 parameter. Through the shadow, autograd sees that the result depends on rows.
 """
 
@@ -23,7 +23,7 @@ from ...engine.errors import ClosedError, GraphError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from .gradients import are_rows_reached
-from .shadow import Shadow, to_plain
+from .shadow import Shadow, to_plain_tensor
 
 _order_counter = itertools.count()
 _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary would take twice the time
@@ -31,9 +31,9 @@ _embeddings: dict[int, weakref.ref[EmbeddingBase]] = {}  # a WeakValueDictionary
 
 def register(embedding: EmbeddingBase) -> int:
     """Return a random id for the ops. Since it is random, it matches no embedding of another process."""
-    op_id = secrets.randbits(62)
-    _embeddings[op_id] = weakref.ref(embedding, lambda _: _embeddings.pop(op_id))
-    return op_id
+    embedding_id = secrets.randbits(62)
+    _embeddings[embedding_id] = weakref.ref(embedding, lambda _: _embeddings.pop(embedding_id))
+    return embedding_id
 
 
 def _list_embeddings() -> list[EmbeddingBase]:
@@ -55,13 +55,13 @@ def make_lookup(ids: Any, table_ids: Any, offsets: Any, pooling: Any, feature_co
     return Lookup(ids, table_ids, offsets, pooling, None if feature_columns is None else tuple(feature_columns))
 
 
-def find_embedding(op_id: int) -> EmbeddingBase:
-    reference = _embeddings.get(op_id)
+def find_embedding(embedding_id: int) -> EmbeddingBase:
+    reference = _embeddings.get(embedding_id)
     if reference is None or (embedding := reference()) is None:
         raise ClosedError(
-            f"a lookup of op_id {op_id}, but this process has no embedding with this op_id. Python may have "
-            "deleted the embedding: keep a reference to it. Or another process recorded the lookup: record only the "
-            "modules after the embedding, and pass them the embedding's result"
+            f"a lookup of embedding_id {embedding_id}, but this process has no embedding with this id. Python may "
+            "have deleted the embedding: keep a reference to it. Or another process recorded the lookup: record only "
+            "the modules after the embedding, and pass them the embedding's result"
         )
     return embedding
 
@@ -72,14 +72,14 @@ def find_embeddings(parameters: Iterable[int]) -> list[EmbeddingBase]:
     return [by_shadow[parameter] for parameter in parameters if parameter in by_shadow]
 
 
-def refuse_export(name: str) -> None:
+def check_not_exported(name: str) -> None:
     """Raise GraphError if a lookup of embedding `name` is being exported. torch.compile is allowed."""
     traced = torch.jit.is_tracing()  # type: ignore[attr-defined]
     if traced or (torch.compiler.is_dynamo_compiling() and torch.compiler.is_exporting()):
-        _refuse_export(name)
+        _raise_export_error(name)
 
 
-def _refuse_export(name: str) -> None:
+def _raise_export_error(name: str) -> None:
     raise GraphError(
         f"embedding {name!r} cannot be exported by torch.export, torch.jit or torch.onnx, because the program would "
         "not contain its rows; export only the modules after the embedding, and pass them the embedding's result"
@@ -87,37 +87,37 @@ def _refuse_export(name: str) -> None:
 
 
 # same as torch.compiler.assume_constant_result, but imports no Dynamo. Strict export then raises the error above.
-_refuse_export._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_raise_export_error._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _op(name: str, arguments: str) -> Any:
+def _define_op(name: str, arguments: str) -> Any:
     """Decorate an op's implementation. arguments: the op's schema, where `lookup` stands for a `Lookup`'s fields."""
     fields = "Tensor ids, Tensor? table_ids, Tensor? offsets, str? pooling, SymInt[]? feature_columns"
     schema = f"({arguments.replace('lookup', fields)}) -> Tensor"
     return torch.library.custom_op(f"tierbed::{name}", mutates_args=(), schema=schema)
 
 
-@_op("lookup", "Tensor shadow, lookup, Tensor? weights, SymInt op_id")
+@_define_op("lookup", "Tensor shadow, lookup, Tensor? weights, SymInt embedding_id")
 def lookup(shadow: Tensor, *rest: Any) -> Tensor:
-    """Read a `Lookup`'s rows or pooled bags, lookup.shape + (dim,), without inserting rows."""
-    *fields, weights, op_id = rest
-    return find_embedding(op_id).read(make_lookup(*fields), weights, is_training=shadow.requires_grad)
+    """Read a `Lookup`'s rows or pooled bags, and insert no rows. The result has the shape lookup.shape + (dim,)."""
+    *fields, weights, embedding_id = rest
+    return find_embedding(embedding_id).read(make_lookup(*fields), weights, is_training=shadow.requires_grad)
 
 
 @lookup.register_fake
 def _(shadow: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     embedding = find_embedding(rest[-1])
     if torch.compiler.is_exporting():
-        _refuse_export(embedding.name)
+        _raise_export_error(embedding.name)
     shape = (*make_lookup(ids, *rest[:4]).shape, embedding.dim)
     return torch.empty(shape, dtype=embedding.output_dtype, device=ids.device)
 
 
-@_op("lookup_grad", "Tensor grad, lookup, Tensor? weights, SymInt order, SymInt op_id")
+@_define_op("lookup_grad", "Tensor grad, lookup, Tensor? weights, SymInt order, SymInt embedding_id")
 def lookup_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Keep the gradient of lookup number `order` for a step. Returns an unused zero as the shadow's gradient."""
-    *fields, weights, order, op_id = rest
-    find_embedding(op_id).accumulate(make_lookup(*fields), grad, weights, order)
+    *fields, weights, order, embedding_id = rest
+    find_embedding(embedding_id).accumulate(make_lookup(*fields), grad, weights, order)
     return grad.new_zeros((1, 1), dtype=torch.float32)
 
 
@@ -126,11 +126,11 @@ def _(grad: Tensor, *rest: Any) -> Tensor:
     return grad.new_empty((1, 1), dtype=torch.float32)
 
 
-@_op("lookup_weights_grad", "Tensor grad, lookup, Tensor shadow, SymInt op_id")
+@_define_op("lookup_weights_grad", "Tensor grad, lookup, Tensor shadow, SymInt embedding_id")
 def lookup_weights_grad(grad: Tensor, *rest: Any) -> Tensor:
     """Compute the gradient of a lookup's weights. The argument `shadow` tells autograd that the result needs rows."""
-    *fields, _, op_id = rest
-    return find_embedding(op_id).read_weights_grad(make_lookup(*fields), grad)
+    *fields, _, embedding_id = rest
+    return find_embedding(embedding_id).read_weights_grad(make_lookup(*fields), grad)
 
 
 @lookup_weights_grad.register_fake
@@ -138,11 +138,11 @@ def _(grad: Tensor, ids: Tensor, *rest: Any) -> Tensor:
     return torch.empty(ids.shape, dtype=torch.float32, device=ids.device)
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shadow, ids, table_ids, offsets, pooling, feature_columns, weights, op_id = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    shadow, ids, table_ids, offsets, pooling, feature_columns, weights, embedding_id = inputs
     if ctx.needs_input_grad[0]:
-        find_embedding(op_id).check_trained_lookup()
-    ctx.constants = pooling, feature_columns, op_id, next(_order_counter)
+        find_embedding(embedding_id).check_trained_lookup()
+    ctx.constants = pooling, feature_columns, embedding_id, next(_order_counter)
     # The weights' gradient needs the rows as they are now. The shadow's version changes with the rows, so autograd
     # raises if the rows change before backward().
     saved_shadow = shadow if ctx.needs_input_grad[6] else None
@@ -151,21 +151,21 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     shadow, ids, table_ids, offsets, weights = ctx.saved_tensors
-    pooling, feature_columns, op_id, order = ctx.constants
+    pooling, feature_columns, embedding_id, order = ctx.constants
     fields = ids, table_ids, offsets, pooling, feature_columns
     shadow_grad = weights_grad = None
-    if ctx.needs_input_grad[0] and are_rows_reached(embedding := find_embedding(op_id)):
-        if runs_eagerly(grad):
+    if ctx.needs_input_grad[0] and are_rows_reached(embedding := find_embedding(embedding_id)):
+        if is_eager(grad):
             embedding.accumulate(make_lookup(*fields), grad, weights, order)
             shadow_grad = grad.new_zeros((1, 1), dtype=torch.float32)
         else:
-            shadow_grad = lookup_grad(grad, *fields, weights, order, op_id)
+            shadow_grad = lookup_grad(grad, *fields, weights, order, embedding_id)
     if ctx.needs_input_grad[6]:
-        weights_grad = lookup_weights_grad(grad, *fields, shadow, op_id)
+        weights_grad = lookup_weights_grad(grad, *fields, shadow, embedding_id)
     return shadow_grad, None, None, None, None, None, weights_grad, None
 
 
-def _refuse_second_derivative(ctx: Any, grad: Tensor) -> None:
+def _raise_second_derivative(ctx: Any, grad: Tensor) -> None:
     raise GraphError(
         "a lookup has no second derivative; leave out create_graph=True, or detach the gradient before it is used"
     )
@@ -179,9 +179,9 @@ class EagerLookup(_SingleLevelFunction):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        _, *fields, weights, op_id = inputs
-        output = find_embedding(op_id).read(Lookup(*fields), weights, is_training=ctx.needs_input_grad[0])
-        _setup(ctx, inputs, output)
+        _, *fields, weights, embedding_id = inputs
+        output = find_embedding(embedding_id).read(Lookup(*fields), weights, is_training=ctx.needs_input_grad[0])
+        _setup_context(ctx, inputs, output)
         return output
 
     backward = staticmethod(_backward)
@@ -189,19 +189,19 @@ class EagerLookup(_SingleLevelFunction):
 
 def look_up(embedding: EmbeddingBase, shadow: Tensor, inputs: Lookup, weights: Tensor | None) -> Tensor:
     """Run a checked lookup. It runs directly, or as an op if a trace or transform must record the lookup."""
-    is_trained, is_direct = torch.is_grad_enabled(), runs_eagerly(inputs.ids)
+    is_trained, is_direct = torch.is_grad_enabled(), is_eager(inputs.ids)
     if is_direct and not is_trained:
         return embedding.read(inputs, weights)
     if is_direct:
-        return EagerLookup.apply(shadow, *inputs, weights, embedding.op_id)  # type: ignore[attr-defined]
+        return EagerLookup.apply(shadow, *inputs, weights, embedding.embedding_id)  # type: ignore[attr-defined]
     with torch._C.DisableTorchFunctionSubclass():
         if not torch.compiler.is_dynamo_compiling() and torch._C._len_torch_dispatch_stack():
-            shadow = to_plain(shadow) if isinstance(shadow, Shadow) else shadow
-        output: Tensor = lookup(shadow if is_trained else shadow.detach(), *inputs, weights, embedding.op_id)
+            shadow = to_plain_tensor(shadow) if isinstance(shadow, Shadow) else shadow
+        output: Tensor = lookup(shadow if is_trained else shadow.detach(), *inputs, weights, embedding.embedding_id)
         return output
 
 
-def runs_eagerly(tensor: Tensor) -> bool:
+def is_eager(tensor: Tensor) -> bool:
     """True if only autograd watches operations on the tensor: no compiler, trace, transform or mode is active."""
     return not (
         torch.compiler.is_compiling()
@@ -212,6 +212,6 @@ def runs_eagerly(tensor: Tensor) -> bool:
     )
 
 
-lookup.register_autograd(_backward, setup_context=_setup)
-lookup_grad.register_autograd(_refuse_second_derivative)
-lookup_weights_grad.register_autograd(_refuse_second_derivative)
+lookup.register_autograd(_backward, setup_context=_setup_context)
+lookup_grad.register_autograd(_raise_second_derivative)
+lookup_weights_grad.register_autograd(_raise_second_derivative)

@@ -2,9 +2,9 @@
 
 Rows are in a store, not in a parameter. Optimizers, autograd and state_dicts work with parameters, so each embedding
 gets a *shadow*: a parameter [1, 1] that stands for all rows. The shadow's value is always zero. Code that expects rows
-in a parameter, such as a weight average, a penalty or an initialization, would silently do nothing. So operations on a
-shadow, or on a copy of it, raise an error with a remedy if they only make sense for a tensor with rows. An operation
-that only reads the shadow's value logs a warning once.
+in a parameter, such as a weight average, a penalty or an initialization, would silently do nothing. So if an operation
+needs the rows, and its argument is a shadow or a copy of a shadow, it raises an error that says what to do instead. An
+operation that only reads the shadow's value logs a warning once.
 """
 
 from __future__ import annotations
@@ -24,49 +24,49 @@ from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.ops.embedding_base import EmbeddingBase
 
 log = logging.getLogger("tierbed")
-_SETTABLE = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}
-_READ_BY_I = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert__", "__iter__"}
-_COPIES = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
+_SETTABLE_ATTRIBUTES = {"grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks"}
+_READING_METHODS = {"__index__", "__init__", "__init_subclass__", "__int__", "__invert__", "__iter__"}
+_COPY_OPS = {"clone", "to", "cpu", "cuda", "float", "double", "half", "bfloat16", "type", "pin_memory"}
 # operations that average weights; norms, powers and sums stay allowed, because loggers compute them under no_grad
-_ARITHMETIC = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
+_ARITHMETIC_OPS = {"add", "sub", "mul", "div", "lerp", "truediv", "true_divide", "subtract", "multiply", "divide"}
 # operations that compare or check weights would only see a zero; isfinite stays allowed, because loggers call it
-_CHECKS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
-_NUMBERS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # operations that return numbers, not tensors
+_CHECK_OPS = {"equal", "allclose", "isclose", "eq", "ne", "isnan", "isinf", "__eq__", "__ne__"}
+_NUMBER_OPS = {"item", "tolist", "__float__", "__bool__", "is_nonzero"}  # operations that return numbers, not tensors
 _WRITE_REMEDY = (
     "choose initial rows by default_initializer=, make_table_options or initializer= (of Embedding); write rows by put "
     "or load_dense; carry rows over by load_state_dict"
 )
 _READ_REMEDY = "read emb.weight, some ids' rows by emb.get, or all embeddings' rows by tierbed.to_dense_state_dict"
 PARTLY_CONVERTED = "A model that contains the embedding may be half converted: make or load it again"
-_warned: set[str] = set()  # names of operations with a logged warning
+_warned_operations: set[str] = set()  # names of operations whose warning was already logged
 
 
-def operation_name(function: Any) -> str:
+def get_operation_name(function: Any) -> str:
     """Return a torch operation's name without its overload."""
     return str(function.__name__.partition(".")[0])
 
 
 def is_write(function: Any) -> bool:
     """True for a torch operation that writes to an argument."""
-    name = operation_name(function)
+    name = get_operation_name(function)
     if name == "__set__":
-        return function.__self__.__name__ not in _SETTABLE
+        return function.__self__.__name__ not in _SETTABLE_ATTRIBUTES
     if name.startswith("__"):
-        return name == "__setitem__" or (name.startswith("__i") and name not in _READ_BY_I)
+        return name == "__setitem__" or (name.startswith("__i") and name not in _READING_METHODS)
     return name.endswith("_") and name != "requires_grad_"
 
 
 def is_arithmetic(function: Any) -> bool:
     """True for arithmetic with another tensor or a number. Code that averages weights calls such operations."""
-    return operation_name(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _ARITHMETIC
+    return get_operation_name(function).rpartition("foreach_")[2].strip("_").removeprefix("r") in _ARITHMETIC_OPS
 
 
-class _Guarded(Tensor):
+class _Placeholder(Tensor):
     """A tensor that stands for rows. Operations that would need the rows themselves raise an error."""
 
     owner: ref[EmbeddingBase]
     is_writable = False  # True for a writable copy
-    is_in_state = False  # True for a copy in a state_dict(); it may be read, since the state_dict also saves the rows
+    is_in_state_dict = False  # True for a copy in a state_dict(); may be read, as the state_dict saves the rows too
 
     @classmethod
     def __torch_function__(
@@ -80,27 +80,29 @@ class _Guarded(Tensor):
                 _check_write(func, args, kwargs)
             elif is_arithmetic(func) and args[0] is not args[-1]:
                 raise _make_error(func, args, kwargs)
-            elif func.__name__ in _CHECKS and not _has_state_copy(args, kwargs):
-                if func is not torch.equal or any(type(leaf) is not Shadow for leaf in _find_guarded(args, kwargs)):
+            elif func.__name__ in _CHECK_OPS and not _has_state_copy(args, kwargs):
+                if func is not torch.equal or any(
+                    type(item) is not Shadow for item in _find_placeholders(args, kwargs)
+                ):
                     raise _make_error(func, args, kwargs)
                 _warn_of_read(func, args, kwargs)  # Lightning does this to find a parameter in an optimizer
                 return args[0] is args[-1]
             plain_args = args
             module = getattr(func, "__module__", None) or ""  # methods lack `__module__`
             if module.startswith("torch._ops"):  # the call comes from code that torch.compile generated
-                plain_args = [to_plain(argument) if isinstance(argument, _Guarded) else argument for argument in args]
+                plain_args = [to_plain_tensor(arg) if isinstance(arg, _Placeholder) else arg for arg in args]
             result = func(*plain_args, **kwargs)
             if module == "torch._ops.tierbed":
                 return result
             if isinstance(result, np.ndarray):
                 result.setflags(write=False)
-            if isinstance(result, np.ndarray) or func.__name__ in _NUMBERS:
+            if isinstance(result, np.ndarray) or func.__name__ in _NUMBER_OPS:
                 _warn_of_read(func, args, kwargs)
             if torch.compiler.is_dynamo_compiling():
                 raise GraphError("this operation cannot be compiled; outside torch.compile, its error says what to do")
             if type(result) in (list, tuple):
-                return type(result)([_guard_result(item, func, args, kwargs) for item in result])
-            return _guard_result(result, func, args, kwargs)
+                return type(result)([_wrap_result(item, func, args, kwargs) for item in result])
+            return _wrap_result(result, func, args, kwargs)
 
     def set_(self, *args: Any, **kwargs: Any) -> Any:
         raise _make_error(Tensor.set_, (self, *args), kwargs, True)  # torch does not call __torch_function__ for set_
@@ -116,22 +118,22 @@ class _Guarded(Tensor):
         return copy
 
 
-class Shadow(_Guarded, nn.Parameter):
+class Shadow(_Placeholder, nn.Parameter):
     """An embedding's parameter, zeros [1, 1]. Optimizers and autograd reach the rows through this parameter."""
 
 
-class ShadowCopy(_Guarded):
+class ShadowCopy(_Placeholder):
     """A view or copy of a `Shadow`, for example in a state_dict()."""
 
     def __new__(cls, tensor: Tensor, *_: Any) -> ShadowCopy:
         return Tensor._make_subclass(cls, tensor, tensor.grad_fn is not None)
 
-    def __init__(self, tensor: Tensor, source: _Guarded, is_writable: bool) -> None:
+    def __init__(self, tensor: Tensor, source: _Placeholder, is_writable: bool) -> None:
         self.is_writable = is_writable or source.is_writable
-        self.owner, self.is_in_state = source.owner, source.is_in_state
+        self.owner, self.is_in_state_dict = source.owner, source.is_in_state_dict
 
 
-def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
+def make_shadow(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -> nn.Parameter:
     """Turn a parameter into an embedding's `Shadow`. Raises InputError if the parameter is unsuitable."""
     if name not in ("shadow", embedding.parameter_name) or parameter is None or parameter.shape != (1, 1):
         raise InputError(
@@ -147,7 +149,7 @@ def adopt(embedding: EmbeddingBase, name: str, parameter: nn.Parameter | None) -
 def make_converter(
     embedding: EmbeddingBase, function: Callable[[Tensor], Tensor], note: str = PARTLY_CONVERTED
 ) -> Callable[[Tensor], Tensor]:
-    """Wrap a `function` that moves or converts modules, so that it moves an embedding's parameter but keeps it float32.
+    """Wrap a `function` that moves or converts tensors. The wrapper only moves: an embedding's parameter stays float32.
 
     Raises OptionError if the dtype is neither float32 nor `output_dtype`, or if torch does not support the device here.
     note: ends each error message, and says how much of the model is already converted.
@@ -173,17 +175,17 @@ def make_converter(
     return lambda tensor: function(tensor).to(torch.float32).as_subclass(Tensor)  # torch makes a parameter of this
 
 
-def _guard_result(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _wrap_result(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Return an operation's result, guarded if it is a view or a copy. Raises GraphError for results with a grad_fn."""
-    if not isinstance(result, Tensor) or isinstance(result, _Guarded):
+    if not isinstance(result, Tensor) or isinstance(result, _Placeholder):
         return result
-    name, is_recorded = operation_name(func), result.grad_fn is not None
-    if is_recorded and name in ("view_as", "expand_as") and args[0] is args[1]:  # a search for the autograd node
+    name, has_grad_fn = get_operation_name(func), result.grad_fn is not None
+    if has_grad_fn and name in ("view_as", "expand_as") and args[0] is args[1]:  # used to find the autograd node
         return result
-    for argument in _find_guarded(args, kwargs):
-        if name in _COPIES or shares_memory(argument, result):
-            return ShadowCopy(result, argument, name in _COPIES)
-    if is_recorded:
+    for argument in _find_placeholders(args, kwargs):
+        if name in _COPY_OPS or shares_memory(argument, result):
+            return ShadowCopy(result, argument, name in _COPY_OPS)
+    if has_grad_fn:
         raise _make_error(func, args, kwargs)
     if not name.startswith(("new_", "__get__", "copy_")) and not name.endswith("like"):
         _warn_of_read(func, args, kwargs)
@@ -191,13 +193,13 @@ def _guard_result(result: Any, func: Any, args: Sequence[Any], kwargs: Mapping[s
 
 
 def _has_state_copy(*arguments: Any) -> bool:
-    return any(argument.is_in_state for argument in _find_guarded(arguments))
+    return any(argument.is_in_state_dict for argument in _find_placeholders(arguments))
 
 
 def _warn_of_read(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Warn once per operation that the operation reads the shadow's value, but no rows."""
-    if func.__name__ not in _warned and not _has_state_copy(args, kwargs):
-        _warned.add(func.__name__)
+    """Warn that an operation reads the shadow's value instead of the rows. Each operation is warned about once."""
+    if func.__name__ not in _warned_operations and not _has_state_copy(args, kwargs):
+        _warned_operations.add(func.__name__)
         log.warning("%s reads a placeholder, not the rows; %s", _describe_operation(func, args, kwargs), _READ_REMEDY)
 
 
@@ -210,7 +212,7 @@ def shares_memory(one: Tensor, other: Tensor) -> bool:
         return False
 
 
-def to_plain(shadow: Tensor) -> Tensor:
+def to_plain_tensor(shadow: Tensor) -> Tensor:
     """Return the shadow as a plain tensor, because torch's modes accept no subclass. Autograd still sees the shadow."""
     with torch._C.DisableTorchFunctionSubclass(), _disable_current_modes():
         if shadow.requires_grad and torch.is_grad_enabled():
@@ -218,40 +220,40 @@ def to_plain(shadow: Tensor) -> Tensor:
         return Tensor._make_subclass(Tensor, shadow, shadow.requires_grad)
 
 
-def _find_guarded(*arguments: Any) -> list[_Guarded]:
-    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, _Guarded)]
+def _find_placeholders(*arguments: Any) -> list[_Placeholder]:
+    return [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, _Placeholder)]
 
 
 def _check_write(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise if an operation writes to a guarded tensor, or copies a guarded tensor into a tensor of another size."""
-    if operation_name(func) == "copy_":
+    if get_operation_name(func) == "copy_":
         target, source = args[0], args[1]
-        if not isinstance(target, _Guarded) and target.numel() != 1:  # torch would fill `target` with zeros
+        if not isinstance(target, _Placeholder) and target.numel() != 1:  # torch would fill `target` with zeros
             raise _make_error(func, args, kwargs)
-        if not isinstance(target, _Guarded) or target.is_writable or target is source:
+        if not isinstance(target, _Placeholder) or target.is_writable or target is source:
             return
-        if not isinstance(source, _Guarded) and source.numel() == 1 and not source.count_nonzero():
+        if not isinstance(source, _Placeholder) and source.numel() == 1 and not source.count_nonzero():
             return  # torch.distributed.checkpoint loads the zero that it saved
     raise _make_error(func, args, kwargs, True)
 
 
 def _describe_operation(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    embedding = _find_guarded(args, kwargs)[0].owner()
-    name = operation_name(func)
+    embedding = _find_placeholders(args, kwargs)[0].owner()
+    name = get_operation_name(func)
     if name in ("__get__", "__set__"):
         name = f".{func.__self__.__name__}" + " =" * (name == "__set__")
     return f"{name} of the parameter of embedding {'?' if embedding is None else embedding.name!r}"
 
 
 def _make_error(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], is_write: bool = False) -> Exception:
-    name, operation = operation_name(func), _describe_operation(func, args, kwargs)
+    name, operation = get_operation_name(func), _describe_operation(func, args, kwargs)
     if is_write:
         remedy = "train in one process, or across ranks by world=" if name == "share_memory_" else _WRITE_REMEDY
         return InputError(f"{operation}: no tensor holds its rows, so no row would change or be shared; {remedy}")
-    if name in _CHECKS or name == "copy_":
+    if name in _CHECK_OPS or name == "copy_":
         return GraphError(f"{operation}: no tensor holds its rows, so the result would ignore the rows; {_READ_REMEDY}")
     return GraphError(
         f"{operation}: no tensor holds its rows, so a penalty or an average would ignore the rows. To penalise rows, "
-        "use weight_decay, a lookup's result, or the weight of an Embedding. To average rows, "
+        "set weight_decay, or penalise a lookup's result or the weight of an Embedding. To average rows, "
         "average what tierbed.to_dense_state_dict(model) returns. Leave the embedding out of sums over parameters()"
     )

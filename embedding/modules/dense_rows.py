@@ -17,25 +17,25 @@ from ...engine.options.table_names import find_table, format_choices
 from ...engine.options.table_spec import TableSpec
 from ...engine.row_format import EMBEDDING, MAX_STEP, RowArray
 from ...engine.table.table import OpenTable
-from ...engine.table.table_report import scan_caught_up
+from ...engine.table.table_report import scan_with_catch_up
 from ..optim.eager import follow_in_backward
 from ..saving.rows_reference import RowsReference
-from ..state_dict.saved_rows import EXTRA, ROWS, make_extra_state
+from ..state_dict.saved_rows import EXTRA_STATE_KEY, ROWS_PREFIX, make_extra_state
 from ..tables.row_tensors import RowTensors
 from .keyed_rows import KeyedRows
 
 log = logging.getLogger("tierbed")
-CHUNK = 1 << 16  # rows per chunk
-_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+CHUNK_ROWS = 1 << 16  # rows per chunk
+_FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copy_rows(embedding: KeyedRows, table_id: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the first `rows` rows of table `table_id`, [rows, dim]. Unwritten rows have their initial values."""
     with torch.inference_mode(False):
         weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
-    for first in range(0, rows, CHUNK):
-        keys = torch.arange(first, min(first + CHUNK, rows)).to(embedding.spec.key_type)
-        weights[first : first + CHUNK] = embedding.get(keys, table_id)
+    for first in range(0, rows, CHUNK_ROWS):
+        keys = torch.arange(first, min(first + CHUNK_ROWS, rows)).to(embedding.spec.key_type)
+        weights[first : first + CHUNK_ROWS] = embedding.get(keys, table_id)
     return weights
 
 
@@ -58,11 +58,11 @@ def copy_states(embedding: KeyedRows, counts: Mapping[int, int]) -> dict[int, di
         states = {
             table_id: {
                 name: torch.full((rows, *shape), float(value))
-                for name, shape, value in zip(state.names, columns, state.initial, strict=True)
+                for name, shape, value in zip(state.names, columns, state.initial_values, strict=True)
             }
             for table_id, rows in counts.items()
         }
-        for _, chunk in scan_caught_up(table) if state.names else ():
+        for _, chunk in scan_with_catch_up(table) if state.names else ():
             for table_id, rows in counts.items():
                 is_requested = (chunk["table"] == table_id) & (chunk["key"] < rows)
                 keys = torch.from_numpy(chunk["key"][is_requested].astype("i8"))
@@ -81,13 +81,13 @@ def convert_dense(
     spec, table = embedding.spec, embedding.table_handle(for_load=True).open_table
     weights = _key_by_table(spec, "weights", weights)
     all_states = {table_id: dict(own) for table_id, own in _key_by_table(spec, "states", states).items()}
-    steps = [_to_step(state.pop(name)) for state in all_states.values() for name in ("step", "iter") if name in state]
+    steps = [_read_step(state.pop(name)) for state in all_states.values() for name in ("step", "iter") if name in state]
     has_states = any(all_states.values())
     if step is None and not steps and has_states:
         _check_step_known(table)
     if step is None and not has_states and len(weights) == spec.num_tables:
         step = max(steps, default=0)
-    new_step = max(steps, default=table.step) if step is None else _to_step(step)
+    new_step = max(steps, default=table.step) if step is None else _read_step(step)
     for table_id, own in all_states.items():
         if table_id not in weights:
             raise InputError(f"states of table {spec.labels[table_id]} are given without its weights; give both")
@@ -109,19 +109,19 @@ def convert_dense(
         retained = [] if len(weights) == spec.num_tables else _copy_other_tables(table, weights)
         if retained and new_step != table.step:
             raise InputError(
-                f"step={new_step} of embedding {spec.name!r}: other tables keep their rows, and these rows were "
+                f"step={new_step} of embedding {spec.name!r}: the rows of the other tables are kept, and were "
                 f"trained for {table.step} steps; give step={table.step}, or the weights and states of all tables"
             )
-        replaced = [rows for table_id in weights for rows in _to_rows(table, table_id, weights, all_states, new_step)]
+        replaced = [rows for table_id in weights for rows in _make_rows(table, table_id, weights, all_states, new_step)]
         chunks = retained + replaced
         description = spec.describe(table.state, hyperparams, new_step)
         return RowTensors.from_chunks(description, sum(map(len, chunks)), chunks).tensors
 
 
-def replace_weights(
+def add_rows_to_state(
     embedding: KeyedRows, weights: Mapping[Any, Tensor], state: dict[str, Any], prefix: str, errors: list[str]
 ) -> None:
-    """Replace dense weights in a state_dict by the embedding's rows, at `prefix`. Appends problems to `errors`."""
+    """Convert dense weights to rows, and add the rows to a state_dict under `prefix`. Appends problems to `errors`."""
     rows: Mapping[str, Tensor] = {}
     try:
         with embedding.raise_on_all_ranks():
@@ -130,14 +130,14 @@ def replace_weights(
     except TierbedError as error:
         errors.append(f"the rows of embedding {embedding.name!r} cannot be loaded: {error}")
         embedding.mark_load_failed()
-    state.pop(prefix + EXTRA, None)  # the extra state describes other rows
+    state.pop(prefix + EXTRA_STATE_KEY, None)  # the extra state does not describe these weights
     state[f"{prefix}{embedding.parameter_name}"] = embedding.shadow
-    state |= {f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()}
+    state |= {f"{prefix}{ROWS_PREFIX}{name}": tensor for name, tensor in rows.items()}
     if not rows:
-        state[prefix + EXTRA] = make_extra_state(RowsReference(None))
+        state[prefix + EXTRA_STATE_KEY] = make_extra_state(RowsReference(None))
 
 
-def _to_step(value: Any) -> int:
+def _read_step(value: Any) -> int:
     """Return a step count as an int; torch stores step counts as float tensors. Raises InputError."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     step = as_int(int(number) if isinstance(number, float) and number.is_integer() else number, 0, MAX_STEP)
@@ -150,15 +150,15 @@ def _check_step_known(table: OpenTable) -> None:
     """Warn that states without a step get the table's own step. Raises InputError if the table's own step is 0."""
     if table.optimizer is None or not table.optimizer.depends_on_step():
         return
-    step, rule = table.step + table.optimizer.shift, table.optimizer.rule
+    step, rule = table.step + table.optimizer.step_shift, table.optimizer.rule
     problem = f"states of embedding {table.spec.name!r} have no 'step' or 'iter', and {rule} counts steps"
     if not step:
         raise InputError(f"{problem}; give step=, the number of steps the rows were trained")
-    log.warning("%s: the count goes on from step %d; give step= for another number", problem, step)
+    log.warning("%s: counting continues from step %d; give step= to continue from another step", problem, step)
 
 
 def _key_by_table(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]:
-    """Convert a dict so that its keys are table numbers. Given keys may also be table names. Raises InputError."""
+    """Return `values`, a dict by table number or table name, as a dict by table number. Raises InputError."""
     if not isinstance(values, Mapping):
         form = "torch.from_numpy(array)" if isinstance(values, np.ndarray) else "a dict by table"
         raise InputError(f"{argument} of embedding {spec.name!r}: got {type(values).__name__}; give {form}")
@@ -178,15 +178,15 @@ def _check_rows(spec: TableSpec, table_id: int, rows: Any) -> None:
     where, ids = f"weights of table {spec.labels[table_id]}", spec.tables[table_id].ids
     if isinstance(rows, Tensor) and type(rows).__module__.startswith("torch.distributed"):
         raise InputError(f"{where}: a {type(rows).__name__} has parts on other ranks; give the whole tensor")
-    if not isinstance(rows, Tensor) or rows.dtype not in _FLOATS or rows.dim() != 2 or rows.shape[1] != spec.dim:
+    if not isinstance(rows, Tensor) or rows.dtype not in _FLOAT_DTYPES or rows.dim() != 2 or rows.shape[1] != spec.dim:
         actual = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
         form = "torch.from_numpy(array), " if isinstance(rows, np.ndarray) else ""
         raise InputError(f"{where}: got {actual}; give {form}a float32, float16 or bfloat16 tensor [rows, {spec.dim}]")
     if ids is not None and len(rows) != ids:
         raise InputError(f"{where}: {len(rows)} rows; give {ids}, or make the table with num_embeddings={len(rows)}")
-    for first in range(0, len(rows), CHUNK):
-        keys = torch.arange(first, min(first + CHUNK, len(rows)))
-        check_values(spec, keys, _to_numpy(rows[first : first + CHUNK]), allow_nonfinite=True)
+    for first in range(0, len(rows), CHUNK_ROWS):
+        keys = torch.arange(first, min(first + CHUNK_ROWS, len(rows)))
+        check_values(spec, keys, _to_numpy(rows[first : first + CHUNK_ROWS]), allow_nonfinite=True)
     padding = spec.padding_idx
     if padding is not None and 0 <= padding < len(rows) and rows[padding].any():
         raise InputError(
@@ -226,21 +226,21 @@ def _find_scalar_states(table: OpenTable) -> dict[str, bool]:
 
 def _copy_other_tables(table: OpenTable, replaced: Collection[int]) -> list[RowArray]:
     """Return copies of the other tables' rows, after applying the optimizer steps that the rows missed."""
-    chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_caught_up(table))
+    chunks = (rows[~np.isin(rows["table"], list(replaced))] for _, rows in scan_with_catch_up(table))
     retained = [rows for rows in chunks if len(rows)]
     for rows in retained if table.catch_up_rule else ():
         rows["step"] = table.step
     return retained
 
 
-def _to_rows(
+def _make_rows(
     table: OpenTable, table_id: int, weights: Mapping[int, Tensor], states: Mapping[int, dict[str, Tensor]], step: int
 ) -> Iterator[RowArray]:
     """Yield the rows of one table from its dense weights and states."""
     spec, row_format, count = table.spec, table.row_format, len(weights[table_id])
-    initial = dict(zip(table.state.names, table.state.initial, strict=True))
-    for first in range(0, count, CHUNK):
-        part = slice(first, min(first + CHUNK, count))
+    initial = dict(zip(table.state.names, table.state.initial_values, strict=True))
+    for first in range(0, count, CHUNK_ROWS):
+        part = slice(first, min(first + CHUNK_ROWS, count))
         rows = np.zeros(part.stop - first, row_format.dtype)
         rows["table"], rows["key"] = table_id, np.arange(first, part.stop)
         rows["updates"], rows["step"] = 1, step

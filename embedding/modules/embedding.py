@@ -28,15 +28,15 @@ from ...engine.options.table_spec import check_name, make_table_spec
 from ...engine.table.table import OpenTable, RowsReplacedError
 from ..autograd import lookup_op as ops
 from ..autograd.gradients import ShadowGrad, accumulate, set_grad, trainers
-from ..autograd.shadow import adopt, make_converter
+from ..autograd.shadow import make_converter, make_shadow
 from ..optim.ddp_guard import check_lookup_outside_ddp, normalize_world, warn_without_world
 from ..optim.eager import IN_BACKWARD, follow_in_backward
 from ..saving.rows_reference import UNLOADABLE_ROWS
 from ..saving.sharded_handle import ShardedTableHandle
 from ..saving.table_handle import TableHandle
-from ..state_dict.saved_rows import EXTRA, ROWS
+from ..state_dict.saved_rows import EXTRA_STATE_KEY, ROWS_PREFIX
 from ..tables.names import make_provisional_name
-from .dense_rows import convert_dense, replace_weights
+from .dense_rows import add_rows_to_state, convert_dense
 from .keyed_rows import KeyedRows, retry_if_replaced
 
 Handle = TableHandle | ShardedTableHandle
@@ -50,7 +50,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     The arguments are the same as for `MultiTableEmbedding`, but `embedding_dim` may be a list of the columns' widths.
     """
 
-    _has_columns = True  # True if embedding_dim may be a list of column widths
+    _allows_columns = True  # True if embedding_dim may be a list of column widths
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        if not self._has_columns and as_int(embedding_dim) is None:
+        if not self._allows_columns and as_int(embedding_dim) is None:
             raise OptionError(
                 f"embedding_dim={embedding_dim!r}: give a whole number, or use MultiTableMultiColumnEmbedding"
             )
@@ -88,7 +88,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.row_optimizer: RowOptimizer | None = None
         # the shadow stands for the rows in optimizers and autograd; no parameter contains the rows themselves
         self.register_parameter("shadow", nn.Parameter(torch.zeros(1, 1, dtype=torch.float32)))
-        self.op_id = ops.register(self)
+        self.embedding_id = ops.register(self)
         self._open_lock, self._accumulate_lock = Lock(), Lock()
         self._optimizer_error: OptimizerError | None = None  # raised in training if rows do not match the optimizer
         self.has_cache_misses = False
@@ -98,7 +98,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         return self.spec.name
 
     def set_name(self, name: str) -> None:
-        """Rename the embedding. Rows in memory stay."""
+        """Rename the embedding. Its rows in memory do not change."""
         self.fix_seed()
         self.set_spec(name=check_name(name))
         self.name_source = "given"
@@ -132,10 +132,10 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         Args:
             ids: Integers of any shape, of `key_type` or a dtype that fits into it.
             table_ids: The table of each id, as integers or a list of names. The shape must broadcast to
-                `ids.shape` without pooling, and to the bags' shape with pooling. If the embedding has several tables
-                and you omit `table_ids`, position t in the last dimension (of ids or bags) uses table t.
-            offsets: Int64 or int32 [bags + 1], ascending from 0 to n: bag b is ids[offsets[b]:offsets[b + 1]] of ids
-                [n]. When pooling without offsets, each ids[..., :] is one bag.
+                `ids.shape` without pooling, and to the bags' shape with pooling. Default: the only table. If there are
+                several tables, the default is table t for position t of the last dimension.
+            offsets: Int64 or int32 [bags + 1], ascending from 0 to len(ids). Bag b is ids[offsets[b]:offsets[b + 1]].
+                When pooling without offsets, each ids[..., :] is one bag.
             pooling: "sum" or "mean" of each bag's rows, without padding_idx. None returns all rows.
             weights: Float32 with the shape of ids, to multiply rows before pooling. A weighted mean divides by the
                 number of ids that are not padding.
@@ -144,14 +144,14 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             num_features: The number of features that `offsets` covers. Default: len(features).
 
         Returns:
-            A tensor of dtype `output_dtype`. Its shape is ids.shape + (dim,) without pooling, the bags' shape + (dim,)
-            with pooling, and (batch, len(features), dim) if `features` is given. An empty bag gets zeros.
+            A tensor of dtype `output_dtype`; an empty bag gets zeros. Without pooling, its shape is ids.shape + (dim,).
+            With pooling, its shape is the bags' shape + (dim,). With `features`, it is (batch, len(features), dim).
 
         Raises:
             InputError: If an argument is invalid, or an id is out of range.
             StoreError: If the store cannot be opened or read.
         """
-        ops.refuse_export(self.name)
+        ops.check_not_exported(self.name)
         with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
             check_weights(self.spec, lookup, weights)
@@ -164,7 +164,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Set the parameter that stands for the rows. Raises InputError for any other parameter."""
-        self._parameters[self.parameter_name] = adopt(self, name, param)
+        self._parameters[self.parameter_name] = make_shadow(self, name, param)
         self.device = self.shadow.device
 
     @property
@@ -242,7 +242,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         shadow, weight = state_dict.pop(prefix + "shadow", None), state_dict.pop(prefix + "weight", None)
         errors = rest[-1]
-        is_shadow = prefix + EXTRA in state_dict or f"{prefix}{ROWS}key" in state_dict
+        is_shadow = prefix + EXTRA_STATE_KEY in state_dict or f"{prefix}{ROWS_PREFIX}key" in state_dict
         if shadow is None and is_shadow and getattr(weight, "shape", None) == (1, 1):
             shadow, weight = weight, None  # an Embedding's shadow is named "weight"
         if shadow is not None:
@@ -250,7 +250,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         elif weight is not None:  # a weight from nn.Embedding or nn.EmbeddingBag
             if self.spec.num_tables == 1:
                 is_double = isinstance(weight, Tensor) and weight.dtype == torch.float64  # rounded to float32
-                replace_weights(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
+                add_rows_to_state(self, {0: weight.float() if is_double else weight}, state_dict, prefix, errors)
             else:
                 errors.append(
                     f"{prefix}weight holds one table, and embedding {self.name!r} has {', '.join(self.spec.labels)}; "
@@ -296,7 +296,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if not requires_grad and self.spec.num_tables > 1:
             log.warning(
                 "embedding %r: requires_grad_(False) freezes all of its tables, %s. To freeze a single table, put "
-                "it into a separate embedding. In a collection, put it into a separate group",
+                "the table into a separate embedding, or into a separate group of the collection",
                 self.name,
                 ", ".join(self.spec.labels),
             )
@@ -346,7 +346,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             follow_in_backward(self)
             if self.group is not None:
                 self.group.detect_failed_backward()
-        if self.op_id in trainers:
+        if self.embedding_id in trainers:
             check_lookup_outside_ddp(self.name)
 
     def accumulate(self, lookup: Lookup, grad: Tensor, weights: Tensor | None, order: int) -> None:
@@ -409,14 +409,14 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                     self._handle = self._make_handle(None, device, for_load)
                 weakref.finalize(self, self._handle.close_and_log)
                 if self._handle.local.persistence.unusable_reason:
-                    self._pending[:] = self._pending or [UNLOADABLE_ROWS]
+                    self._pending_references[:] = self._pending_references or [UNLOADABLE_ROWS]
             elif self._handle.device != device:
                 self._handle.local.move(device)
             handle = self._handle
-        if self._pending and not for_load:
+        if self._pending_references and not for_load:
             self._load_pending()
-        if self._calls_when_open and not for_load:
-            calls, self._calls_when_open = self._calls_when_open, []
+        if self._open_callbacks and not for_load:
+            calls, self._open_callbacks = self._open_callbacks, []
             for call in calls:
                 call()
         return handle
@@ -432,7 +432,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 )
 
     def _make_handle(self, optimizer: RowOptimizer | None, device: torch.device, for_load: bool) -> Handle:
-        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._pending
+        arguments = self.spec, self.store_options, optimizer, device, self.group, for_load, self._pending_references
         if self.world is not None:
             return ShardedTableHandle(self.world, *arguments)
         warn_without_world(self.name)
@@ -479,4 +479,4 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         torch.Size([2, 2, 16])
     """
 
-    _has_columns = False
+    _allows_columns = False

@@ -21,12 +21,12 @@ from ...engine.options.table_names import describe_table
 from ...engine.row_format import EMBEDDING
 from ...engine.signals import defer_signals
 from ...engine.table.table import RowsReplacedError
-from ...engine.table.table_report import LOCK_TIMEOUT, cache_metrics, locate, read_metrics, scan_caught_up
+from ...engine.table.table_report import LOCK_TIMEOUT, cache_metrics, locate_row, read_metrics, scan_with_catch_up
 from ..state_dict.saved_rows import SnapshotEmbedding
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
-_NUMPY_KEYS = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
+_NUMPY_KEY_TYPES = {torch.int32: np.int64, torch.int64: np.int64, torch.uint64: np.uint64}
 
 
 def retry_if_replaced(call: Call) -> Call:
@@ -117,12 +117,12 @@ class KeyedRows(SnapshotEmbedding):
         """
         while True:
             table = self.table_handle().open_table
-            scan = scan_caught_up(table)
+            scan = scan_with_catch_up(table)
             with suppress(RowsReplacedError):
                 first = next(scan, None)
                 break
         for _, rows in () if first is None else chain([first], scan):
-            keys = rows["key"].copy().view(_NUMPY_KEYS[self.spec.key_type])
+            keys = rows["key"].copy().view(_NUMPY_KEY_TYPES[self.spec.key_type])
             values = table.row_format.values(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
             yield tables, torch.from_numpy(keys).to(self.spec.key_type), torch.from_numpy(values)
@@ -149,7 +149,7 @@ class KeyedRows(SnapshotEmbedding):
             table.stack.compact()
 
     def metrics(self) -> dict[str, dict[str, Any]]:
-        """Return metrics by key: `table` (the whole embedding), each tier's name (top first), `tables` (each table).
+        """Return metrics of the embedding (key `table`), of each tier (key: its name) and of each table (key `tables`).
 
         docs/metrics.md explains all metrics. With a world, metrics cover this rank's rows, and `ranks` counts this
         rank's traffic. While another thread loads, closes or compacts the rows, the last metrics are returned.
@@ -159,7 +159,7 @@ class KeyedRows(SnapshotEmbedding):
     @retry_if_replaced
     def metrics_within(self, seconds: float) -> dict[str, dict[str, Any]]:
         """Return the same as `metrics`. Waits up to `seconds` for a lock, but never for a pending move to a device."""
-        handle = self._handle if self._handle is not None and not self._pending else self.table_handle()
+        handle = self._handle if self._handle is not None and not self._pending_references else self.table_handle()
         traffic = {} if self.world is None else {"ranks": asdict(handle.table.traffic)}
         return {**read_metrics(handle.open_table, seconds), **traffic}
 
@@ -184,7 +184,7 @@ class KeyedRows(SnapshotEmbedding):
             InputError: If the key or the table is invalid.
         """
         key, number = check_row(self.spec, key, table)
-        tiers, why = locate(self.table_handle().open_table, self._make_lookup([key], number))
+        tiers, why = locate_row(self.table_handle().open_table, self._make_lookup([key], number))
         row = {**describe_table(number, self.spec.table_names), "key": key, "stored": why is None, "why": why}
         newest = tiers[0] if tiers else {"updates": 0, "last_step": 0}
         return {**row, "updates": newest["updates"], "last_step": newest["last_step"], "tiers": tiers}

@@ -54,7 +54,7 @@ METRICS: dict[str, Metric] = {
         )
     },
     "prefetch_hits": _counter("steps with a batch that `prefetch` had announced"),
-    "prefetch_misses": _counter("steps with another batch than the next announced batch"),
+    "prefetch_misses": _counter("steps whose batch differs from the next announced batch"),
     "prefetch_dropped": _counter("batches that `prefetch` announced and dropped, because too many waited"),
     # metrics of an embedding with a world, in addition to its tiers' metrics
     "ids_sent": _counter("distinct ids requested from other ranks"),
@@ -85,14 +85,14 @@ METRICS: dict[str, Metric] = {
     "overflows": _counter("rows that did not fit in their cache set, because batches need all rows of that set"),
     "overflow_rows": _gauge("rows in the overflow area now"),
     "overflow_peak_rows": _gauge("the peak of `overflow_rows`"),
-    "overflow_capacity": _gauge("overflow rows above which prefetch and steps must wait", "overflow_capacity_rows"),
+    "overflow_capacity": _gauge("prefetch and steps wait if `overflow_rows` would exceed it", "overflow_capacity_rows"),
     "overflow_evictions": _counter("rows evicted from the overflow area"),
     "overflow_bytes": _gauge("memory of the overflow area"),
     "window_bytes": _gauge("memory for lists of announced rows that are not cached yet"),
     "prefetch_waits": _counter("times that prefetch waited for space in the overflow area"),
     # metrics of RocksDB
     "rows_written": _counter("rows written to RocksDB"),
-    "rows_erased": _counter("rows erased from RocksDB, even if not stored"),
+    "rows_erased": _counter("rows that RocksDB was told to erase, even rows that it did not have"),
     "read_threads": _gauge("number of threads for the next read, up to `io_threads`"),
     "memtable_bytes": _gauge("memory of written rows that are not yet in RocksDB's files"),
     "index_filter_bytes": _gauge("memory of indexes and filters, outside the block cache"),

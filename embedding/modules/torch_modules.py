@@ -32,15 +32,15 @@ from .embedding import MultiTableEmbedding
 
 Store = Mapping[str, Any] | str | os.PathLike[str] | None
 # functions that configure a parameter; on a `weight` they would only affect one lookup's result
-_PARAMETER_ONLY = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-MAX_WEIGHT = 1 << 26  # largest number of elements in `weight`; in float32, this is 256 MiB
+_PARAMETER_METHODS = ("__set__", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+MAX_WEIGHT_ELEMENTS = 1 << 26  # largest number of elements in `weight`; in float32, this is 256 MiB
 
 
 class Weight(ReadOnlyCopy):
     """The rows of a table as a differentiable tensor. Writing to the tensor raises InputError.
 
-    Torch's weight is a parameter and stays current. A `Weight` is one lookup's result: after a training step or a
-    load, computing with the `Weight` or with a view raises InputError as well.
+    Torch's weight is a parameter and stays current. A `Weight` is the result of one lookup. After a training step or a
+    load, its rows are old, and computing with the `Weight` or with a view of it raises InputError.
     """
 
     def __init__(self, tensor: Tensor, remedy: str, table: OpenTable, step: int) -> None:
@@ -50,7 +50,7 @@ class Weight(ReadOnlyCopy):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_grad = getattr(func, "__self__", None) is Tensor.grad and detect_fake_mode() is None  # Dynamo reads .grad
-        if (is_grad or func.__name__ in _PARAMETER_ONLY) and isinstance(args[0], Weight):
+        if (is_grad or func.__name__ in _PARAMETER_METHODS) and isinstance(args[0], Weight):
             raise InputError(args[0].remedy)
         result = super().__torch_function__(func, types, args, kwargs)
         for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(result, Tensor | np.ndarray) else ():
@@ -81,7 +81,7 @@ class TorchTable(MultiTableEmbedding):
             raise OptionError("num_embeddings: give a whole number from 1, or None for a table that takes any id")
         dtype = torch.get_default_dtype() if dtype is None else dtype
         initializer = make_normal_initializer(0.0, 1.0) if initializer is None else initializer
-        table, options = make_table_options(initializer, ids=num_embeddings), _store_options(store, name)
+        table, options = make_table_options(initializer, ids=num_embeddings), _make_store_options(store, name)
         super().__init__(
             name, embedding_dim, dtype, torch.int64, [table], options, seed=seed, output_dtype=dtype, world=world
         )
@@ -126,14 +126,14 @@ class TorchTable(MultiTableEmbedding):
         rows = self.num_embeddings
         if rows is None:
             raise InputError(f"weight of embedding {self.name!r}: it takes any id; look up the ids that you need")
-        if rows * self.embedding_dim > MAX_WEIGHT:
+        if rows * self.embedding_dim > MAX_WEIGHT_ELEMENTS:
             raise InputError(
                 f"weight of embedding {self.name!r}: {rows} rows of {self.embedding_dim} numbers are more than "
-                f"{MAX_WEIGHT:,}; call emb(torch.arange(n)) for the rows that you need"
+                f"{MAX_WEIGHT_ELEMENTS:,}; call emb(torch.arange(n)) for the rows that you need"
             )
         ids = torch.arange(rows, device=self.device)
         weight_rows = self.look_up(Lookup(ids), None)
-        if not ops.runs_eagerly(ids):
+        if not ops.is_eager(ids):
             if not torch.compiler.is_dynamo_compiling() and isinstance(weight_rows, FakeTensor):
                 setattr(weight_rows.untyped_storage(), REMEDY_ATTRIBUTE, self._write_remedy())
             return weight_rows
@@ -297,10 +297,10 @@ class EmbeddingBag(TorchTable, nn.EmbeddingBag):  # type: ignore[misc, override]
             weights = weights.to(torch.float32)
         if self.padding_idx is None:
             return MultiTableEmbedding.forward(self, input, None, offsets, pooling, weights)
-        is_row = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # int64, as in Embedding.forward
-        weights = is_row if weights is None else weights * is_row
+        row_mask = (input.to(torch.int64) != self.padding_idx).to(torch.float32)  # int64, as in Embedding.forward
+        weights = row_mask if weights is None else weights * row_mask
         sums = MultiTableEmbedding.forward(self, input, None, offsets, "sum", weights)
-        return sums if self.mode == "sum" else sums / _count_ids(is_row, offsets).to(sums.dtype)
+        return sums if self.mode == "sum" else sums / _count_ids(row_mask, offsets).to(sums.dtype)
 
     def _complete_offsets(self, input: Tensor, offsets: Tensor | None) -> Tensor | None:
         """Return the offsets, with the end of the last bag added; None for 2-D input. Raises InputError."""
@@ -354,7 +354,7 @@ _REMEDIES = {
 }
 
 
-def _store_options(store: Store, name: str | None) -> Mapping[str, Any]:
+def _make_store_options(store: Store, name: str | None) -> Mapping[str, Any]:
     """Return the store options in `store`, which may be a dict or the path of a TOML file with a table [name]."""
     if store is None:
         return make_host_mem_store_options()
@@ -379,9 +379,9 @@ def _normalize_padding_idx(padding_idx: Any, num_embeddings: int | None) -> int 
     return padding if num_embeddings is None else padding % num_embeddings
 
 
-def _count_ids(is_row: Tensor, offsets: Tensor | None) -> Tensor:
-    """Count each bag's ids that are not padding: [bags, 1], at least 1."""
+def _count_ids(row_mask: Tensor, offsets: Tensor | None) -> Tensor:
+    """Return how many ids of each bag are not padding, as a tensor [bags, 1]. Zeros become 1, for a division."""
     if offsets is None:
-        return is_row.sum(-1, keepdim=True).clamp(min=1)
-    ends = torch.cat([is_row.new_zeros(1, dtype=torch.int64), is_row.to(torch.int64).cumsum(0)])
+        return row_mask.sum(-1, keepdim=True).clamp(min=1)
+    ends = torch.cat([row_mask.new_zeros(1, dtype=torch.int64), row_mask.to(torch.int64).cumsum(0)])
     return (ends[offsets[1:].long()] - ends[offsets[:-1].long()]).clamp(min=1).unsqueeze(-1)

@@ -85,7 +85,7 @@ def _find_sharded(root: nn.Module, root_name: str) -> str | None:
     """Describe the first module or parameter that is sharded or kept equal across ranks; None without one."""
     for path, module in root.named_modules():
         if _is_wrapper(module):
-            return f"{path or root_name} is {_describe(module)}"
+            return f"{path or root_name} is {_describe_wrapper(module)}"
     for path, parameter in root.named_parameters():
         if type(parameter).__module__.startswith(_DTENSOR_MODULE):
             return f"{path} is a {type(parameter).__name__}"
@@ -110,7 +110,7 @@ def _describe_ddp() -> str:
     while frame is not None:
         module = frame.f_locals.get("self")
         if isinstance(module, nn.Module) and _is_from_torchrec(module):
-            return _describe(module)
+            return _describe_wrapper(module)
         frame = frame.f_back
     return "a DistributedDataParallel"
 
@@ -119,7 +119,7 @@ def _is_from_torchrec(module: nn.Module) -> bool:
     return any(kind.__module__ == _TORCHREC_MODULE for kind in type(module).__mro__)
 
 
-def _describe(wrapper: nn.Module) -> str:
+def _describe_wrapper(wrapper: nn.Module) -> str:
     note = ", which shards TorchRec's own collections alone" if _is_from_torchrec(wrapper) else ""
     return f"a {type(wrapper).__name__}{note}"
 

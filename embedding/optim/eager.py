@@ -27,7 +27,7 @@ from ...engine.errors import GraphError, OptimizerError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.ops.exact_sum import sum_squares
 from ...engine.optim.base import MAX_VALUE, MIN_VALUE
-from ...engine.optim.row_optimizer import RowOptimizer, check_is_optimizer, warn_if_lazy
+from ...engine.optim.row_optimizer import RowOptimizer, check_has_param_groups, warn_if_lazy
 from ...engine.signals import defer_signals
 from ...engine.table.row_step import run_row_step
 from ..autograd.gradients import RowGradients, ShadowGrad, check_not_traced, get_gradients, set_grad, trainers
@@ -42,7 +42,7 @@ from .resumed_rows import ResumedRowsCheck, remember_versions, warn_if_optimizer
 log = logging.getLogger("tierbed")
 
 MAX_SHARED_EMBEDDINGS = 62  # largest number of embeddings with a world; a handshake sends one bit for each
-STEP = "step() of an EagerOptimizer"
+STEP_OP = "step() of an EagerOptimizer"
 IN_BACKWARD = "_in_backward_optimizers"  # torch's attribute that lists optimizers to step in backward()
 
 
@@ -72,7 +72,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
     parameters are not exchanged: wrap the dense modules in a DistributedDataParallel.
 
     Args:
-        optimizer: A torch.optim optimizer that holds the parameters of all embeddings to train under `module`.
+        optimizer: A torch.optim optimizer. It must hold the parameters of all unfrozen embeddings in `module`.
         module: The model. If None, snapshots and recovery cover only the embeddings whose parameters `optimizer` holds.
 
     Raises:
@@ -99,7 +99,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             raise OptimizerError(
                 f"optimizer={type(optimizer).__name__}: give a torch.optim optimizer, such as torch.optim.SGD"
             )
-        check_is_optimizer(optimizer)
+        check_has_param_groups(optimizer)
         self.optimizer = optimizer
         groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         root = nn.ParameterList(self._list_parameters()) if module is None else module
@@ -120,7 +120,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     "embedding's parameters(), freeze the embedding by requires_grad_(False), or give EagerOptimizer a "
                     "module without this embedding"
                 )
-            self._check_can_take(embedding)
+            self._check_can_train(embedding)
         if module is None:
             check_distinct({f"parameter {index}": e for index, e in enumerate(embeddings)}, OptimizerError)
         else:
@@ -130,23 +130,23 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         self._lost_embedding = ""  # the name of an embedding that a newer EagerOptimizer has taken over
         self._has_checked_resumed_rows = False  # True once a step checked that parameters and rows belong together
         # True until optimizer state is loaded. Adagrad's constructor makes state too, but with step 0
-        self._is_new = not any(state.get("step", True) for state in optimizer.state.values())
-        self._carryovers = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
+        self._has_new_state = not any(state.get("step", True) for state in optimizer.state.values())
+        self._retrained_embeddings = [embedding for embedding in embeddings if embedding.row_optimizer is not None]
         remember_versions(self._list_dense_parameters(embeddings) or ())
         self._pairs = [(e, e.attach(optimizer, groups[id(e.shadow)])) for e in embeddings]
         self._warns_of_zeros = any(row_optimizer.states for _, row_optimizer in self._pairs)
         if self._warns_of_lazy_rows:
             warn_if_lazy(self.row_optimizers())
         for embedding in embeddings:
-            if (older := trainers.get(embedding.op_id)) is not None:
+            if (older := trainers.get(embedding.embedding_id)) is not None:
                 older.hand_over(embedding)
-            trainers[embedding.op_id] = self
+            trainers[embedding.embedding_id] = self
 
     def hand_over(self, embedding: EmbeddingBase) -> None:
         """Leave the embedding to a newer EagerOptimizer."""
         self._lost_embedding = embedding.name
 
-    def _check_can_take(self, embedding: EmbeddingBase) -> None:
+    def _check_can_train(self, embedding: EmbeddingBase) -> None:
         """Raise OptimizerError if backward() trains the embedding, or an older optimizer would lose gradients."""
         if hasattr(embedding.shadow, IN_BACKWARD):
             raise OptimizerError(
@@ -154,7 +154,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "trains its rows; leave the embedding out of the EagerOptimizer, or make the embedding again"
             )
         grad = embedding.shadow.grad
-        if embedding.op_id in trainers and isinstance(grad, ShadowGrad) and grad.row_gradients.is_waiting:
+        if embedding.embedding_id in trainers and isinstance(grad, ShadowGrad) and grad.row_gradients.has_pending_grads:
             raise OptimizerError(
                 f"another EagerOptimizer has gradients of embedding {embedding.name!r} that it has not applied; call "
                 "its step(), or drop them by zero_grad() of the model, before you make a new optimizer"
@@ -200,8 +200,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         Raises:
             StoreError, CapacityError, InputError: If rows cannot be fetched. In this case, no row has changed.
             GraphError: If the call is in `build` of a graph, or another thread trains the rows.
-            OptimizerError: If a newer EagerOptimizer trains an embedding. Also if an earlier step raised during one
-                rank's updates; in this case, load the rows, and call `load_state_dict()`.
+            OptimizerError: If a newer EagerOptimizer trains an embedding, or an earlier step raised during one rank's
+                updates. After such a step, load the rows, and call `load_state_dict()`.
         """
         if detect_fake_mode() is not None:
             raise GraphError(
@@ -221,7 +221,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                     loss = closure()
             except BaseException as error:
                 if self._world.must_report(error):
-                    self._world.handshake(STEP, error)  # the other ranks wait for this rank, and raise as well
+                    self._world.handshake(STEP_OP, error)  # the other ranks wait for this rank, and raise as well
                 raise
         with defer_signals():
             with torch.no_grad():
@@ -244,8 +244,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         if not set_to_none and self._warns_of_zeros:
             self._warns_of_zeros = False
             log.warning(
-                "after zero_grad(set_to_none=False), momentum still changes dense parameters that get no gradient, as "
-                "in torch, but it does not change such rows. To treat both alike, call zero_grad() without set_to_none"
+                "after zero_grad(set_to_none=False), momentum still changes dense parameters that get no gradient. "
+                "Rows that get no gradient do not change. To treat both alike, call zero_grad() without set_to_none"
             )
         for embedding, _ in self._pairs:
             check_not_traced(embedding)
@@ -286,7 +286,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                 "or make the module with sparse=False"
             )
         embeddings = [gradients.embedding for gradients in rows]
-        if others := [embedding.name for embedding in embeddings if trainers.get(embedding.op_id) is not self]:
+        if others := [embedding.name for embedding in embeddings if trainers.get(embedding.embedding_id) is not self]:
             raise OptimizerError(f"another EagerOptimizer trains embedding {others[0]!r}; call its clip_grad_norm_")
         if self._world.size > 1 and any(id(embedding.shadow) in map(id, distinct) for embedding, _ in self._pairs):
             raise OptimizerError(
@@ -327,7 +327,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
                         "Rows store their own state: pass this tensor to the embedding's load_dense(), not to this call"
                     )
         self.optimizer.load_state_dict(copy.deepcopy(state_dict))
-        self._is_new, self._partial_update = False, ""
+        self._has_new_state, self._partial_update = False, ""
 
     def _list_parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -346,7 +346,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             return [(e, optimizer, grads) for (e, optimizer), grads in pairs_and_gradients if grads is not None]
         own_gradients, error = try_call(lambda: self._check_gradients(trained_pairs))
         payload = sum(1 << index for index, gradients in enumerate(own_gradients or ()) if gradients is not None)
-        payloads = self._world.handshake(STEP, error, payload=payload).payloads
+        payloads = self._world.handshake(STEP_OP, error, payload=payload).payloads
         return [
             (embedding, optimizer, gradients or RowGradients(embedding))
             for index, ((embedding, optimizer), gradients) in enumerate(zip(trained_pairs, own_gradients, strict=True))
@@ -366,7 +366,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
 
     def _update_rows(self, reached: list[RowGradients]) -> None:
         pinned = [(gradients, gradients.pin()) for gradients in reached]
-        self._after_pin()
+        self._on_pinned()
         if self._world.size > 1:
             exchange_gradients(self._world, pinned)
         error: BaseException | None = None
@@ -388,7 +388,7 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
         parameters = [*([] if module is None else module.parameters()), *self._list_parameters()]
         return [parameter for parameter in dict.fromkeys(parameters) if id(parameter) not in shadows]
 
-    def _after_pin(self) -> None:
+    def _on_pinned(self) -> None:
         """Called in a step when all its rows are pinned, before the first row changes."""
         if not self._has_checked_resumed_rows:
             self._has_checked_resumed_rows = True
@@ -399,9 +399,10 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             for embedding in embeddings:
                 if isinstance(embedding, SnapshotEmbedding):
                     embedding.call_when_open(partial(check.warn_if_mismatched, embedding))
-                    if self._is_new and dense is not None and (embedding.was_loaded or embedding in self._carryovers):
-                        self._is_new = not warn_if_optimizer_lacks_state(embedding)
-            self._carryovers.clear()
+                    was_trained = embedding.has_loaded_state_dict or embedding in self._retrained_embeddings
+                    if self._has_new_state and dense is not None and was_trained:
+                        self._has_new_state = not warn_if_optimizer_lacks_state(embedding)
+            self._retrained_embeddings.clear()
 
     @contextmanager
     def _track_partial_update(self) -> Iterator[None]:
@@ -422,8 +423,8 @@ class InBackwardOptimizer(EagerOptimizer):
 
     _warns_of_lazy_rows = False
 
-    def _check_can_take(self, embedding: EmbeddingBase) -> None:
-        if embedding.op_id in trainers:
+    def _check_can_train(self, embedding: EmbeddingBase) -> None:
+        if embedding.embedding_id in trainers:
             raise OptimizerError(
                 f"embedding {embedding.name!r} has an EagerOptimizer, so apply_optimizer_in_backward cannot add "
                 "one. Delete that EagerOptimizer, or leave the embedding out of apply_optimizer_in_backward"
@@ -452,8 +453,8 @@ class InBackwardOptimizer(EagerOptimizer):
             self.zero_grad()  # otherwise the next step would apply the gradients of this failed step
             raise
 
-    def _after_pin(self) -> None:
-        super()._after_pin()
+    def _on_pinned(self) -> None:
+        super()._on_pinned()
         for group in self._list_groups():
             group.begin_backward()
 
@@ -480,7 +481,7 @@ def exchange_gradients(world: World, pinned: list[tuple[RowGradients, Any]]) -> 
     error: BaseException | None = None
     for gradients, batch in pinned:
         try:
-            batch.send(*gradients.grads())
+            batch.send(*gradients.list_grads())
         except BaseException as failure:
             if not world.must_report(failure):
                 raise

@@ -39,13 +39,13 @@ def remember_run_ids(parameters: Iterable[Tensor], embeddings: Iterable[Snapshot
 
 
 def warn_if_optimizer_lacks_state(embedding: SnapshotEmbedding) -> bool:
-    """Warn if rows have optimizer state that dense parameters in a new optimizer lack. Return True if it warned."""
+    """Warn if rows have optimizer state, but a new optimizer has none for dense parameters. True if it warned."""
     handle: Any = embedding.table_handle()
     table = handle.open_table
     has_state = bool(table.step and table.state.names and not handle.local.persistence.resumed_step)
     if has_state:
         log.warning(
-            "embedding %r keeps the optimizer state of its %d steps, but the new optimizer has no state for other "
+            "embedding %r keeps the optimizer state of its %d steps, but the new optimizer has no state for dense "
             "parameters. To continue training, call optimizer.load_state_dict(saved). To start without state, call "
             "model.load_state_dict(tierbed.to_dense_state_dict(model)) before the first step",
             embedding.name,
@@ -55,7 +55,7 @@ def warn_if_optimizer_lacks_state(embedding: SnapshotEmbedding) -> bool:
 
 
 class ResumedRowsCheck:
-    """The dense parameters of a graph or an optimizer, before its first training step.
+    """Checks before the first training step that rows and dense parameters belong together.
 
     owner: names the graph or optimizer in messages. parameters: None if unknown. states: optimizer state by parameter.
     """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import partial
 from threading import Event, Lock
 from time import monotonic
@@ -27,12 +26,12 @@ class BackgroundSnapshotJob:
     `try_complete` or `wait` names the snapshots once all ranks wrote their rows. `label` names the save in messages.
     """
 
-    def __init__(self, world: World, op: str, label: str, saves: Sequence[TableSave], new: NewSnapshots) -> None:
+    def __init__(self, world: World, op: str, label: str, saves: list[TableSave], new_snapshots: NewSnapshots) -> None:
         self.label = label
-        self._world, self._op, self._saves, self._new = world, op, saves, new
+        self._world, self._op, self._saves, self._new_snapshots = world, op, saves, new_snapshots
         self._threads: list[BackgroundSave] = []
-        self._lock, self._arrivals = Lock(), set[int | None]()
-        self._ids: list[str] = []
+        self._lock, self._ended_tables = Lock(), set[int | None]()
+        self._snapshot_ids: list[str] = []
         self._error: BaseException | None = None
         self._drop_event, self._end_event = Event(), Event()
         _, error = try_call(self._start)
@@ -49,25 +48,25 @@ class BackgroundSnapshotJob:
                 self._threads.append(save.begin_in_background(partial(self._write, save, index), max_bytes))
         except BaseException as error:
             for index in range(len(self._threads), len(self._saves)):
-                self._count_arrival(index, error)
-            self._count_arrival(None, error)
+                self._report_ended(index, error)
+            self._report_ended(None, error)
             raise
-        self._count_arrival(None)
+        self._report_ended(None)
 
     def _write(self, save: TableSave, index: int, chunks: Chunks) -> None:
         """Write the rows of one table, then wait for the other tables' threads. Runs in the table's thread."""
         _, error = try_call(lambda: save.write(chunks=self._raise_if_dropped(chunks)))
         if self._world.size == 1:
-            self._count_arrival(index, error)
+            self._report_ended(index, error)
             while not self._end_event.wait(POLL_SECONDS):
                 for other, thread in enumerate(self._threads):
                     if thread.done:  # the other thread has reported, or died before it could
-                        self._count_arrival(other, StoreError(f"{self.label}: a thread that writes it has died"))
+                        self._report_ended(other, StoreError(f"{self.label}: a thread that writes rows has died"))
             error = self._error
         if error is not None:
             raise error
         if self._world.size == 1:
-            save.end(self._ids[index], from_image=True)
+            save.end(self._snapshot_ids[index], from_image=True)
 
     def _raise_if_dropped(self, chunks: Chunks) -> Chunks:
         for chunk in chunks:
@@ -75,7 +74,7 @@ class BackgroundSnapshotJob:
                 raise StoreError("the embedding was closed before all ranks wrote it")
             yield chunk
 
-    def _count_arrival(self, index: int | None, error: BaseException | None = None) -> None:
+    def _report_ended(self, index: int | None, error: BaseException | None = None) -> None:
         """Called when the thread of table `index` has ended, and with index=None once all threads are started.
 
         The last of these calls completes the save. With several ranks, this method does nothing.
@@ -83,11 +82,11 @@ class BackgroundSnapshotJob:
         if self._world.size > 1:
             return
         with self._lock:
-            if index in self._arrivals:
+            if index in self._ended_tables:
                 return
-            self._arrivals.add(index)
+            self._ended_tables.add(index)
             self._error = self._error or error
-            is_last = len(self._arrivals) == len(self._saves) + 1
+            is_last = len(self._ended_tables) == len(self._saves) + 1
         if error is not None:
             self._drop_event.set()
         if is_last:
@@ -95,9 +94,9 @@ class BackgroundSnapshotJob:
             self._end_event.set()
 
     def _commit(self, error: BaseException | None) -> None:
-        with self._new:
-            ids, self._error = try_call(lambda: commit(self._world, self._op, self._saves, self._new, error))
-        self._ids = ids or []
+        with self._new_snapshots:
+            ids, self._error = try_call(lambda: commit(self._world, self._op, self._saves, self._new_snapshots, error))
+        self._snapshot_ids = ids or []
 
     @property
     def done(self) -> bool:
@@ -138,7 +137,7 @@ class BackgroundSnapshotJob:
         errors = (try_call(partial(thread.wait, 0))[1] for thread in self._threads)
         self._commit(next((error for error in errors if error is not None), None))
         if self._error is None:
-            for save, id in zip(self._saves, self._ids, strict=True):
+            for save, id in zip(self._saves, self._snapshot_ids, strict=True):
                 save.end(id, from_image=True)
         elif self._error is not self._world.shared_error:
             raise self._error
@@ -152,7 +151,7 @@ class BackgroundSnapshotJob:
         self._end_event.set()
         self._error = StoreError(f"{self.label} was not saved: the embedding was closed before all ranks wrote it")
         self._drop_event.set()
-        with self._new:
+        with self._new_snapshots:
             for save in self._saves:
                 save.table.observers.finish_saving()
         log.error("%s", self._error)

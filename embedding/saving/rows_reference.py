@@ -18,9 +18,9 @@ from ...snapshots.files.format import check_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
+from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
 
-NO_ROWS = version_of_snapshot(EMPTY)  # the version of rows that were never written
+NO_ROWS = make_snapshot_version(EMPTY)  # the version of rows that were never written
 
 
 class RowsReference(NamedTuple):
@@ -82,11 +82,11 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
     files = [[file, entry.rows, entry.bytes, entry.crc32] for file, entry in sorted(snapshot.manifest.files.items())]
     content = json.dumps(files) if snapshot.kind == "full" else snapshot.manifest.id
     digest = hashlib.sha256(content.encode()).hexdigest()[:32]
-    return RowsReference(int(snapshot.description["step"]), name, digest, version_of_snapshot(snapshot.manifest.id))
+    return RowsReference(int(snapshot.description["step"]), name, digest, make_snapshot_version(snapshot.manifest.id))
 
 
 def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return a reference to rows of a given step and version. If the snapshot `base` has these rows, refers to it."""
+    """Return a reference to rows of a step and version. It names the snapshot `base` if `base` has these rows."""
     reference = read_snapshot_reference(snapshots, base)
     return reference if reference and reference.version == version else RowsReference(step, version=version)
 
@@ -96,11 +96,11 @@ def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
     entry = None if is_fresh else GroupFile(FolderState(store_path)).choose_own_entry()
     if entry is None:
         return RowsReference(None, version=NO_ROWS)
-    return RowsReference(None, version=entry.live_version or (entry.snapshot and version_of_snapshot(entry.snapshot)))
+    return RowsReference(None, version=entry.live_version or (entry.snapshot and make_snapshot_version(entry.snapshot)))
 
 
 def compare_references(pending: RowsReference, current: RowsReference, saved: RowsReference | None) -> bool | None:
-    """True if `pending` matches the current rows. Otherwise None if `pending` matches snapshot `saved`, else False."""
+    """True if the current rows match `pending`, None if only snapshot `saved` does, False if neither does."""
     if saved is None or not saved.may_match(pending):
         return current.may_match(pending)
     return True if current.version == saved.version or current.may_match(pending) else None

@@ -40,37 +40,38 @@ def save_together(
     without a parent snapshot are saved in full. If `background` is True, this returns at once, and threads save the
     rows. `progress` is called with the row count of each written chunk. Raises SnapshotError, StoreError, OptionError.
     """
-    op, *others = [manager.op(f"saving snapshot {name!r}") for manager in managers]
+    op, *others = [manager.name_call(f"saving snapshot {name!r}") for manager in managers]
     count_text = f"{len(managers)} embeddings" if others else ""
     op = f"saving snapshot {name!r} of {count_text}" if others else op
     for manager in managers:
         manager.before_save(background)  # may complete a background save, whose snapshot becomes the parent
-    with ExitStack() as locks, NewSnapshots() as new:
+    with ExitStack() as locks, NewSnapshots() as new_snapshots:
         locks.enter_context(lock_between_steps(managers, awaits_step=world.size == 1))
         kinds = [kind] * len(managers)
         if count_text and kind == "incremental" and not background:
             kinds = world.call_on_rank_0(op, lambda: [_choose_kind(manager) for manager in managers])
-        for manager, own_kind in zip(managers, kinds, strict=True):
+        pairs = [*zip(managers, kinds, strict=True)]
+        for manager, own_kind in pairs:
             try:
                 manager.check_save(name, own_kind, overwrite, background)
             except (OptionError, SnapshotError) as error:
                 if count_text and world.size == 1:
                     raise type(error)(f"embedding {manager.name!r}: {error}") from error
                 raise
-        saves = [manager.begin_save(op, name, k, overwrite, new) for manager, k in zip(managers, kinds, strict=True)]
+        saves = [manager.begin_save(op, name, k, overwrite, new_snapshots) for manager, k in pairs]
         if background:
             label = f"snapshot {name!r}" + (f" of {count_text}" if count_text else "")
-            saving = BackgroundSnapshotJob(world, op, label, saves, new.pop_all())
+            saving = BackgroundSnapshotJob(world, op, label, saves, new_snapshots.pop_all())
             for manager in managers:
-                manager.remember_saving(saving)
+                manager.set_background_save(saving)
             return saving
-        write_and_commit(world, op, saves, new, locks, progress)
+        write_and_commit(world, op, saves, new_snapshots, locks, progress)
     return None
 
 
 def _choose_kind(manager: Any) -> str:
     """Return "incremental", or "full" for a table without a parent snapshot."""
-    if manager.last:
+    if manager.last_name:
         return "incremental"
     log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", manager.name)
     return "full"
@@ -86,7 +87,7 @@ def load_together(world: World, managers: SnapshotManagers, name: str) -> list[L
     _wait_for_save(world, op, managers)
     with lock_between_steps(managers, replaces_rows=True):
         snapshots: list[Snapshot] = world.call_on_all_ranks(
-            op, lambda: [manager.snapshot(name) for manager in managers]
+            op, lambda: [manager.open_by_name(name) for manager in managers]
         )
         world.call_on_all_ranks(op, lambda: check_one_moment([manager.name for manager in managers], snapshots))
         for manager, snapshot in zip(managers, snapshots, strict=True):

@@ -45,10 +45,10 @@ class LocalRequests:
     """
 
     def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
-        self._handle, self._find = handle, find
+        self._handle, self._find_handle = handle, find
 
     def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
-        others = [self._find(path) for path in save.stores]
+        others = [self._find_handle(path) for path in save.stores]
         handles = others if len(others) > 1 else [self._handle]
 
         def save_now() -> Manifest:
@@ -57,7 +57,7 @@ class LocalRequests:
             save.progress(0)
             managers = [handle.snapshots for handle in handles]
             save_together(self._handle.world, managers, save.name, save.kind, save.overwrite, progress=save.progress)
-            return managers[0].snapshot(save.name).manifest
+            return managers[0].open_by_name(save.name).manifest
 
         return self._visit(save_now, save.is_given_up, others)
 
@@ -87,7 +87,7 @@ class LocalRequests:
         groups = {
             id(handle.group): handle.group for handle in (self._handle, *others) if handle.group is not None
         }.values()
-        handles = [self._handle, *others, *(handle for group in groups for handle in group.handles())]
+        handles = [self._handle, *others, *(handle for group in groups for handle in group.list_handles())]
         return list({id(handle.local.table): handle.local.table for handle in handles}.values())
 
 
@@ -104,7 +104,7 @@ class RankRequests(LocalRequests):
         self._request: _PendingRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
 
-    def is_wanted(self) -> bool:
+    def can_serve(self) -> bool:
         """True if rank 0 got a request, and no table of this request is in a step."""
         request = self._request
         if request is None or any(handle.local.table.is_in_step for handle in request.handles):
@@ -112,7 +112,7 @@ class RankRequests(LocalRequests):
         return all(handle.local.group is None or not handle.local.group.is_mid_step for handle in request.handles)
 
     def serve(self) -> None:
-        """Serve rank 0's request. All ranks call this once `is_wanted` is true on one rank. Raises GroupError."""
+        """Serve rank 0's request. All ranks call this once `can_serve` is true on one rank. Raises GroupError."""
         op = f"a request of another process to embedding {self._handle.name!r}"
         request = self._take_request(begin=True)
         call: list[Any] | None = self._world.call_on_rank_0(op, lambda: None if request is None else request.call)
@@ -132,9 +132,9 @@ class RankRequests(LocalRequests):
     def _execute(self, op: str, call: list[Any], request: _PendingRequest | None) -> None:
         match call:
             case ["save", name, kind, overwrite, stores]:
-                managers = [self._handle.snapshots]
+                managers, find = [self._handle.snapshots], self._find_handle
                 if stores:
-                    managers = self._world.call_on_all_ranks(op, lambda: [self._find(p).snapshots for p in stores])
+                    managers = self._world.call_on_all_ranks(op, lambda: [find(path).snapshots for path in stores])
                 progress = None if request is None else request.progress
                 save_together(self._world, managers, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
@@ -144,7 +144,7 @@ class RankRequests(LocalRequests):
 
     def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
         store_paths = list(save.stores) if len(save.stores) > 1 else []
-        handles = [self._find(path) for path in store_paths] or [self._handle]
+        handles = [self._find_handle(path) for path in store_paths] or [self._handle]
         for handle in handles:
             check_not_pending(handle.name, handle.pending)
         call = ["save", save.name, save.kind, save.overwrite, store_paths]

@@ -24,13 +24,13 @@ from ...snapshots.store.folder_state import remove_other_shards
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import RecoveryDecision
 from ..tables.recovery import RankShard
-from ..tables.row_tensors import NOT_WHOLE, RowTensors
+from ..tables.row_tensors import ON_OTHER_RANK_FIELD, RowTensors
 from ..tables.shared_folder import SharedFolder
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
 from .save_requests import RankRequests
 from .snapshot_manager import SnapshotManager
-from .table_handle import claim_folder, find_handle, register
+from .table_handle import claim_folder, find_handle, register_handle
 
 
 class ShardedTableHandle:
@@ -64,29 +64,29 @@ class ShardedTableHandle:
 
         folder = world.call_on_all_ranks(f"{op}: folder", claim) if options.persistent_path is not None else None
         shared_folder = self.shared_folder
-        with ExitStack() as undo:
+        with ExitStack() as rollback:
             recovery = None
             if shared_folder is not None:
-                undo.callback(shared_folder.release)
+                rollback.callback(shared_folder.release)
                 recovery = RecoveryDecision(world, op, shared_folder, options.open, for_load, group)
-                undo.callback(recovery.leave)
+                rollback.callback(recovery.leave)
             shard = RankShard(world.rank, world.size, world.num_ranks_on_host)
             planner = None if recovery is None else recovery.decide
             local, error = try_call(lambda: LocalTable(spec, options, optimizer, device, shard, planner, group))
             if local is not None:
-                undo.callback(local.close)
+                rollback.callback(local.close)
             if recovery is not None:
                 recovery.end(error)
             world.handshake(f"{op}: done", error)
-            if recovery is not None and shared_folder is not None and not recovery.is_live:
+            if recovery is not None and shared_folder is not None and not recovery.has_live_rows:
                 world.call_on_all_ranks(f"{op}: begun", lambda: shared_folder.begin(world.size, recovery.member))
                 # not before `begin`: if this run is killed earlier, the next run needs the old shards
                 remove_other_shards(shared_folder.path, world.size)
             if recovery is not None and recovery.member is not None:
                 local.persistence.set_member(recovery.member)
-            undo.pop_all()
+            rollback.pop_all()
         self.local: LocalTable = local
-        register(folder, self)
+        register_handle(folder, self)
         store = None if shared_folder is None or shared_folder.folder is None else shared_folder.snapshot_store
         snapshots = None if shared_folder is None else shared_folder.snapshots
         self.snapshots = SnapshotManager(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
@@ -115,15 +115,15 @@ class ShardedTableHandle:
     def keep_rows(self) -> None:
         """Accept the present rows, even if a loaded state_dict names other rows."""
 
-    def tensors(self) -> RowTensors:
+    def copy_rows(self) -> RowTensors:
         """Return a copy of all rows on rank 0, and no rows on the other ranks. Every rank makes this call."""
         op = f"state_dict() of embedding {self.name!r}"
-        tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.tensors)
+        tensors: RowTensors = self.world.call_on_all_ranks(op, self.local.copy_rows)
         data = b"".join(rows.tobytes() for _, rows in tensors.chunks())
         dtype = RowFormat.from_description(tensors.description).dtype
         shards = [np.frombuffer(shard, dtype) for shard in self.world.exchange_bytes(op, data, num_readers=1)]
         return RowTensors.from_chunks(
-            {**tensors.description, NOT_WHOLE: self.world.rank > 0}, sum(map(len, shards)), shards
+            {**tensors.description, ON_OTHER_RANK_FIELD: self.world.rank > 0}, sum(map(len, shards)), shards
         )
 
     def load_state(self, tensors: Mapping[str, Any]) -> None:
@@ -165,7 +165,7 @@ class ShardedTableHandle:
 
     def forget_announced(self) -> None:
         """Forget announced batches. Other ranks forget the batches at the next step."""
-        self.table.id_prefetcher.forget()
+        self.table.id_prefetcher.skip_all()
         self.local.forget_announced()
 
     def release(self) -> None:
@@ -174,7 +174,7 @@ class ShardedTableHandle:
 
     def close(self) -> None:
         """Close this rank's rows, without waiting for other ranks."""
-        self.snapshots.drop_saving()
+        self.snapshots.drop_background_save()
         try:
             self.local.close()
         finally:
@@ -183,7 +183,7 @@ class ShardedTableHandle:
 
     def close_and_log(self) -> None:
         """Close when the embedding or the process ends, without waiting for other ranks. Errors are logged."""
-        self.snapshots.drop_saving()
+        self.snapshots.drop_background_save()
         self.local.close_and_log()
         self._release_folder()
 
@@ -197,7 +197,7 @@ class ShardedTableHandle:
 def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks. The keys are names for error messages."""
     state = None if optimizer is None else spec.make_row_state(optimizer)
-    rule = None if state is None or optimizer is None else [optimizer.rule, list(state.names), list(state.initial)]
+    rule = None if state is None else [state.rule, list(state.names), list(state.initial_values)]
     return {
         "version of tierbed": __version__,
         "name": spec.name,

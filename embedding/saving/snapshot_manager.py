@@ -17,7 +17,7 @@ from ...distributed.world import World, try_call
 from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
-from ...engine.table.change_observers import still_saving_text
+from ...engine.table.change_observers import format_still_saving
 from ...snapshots.files.format import HashShard, check_name
 from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots
 from ...snapshots.files.writer import NewSnapshots
@@ -26,9 +26,9 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Member, PendingSave, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linking import STATE_PREFIX, check_linked, link_snapshot, link_temporarily, remove_snapshot
-from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, version_of_snapshot
+from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, make_snapshot_version
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
-from ...snapshots.store.save import SaveSource, begin_save, check_kind, check_save
+from ...snapshots.store.save import SaveInputs, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
@@ -55,7 +55,7 @@ class SnapshotManager:
     ) -> None:
         self.local, self.world, self._folder, self.store = local, world, folder, store
         self._shard, self._close = shard, close or local.close
-        self._saving: BackgroundSnapshotJob | None = None  # a running background save of a shard; None in one process
+        self._background_save: BackgroundSnapshotJob | None = None  # a running save of a shard; None in one process
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class SnapshotManager:
         return self._folder
 
     @property
-    def last(self) -> str | None:
+    def last_name(self) -> str | None:
         """The name of the snapshot that was last saved, loaded or restored by recovery; None without one. Local."""
         if self._folder is None:
             return None
@@ -89,14 +89,14 @@ class SnapshotManager:
         else:
             file = GroupFile(FolderState(self._folder.parent))
             record, store_id = file.record, file.store_id
-            is_as_opened = self.local.persistence.version == version_of_snapshot(restored)
+            is_as_opened = self.local.persistence.version == make_snapshot_version(restored)
         id = record.parents.get(store_id, EMPTY)
         is_restored = not record.changed_stores and record.entries.get(store_id, NOTHING).snapshot == restored
         if restored and is_as_opened and not is_restored:
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
         return None if id == EMPTY else find_snapshot_name(self._folder, id)
 
-    def snapshot(self, name: str) -> Snapshot:
+    def open_by_name(self, name: str) -> Snapshot:
         """Open a snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
         folder = self.folder
         if self.store is not None:
@@ -111,7 +111,7 @@ class SnapshotManager:
         self.store.check()
         return self.store
 
-    def op(self, action: str) -> str:
+    def name_call(self, action: str) -> str:
         """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""
         table, error = try_call(lambda: self.local.table)
         if table is None:
@@ -126,7 +126,7 @@ class SnapshotManager:
 
     def check_save(self, name: str, kind: str, overwrite: bool, background: bool = False) -> None:
         """Check a save's arguments. Raises SnapshotError, StoreError, OptionError."""
-        op = self.op("saving a snapshot")
+        op = self.name_call("saving a snapshot")
         _, error = try_call(lambda: self._check_arguments(name, kind, background))
         shared_values = {"snapshot": name, "kind": kind, "overwrite": overwrite, "background": background}
         self.world.handshake(op, error, shared_values if error is None else None)
@@ -134,7 +134,7 @@ class SnapshotManager:
         def check(store: StoreFolder) -> None:
             if self.member is not None:
                 self.member.lock()  # frees the names of snapshots that a recovery did not use
-            check_save(store, name, kind, self._make_source(), overwrite)
+            check_save(store, name, kind, self._make_inputs(), overwrite)
 
         with self.local.table.lock:
             self._on_rank_0(op, check)
@@ -164,55 +164,55 @@ class SnapshotManager:
             if not background:
                 self.local.table.flush_ahead()
 
-    def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new: NewSnapshots) -> TableSave:
+    def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new_snapshots: NewSnapshots) -> TableSave:
         """Begin a snapshot of the rows as they are now. All ranks call this, holding the table's lock."""
-        capture: PendingSave | None
-        source: SaveSource
+        pending_save: PendingSave | None
+        inputs: SaveInputs
         parent: Snapshot | None = None
 
-        def prepare() -> tuple[PendingSave | None, SaveSource]:
+        def prepare() -> tuple[PendingSave | None, SaveInputs]:
             self.check_not_saving()
-            return None if self.member is None else self.member.capture(), self._make_source(new.new_id())
+            return None if self.member is None else self.member.capture(), self._make_inputs(new_snapshots.make_id())
 
-        capture, source = self.world.call_on_all_ranks(op, prepare)
+        pending_save, inputs = self.world.call_on_all_ranks(op, prepare)
 
         def begin() -> str | None:
             nonlocal parent
-            _, parent = begin_save(self.require_store(), name, kind, source, overwrite, new)
+            _, parent = begin_save(self.require_store(), name, kind, inputs, overwrite, new_snapshots)
             return None if parent is None else parent.name
 
         parent_name = self.world.call_on_rank_0(f"{op} (begin)", begin)
         if parent_name is not None:
             parent = self.world.call_on_all_ranks(
-                op, lambda: self._shard_of(parent or open_snapshot(self.folder / parent_name))
+                op, lambda: self._restrict_to_shard(parent or open_snapshot(self.folder / parent_name))
             )
         kind = "full" if kind == "incremental" and parent is None else kind
-        path, on_saved = self.folder / name, self.local.save_callback()
-        return TableSave(self.local.table, capture, path, kind, source, parent, self._shard, False, on_saved)
+        path, on_saved = self.folder / name, self.local.make_save_callback()
+        return TableSave(self.local.table, pending_save, path, kind, inputs, parent, self._shard, False, on_saved)
 
     def _begin_snapshot(
-        self, op: str, path: Path, source: SaveSource, new: NewSnapshots, kind: str, member: Member | None
+        self, op: str, path: Path, inputs: SaveInputs, new_snapshots: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
-        """Begin the snapshot `path` of the present rows. member: the store, if the snapshot is for a state_dict."""
-        capture: PendingSave | None = None
+        """Begin the snapshot `path` of the present rows. member: set only if the snapshot is for a state_dict."""
+        pending_save: PendingSave | None = None
 
         def begin() -> None:
-            nonlocal capture
-            capture = None if member is None else member.capture()
-            new.begin(path, source.description)
+            nonlocal pending_save
+            pending_save = None if member is None else member.capture()
+            new_snapshots.begin(path, inputs.description)
 
         self.world.call_on_rank_0(f"{op} (begin)", begin)
-        on_saved = self.local.save_callback()
-        return TableSave(self.local.table, capture, path, kind, source, None, self._shard, True, on_saved)
+        on_saved = self.local.make_save_callback()
+        return TableSave(self.local.table, pending_save, path, kind, inputs, None, self._shard, True, on_saved)
 
     def save_rows(self, path: Path) -> None:
         """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
-        op = self.op(f"saving rows as {path.name!r}")
-        with ExitStack() as locks, NewSnapshots() as new:
+        op = self.name_call(f"saving rows as {path.name!r}")
+        with ExitStack() as locks, NewSnapshots() as new_snapshots:
             locks.enter_context(lock_between_steps([self], awaits_step=self.world.size == 1))
-            source = self.world.call_on_all_ranks(op, lambda: self._make_source(new.new_id()))
-            save = self._begin_snapshot(op, path, source, new, "full", None)
-            write_and_commit(self.world, op, [save], new, locks)
+            inputs = self.world.call_on_all_ranks(op, lambda: self._make_inputs(new_snapshots.make_id()))
+            save = self._begin_snapshot(op, path, inputs, new_snapshots, "full", None)
+            write_and_commit(self.world, op, [save], new_snapshots, locks)
 
     def save_for_state(self, keep: int | None) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none holds the rows.
@@ -220,12 +220,12 @@ class SnapshotManager:
         The saved snapshot never becomes the parent of a user's snapshot. `keep` is the number of older state_dict
         snapshots to keep; None keeps all.
         """
-        op = self.op("saving rows for a state_dict")
+        op = self.name_call("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
         self.before_save(background=False)
-        with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new:
+        with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new_snapshots:
             self.world.call_on_all_ranks(op, self.local.table.raise_deferred_error)
-            source = self._make_source(new.new_id())
+            inputs = self._make_inputs(new_snapshots.make_id())
 
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
@@ -233,62 +233,62 @@ class SnapshotManager:
                 if self.member.current_entry.snapshot == EMPTY:  # without rows, no snapshot is needed
                     return "", False
                 path = link_state_snapshot(self.require_store(), self.member.current_entry.snapshot, keep)
-                return (f"{STATE_PREFIX}{source.id}", True) if path is None else (path.name, False)
+                return (f"{STATE_PREFIX}{inputs.id}", True) if path is None else (path.name, False)
 
             name, is_new = self.world.call_on_rank_0(f"{op} (choose the name)", find)
             if is_new:
-                has_files = source.rocksdb is not None and self._shard is None
+                has_files = inputs.rocksdb is not None and self._shard is None
                 kind = "checkpoint" if has_files else "full"  # an incremental one would prevent replacing its parent
-                save = self._begin_snapshot(op, self.folder / name, source, new, kind, self.member)
-                commit(self.world, op, [save], new, try_call(save.write)[1])
+                save = self._begin_snapshot(op, self.folder / name, inputs, new_snapshots, kind, self.member)
+                commit(self.world, op, [save], new_snapshots, try_call(save.write)[1])
         reference = read_snapshot_reference(self._folder, name) or RowsReference(self.local.table.step)
         return reference._replace(version=self.local.persistence.version)
 
-    def _make_source(self, id: str | None = None) -> SaveSource:
+    def _make_inputs(self, id: str | None = None) -> SaveInputs:
         table, observers = self.local.table, self.local.table.observers
         table.require_top_tier()
         assert table.stack is not None
         rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
         record, store_id = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
         scan, num_rows = table.scan, table.counts.num_rows
-        return SaveSource(table.describe(), num_rows, scan, record, store_id, rocksdb, observers.read_changes, id)
+        return SaveInputs(table.describe(), num_rows, scan, record, store_id, rocksdb, observers.read_changes, id)
 
     # saves in the background
 
-    def remember_saving(self, saving: BackgroundSnapshotJob) -> None:
+    def set_background_save(self, saving: BackgroundSnapshotJob) -> None:
         """Remember a background save that includes these rows."""
-        self._saving = saving if self._shard is not None else None
+        self._background_save = saving if self._shard is not None else None
 
     def try_complete(self) -> None:
         """Complete a background save if all ranks have written their rows. Called between two steps."""
-        if self._saving is not None:
-            self._saving.try_complete()
-            if self._saving.done:
-                self._saving = None
+        if self._background_save is not None:
+            self._background_save.try_complete()
+            if self._background_save.done:
+                self._background_save = None
 
     def wait_for_save(self) -> None:
         """Wait for a background save, because the caller may load its snapshot. Errors were logged already."""
-        if self._saving is None:
+        if self._background_save is None:
             if self.local.table_if_open is not None:  # if the table is closed, the next call raises on all ranks
                 self.local.table_if_open.observers.finish_saving()
             return
-        _, error = try_call(self._saving.wait)
+        _, error = try_call(self._background_save.wait)
         if error is not None and self.world.failure is not None:
             raise error
         interrupted = not isinstance(error, Exception | None)
-        self.world.handshake(f"{self._saving.label} (wait for the save)", error if interrupted else None)
-        self._saving = None
+        self.world.handshake(f"{self._background_save.label} (wait for the save)", error if interrupted else None)
+        self._background_save = None
 
-    def drop_saving(self) -> None:
+    def drop_background_save(self) -> None:
         """Drop a background save before the rows are closed. Local."""
-        if self._saving is not None:
-            self._saving.drop()
+        if self._background_save is not None:
+            self._background_save.drop()
 
     def check_not_saving(self) -> None:
         """Raise StoreError if a background save is running. Local."""
         self.local.table.raise_deferred_error()
-        if self._saving is not None:  # other ranks may still be writing
-            raise StoreError(still_saving_text(self._saving.label))
+        if self._background_save is not None:  # other ranks may still be writing
+            raise StoreError(format_still_saving(self._background_save.label))
         self.local.table.observers.check_not_saving()
 
     # loads
@@ -296,7 +296,7 @@ class SnapshotManager:
     def load_snapshot(self, name: str, selection: Selection = ALL, strict: bool = True) -> LoadReport:
         """Replace the rows by a snapshot in the store folder. The returned report counts the rows of all ranks."""
         self.wait_for_save()
-        snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.snapshot(name))
+        snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.open_by_name(name))
         return self.load(snapshot, selection, strict)
 
     def load_rows(self, path: Path, selection: Selection = ALL) -> None:
@@ -312,7 +312,7 @@ class SnapshotManager:
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
     def _name_load(self, name: str) -> str:
-        """Return a collective load's name. The step is left out, because ranks may be at different steps."""
+        """Return the name that all ranks use for a load. It contains no step, because ranks' steps may differ."""
         return f"loading snapshot {name!r} of embedding {self.name!r}"
 
     def load(self, snapshot: Snapshot, selection: Selection = ALL, strict: bool = True) -> LoadReport:
@@ -324,7 +324,7 @@ class SnapshotManager:
         if self._shard is None:
             return self.local.load_part(snapshot, selection, strict)
         op = self._name_load(snapshot.name)
-        world, snapshot, has_voted = self.world, self._shard_of(snapshot), False
+        world, snapshot, has_voted = self.world, self._restrict_to_shard(snapshot), False
         tables = selection.tables  # not checked yet: errors in the selection are raised below
         shared_values = {
             "the snapshot's id": snapshot.manifest.id,
@@ -344,7 +344,7 @@ class SnapshotManager:
         report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, on_verified))
         if error is not None and has_voted and not world.must_report(error):
             if error is not world.shared_error:
-                self._mark_lost(snapshot.name)
+                self._mark_load_failed(snapshot.name)
             raise error
         if error is not None and not has_voted:
             world.handshake(f"{op} (verify rows)", error)
@@ -357,7 +357,7 @@ class SnapshotManager:
         try:
             counts = world.all_gather_object(f"{op} (count rows)", report_counts)
         except BaseException:
-            problem = self._mark_lost(snapshot.name)
+            problem = self._mark_load_failed(snapshot.name)
             if world.failure is None:  # after a failed collective, ranks close separately
                 self._close_all(problem)
             raise
@@ -375,11 +375,11 @@ class SnapshotManager:
                 world.call_on_all_ranks(f"{op} (record the load)", lambda: recording.enter_context(record_load(loads)))
             mark = f"{op} (mark stores as loading)"
             writes = world.all_gather_object(mark, lambda: self.local.begin_load(records_change=not is_whole))
-            self.local.record_load_as_write(max(writes), id)  # a rank that failed may have missed writes
+            self.local.count_load(max(writes), id)  # a rank that failed may have missed writes
             if member is not None:
                 member.mark_replaced(id)
 
-    def _mark_lost(self, name: str) -> str:
+    def _mark_load_failed(self, name: str) -> str:
         """Mark the rows as failed. Otherwise the next run could use the old rows as if they had been loaded."""
         problem = f"embedding {self.name!r}: loading snapshot {name!r} failed after some rows were replaced"
         self.local.mark_failed(StoreError(f"{problem}; close the embedding, and create it again"))
@@ -387,7 +387,7 @@ class SnapshotManager:
 
     def _close_all(self, problem: str) -> None:
         """Close the rows after a load that only some ranks completed. Every rank calls this."""
-        next_run = f"recovers from snapshot {self.last!r}" if self.last else "begins empty"
+        next_run = f"recovers from snapshot {self.last_name!r}" if self.last_name else "begins empty"
         log.error("%s. The embedding is closed on all ranks. If you create it again, it %s", problem, next_run)
         _, error = try_call(self._close)
         if error is not None:
@@ -407,7 +407,7 @@ class SnapshotManager:
         Raises SnapshotError if the snapshot is damaged or does not fit. Raises OptimizerError if the snapshot contains
         another optimizer's state. Raises InputError if a number is too large for a narrower dtype.
         """
-        shard = self._shard_of(snapshot)
+        shard = self._restrict_to_shard(snapshot)
 
         def check() -> dict[str, int]:
             fit = self.local.fit_selection(shard, selection)
@@ -419,20 +419,20 @@ class SnapshotManager:
 
         check_row_count(self.world, f"checking snapshot {snapshot.name!r} of embedding {self.name!r}", shard, check)
 
-    def _shard_of(self, snapshot: Snapshot) -> Snapshot:
+    def _restrict_to_shard(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot restricted to this process's rows. Local."""
         return snapshot if self._shard is None else snapshot.restrict_to_shard(self._shard)
 
     # references in state_dicts
 
-    def rows_reference(self) -> RowsReference:
+    def make_rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        If the snapshot `self.last` has these rows, the reference names it. Raises earlier steps' deferred errors.
+        If the snapshot `self.last_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
         """
         step = self.local.step
         return make_reference(
-            step, self._folder, self.last, None if self._folder is None else self.local.persistence.version
+            step, self._folder, self.last_name, None if self._folder is None else self.local.persistence.version
         )
 
     def restore(self, pending: RowsReference) -> bool:
@@ -443,18 +443,18 @@ class SnapshotManager:
 
         def compare() -> bool | None:
             self.local.table.raise_deferred_error()  # raises ClosedError
-            return compare_references(pending, self.rows_reference(), saved)
+            return compare_references(pending, self.make_rows_reference(), saved)
 
         is_present: bool | None = self.world.all_gather_object(op, compare)[0]
         if is_present is None and pending.snapshot is not None:
             self.load_snapshot(pending.snapshot)
         return is_present is not False
 
-    # snapshots of checkpoints, and retention
+    # linking and removing snapshots
 
     def link_rows(self, path: Path) -> None:
         """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
-        op, snapshot_path = self.op(f"linking snapshot {path.name!r}"), self.folder / path.name
+        op, snapshot_path = self.name_call(f"linking snapshot {path.name!r}"), self.folder / path.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(snapshot_path), path))
 
     def link_into_store(self, path: Path, linking: ExitStack) -> Path:
@@ -486,7 +486,7 @@ class SnapshotManager:
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             saving = table.observers.last_save
-            if self._saving is None and (saving is None or saving.done):  # a running save uses a temporary folder
+            if self._background_save is None and (saving is None or saving.done):  # no temporary folder is in use
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 

@@ -48,7 +48,7 @@ class TableHandle(LocalTable):
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
         snapshots = None if self.store is None else self.store.snapshots
         self.snapshots = SnapshotManager(self, self.world, snapshots, self.store)
-        register(folder, self)
+        register_handle(folder, self)
         self.requests = LocalRequests(self, find_handle)
         self.serve(self.requests, self.store)
 
@@ -62,7 +62,7 @@ class TableHandle(LocalTable):
         self.load_tensors(RowTensors.parse(tensors))
 
 
-def register(folder: str | None, handle: Any) -> None:
+def register_handle(folder: str | None, handle: Any) -> None:
     """Register a handle for a folder that `claim_folder` has returned."""
     if folder is not None:
         _handles_by_folder[folder] = handle
@@ -73,9 +73,9 @@ def claim_folder(spec: TableSpec, options: StoreOptions) -> str | None:
     if options.persistent_path is None:
         return None
     folder = os.path.realpath(Path(options.persistent_path) / spec.name)
-    if _find_open(folder) is not None:
+    if _find_open_handle(folder) is not None:
         gc.collect()  # an unreachable embedding in a reference cycle may still keep the folder open
-    if _find_open(folder) is not None:
+    if _find_open_handle(folder) is not None:
         raise StoreError(
             f"embedding {spec.name!r}: another embedding with this name in this process has {folder} open. Use the "
             "open embedding in both places, or call its close(). Or delete the open embedding and all objects that "
@@ -86,12 +86,12 @@ def claim_folder(spec: TableSpec, options: StoreOptions) -> str | None:
 
 def find_handle(store_path: str) -> Any:
     """Return this process's handle to the store with this real path. Raises StoreError if the store is not open."""
-    handle = _find_open(store_path)
+    handle = _find_open_handle(store_path)
     if handle is None:
         raise StoreError(f"process {os.getpid()} does not have {store_path!r} open; save that store by itself")
     return handle
 
 
-def _find_open(folder: str) -> Any:
+def _find_open_handle(folder: str) -> Any:
     handle = _handles_by_folder.get(folder)
     return None if handle is None or handle.local.table_if_open is None else handle

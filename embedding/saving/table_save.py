@@ -21,8 +21,8 @@ from ...snapshots.files.format import HashShard, RowFile
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback, write_manifest
 from ...snapshots.store.group import PendingSave, record_save
-from ...snapshots.store.retention import unlink_replaced
-from ...snapshots.store.save import Part, SaveSource, write_part
+from ...snapshots.store.retention import remove_backups
+from ...snapshots.store.save import SaveInputs, WrittenFiles, write_files
 
 
 @dataclass(eq=False)
@@ -30,16 +30,16 @@ class TableSave:
     """One table's snapshot, begun on all ranks. Each rank writes its rows as they were when the snapshot began."""
 
     table: OpenTable
-    capture: PendingSave | None  # how the record describes these rows, on rank 0
+    pending_save: PendingSave | None  # how the record describes these rows, on rank 0
     folder: Path  # the snapshot's final path
     kind: str
-    source: SaveSource
+    inputs: SaveInputs
     parent: Snapshot | None  # for an incremental snapshot: this rank's shard of its parent
     shard: HashShard | None  # this rank's shard; None for all rows
     is_state_snapshot: bool  # saved for a `state_dict()`, so it never becomes a parent snapshot
     on_saved: Callable[[str], None]  # called with the snapshot's id
     _image: ForegroundSave | None = None
-    _part: Part = field(default_factory=lambda: Part(0, {}))
+    _written: WrittenFiles = field(default_factory=lambda: WrittenFiles(0, {}))
 
     def begin_image(self, ending: ExitStack) -> bool:
         """Begin an image of the rows as they are now, so that other threads can train during the save.
@@ -68,12 +68,12 @@ class TableSave:
             return
         if self.kind == "checkpoint":
             self.table.flush()
-        self._part = write_part(self.folder, self.kind, self.source, self.parent, progress, self.shard, chunks)
+        self._written = write_files(self.folder, self.kind, self.inputs, self.parent, progress, self.shard, chunks)
 
     def describe_part(self) -> list[Any]:
         """Return the row count and the files that this rank has written. Rank 0 passes them to `write_manifest`."""
-        files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._part.files.items()}
-        return [self._part.rows, files]
+        files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._written.files.items()}
+        return [self._written.rows, files]
 
     def write_manifest(self, parts: Sequence[list[Any]]) -> str:
         """Write the snapshot's manifest on rank 0 and return its id. Afterwards the snapshot lacks only its name.
@@ -83,13 +83,13 @@ class TableSave:
         entries = sorted((name, entry) for _, files in parts for name, entry in files.items())
         manifest = write_manifest(
             make_temporary_path(self.folder),
-            self.source.description,
+            self.inputs.description,
             sum(rows for rows, _ in parts),
             files={name: RowFile(*entry) for name, entry in entries},
-            rocksdb=self._part.rocksdb,
+            rocksdb=self._written.rocksdb,
             parent=self.parent,
             num_shards=None if self.shard is None else len(parts),
-            id=self.source.id,
+            id=self.inputs.id,
         )
         return manifest.id
 
@@ -102,15 +102,15 @@ class TableSave:
             elif not self.is_state_snapshot:
                 observers.track_changes(id)
             self.on_saved(id)
-            if self.capture is not None and self.shard is None:
-                unlink_replaced(self.capture.member.store.snapshot_store)
+            if self.pending_save is not None and self.shard is None:
+                remove_backups(self.pending_save.member.store.snapshot_store)
 
 
 def write_and_commit(
     world: World,
     op: str,
     saves: Sequence[TableSave],
-    new: NewSnapshots,
+    new_snapshots: NewSnapshots,
     locks: ExitStack,
     progress: ProgressCallback | None = None,
 ) -> None:
@@ -124,13 +124,13 @@ def write_and_commit(
             for save in saves:
                 save.write(progress)
 
-        ids = commit(world, op, saves, new, try_call(write)[1])
+        ids = commit(world, op, saves, new_snapshots, try_call(write)[1])
         for save, id in zip(saves, ids, strict=True):
             save.end(id, from_image=False)
 
 
 def commit(
-    world: World, op: str, saves: Sequence[TableSave], new: NewSnapshots, error: BaseException | None
+    world: World, op: str, saves: Sequence[TableSave], new_snapshots: NewSnapshots, error: BaseException | None
 ) -> list[str]:
     """Name all snapshots once every rank has written its rows. Returns their ids. A rank's `error` is raised on all."""
 
@@ -143,9 +143,9 @@ def commit(
 
     def publish() -> list[str]:
         ids = [save.write_manifest([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
-        captured = {save.capture: id for save, id in zip(saves, ids, strict=True) if save.capture is not None}
-        new.call_after_publish(lambda: record_save(captured, is_parent=not saves[0].is_state_snapshot))
-        new.publish()
+        pending_saves = {s.pending_save: id for s, id in zip(saves, ids, strict=True) if s.pending_save is not None}
+        new_snapshots.call_after_publish(lambda: record_save(pending_saves, is_parent=not saves[0].is_state_snapshot))
+        new_snapshots.publish()
         return ids
 
     return list(world.call_on_rank_0(f"{op}: in place", publish))

@@ -14,14 +14,14 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from ..autograd.shadow import is_arithmetic, is_write, operation_name, shares_memory
+from ..autograd.shadow import get_operation_name, is_arithmetic, is_write, shares_memory
 
 _COPY_REMEDY = (
     "they are a copy, so no row of the embedding would change, and the next state_dict may order rows differently; "
     "give a state to load_state_dict, call put or load_dense, average what tierbed.to_dense_state_dict(model) returns, "
     "or clone() the tensor"
 )
-WRITE_METHODS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # besides all names that end in _
+WRITE_METHODS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__")  # add_ and the like write, too
 
 
 class ReadOnlyCopy(Tensor):
@@ -53,7 +53,7 @@ class ReadOnlyCopy(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             copies = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             if copies and func is Tensor.__format__:
-                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # subclasses do not support format
+                return Tensor.__format__(copies[0].as_subclass(Tensor), *args[1:])  # format() fails for subclasses
             versions = [copy._version for copy in copies]
             result = func(*args, **(kwargs or {}))
             for copy, version in zip(copies, versions, strict=True):
@@ -96,14 +96,14 @@ class StateTensor(ReadOnlyCopy):
     torch.distributed.checkpoint saves it as an object, not as a tensor, so that a load can change its size.
     """
 
-    def __init__(self, tensor: Tensor, is_whole: bool, is_writable: bool = False) -> None:
-        """is_whole: False on ranks whose rows are in rank 0's state_dict. is_writable: True for a writable copy."""
+    def __init__(self, tensor: Tensor, has_rows: bool, is_writable: bool = False) -> None:
+        """has_rows: False on ranks whose rows are in rank 0's state_dict. is_writable: True for a writable copy."""
         super().__init__(tensor, "" if is_writable else f"the rows of a state_dict(): {_COPY_REMEDY}")
-        self.is_whole, self.is_writable = is_whole, is_writable
+        self.has_rows, self.is_writable = has_rows, is_writable
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = kwargs or {}, operation_name(func)
+        kwargs, name = kwargs or {}, get_operation_name(func)
         with torch._C.DisableTorchFunctionSubclass():
             states = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
             writes, target = is_write(func) or kwargs.get("out") is not None, args[0] if args else None
@@ -114,17 +114,17 @@ class StateTensor(ReadOnlyCopy):
         return super().__torch_function__(func, types, args, kwargs)
 
     def new_empty(self, *size: Any, **like: Any) -> StateTensor:
-        return StateTensor(super().new_empty(*size, **like), self.is_whole, True)  # for async_save
+        return StateTensor(super().new_empty(*size, **like), self.has_rows, True)  # for async_save
 
     def __create_write_items__(self, name: str, value: Any) -> list[Any]:
         from torch.distributed.checkpoint.metadata import MetadataIndex  # imported here, because it takes a second
         from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.is_whole else []
+        return [WriteItem(index=MetadataIndex(name), type=WriteItemType.BYTE_IO)] if self.has_rows else []
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)  # pickled as a plain tensor
 
     def __deepcopy__(self, memo: Any) -> StateTensor:
-        return StateTensor(self.clone(), self.is_whole, True)
+        return StateTensor(self.clone(), self.has_rows, True)

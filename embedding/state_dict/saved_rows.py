@@ -41,14 +41,14 @@ from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
 from ..saving.rows_reference import NO_ROWS, UNLOADABLE_ROWS, RowsReference, make_mismatch_text, read_reference
-from ..tables.names import next_seed
-from ..tables.row_tensors import NOT_WHOLE, TENSOR_NAMES, RowTensors
+from ..tables.names import make_next_seed
+from ..tables.row_tensors import ON_OTHER_RANK_FIELD, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
 
 log = logging.getLogger("tierbed")
 
-EXTRA = "_extra_state"  # torch's name for extra state in a state_dict
-ROWS = "rows."  # prefix of the rows' tensors in a state_dict
+EXTRA_STATE_KEY = "_extra_state"  # torch's name for extra state in a state_dict
+ROWS_PREFIX = "rows."  # prefix of the rows' tensors in a state_dict
 _EXCLUDE_ROWS, _KEEP_ROWS = "exclude rows", "keep rows"  # values of `_row_mode`
 _NO_CONTEXT = nullcontext()  # for embeddings without a world
 _EXTRA_BYTES = 1024  # enough for a snapshot's name, up to 200 bytes, and a digest
@@ -81,14 +81,14 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         self._handle: Any = None  # a `TableHandle`, from the first use on
         self.is_closed = self._has_seed = False
         self._has_warned = False  # True after the first state_dict without rows
-        self._calls_when_open: list[Callable[[], None]] = []
-        self._loading = RLock()  # held while a loaded state_dict's rows are loaded
+        self._open_callbacks: list[Callable[[], None]] = []
+        self._load_lock = RLock()  # held while the rows that a state_dict names are loaded
         self.has_chosen_rows = False  # True if a load brought the rows, or the user called keep_rows
-        self._pending: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
+        self._pending_references: list[RowsReference] = []  # references from a loaded state_dict to rows not yet loaded
         # `_latest_copy` identifies the row copy in the latest state_dict, by a key prefix, a tensor and a change token.
         # `_latest_copy` and `_latest_load` start as (), not None, because graphs trace again if a None value changes.
         self._latest_copy: tuple[str, weakref.ref[Tensor], Any] | tuple[()] = ()
-        # `_latest_load` holds the tensors of the latest load_state_dict call, and the error list that identifies it.
+        # `_latest_load` holds (error list, tensors) of the latest load_state_dict call. The list identifies the call.
         self._latest_load: tuple[Any, list[weakref.ref[Tensor]]] | tuple[()] = ()
 
     @property
@@ -99,20 +99,20 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     @property
     def has_pending_rows(self) -> bool:
         """True if a loaded state_dict names rows that the embedding does not have yet."""
-        return bool(self._pending)
+        return bool(self._pending_references)
 
     def fix_seed(self) -> None:
         """Choose the seed of an embedding without a name. Called at the first use."""
         if not self._has_seed:
             self._has_seed = True
-            self.spec = replace(self.spec, seed=next_seed(self.world is not None))
+            self.spec = replace(self.spec, seed=make_next_seed(self.world is not None))
 
     def call_when_open(self, call: Callable[[], None]) -> None:
         """Call `call` now if the store is open, or as soon as it opens."""
         if self.is_open:
             call()
         else:
-            self._calls_when_open.append(call)
+            self._open_callbacks.append(call)
 
     @property
     def open_handle(self) -> Any:
@@ -178,8 +178,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             snapshot_name: The snapshot's name.
             tables: Indices or names of the tables to load. Default: all.
             where: A function of NumPy arrays (table_ids [n], keys [n]) that returns bool [n], True for rows to load.
-            strict: If True, raise unless the whole snapshot fits. If False, leave out a stored table if the embedding
-                has no table of this name. Also leave out another optimizer's state. `remarks` lists what is left out.
+            strict: If True, raise unless the whole snapshot fits. If False, leave out stored tables whose names the
+                embedding lacks, and optimizer state that its optimizer cannot use. `remarks` lists what is left out.
             weights_only: If True, leave out the optimizer state. The optimizer may differ, and starts with new state.
             convert: If True, convert numbers from another dtype. Widening is exact; narrowing rounds to nearest even.
 
@@ -221,7 +221,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
         Args:
             keep_last: How many snapshots to keep, counted from the latest.
-            keep_every: Also keep the first snapshot at or after each multiple of this number of steps.
+            keep_every: A number of steps N. Also keep the first snapshot from step N on, from step 2N on, and so on.
 
         Always keeps `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots.
 
@@ -239,14 +239,14 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     @property
     def last_snapshot(self) -> str | None:
         """The last snapshot that was saved, loaded, or restored by recovery after a kill; None without a snapshot."""
-        return None if self._handle is None else self._handle.snapshots.last
+        return None if self._handle is None else self._handle.snapshots.last_name
 
     def keep_rows(self) -> None:
         """Accept the present rows, although a loaded state_dict names other rows or the dense part is new."""
         self.has_chosen_rows = True
-        if self._pending and not self.is_closed and self.store_options.persistent_path is not None:
+        if self._pending_references and not self.is_closed and self.store_options.persistent_path is not None:
             self.table_handle(for_load=True).keep_rows()
-        self._pending.clear()
+        self._pending_references.clear()
 
     def get_extra_state(self) -> Tensor:
         """Return the extra state of `state_dict()`: JSON as uint8 [1024], padded with blanks.
@@ -258,8 +258,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def _make_rows_reference(self) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows."""
-        if self._pending:
-            return self._pending[0]  # still correct: rows cannot be trained until they are loaded
+        if self._pending_references:
+            return self._pending_references[0]  # still correct: rows cannot be trained until they are loaded
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
         if not are_rows_excluded() and retained and detect_fake_mode() is None:
@@ -273,7 +273,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 self.name,
             )
         if self._handle is not None:
-            return self._handle.snapshots.rows_reference()
+            return self._handle.snapshots.make_rows_reference()
         if path is None or self.name_source == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
         return read_reference(Path(path) / self.name, options.open == "fresh")
@@ -299,7 +299,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """
         if reference == RowsReference(None):  # the saved embedding was unused, so any rows match
             return
-        self._pending[:] = [reference]
+        self._pending_references[:] = [reference]
         if self._handle is None and self.group is None and _row_mode.get() != _KEEP_ROWS:
             return  # load the rows at the first use: until then, the embedding may get an optimizer
         try:
@@ -312,12 +312,13 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
 
     def mark_load_failed(self, stopped_at: str | None = None) -> None:
         """Called if a load failed, here or in the embedding `stopped_at`. Rows may then not fit the model."""
-        self._pending[:] = [UNLOADABLE_ROWS if stopped_at is None else RowsReference.make_for_failed_load(stopped_at)]
+        reference = UNLOADABLE_ROWS if stopped_at is None else RowsReference.make_for_failed_load(stopped_at)
+        self._pending_references[:] = [reference]
 
     def _load_pending(self) -> None:
-        with self._loading:
-            if self._pending:  # another thread may have loaded the rows meanwhile
-                self._load_reference(self._pending[0])
+        with self._load_lock:
+            if self._pending_references:  # another thread may have loaded the rows meanwhile
+                self._load_reference(self._pending_references[0])
 
     def _load_reference(self, pending: RowsReference) -> None:
         """Load the rows that a reference names. Raises SnapshotError, StoreError, OptimizerError."""
@@ -333,14 +334,14 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             is_restored, problem = False, str(error)
         if is_restored:
             self.has_chosen_rows = True
-            self._pending.clear()
+            self._pending_references.clear()
             return
         if handle.local.persistence.unusable_reason:
             raise StoreError(handle.local.persistence.unusable_reason)
         kinds = bool(options.state_dict_snapshots), options.persistent_path is None
-        problem = problem or make_mismatch_text(self.name, handle.snapshots.rows_reference(), pending, *kinds)
+        problem = problem or make_mismatch_text(self.name, handle.snapshots.make_rows_reference(), pending, *kinds)
         if _row_mode.get() == _KEEP_ROWS:
-            self._pending.clear()
+            self._pending_references.clear()
             log.warning("%s; its rows stay", problem)
             return
         raise SnapshotError(
@@ -353,26 +354,26 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         if not keep_vars:
             shadow = destination[prefix + self.parameter_name]
             if isinstance(shadow, ShadowCopy):  # in a trace, the shadow is another kind of tensor
-                shadow.is_in_state = True
+                shadow.is_in_state_dict = True
         if self.store_options.persistent_path is None and not are_rows_excluded() and detect_fake_mode() is None:
             rows = self._copy_rows(destination, prefix)
-            destination.update({f"{prefix}{ROWS}{name}": tensor for name, tensor in rows.items()})
+            destination.update({f"{prefix}{ROWS_PREFIX}{name}": tensor for name, tensor in rows.items()})
 
     def _copy_rows(self, destination: Mapping[str, Any], prefix: str) -> Mapping[str, Tensor]:
         """Return a copy of all rows. If the embedding has two names in the state_dict, both get the same copy."""
         if self._latest_copy and self._latest_copy[0] != prefix:
-            earlier = {name: destination.get(f"{self._latest_copy[0]}{ROWS}{name}") for name in TENSOR_NAMES}
+            earlier = {name: destination.get(f"{self._latest_copy[0]}{ROWS_PREFIX}{name}") for name in TENSOR_NAMES}
             if self._is_latest_copy(earlier):
                 return earlier  # type: ignore[return-value]
         if self._handle is None:
             self.fix_seed()
-        rows = RowTensors.make_empty(self.spec) if self._handle is None else self._handle.tensors()
-        is_whole = not rows.description.get(NOT_WHOLE)
-        tensors = {name: StateTensor(tensor, is_whole) for name, tensor in rows.tensors.items()}
-        self._latest_copy = prefix, weakref.ref(tensors[TENSOR_NAMES[0]]), self._change_token()
+        rows = RowTensors.make_empty(self.spec) if self._handle is None else self._handle.copy_rows()
+        has_rows = not rows.description.get(ON_OTHER_RANK_FIELD)
+        tensors = {name: StateTensor(tensor, has_rows) for name, tensor in rows.tensors.items()}
+        self._latest_copy = prefix, weakref.ref(tensors[TENSOR_NAMES[0]]), self._make_change_token()
         return tensors
 
-    def _change_token(self) -> Any:
+    def _make_change_token(self) -> Any:
         """Return a value that changes if and only if a row changes."""
         table = None if self._handle is None else self._handle.open_table
         return table and (weakref.ref(table), table.step, table.num_updates)
@@ -382,14 +383,14 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         first = tensors.get(TENSOR_NAMES[0])
         if first is None or not self._latest_copy or self._latest_copy[1]() is not first:
             return False
-        return bool(self._latest_copy[2] == self._change_token())
+        return bool(self._latest_copy[2] == self._make_change_token())
 
     def _load_from_state_dict(
         self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
     ) -> None:
         missing_keys, _, errors = rest
-        fields = [name for name in TENSOR_NAMES if f"{prefix}{ROWS}{name}" in state_dict]
-        tensors = {name: state_dict.pop(f"{prefix}{ROWS}{name}") for name in fields}
+        fields = [name for name in TENSOR_NAMES if f"{prefix}{ROWS_PREFIX}{name}" in state_dict]
+        tensors = {name: state_dict.pop(f"{prefix}{ROWS_PREFIX}{name}") for name in fields}
         if tensors and not are_rows_excluded():
             try:
                 if self._is_latest_copy(tensors):
@@ -404,31 +405,31 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                     self.table_handle(for_load=True).load_state(tensors)
                 self._latest_load = errors, [weakref.ref(tensor) for tensor in tensors.values()]
                 self.has_chosen_rows = True
-                self._pending.clear()
+                self._pending_references.clear()
             except TierbedError as error:
                 problem = f"the rows of embedding {self.name!r} cannot be loaded: {error}"
                 if _row_mode.get() == _KEEP_ROWS and not (
                     self._handle is not None and self._handle.local.persistence.unusable_reason
                 ):
-                    self._pending.clear()
+                    self._pending_references.clear()
                     log.warning("%s; its rows stay", problem)
                 else:
-                    self._pending[:] = [UNLOADABLE_ROWS]
+                    self._pending_references[:] = [UNLOADABLE_ROWS]
                     errors.append(problem)
-                state_dict.pop(prefix + EXTRA, None)
-        elif prefix + EXTRA not in state_dict and not _row_mode.get():
-            self._pending[:] = [UNLOADABLE_ROWS]
+                state_dict.pop(prefix + EXTRA_STATE_KEY, None)
+        elif prefix + EXTRA_STATE_KEY not in state_dict and not _row_mode.get():
+            self._pending_references[:] = [UNLOADABLE_ROWS]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
-        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; the value is irrelevant
+        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; a shadow's value is unused
             needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if needs_move else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
-        if prefix + EXTRA in missing_keys and (tensors or are_rows_excluded()):
-            missing_keys.remove(prefix + EXTRA)
+        if prefix + EXTRA_STATE_KEY in missing_keys and (tensors or are_rows_excluded()):
+            missing_keys.remove(prefix + EXTRA_STATE_KEY)
 
     @property
-    def was_loaded(self) -> bool:
+    def has_loaded_state_dict(self) -> bool:
         """True if a load_state_dict brought the rows."""
         return bool(self._latest_load)
 

@@ -24,7 +24,7 @@ log = logging.getLogger("tierbed")
 
 def check_stored_rows(
     spec: TableSpec,
-    stored: dict[str, Any],
+    description: dict[str, Any],
     optimizer: RowOptimizer | None,
     error: type[Exception],
     label: str,  # names the stored rows in messages
@@ -41,51 +41,50 @@ def check_stored_rows(
         ("columns", "embedding_dim", list(spec.columns)),
         ("key_type", "key_type", KEY_TYPES[spec.key_type]),
     ):
-        if stored[field] != expected:
+        if description[field] != expected:
             raise error(
-                f"{label} holds rows of {argument} {stored[field]}, not {expected}; give that {argument}, or another "
-                f"name or persistent_path"
+                f"{label} holds rows of {argument} {description[field]}, not {expected}; give that {argument}, or "
+                f"another name or persistent_path"
             )
-    if stored["dtype"] != spec.dtype:
-        raise _make_dtype_error(error, label, "dtype", stored["dtype"], spec.dtype, can_load)
-    _check_names(spec, stored, label, tables)
-    stored_tables, own_tables = stored["tables"], spec.describe_tables()
+    if description["dtype"] != spec.dtype:
+        raise _make_dtype_error(error, label, "dtype", description["dtype"], spec.dtype, can_load)
+    _check_names(spec, description, label, tables)
+    stored_tables, own_tables = description["tables"], spec.describe_tables()
     if tables is not None:  # tables with higher numbers are not loaded
         stored_tables = stored_tables[: max(tables, default=-1) + 1]
     if len(stored_tables) > len(own_tables):
         raise error(
             f"{label} holds {len(stored_tables)} tables, not {len(own_tables)}; give all of them, in their order"
         )
-    if (stored["seed"], stored_tables) != (spec.seed, own_tables[: len(stored_tables)]):
+    if (description["seed"], stored_tables) != (spec.seed, own_tables[: len(stored_tables)]):
         log.warning(
             "%s has another seed or other initializers than the embedding, so new rows start with other values", label
         )
     if optimizer is None and not for_load:
-        _warn_of_state(spec, stored, label)
-    if optimizer is None or stored.get("rows") == 0 or (stored["optimizer"] is None and not stored["states"]):
+        _warn_of_state(spec, description, label)
+    rule, states = description["optimizer"], description["states"]
+    if optimizer is None or description.get("rows") == 0 or (rule is None and not states):
         return
-    if (stored["optimizer"], stored["states"]) != (optimizer.rule, list(optimizer.states)):
+    if (rule, states) != (optimizer.rule, list(optimizer.states)):
         raise OptimizerError(
-            f"{label} holds rows of optimizer {stored['optimizer']} with state {stored['states']}, but the new "
+            f"{label} holds rows of optimizer {rule} with state {states}, but the new "
             f"optimizer is {optimizer.rule}. Train with the stored optimizer, load a snapshot with weights_only=True "
             "to reset the state, or take another name or persistent_path"
         )
-    if RowState.from_description(stored).types != spec.make_row_state(optimizer).types:
-        state_type, _ = RowState.from_description(stored).states_16bit
+    if RowState.from_description(description).types != spec.make_row_state(optimizer).types:
+        state_type, _ = RowState.from_description(description).states_16bit
         raise _make_dtype_error(error, label, "state_dtype", state_type, spec.state_dtype, can_load)
 
 
-def _warn_of_state(spec: TableSpec, stored: dict[str, Any], label: str) -> None:
+def _warn_of_state(spec: TableSpec, description: dict[str, Any], label: str) -> None:
     """Warn if stored rows have another `state_dtype` than the embedding. Training steps on such rows will raise."""
-    kernel, (stored_dtype, _) = load_kernels().get(stored["optimizer"]), RowState.from_description(stored).states_16bit
+    kernel = load_kernels().get(description["optimizer"])
+    stored_dtype, _ = RowState.from_description(description).states_16bit
     if kernel is not None and kernel.element_states and stored_dtype != spec.state_dtype:
         log.warning(
             "%s holds state of dtype %s, but state_dtype=torch.%s. The rows can be read, but training steps will "
             "raise; give state_dtype=torch.%s",
-            label,
-            stored_dtype,
-            spec.state_dtype,
-            stored_dtype,
+            *(label, stored_dtype, spec.state_dtype, stored_dtype),
         )
 
 
@@ -108,21 +107,21 @@ def _make_dtype_error(
     )
 
 
-def _find_mismatched_tables(spec: TableSpec, stored: dict[str, Any]) -> Collection[int]:
+def _find_mismatched_tables(spec: TableSpec, description: dict[str, Any]) -> Collection[int]:
     """Return the numbers of the stored tables that have another name in the embedding.
 
-    Returns no table if the stored names come from imported tensors and the embedding's tables are unnamed.
+    If the embedding's tables are unnamed, stored names that an import made from tensors' names are ignored.
     """
-    if stored.get(table_names.TENSOR_NAMED) and not any(spec.table_names):
+    if description.get(table_names.NAMED_LIKE_TENSORS) and not any(spec.table_names):
         return ()
-    return table_names.find_mismatched_tables(table_names.read_table_names(stored), spec.table_names)
+    return table_names.find_mismatched_tables(table_names.read_table_names(description), spec.table_names)
 
 
-def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Collection[int] | None) -> None:
+def _check_names(spec: TableSpec, description: dict[str, Any], label: str, tables: Collection[int] | None) -> None:
     """Raise StoreError if rows of a stored table would become rows of another table."""
-    others = [table for table in _find_mismatched_tables(spec, stored) if tables is None or table in tables]
-    if others and stored.get("rows") != 0:
-        labels = table_names.table_labels(table_names.read_table_names(stored))
+    others = [table for table in _find_mismatched_tables(spec, description) if tables is None or table in tables]
+    if others and description.get("rows") != 0:
+        labels = table_names.label_tables(table_names.read_table_names(description))
         raise StoreError(
             f"{label} holds tables {list(labels)}, but the embedding has tables {list(spec.labels)}. Tables are "
             "matched by position, so rows would move to another table. Keep the stored tables' names and order, and "
@@ -132,7 +131,7 @@ def _check_names(spec: TableSpec, stored: dict[str, Any], label: str, tables: Co
 
 def fit_selection(
     spec: TableSpec,
-    stored: dict[str, Any],
+    description: dict[str, Any],
     optimizer: RowOptimizer | None,
     selection: Selection,
     strict: bool,
@@ -140,10 +139,10 @@ def fit_selection(
 ) -> tuple[Selection, list[str]]:
     """Restrict a selection of a snapshot's rows to rows that fit the table. Also returns remarks on what is left out.
 
-    strict: leave out only padding rows. Raises InputError if other rows do not fit, and as `check_stored_rows` does.
+    strict: leave out only padding rows. Raises the errors of `check_stored_rows`; InputError for a bad selection.
     """
     remarks: list[str] = []
-    names, selected = table_names.read_table_names(stored), selection.tables
+    names, selected = table_names.read_table_names(description), selection.tables
     if selected is not None and (not has_type(selected, Collection) or not len(selected)):
         raise InputError(f"tables={selected!r}: give a list of table ids or names, or None for all")
     if selection.where is not None and not callable(selection.where):
@@ -151,22 +150,22 @@ def fit_selection(
     tables = None
     if selected is not None:
         tables = [_find_stored_table(spec, names, table, f"tables={selected!r}: {label}") for table in selected]
-    others = {*_find_mismatched_tables(spec, stored), *range(spec.num_tables, len(names))}
+    others = {*_find_mismatched_tables(spec, description), *range(spec.num_tables, len(names))}
     if others and not strict:
         remarks.append(_remark_on_others(spec, names, others, label))
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]
     selection = dataclasses.replace(selection, tables=tables)
     dtypes = spec.dtype, spec.state_dtype
-    if selection.convert and convert_description(stored, dtypes) != stored:
+    if selection.convert and convert_description(description, dtypes) != description:
         selection = dataclasses.replace(selection, types=dtypes)
     try:
-        check_stored_rows(spec, selection.description(stored), optimizer, SnapshotError, label, tables)
+        check_stored_rows(spec, selection.describe(description), optimizer, SnapshotError, label, tables)
     except OptimizerError as error:
         if strict:
             raise OptimizerError(f"{error}; or load it with weights_only=True") from error
         remarks.append(f"the optimizer's state is reset: {error}")
         selection = dataclasses.replace(selection, state=False)
-    if spec.padding_idx not in (None, stored["padding_idx"]):
+    if spec.padding_idx not in (None, description["padding_idx"]):
         remarks.append(f"padding_idx={spec.padding_idx} was none when {label} was saved: rows of that id are left out")
         selection = dataclasses.replace(selection, padding=spec.padding_key)
     return selection, remarks
@@ -176,13 +175,13 @@ def _remark_on_others(spec: TableSpec, names: table_names.Names, others: Collect
     """Return a remark about tables that are in the snapshot but not in the embedding."""
     if not any(names):
         return f"{label} has {len(names)} tables, and the embedding {spec.num_tables}: the others are left out"
-    labels = table_names.table_labels(names)
+    labels = table_names.label_tables(names)
     skipped = [labels[table] for table in sorted(others)]
     return f"{label} has tables {list(labels)}, and the embedding {list(spec.labels)}: {skipped} are left out"
 
 
 def _find_stored_table(spec: TableSpec, names: table_names.Names, table: Any, where: str) -> int:
-    """Return the index of a snapshot's table. `table`: its index, its stored name, or its name in the embedding."""
+    """Return a stored table's number. `table`: its number, its stored name, or its name in the embedding."""
     for known_names in (names, spec.table_names[: len(names)]):
         index = table_names.find_table(table, known_names)
         if index is not None:
@@ -198,8 +197,8 @@ class LoadedIdCounter:
 
     def __init__(self, spec: TableSpec, counts_ids: bool = True) -> None:
         self._spec, self._max_ids = spec, spec.max_ids if counts_ids else None
-        self._num_rows, self._num_beyond = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
-        self._largest = np.zeros(spec.num_tables, np.uint64)
+        self._num_rows, self._num_unused = np.zeros(spec.num_tables, np.int64), np.zeros(spec.num_tables, np.int64)
+        self._max_keys = np.zeros(spec.num_tables, np.uint64)
         self._padded_tables: set[int] = set()
 
     def remember_padding(self, chunks: Chunks) -> Chunks:
@@ -215,8 +214,8 @@ class LoadedIdCounter:
             if self._max_ids is not None:
                 tables, keys = rows["table"], rows["key"]
                 self._num_rows += np.bincount(tables, minlength=len(self._num_rows))
-                self._num_beyond += np.bincount(tables[keys > self._max_ids[tables]], minlength=len(self._num_rows))
-                np.maximum.at(self._largest, tables, keys)
+                self._num_unused += np.bincount(tables[keys > self._max_ids[tables]], minlength=len(self._num_rows))
+                np.maximum.at(self._max_keys, tables, keys)
             yield bucket, rows
 
     def make_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
@@ -227,13 +226,13 @@ class LoadedIdCounter:
         """
         remarks = []
         for table_id, (label, options) in enumerate(zip(self._spec.labels, self._spec.tables, strict=True)):
-            num_ids, rows, num_beyond = options.ids, int(self._num_rows[table_id]), int(self._num_beyond[table_id])
+            num_ids, rows, num_unused = options.ids, int(self._num_rows[table_id]), int(self._num_unused[table_id])
             if num_ids is None or not rows:
                 continue
-            ids = int(self._largest[table_id]) + 1
-            if num_beyond:
+            ids = int(self._max_keys[table_id]) + 1
+            if num_unused:
                 remarks.append(
-                    f"{source} has {num_beyond} rows of table {label} with ids from {num_ids} on, which no lookup takes"
+                    f"{source} has {num_unused} rows of table {label} with ids from {num_ids} on, which no lookup takes"
                     f": give the table num_embeddings (or ids) of {ids}, or leave them out by where= of load_snapshot"
                 )
                 continue

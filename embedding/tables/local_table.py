@@ -57,13 +57,13 @@ class LocalTable:
         for_load: bool = False,
     ) -> None:
         self.name, self.device, self.group = spec.name, device, group
-        self._process = os.getpid()
+        self._process_id = os.getpid()
         self._table: OpenTable | None = None
         self._closed_step = 0  # the step of the rows at the last close
         self._service = Service()
         self._request_target: tuple[SaveTarget, StoreFolder | None] | None = None
         self.persistence = TablePersistence(
-            spec, options, device, shard, self._list_partners, () if group is None else group.folders()
+            spec, options, device, shard, self._list_members, () if group is None else group.list_folders()
         )
         try:
             self._table = self.persistence.open(optimizer, planner, for_load)
@@ -72,9 +72,9 @@ class LocalTable:
             raise
         cache_metrics(self._table)
         if shard is None or shard.rank == 0:
-            (level, source), rows = self.persistence.source, f"{self._table.counts.num_rows:,} rows"
+            (level, text), rows = self.persistence.log_entry, f"{self._table.counts.num_rows:,} rows"
             rows += f" of rank 0 of {shard.num_ranks}" if shard is not None else ""
-            log.log(level, "embedding %r: %s of step %d; %s", self.name, rows, self._table.step, source)
+            log.log(level, "embedding %r: %s of step %d; %s", self.name, rows, self._table.step, text)
         self._share_gate()
 
     @property
@@ -82,9 +82,9 @@ class LocalTable:
         """The open table. Raises ClosedError after `close`, and StoreError in a process forked after the opening."""
         if self._table is None:
             raise ClosedError(f"embedding {self.name!r} was closed: create it again")
-        if self._process != os.getpid() and (self.store is not None or self._table.has_thread):
+        if self._process_id != os.getpid() and (self.store is not None or self._table.has_thread):
             raise StoreError(
-                f"embedding {self.name!r} was opened by process {self._process}, which holds its folder or its "
+                f"embedding {self.name!r} was opened by process {self._process_id}, which holds its folder or its "
                 "threads; use the embedding in that process"
             )
         return self._table
@@ -92,7 +92,7 @@ class LocalTable:
     @property
     def table_if_open(self) -> OpenTable | None:
         """The table, if it is open in this process."""
-        return self._table if self._process == os.getpid() else None
+        return self._table if self._process_id == os.getpid() else None
 
     @property
     def is_open(self) -> bool:
@@ -136,8 +136,8 @@ class LocalTable:
         self._share_gate()
         self.persistence.expect_change()  # the next change of rows merges the records of the group's stores into one
 
-    def _list_partners(self) -> list[Member]:
-        return [] if self.group is None else self.group.members()
+    def _list_members(self) -> list[Member]:
+        return [] if self.group is None else self.group.list_members()
 
     def _share_gate(self) -> None:
         if self.group is not None and self.store is not None and self._table is not None:
@@ -153,13 +153,13 @@ class LocalTable:
         """Raise OptimizerError if rows have another optimizer's state, OptionError if rows lack room for new state."""
         table = self.table
         stored, needed = table.state, table.spec.make_row_state(optimizer)
-        is_same_initial = table.optimizer is None or table.optimizer.initial == optimizer.initial
+        is_same_initial = table.optimizer is None or table.optimizer.initial_values == optimizer.initial_values
         is_stateless = stored.rule is None and not stored.names  # the rows were written by `put`
         if table.counts.num_rows and not is_stateless and not (_is_compatible(stored, needed) and is_same_initial):
             raise OptimizerError(
                 f"embedding {self.name!r} has rows of optimizer {stored.rule} (state {list(stored.names)}, initial "
-                f"values {list(stored.initial)}), but the new optimizer is {needed.rule} (state {list(needed.names)}, "
-                f"initial values {list(needed.initial)}); train with the rows' optimizer{self._reset_remedy()}"
+                f"values {list(stored.initial_values)}), but the new one is {needed.rule} (state {list(needed.names)}, "
+                f"initial values {list(needed.initial_values)}); train with the rows' optimizer{self._reset_remedy()}"
             )
         self.persistence.check_row(optimizer)
 
@@ -177,9 +177,9 @@ class LocalTable:
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """Train rows with `optimizer`. Opens the table again if optimizer state needs more room. Raises StoreError."""
-        if self._process != os.getpid():
+        if self._process_id != os.getpid():
             raise StoreError(
-                f"embedding {self.name!r} was opened by process {self._process}, so this process would only train a "
+                f"embedding {self.name!r} was opened by process {self._process_id}, so this process would only train a "
                 "copy of the rows. Train in one process, or give world= to share the rows across ranks"
             )
         self.check_optimizer(optimizer)
@@ -188,11 +188,11 @@ class LocalTable:
         if _is_compatible(stored, needed) and replace(stored, rule=needed.rule) == needed:
             table.use_optimizer(optimizer, needed)
             return
-        self._replace(lambda old_table: self.persistence.reopen(old_table, optimizer), joins=True)
+        self._replace(lambda old_table: self.persistence.reopen(old_table, optimizer), joins_group=True)
 
     def move(self, device: torch.device) -> None:
         """Open the table again on another device, with the same rows. Raises InputError, OptionError, StoreError."""
-        self._replace(lambda old_table: self.persistence.move(old_table, device), joins=True)
+        self._replace(lambda old_table: self.persistence.move(old_table, device), joins_group=True)
         self.device = device
 
     def forget_announced(self) -> None:
@@ -205,7 +205,7 @@ class LocalTable:
         if self._table is not None:
             self._table.release()
 
-    def tensors(self) -> RowTensors:
+    def copy_rows(self) -> RowTensors:
         """Return a copy of all rows."""
         while True:
             with suppress(RowsReplacedError):
@@ -241,7 +241,7 @@ class LocalTable:
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
         if selection.convert:
             return fit_selection(spec, snapshot.description, optimizer, selection, True, label)[0]
-        check_stored_rows(spec, selection.description(snapshot.description), optimizer, SnapshotError, label)
+        check_stored_rows(spec, selection.describe(snapshot.description), optimizer, SnapshotError, label)
         return selection
 
     def begin_load(self, records_change: bool) -> int:
@@ -254,8 +254,8 @@ class LocalTable:
         """Count a collective write that is about to begin, even if the write changes no row of this rank."""
         self.persistence.count_write()
 
-    def record_load_as_write(self, num_writes: int, snapshot_id: str | None) -> None:
-        """Count a load as a write. num_writes: all earlier writes. snapshot_id: the snapshot, if loaded as a whole."""
+    def count_load(self, num_writes: int, snapshot_id: str | None) -> None:
+        """Count a load as a write. num_writes: how many writes came before. snapshot_id: None for a partial load."""
         self.persistence.count_write(num_writes)
         if snapshot_id is not None:
             self.rows_version.set_snapshot(snapshot_id, self.rows_version.num_writes)
@@ -266,7 +266,7 @@ class LocalTable:
         assert self.persistence.rows_version is not None
         return self.persistence.rows_version
 
-    def save_callback(self) -> Callable[[str], None]:
+    def make_save_callback(self) -> Callable[[str], None]:
         """Return a function that must be called with a snapshot's id once that snapshot contains the present rows."""
         version = self.persistence.rows_version
         return (lambda id: None) if version is None else partial(version.set_snapshot, num_writes=version.num_writes)
@@ -294,7 +294,7 @@ class LocalTable:
             ) from error
 
     def _close(self) -> None:
-        if self._table is not None and self._process == os.getpid():
+        if self._table is not None and self._process_id == os.getpid():
             with _disable_current_modes():  # a trace may be running and would record the operations
                 save_error = self._table.observers.finish_saving()
                 self._service.stop()
@@ -326,10 +326,10 @@ class LocalTable:
             consequence = self.persistence.describe_failed_close(self._table)
             log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
-    def _replace(self, build: Callable[[OpenTable], OpenTable], joins: bool = False) -> None:
-        """Replace the table by `build(table)`. joins: True if `build` opens the store again and joins its group."""
+    def _replace(self, build: Callable[[OpenTable], OpenTable], joins_group: bool = False) -> None:
+        """Replace the table by `build(table)`. joins_group: True if `build` opens the store again."""
         self.table.observers.finish_saving()
-        with lock_between_steps([self] if joins else []):
+        with lock_between_steps([self] if joins_group else []):
             while True:
                 old_table = self.table
                 with old_table.observers.between_saves():  # readers wait for the lock until the new table is in place

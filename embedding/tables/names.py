@@ -32,7 +32,7 @@ def make_provisional_name(is_shared: bool) -> str:
     return f"unnamed-{'shared-' * is_shared}{next(_name_counters[is_shared])}"
 
 
-def next_seed(is_shared: bool) -> int:
+def make_next_seed(is_shared: bool) -> int:
     """Return the seed of the next embedding without a name. is_shared: True for rows that ranks share."""
     return zlib.crc32(f"{'shared ' * is_shared}embedding {next(_seed_counters[is_shared])}".encode())
 

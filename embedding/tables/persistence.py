@@ -1,4 +1,4 @@
-"""Keeps a table's rows between runs: opens and closes one store folder, and recovers it from its snapshots.
+"""Keeps a table's rows between runs: opens and closes a store folder, and recovers rows from its snapshots.
 
 Live rows are RocksDB's files or, for rows in memory, the row files of the last close. A clean marker says that live
 rows are complete and durable. The first write clears the marker, and a clean shutdown writes it again. Live rows
@@ -15,7 +15,6 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from enum import Enum, auto
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,16 +32,16 @@ from ...engine.row_format import Chunks, RowFormat
 from ...engine.signals import defer_signals
 from ...engine.store.contract import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
-from ...engine.store.table_counts import TABLE_ROWS, count_chunk_rows, read_counts
+from ...engine.store.table_counts import count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets
-from ...engine.table.row_scan import check_rows, load_rows
+from ...engine.table.row_scan import check_rows, fill_table
 from ...engine.table.stack import build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
-from ...snapshots.files.format import LIVE_FILES, LIVE_VERSION, SHARD_FIELD, check_description
+from ...snapshots.files.format import check_description
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
-from ...snapshots.store.changed_keys import read_changed_keys, write_changed_keys
+from ...snapshots.store.changed_keys import read_changed_keys
 from ...snapshots.store.closed_store import check_live, scan_live_rows
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, remove_other_shards, snapshot_folder
@@ -51,38 +50,33 @@ from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import read_live_version
 from ...snapshots.store.recovery_rule import EMPTY
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
+from .clean_marker import make_clean_marker
 from .compatibility import LoadedIdCounter, check_stored_rows
-from .file_check import FileCheck
+from .linked_rows import FileCheck, can_link, link_rows
 from .recovery import (
     FolderContents,
+    LiveRowsState,
     OpenPlan,
     Planner,
     RankShard,
     RowsVersion,
     check_shards_unlocked,
     describe_full_disk,
-    describe_loss,
-    lacks_space,
+    describe_next_rows,
+    is_disk_full,
     plan_open,
     read_contents,
 )
 from .row_tensors import RowTensors
 
 log = logging.getLogger("tierbed")
-
-
-class LiveRows(Enum):
-    """How an open table's live rows relate to its group's record."""
-
-    RECORDED = auto()  # the record names the live rows, so the next change must be noted first
-    CHANGED = auto()  # the record says that the live rows have changed
-    PLACEHOLDER = auto()  # empty until a load converts the stored rows; meanwhile the folder looks new
+Description = dict[str, Any]  # describes rows, in the format of a snapshot's description
 
 
 class TablePersistence:
     """The store folder of an embedding, locked until `release`. There is no folder if the options have no path.
 
-    partners: returns the stores trained together with this store. siblings: the folders of the group's stores.
+    list_members: returns the stores trained together with this store. group_folders: the folders of the group's stores.
     """
 
     def __init__(
@@ -91,13 +85,13 @@ class TablePersistence:
         options: StoreOptions,
         device: torch.device,
         shard: RankShard | None = None,
-        partners: Callable[[], Iterable[Member]] = tuple,
-        siblings: Sequence[Path] = (),
+        list_members: Callable[[], Iterable[Member]] = tuple,
+        group_folders: Sequence[Path] = (),
     ) -> None:
         self.spec = spec
-        self.options = options = options if shard is None else shard.options(options)
+        self.options = options = options if shard is None else shard.make_options(options)
         self.rows_version = None if shard is None else RowsVersion(shard)
-        self._processor = get_processor_factory(device, options)
+        self._processor_factory = get_processor_factory(device, options)
         self._budgets = AutoBudgets(spec.name, options, num_ranks=1 if shard is None else shard.num_ranks_on_host)
         self.folder: StoreFolder | None = None
         if options.persistent_path is not None:
@@ -107,14 +101,13 @@ class TablePersistence:
             else:
                 self.folder = StoreFolder(shard.folder(path), user)
         self.member: Member | None = None  # with several ranks, set only on rank 0
-        self._on_disk = isinstance(options, CachedSsdOptions)
-        self._mode = options.open
+        self._is_on_disk = isinstance(options, CachedSsdOptions)
+        self._open_mode = options.open
         self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
-        self._live_rows = LiveRows.RECORDED
-        self._file_check: FileCheck | None = None  # checks the files that the last recovery linked
-        self._list_partners, self._folders = partners, siblings
+        self._live_rows_state = LiveRowsState.RECORDED
+        self._list_members, self._group_folders = list_members, group_folders
         self._run_id = ""  # the id of the run that began with an empty table and created these rows
-        self.source = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
+        self.log_entry = (logging.INFO, "new, in memory")  # level and text of the log about the rows' origin
         self.resumed_step = 0  # the step of an earlier run's rows; 0 if the rows are new or a user loaded them
         self.restored_snapshot: str | None = None  # the id of the snapshot that the table opened with
 
@@ -127,7 +120,7 @@ class TablePersistence:
         if self.folder is None:
             return self._build(optimizer, None, None)
         try:
-            self._live_rows = LiveRows.RECORDED
+            self._live_rows_state = LiveRowsState.RECORDED
             contents = read_contents(self.folder)
             is_new = self.rows_version is None and contents.clean_marker is None and not contents.had_live_rows
             if planner is not None:
@@ -135,27 +128,27 @@ class TablePersistence:
             elif (version := self.rows_version) is not None:  # a shard is opened again, for another optimizer or device
                 plan = OpenPlan(contents.clean_marker, None, None, version.run_id, version.num_writes, version.version)
             else:
-                plan = self._open_member(self.folder, contents, for_load)
+                plan = self._plan_from_record(self.folder, contents, for_load)
             self._unusable_reason = plan.unusable_reason
-            table = self._open_with(optimizer, plan, self.folder, is_new, for_load)
+            table = self._execute_plan(optimizer, plan, self.folder, is_new, for_load)
             if self.member is not None and self.rows_version is None:
                 self.member.move_to(self.folder)
                 remove_other_shards(self.folder.path, 1)
             return table
         except TierbedError as error:
             self._leave_group()
-            if not lacks_space(error):
+            if not is_disk_full(error):
                 raise
             raise StoreError(describe_full_disk(self.folder, error)) from error
 
-    def _open_member(self, folder: StoreFolder, contents: FolderContents, for_load: bool) -> OpenPlan:
+    def _plan_from_record(self, folder: StoreFolder, contents: FolderContents, for_load: bool) -> OpenPlan:
         """Read the group's record, and plan how to open a store whose rows are all in this process."""
         check_shards_unlocked(folder.path, folder.num_ranks)
-        if self._mode == "fresh" and contents.clean_marker is None:
-            folder.discard_live()  # frees space for the record: no run uses these rows again
-        member = open_store(folder, self._mode, for_load, siblings=self._folders)
+        if self._open_mode == "fresh" and contents.clean_marker is None:
+            folder.discard_live_rows()  # frees space for the record: no run uses these rows again
+        member = open_store(folder, self._open_mode, for_load, siblings=self._group_folders)
         self.set_member(member)
-        plan = OpenPlan() if self._mode == "fresh" else plan_open(folder, contents, member)
+        plan = OpenPlan() if self._open_mode == "fresh" else plan_open(folder, contents, member)
         if member.mark_folder is not folder:
             member.copy_to(folder)  # before the clean marker, which is valid only with a record
         return plan
@@ -168,7 +161,7 @@ class TablePersistence:
     @property
     def is_placeholder(self) -> bool:
         """True if the table is empty only because a load still has to convert the stored rows."""
-        return self._live_rows is LiveRows.PLACEHOLDER
+        return self._live_rows_state is LiveRowsState.PLACEHOLDER
 
     @property
     def version(self) -> str | None:
@@ -180,16 +173,16 @@ class TablePersistence:
     def set_member(self, member: Member) -> None:
         """Set the group's member, so that later changes of the rows are noted in the group's record."""
         self.member = member
-        member.attach(self.expect_change, self._list_partners)
+        member.attach(self.expect_change, self._list_members)
 
-    def _open_with(
+    def _execute_plan(
         self, optimizer: RowOptimizer | None, plan: OpenPlan, folder: StoreFolder, is_new: bool, for_load: bool
     ) -> OpenTable:
         self.restored_snapshot = None
         if self.rows_version is not None:
             self.rows_version.begin(plan.run_id, plan.num_writes, plan.version)
         if plan.clean_marker is not None:
-            self.source = logging.INFO, f"live rows of the last close of store folder {folder.path}"
+            self.log_entry = logging.INFO, f"live rows of the last close of store folder {folder.path}"
             table = self._resume(optimizer, plan.clean_marker, folder, for_load)
             self.resumed_step = table.step
             if plan.snapshot_id not in (None, EMPTY):
@@ -197,37 +190,33 @@ class TablePersistence:
             elif (changed := read_changed_keys(folder, plan.clean_marker)) is not None:
                 table.observers.track_changes(*changed)
             return table
-        self.source = logging.INFO, f"new, in store folder {folder.path}"
+        self.log_entry = logging.INFO, f"new, in store folder {folder.path}"
         if plan.snapshot is not None:
-            stored = plan.snapshot.description
-            spec, label = self.spec.with_stored_seed(stored), f"store folder {str(folder.path)!r}"
-            self.source = logging.INFO, f"snapshot {plan.snapshot.name!r} of store folder {folder.path}"
+            description = plan.snapshot.description
+            spec, label = self.spec.with_stored_seed(description), f"store folder {str(folder.path)!r}"
+            self.log_entry = logging.INFO, f"snapshot {plan.snapshot.name!r} of store folder {folder.path}"
             if is_new:
                 label = f"snapshot {plan.snapshot.name!r} of {label}"
             try:
-                check_stored_rows(spec, stored, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
+                check_stored_rows(spec, description, optimizer, StoreError, label, can_load=is_new, for_load=for_load)
                 self.spec = spec
             except StoreError as error:
                 if not (is_new and for_load):
                     raise
-                converted = convert_description(stored, (spec.dtype, spec.state_dtype))
+                converted = convert_description(description, (spec.dtype, spec.state_dtype))
                 check_stored_rows(spec, converted, optimizer, StoreError, label)
                 assert self.member is not None
                 self.member.mark_broken(str(error))
-                self._live_rows = LiveRows.PLACEHOLDER
+                self._live_rows_state = LiveRowsState.PLACEHOLDER
                 plan = OpenPlan()
         if plan.snapshot is None:
             table = self._start_empty(optimizer, folder)
         else:
-            folder.discard_live()  # frees space: no run uses these rows again
-            opened = self._open_checkpoint(optimizer, plan.snapshot, folder, for_load)
-            if opened is None:
-                load = partial(self.load, on_verified=plan.on_verified, is_replaced=for_load)
-                opened, _ = load(optimizer, plan.snapshot, None)
-            table = opened
+            folder.discard_live_rows()  # frees space: no run uses these rows again
+            table = self._open_snapshot(optimizer, plan.snapshot, folder, plan, for_load)
             self.resumed_step = 0 if is_new else table.step
             self.restored_snapshot = plan.snapshot.manifest.id
-        self.source = plan.log_entry or self.source
+        self.log_entry = plan.log_entry or self.log_entry
         return table
 
     def close(self, table: OpenTable) -> None:
@@ -238,7 +227,6 @@ class TablePersistence:
         """
         with table.lock:
             table.stop_prefetch()  # first, because later calls may fail, and no thread may run when the process ends
-            self._stop_file_check()
             if self.folder is not None and self._has_rows_to_keep(table):
                 try:
                     self.folder.check()
@@ -254,11 +242,7 @@ class TablePersistence:
             self._leave_group()
             table.close()
             if self.folder is not None and self.is_placeholder:
-                self.folder.discard_live()
-
-    def _stop_file_check(self) -> None:
-        if self._file_check is not None:
-            self._file_check.stop()
+                self.folder.discard_live_rows()
 
     def _leave_group(self) -> None:
         """Leave the training group. Does nothing for a shard: rank 0 leaves the group after closing its shard."""
@@ -275,19 +259,21 @@ class TablePersistence:
 
     def expect_change(self) -> None:
         """Require a note in the group's record before the next change of rows."""
-        if self._live_rows is LiveRows.CHANGED:
-            self._live_rows = LiveRows.RECORDED
+        if self._live_rows_state is LiveRowsState.CHANGED:
+            self._live_rows_state = LiveRowsState.RECORDED
 
     def _write_live_rows(self, table: OpenTable, folder: StoreFolder) -> None:
         """Durably write the table's rows as live rows, with a clean marker."""
         if folder.clean_marker is None:
-            if self._on_disk:
+            if self._is_on_disk:
                 table.flush()
-                folder.write_clean_marker(self._make_clean_marker(table))
+                folder.write_clean_marker(make_clean_marker(table, self.folder, self.member, self.rows_version))
             else:
                 folder.clear_incoming()
                 write_snapshot(folder.incoming, table.describe(), table.scan())
-                folder.replace_live(folder.incoming, self._make_clean_marker(table))
+                folder.replace_live_rows(
+                    folder.incoming, make_clean_marker(table, self.folder, self.member, self.rows_version)
+                )
         if self.member is not None:
             self.member.mark_closed(read_live_version(folder.clean_marker) or "")
 
@@ -295,11 +281,10 @@ class TablePersistence:
         """Return the log text for a failed close. The text names the rows that the next run would open."""
         if self.folder is None or self.folder.clean_marker is not None:
             return "no stored row is lost by it"
-        return describe_loss(self.folder, self.member, table.step)
+        return describe_next_rows(self.folder, self.member, table.step)
 
     def release(self) -> None:
         """Unlock the folder without writing, and release the memory that automatic budgets reserved."""
-        self._stop_file_check()
         self._budgets.release()
         self._leave_group()
         if self.folder is not None:
@@ -318,18 +303,18 @@ class TablePersistence:
             reopened = self.open(optimizer)
             self.resumed_step = resumed_step
             return reopened
-        wider = self._build(optimizer, {**table.describe(), "rows": table.counts.num_rows, "shards": None}, None)
-        self._fill(wider, table.describe(), table.scan())
+        new_table = self._build(optimizer, {**table.describe(), "rows": table.counts.num_rows, "shards": None}, None)
+        fill_table(new_table, table.describe(), table.scan())
         table.close()
-        return wider
+        return new_table
 
     def move(self, table: OpenTable, device: torch.device) -> OpenTable:
         """Open a table with the same rows on another device. Raises InputError, OptionError, StoreError."""
-        old_processor, self._processor = self._processor, get_processor_factory(device, self.options)
+        old_factory, self._processor_factory = self._processor_factory, get_processor_factory(device, self.options)
         try:
             return self.reopen(table, table.optimizer)
         except BaseException:
-            self._processor = old_processor
+            self._processor_factory = old_factory
             raise
 
     def _start_empty(self, optimizer: RowOptimizer | None, folder: StoreFolder) -> OpenTable:
@@ -337,17 +322,17 @@ class TablePersistence:
         if folder.clean_marker is not None:
             self._build(optimizer, None, folder.incoming).close()  # test the options before good rows are deleted
             folder.clear_incoming()
-        folder.discard_live()
+        folder.discard_live_rows()
         try:
             table = self._build(optimizer, None, folder.live_path)
         except BaseException:
             if is_new:
-                folder.forget()
+                folder.reset()
             raise
         if not self.is_placeholder:
             folder.store_step(0)
-        if self._mode == "fresh":
-            self._mode = "resume"
+        if self._open_mode == "fresh":
+            self._open_mode = "resume"
         return table
 
     def _resume(
@@ -372,34 +357,26 @@ class TablePersistence:
                 table.reset_id_limits()
         return table
 
-    def _open_checkpoint(
-        self, optimizer: RowOptimizer | None, snapshot: Snapshot, folder: StoreFolder, for_load: bool
-    ) -> OpenTable | None:
-        """Open a table with the files of a RocksDB checkpoint, without reading its rows. None if rows must be read."""
-        manifest, state = snapshot.manifest, RowState.from_description(snapshot.description)
-        if optimizer is not None:
-            state = self.spec.make_row_state(optimizer)
-        has_same_row_format = self.spec.make_row_format(state).fields == manifest.row_format.fields
-        if manifest.rocksdb is None or not self._on_disk or self.rows_version is not None or not has_same_row_format:
-            return None
-        from ...snapshots.files.rocksdb_files import link_checkpoint  # needs RocksDB
-
-        stored = {**snapshot.description, "rows": manifest.rows, "shards": manifest.rocksdb.shards}
-        folder.clear_incoming()
-        try:
-            if not link_checkpoint(snapshot.folder, manifest.rocksdb, folder.incoming):
-                return None
-            table = self._build(optimizer, stored, folder.incoming)
-        except (StoreError, SnapshotError, OSError) as error:
-            log.info("embedding %r: reading all rows of snapshot %r, because %s", self.spec.name, snapshot.name, error)
-            return None  # reading the rows raises an error that names the damaged file
-        marker = self._make_clean_marker(table)
-        table.close()
-        folder.replace_live(folder.incoming, marker)
-        table = self._resume(optimizer, marker, folder, for_load)
-        table.observers.track_changes(manifest.id)
-        self._file_check = FileCheck(snapshot, table.defer_error)
-        return table
+    def _open_snapshot(
+        self, optimizer: RowOptimizer | None, snapshot: Snapshot, folder: StoreFolder, plan: OpenPlan, for_load: bool
+    ) -> OpenTable:
+        """Open a table with a snapshot's rows. Reads no row if the snapshot's RocksDB files can be linked."""
+        state = None if optimizer is None else self.spec.make_row_state(optimizer)
+        if self._is_on_disk and self.rows_version is None and can_link(snapshot, self.spec, state):
+            folder.clear_incoming()
+            try:
+                table = self._build(optimizer, link_rows(snapshot, folder.incoming), folder.incoming)
+            except (StoreError, SnapshotError, OSError) as error:  # `load` raises an error that names the damaged file
+                log.info("snapshot %r: its files cannot be linked, so its rows are read: %s", snapshot.name, error)
+            else:
+                marker = make_clean_marker(table, self.folder, self.member, self.rows_version)
+                table.close()
+                folder.replace_live_rows(folder.incoming, marker)
+                table = self._resume(optimizer, marker, folder, for_load)
+                table.observers.track_changes(snapshot.manifest.id)
+                table.on_close = FileCheck(snapshot, table.defer_error).stop
+                return table
+        return self.load(optimizer, snapshot, None, on_verified=plan.on_verified, for_load=for_load)[0]
 
     def _open_live_rows(
         self, optimizer: RowOptimizer | None, marker: dict[str, Any], folder: StoreFolder, label: str
@@ -408,7 +385,7 @@ class TablePersistence:
         fields = None if optimizer is None else self.spec.make_row_format(self.spec.make_row_state(optimizer)).fields
         has_same_row_format = fields in (None, RowFormat.from_description(marker).fields)
         try:
-            if self._on_disk and marker["live"] == "rocksdb" and has_same_row_format:
+            if self._is_on_disk and marker["live"] == "rocksdb" and has_same_row_format:
                 table = self._build(optimizer, marker, folder.live_path)
                 assert table.stack is not None
                 assert isinstance(table.stack.bottom, RocksDB)
@@ -436,15 +413,15 @@ class TablePersistence:
         old_table: OpenTable | None,
         selection: Selection = ALL,
         on_verified: Callable[[], None] | None = None,
-        is_replaced: bool = False,
+        for_load: bool = False,
     ) -> tuple[OpenTable, LoadReport]:
         """Load a snapshot's rows, or a selection, into a new table. Closes `old_table` once all rows are verified.
 
         Args:
             on_verified: called before `old_table` closes. If `on_verified` raises, nothing has changed.
-            is_replaced: True if another load is about to replace the rows.
+            for_load: True if another load is about to replace the rows.
         """
-        report, ids = LoadReport(), LoadedIdCounter(self.spec, counts_ids=not is_replaced)
+        report, ids = LoadReport(), LoadedIdCounter(self.spec, counts_ids=not for_load)
         description = {**snapshot.description, "rows": snapshot.manifest.rows}
         if selection.has_every_row and snapshot.shard is None:
             report = LoadReport(snapshot.manifest.rows)
@@ -452,24 +429,19 @@ class TablePersistence:
             chunks = ids.remember_padding(snapshot.chunks())
             for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
-        stored = {**selection.description(description), "rows": report.rows}
+        loaded = {**selection.describe(description), "rows": report.rows}
         selected = ids.count(selection.read_rows(snapshot, LoadReport()))
         with self._adopt_seed(snapshot.description), contextlib.nullcontext() if old_table is None else old_table.lock:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
-            table = self._build_from_rows(optimizer, stored, source, old_table, snapshot_id, on_verified=on_verified)
+            table = self._build_from_rows(optimizer, loaded, source, old_table, snapshot_id, on_verified=on_verified)
             if snapshot_id is not None:
                 table.observers.track_changes(snapshot_id)
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)
         if old_table is not None:
-            log.info(
-                "embedding %r: %d rows of step %d, loaded from snapshot %r",
-                self.spec.name,
-                report.rows,
-                table.step,
-                snapshot.name,
-            )
+            text = "embedding %r: %d rows of step %d, loaded from snapshot %r"
+            log.info(text, self.spec.name, report.rows, table.step, snapshot.name)
         untrained = not description["states"] and not description["step"]
         remarks = self._warn_all(ids.make_remarks(f"snapshot {snapshot.name!r}", untrained, description["padding_idx"]))
         return table, replace(report, remarks=report.remarks + remarks)
@@ -482,10 +454,10 @@ class TablePersistence:
     def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, old_table: OpenTable) -> OpenTable:
         """Load rows from memory into a new table, and close `old_table`. The recovery snapshot stays the same."""
         with self._adopt_seed(tensors.description), old_table.lock:
-            check_stored_rows(self.spec, tensors.stored(), optimizer, SnapshotError, "the state")
+            check_stored_rows(self.spec, tensors.describe(), optimizer, SnapshotError, "the state")
             ids = LoadedIdCounter(self.spec)
             chunks = ids.count(check_rows(tensors.chunks(), self.spec.num_tables))
-            table = self._build_from_rows(optimizer, tensors.stored(), contextlib.nullcontext(chunks), old_table)
+            table = self._build_from_rows(optimizer, tensors.describe(), contextlib.nullcontext(chunks), old_table)
             self._warn_all(ids.make_remarks("the state", False, None))
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)
@@ -504,7 +476,7 @@ class TablePersistence:
     def _build_from_rows(
         self,
         optimizer: RowOptimizer | None,
-        stored: dict[str, Any],
+        description: dict[str, Any],
         source: contextlib.AbstractContextManager[Chunks],
         old_table: OpenTable | None = None,
         snapshot_id: str | None = None,
@@ -515,16 +487,16 @@ class TablePersistence:
         snapshot_id: the id of the snapshot with exactly these rows, or None.
         """
         folder = self.folder
-        path = folder.incoming if folder is not None and self._on_disk else None
+        path = folder.incoming if folder is not None and self._is_on_disk else None
         if folder is not None:
             folder.clear_incoming()
-        table = self._build(optimizer, {**stored, "shards": None}, path)
+        table = self._build(optimizer, {**description, "shards": None}, path)
         try:
             with source as chunks:
-                count = self._fill(table, stored, chunks)
-            if count != stored["rows"]:
-                raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {stored['rows']}")
-            if self._on_disk:
+                count = fill_table(table, description, chunks)
+            if count != description["rows"]:
+                raise StoreError(f"embedding {self.spec.name!r}: {count} rows were found, not {description['rows']}")
+            if self._is_on_disk:
                 table.flush()
             if on_verified is not None:
                 on_verified()
@@ -540,52 +512,41 @@ class TablePersistence:
                 raise
             if path is None or folder is None:
                 return table
-            marker = self._make_clean_marker(table)
+            marker = make_clean_marker(table, self.folder, self.member, self.rows_version)
             table.close()
-            folder.replace_live(path, marker)
+            folder.replace_live_rows(path, marker)
             return self._build(optimizer, marker, folder.live_path)
 
     def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
-        """Close a table whose rows are replaced. snapshot_id: of the snapshot with the new rows, or None."""
+        """Close a table whose rows are replaced. snapshot_id: the id of the snapshot with the new rows, or None."""
         member = self.member if self.rows_version is None else None  # for a shard, all ranks record the load together
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
             self.begin_change(snapshot_id is None and self.rows_version is None, replaces_rows=True)
             old_table.close()
-            self._unusable_reason, self._live_rows = "", LiveRows.RECORDED  # RECORDED, so that the next write is noted
+            self._unusable_reason, self._live_rows_state = "", LiveRowsState.RECORDED  # the next write is noted
             if member is not None:
                 member.mark_replaced(snapshot_id)
 
-    def _fill(self, table: OpenTable, stored: dict[str, Any], chunks: Chunks) -> int:
-        """Load scanned rows, adding initial optimizer state to rows without state. Returns the number of rows."""
-        assert table.stack is not None
-        if table.state.names and not stored["states"]:
-            chunks = table.state.add_initial_state(chunks, self.spec.dim, self.spec.dtype)
-        checked = check_rows(chunks, self.spec.num_tables)
-        remembered = table.lifecycle.record_loaded_chunks(checked)
-        counts = load_rows(table.stack, remembered, table.row_format, self.spec.num_tables)
-        table.counts.set_initial_counts(counts)
-        return int(counts.sum())
-
-    def _build(self, optimizer: RowOptimizer | None, stored: dict[str, Any] | None, path: Path | None) -> OpenTable:
-        """Build a table over empty tiers or over the RocksDB files at `path`. `stored` gives the step and row count."""
-        state = RowState() if stored is None else RowState.from_description(stored)
+    def _build(self, optimizer: RowOptimizer | None, description: Description | None, path: Path | None) -> OpenTable:
+        """Build a table over empty tiers or over the RocksDB files at `path`. `description`: None without rows."""
+        state = RowState() if description is None else RowState.from_description(description)
         if optimizer is not None:
             self.check_row(optimizer)
             state = self.spec.make_row_state(optimizer)
-        rows, shards = (0, None) if stored is None else (stored["rows"], stored["shards"])
+        rows, shards = (0, None) if description is None else (description["rows"], description["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
-        processor = self._processor(self.spec, state, lifecycle.capacity)
+        processor = self._processor_factory(self.spec, state, lifecycle.capacity)
         stack = build_stack(self._budgets.resolve(processor), processor, path, shards)
-        on_disk = self.folder is not None or isinstance(stack.bottom, RocksDB)
-        write_at = partial(self._prepare_write, stack.bottom) if on_disk else None
-        table = OpenTable(self.spec, processor, stack, state, lifecycle, write_at, self.options.background_threads)
-        stored_run = "" if stored is None else str(stored.get(RUN_ID_FIELD, "")) or self._run_id
+        has_files = self.folder is not None or isinstance(stack.bottom, RocksDB)
+        before_write = partial(self._prepare_write, stack.bottom) if has_files else None
+        table = OpenTable(self.spec, processor, stack, state, lifecycle, before_write, self.options.background_threads)
+        stored_run = "" if description is None else str(description.get(RUN_ID_FIELD, "")) or self._run_id
         self._run_id = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
-        table.start(optimizer, self._run_id, stored)
+        table.start(optimizer, self._run_id, description)
         if self.folder is not None:
             table.observers.max_key_bytes = int(self.options.changed_keys_mb * (1 << 20))
-        if stored is not None and shards is not None:  # the rows are in RocksDB already
-            table.counts.set_initial_counts(read_counts(stored, self.spec.num_tables))
+        if description is not None and shards is not None:  # the rows are in RocksDB already
+            table.counts.set_initial_counts(read_counts(description, self.spec.num_tables))
             if lifecycle.has_ledger:
                 try:
                     remembered = lifecycle.record_loaded_chunks(check_rows(table.scan(), self.spec.num_tables))
@@ -600,17 +561,17 @@ class TablePersistence:
         if isinstance(bottom, RocksDB):
             bottom.make_writable()  # first: if this fails, the live rows keep their clean marker
         if self.folder is not None:
-            if self._live_rows is not LiveRows.CHANGED:
+            if self._live_rows_state is not LiveRowsState.CHANGED:
                 self.begin_change()
-                self._live_rows = LiveRows.CHANGED
+                self._live_rows_state = LiveRowsState.CHANGED
             if self.rows_version is None and self.member is not None:
                 self.member.count_write()
             self.folder.store_step(step)
 
     def count_write(self, num_earlier: int | None = None) -> None:
-        """Add 1 to the number of writes. num_earlier: all earlier writes; None if this shard counted each of them."""
+        """Add 1 to the number of writes. num_earlier: how many writes came before; default: this shard's count."""
         assert self.rows_version is not None
-        self.rows_version.record_write(num_earlier)
+        self.rows_version.count_write(num_earlier)
         if self.member is not None:
             self.member.count_write()
 
@@ -626,29 +587,12 @@ class TablePersistence:
                 self.member.begin_change(replaces_rows)
             if self.folder.clean_marker is not None:
                 self.folder.clear_clean_marker()
-        if not self._on_disk:
-            self.folder.discard_live()  # frees disk space; a close writes the rows from memory to disk again
-
-    def _make_clean_marker(self, table: OpenTable) -> dict[str, Any]:
-        assert table.stack is not None
-        bottom = table.stack.bottom
-        live_fields: dict[str, Any] = {"live": "rows"}
-        if isinstance(bottom, RocksDB):
-            live_fields = {"live": "rocksdb", "shards": bottom.shards, LIVE_FILES: bottom.read_versions()}
-        counts = table.counts.known_table_counts
-        rows_by_table = {} if counts is None else {TABLE_ROWS: counts.tolist()}
-        shard = {} if self.rows_version is None else {SHARD_FIELD: self.rows_version.make_marker_fields()}
-        version = {} if self.member is None or self.rows_version is not None else {LIVE_VERSION: self.member.version}
-        fields = {**live_fields, "rows": table.counts.num_rows, **rows_by_table, **shard, **version}
-        changed = table.observers.list_changed_keys()
-        if self.folder is not None and changed is not None and len(changed[1]):  # else the record names the snapshot
-            with self.folder.convert_errors("write changed keys of"):
-                fields |= write_changed_keys(self.folder, *changed)
-        return {**table.describe(), **fields}
+        if not self._is_on_disk:
+            self.folder.discard_live_rows()  # frees disk space; a close writes the rows from memory to disk again
 
 
 def _remove_table(table: OpenTable, path: Path | None) -> None:
-    """Close and remove a table that was built at `path`, next to the live rows."""
+    """Close an unused table, and remove its files in the folder `path`, if there are any."""
     table.close()
     if path is not None:
         with contextlib.suppress(OSError):  # keep the first error; the next open removes the folder

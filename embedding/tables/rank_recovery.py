@@ -25,7 +25,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
+from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
 from .recovery import FolderContents, OpenPlan, check_shards_unlocked, choose_snapshot, make_log_entry, read_contents
 from .shared_folder import SharedFolder
 
@@ -33,12 +33,12 @@ from .shared_folder import SharedFolder
 class _Decision(NamedTuple):
     """Rank 0's decision about which rows to open."""
 
-    live: str | None  # the version of the live rows; None if the ranks do not open live rows
-    id: str | None  # the id of the snapshot with these rows, EMPTY without rows; None if no snapshot holds the rows
-    name: str  # the name of the snapshot to load; "" if the ranks load no snapshot
+    live_version: str | None  # the version of the live rows; None if the ranks do not open live rows
+    snapshot_id: str | None  # the snapshot with these rows; EMPTY without rows; None if no snapshot holds the rows
+    snapshot_name: str  # the name of the snapshot to load; "" if the ranks load no snapshot
     unusable_reason: str  # why the rows may not be used before a load; "" if the rows may be used
-    level: int  # the level of the log message
-    text: str  # the log message; "" if nothing is logged
+    log_level: int  # the level of the log message
+    log_text: str  # the log message; "" if nothing is logged
 
 
 class RecoveryDecision:
@@ -56,7 +56,7 @@ class RecoveryDecision:
     def __init__(
         self, world: World, op: str, shared_folder: SharedFolder, mode: str, for_load: bool, group: Any
     ) -> None:
-        self._folders = () if group is None else group.folders()
+        self._folders = () if group is None else group.list_folders()
         self._world, self._shared_folder, self._mode, self._for_load = world, shared_folder, mode, for_load
         self._op = f"{op}: its rows"
         self._has_reported = False  # True once this rank has sent its report
@@ -64,8 +64,8 @@ class RecoveryDecision:
         self._has_read = False  # True once this rank has sent its row count
         self._has_counted = False  # True once the row counts have been compared
         self.member: Member | None = None
-        self.base: str | None = None  # the id of the snapshot to open with, EMPTY for no rows; None for live rows
-        self.is_live = False  # True if each rank opens its own live rows
+        self.snapshot_id: str | None = None  # the snapshot to open with; EMPTY: no rows; None: live rows
+        self.has_live_rows = False  # True if each rank opens its own live rows
         self._recorded_versions: dict[str, str | None] = {}  # on rank 0: the version in the record, by store path
         first = world.call_on_rank_0(f"{op}: its store folder", self._prepare)
         self._token: str = first["token"]  # the token, and the id of a run that starts here
@@ -78,7 +78,7 @@ class RecoveryDecision:
         folders: list[FolderState] = []
         with suppress(StoreError):  # if the error matters, `open_store` raises it again
             file = GroupFile(shared_folder.folder, siblings=self._folders)
-            for store_id, folder in file.members(lenient=True).items():
+            for store_id, folder in file.find_members(lenient=True).items():
                 if folder.num_ranks:
                     folders.append(folder)
                     self._recorded_versions[str(folder.path)] = file.record.entries[store_id].live_version
@@ -91,26 +91,26 @@ class RecoveryDecision:
         reports = self._world.all_gather_object(self._op, lambda: self._report(contents))
         decision = _Decision(*self._world.call_on_rank_0(f"{self._op}: chosen", lambda: self._choose(reports)))
         self._has_agreed = True
-        version = decision.live or "" if decision.id is None else version_of_snapshot(decision.id)
-        log_entry = (decision.level, decision.text) if decision.text else None
-        if decision.live is not None:
-            run_id, _, num_writes = decision.live.rpartition(":")
-            self.is_live = True
+        id, live_version = decision.snapshot_id, decision.live_version
+        version = live_version or "" if id is None else make_snapshot_version(id)
+        log_entry = (decision.log_level, decision.log_text) if decision.log_text else None
+        if live_version is not None:
+            run_id, _, num_writes = live_version.rpartition(":")
+            self.has_live_rows = True
             reason = decision.unusable_reason
-            return OpenPlan(contents.clean_marker, None, decision.id, run_id, int(num_writes), version, reason)
-        self.base = decision.id
-        reason = decision.unusable_reason
+            return OpenPlan(contents.clean_marker, None, id, run_id, int(num_writes), version, reason)
+        self.snapshot_id, reason = id, decision.unusable_reason
         plan = OpenPlan(run_id=self._token, version=version, unusable_reason=reason, log_entry=log_entry)
-        if self.base == EMPTY:
+        if self.snapshot_id == EMPTY:
             return plan
-        whole = Snapshot.open(self._shared_folder.snapshots / decision.name)
+        whole = Snapshot.open(self._shared_folder.snapshots / decision.snapshot_name)
         snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
         return plan._replace(snapshot=snapshot, on_verified=lambda: self._check_row_count(snapshot))
 
     def _report(self, contents: FolderContents) -> tuple[list[dict[int, str | None]], int | None]:
         """Return (versions, step). `step` is the last step of this embedding's store, as far as this host knows.
 
-        `versions` holds a dict {rank: version} for each sharded store in the group. A dict covers this host's shards.
+        `versions` has one dict {rank: version} per sharded store in the group. Each dict lists the shards on this host.
         """
         self._shared_folder.check_token(self._token)
         versions, step = [], contents.recorded_step
@@ -157,7 +157,7 @@ class RecoveryDecision:
         finally:
             if self._shared_folder.folder is not None:
                 self._shared_folder.remove_tokens()  # every rank has looked for the token, or the world has ended
-        if self.base not in (None, EMPTY):
+        if self.snapshot_id not in (None, EMPTY):
             self._join(f"{self._op}: its rows", self._has_read, self._has_counted, error)  # as in `check_row_count`
 
     def leave(self) -> None:

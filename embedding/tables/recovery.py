@@ -14,6 +14,7 @@ import dataclasses
 import errno
 import logging
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,15 @@ from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, find_holder, read_last_step, read_shard_versions, shard_folder
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import read_live_version
-from ...snapshots.store.recovery_rule import EMPTY, version_of_snapshot
+from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
+
+
+class LiveRowsState(Enum):
+    """How an open table's live rows relate to its group's record."""
+
+    RECORDED = auto()  # the record names the live rows, so the next change must be noted first
+    CHANGED = auto()  # the record says that the live rows have changed
+    PLACEHOLDER = auto()  # empty until a load converts the stored rows; meanwhile the folder looks new
 
 
 class FolderContents(NamedTuple):
@@ -62,7 +71,7 @@ def read_contents(folder: FolderState) -> FolderContents:
 def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> OpenPlan:
     """Plan how to open a table whose rows are all in this process. Raises StoreError, SnapshotError."""
     live = read_live_version(contents.clean_marker)
-    loaded = version_of_snapshot(member.entry.snapshot)  # the live rows' version if a kill interrupted a load
+    loaded = make_snapshot_version(member.entry.snapshot)  # the live rows' version if a kill interrupted a load
     if live is not None and live in (member.entry.live_version, loaded):
         return OpenPlan(contents.clean_marker, snapshot_id=member.entry.snapshot)
     ranks = folder.num_ranks
@@ -124,7 +133,7 @@ def make_log_entry(
 
 
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
-    """Return text that names the store's last snapshot, if recovery takes the group back to an earlier one, `base`."""
+    """Return text about the store's last snapshot if recovery uses `base`, an earlier snapshot; otherwise ""."""
     record = member.group.record
     saved = list_snapshots(folder.snapshots).snapshots if len(record.entries) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
@@ -161,7 +170,7 @@ def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
     return f"what was written since, steps {base_step + 1} to {live_step}, is lost"
 
 
-def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
+def describe_next_rows(folder: FolderState, member: Member | None, step: int) -> str:
     """Return a log text: which rows the next run gets if this run ends at `step` without a clean marker."""
     if member is None:
         return "all ranks recover from a snapshot in the next run"
@@ -176,7 +185,7 @@ def describe_loss(folder: FolderState, member: Member | None, step: int) -> str:
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
 
-def lacks_space(error: TierbedError) -> bool:
+def is_disk_full(error: TierbedError) -> bool:
     """True if the error's cause is a full disk."""
     cause = find_os_error(error)
     return cause is not None and cause.errno == errno.ENOSPC
@@ -184,7 +193,7 @@ def lacks_space(error: TierbedError) -> bool:
 
 def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     """Return the error text for a store that cannot be opened because the disk is full."""
-    cause = str(error).partition("; free space")[0]  # cut RocksDB's advice, because it is for open stores
+    cause = str(error).partition("; free space")[0]  # leave out RocksDB's advice: it is for open stores
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
         f"{str(folder.snapshots)!r} that recovery does not need"
@@ -214,7 +223,7 @@ class RankShard:
         """Return the shard's store folder, inside the table's store folder."""
         return shard_folder(store_path, self.rank, self.num_ranks)
 
-    def options(self, options: StoreOptions) -> StoreOptions:
+    def make_options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""
         if options.capacity is None or options.eviction == "none":
             return options
@@ -236,20 +245,20 @@ class RowsVersion:
 
     def begin(self, run_id: str, num_writes: int, version: str) -> None:
         self.run_id, self.num_writes = run_id, num_writes
-        self._known_version = num_writes, version
+        self._version_at_writes = num_writes, version
 
-    def record_write(self, num_earlier: int | None = None) -> None:
-        """Add 1 to the number of writes. num_earlier: all earlier writes; None if this shard counted each of them."""
+    def count_write(self, num_earlier: int | None = None) -> None:
+        """Add 1 to the number of writes. num_earlier: how many writes came before; default: this shard's count."""
         self.num_writes = 1 + (self.num_writes if num_earlier is None else num_earlier)
 
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:
         """Use the version of a snapshot with the same rows. Ignored if more than `num_writes` writes were made."""
         if self.num_writes == num_writes:
-            self._known_version = num_writes, version_of_snapshot(snapshot_id)
+            self._version_at_writes = num_writes, make_snapshot_version(snapshot_id)
 
     @property
     def version(self) -> str:
-        num_writes, version = self._known_version
+        num_writes, version = self._version_at_writes
         return version if self.num_writes == num_writes else f"{self.run_id}:{self.num_writes}"
 
     def make_marker_fields(self) -> dict[str, Any]:

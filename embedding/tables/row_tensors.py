@@ -20,7 +20,7 @@ from ...engine.table.table import OpenTable
 from ...snapshots.files.format import check_description
 
 TENSOR_NAMES = ("table", "key", "embedding", "state", "updates", "step", "description")
-NOT_WHOLE = "on_another_rank"  # a description's key: True if only rank 0's state_dict holds the rows
+ON_OTHER_RANK_FIELD = "on_another_rank"  # a description's key: True if only rank 0's state_dict holds the rows
 _DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _CHUNK = 1 << 16  # rows per chunk
 _INTEGERS = ("table", "key", "updates", "step")
@@ -72,7 +72,7 @@ class RowTensors:
     def __len__(self) -> int:
         return len(self.tensors["table"])
 
-    def stored(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Return the rows' description in a snapshot's format, with the row count."""
         return {**self.description, "rows": len(self)}
 
@@ -108,7 +108,7 @@ class RowTensors:
         except (ValueError, TypeError) as error:
             raise ValueError(f"the rows' description cannot be read: {error}") from error
         check_description(description)
-        if description.get(NOT_WHOLE):
+        if description.get(ON_OTHER_RANK_FIELD):
             raise ValueError("it has no rows: the rows of all ranks are in the state_dict() of rank 0; load that one")
         row_format = RowFormat.from_description(description)
         for name, (dtype, shape) in _make_shapes(row_format, len(tensors["table"])).items():

@@ -11,7 +11,7 @@ from ...engine.options.store_options import StoreOptions
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, snapshot_folder
 from ...snapshots.store.group import Member
-from ...snapshots.store.mark import RanksRecord
+from ...snapshots.store.mark import ShardLayout
 
 _TOKEN = ".token-"
 
@@ -65,8 +65,8 @@ class SharedFolder:
         if self.folder is None or member is None:
             return
         if self.folder.live_path.exists() or self.folder.clean_marker is not None:
-            self.folder.discard_live()
-        member.move_to(self.snapshot_store, RanksRecord(num_ranks))
+            self.folder.discard_live_rows()
+        member.move_to(self.snapshot_store, ShardLayout(num_ranks))
 
     def release(self) -> None:
         """Unlock the folder. May be called again."""

@@ -38,45 +38,43 @@ class TrainingGroup:
 
     def begin_backward(self) -> None:
         """Called when a backward pass has pinned the rows of one embedding, before it reaches other embeddings."""
-        if not self.gate.is_blocked:
-            self.gate.is_blocked = True
+        if not self.gate.is_mid_step:
+            self.gate.is_mid_step = True
             torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
 
     def end_backward(self) -> None:
         """Called when the backward pass has updated all rows that the pass reached."""
-        self.gate.is_blocked = False
+        self.gate.is_mid_step = False
 
     def detect_failed_backward(self) -> None:
         """Detect a backward pass that raised. Called before a forward pass and a close."""
         # a forward pass that a backward pass recomputes runs inside that backward pass
-        if self.gate.is_blocked and torch._C._current_graph_task_id() == -1:
+        if self.gate.is_mid_step and torch._C._current_graph_task_id() == -1:
             self.mark_backward_failed()
 
     def mark_backward_failed(self) -> None:
         """Mark the group inconsistent after a backward pass raised, because only some rows may have been updated."""
-        if self.gate.is_blocked:
+        if self.gate.is_mid_step:
             self.end_backward()
-            mark_inconsistent(self.members(), "a backward pass raised during its updates")
+            mark_inconsistent(self.list_members(), "a backward pass raised during its updates")
 
-    def handles(self) -> list[Any]:
+    def list_handles(self) -> list[Any]:
         """Return the open embeddings' handles, ordered by name, so that all ranks use the same order."""
         handles = (embedding.open_handle for embedding in sorted(self.embeddings, key=lambda embedding: embedding.name))
         return [handle for handle in handles if handle is not None]
 
-    def members(self) -> list[Member]:
+    def list_members(self) -> list[Member]:
         """Return the open embeddings' stores."""
-        return [handle.local.member for handle in self.handles() if handle.local.member is not None]
+        return [handle.local.member for handle in self.list_handles() if handle.local.member is not None]
 
-    def folders(self) -> list[Path]:
+    def list_folders(self) -> list[Path]:
         """Return all embeddings' store folders."""
-        return [
-            Path(embedding.store_options.persistent_path).absolute() / embedding.name for embedding in self.embeddings
-        ]
+        return [Path(e.store_options.persistent_path).absolute() / e.name for e in self.embeddings]
 
     @property
     def is_mid_step(self) -> bool:
         """True if a table is in a step, so that tables may be at different steps."""
-        return self.gate.is_blocked or any(handle.local.table.is_in_step for handle in self.handles())
+        return self.gate.is_mid_step or any(handle.local.table.is_in_step for handle in self.list_handles())
 
     def mark_if_partly_updated(self, embeddings: Iterable[Any], error: BaseException) -> None:
         """Called after a step raised. Marks the group inconsistent if only some tables were updated."""
@@ -84,7 +82,7 @@ class TrainingGroup:
         handles = [handle for handle in own_handles if handle is not None and handle.member is not None]
         tables = [handle.local.table for handle in handles]
         interrupted_tables = [table for table in tables if table.is_in_step or table.failure is not None]
-        was_updated = any(table.update_failed or table.failure is not None for table in interrupted_tables)
+        was_updated = any(table.has_failed_update or table.failure is not None for table in interrupted_tables)
         if was_updated and len(interrupted_tables) < len(tables):
             mark_inconsistent([handle.member for handle in handles], f"a step raised during its updates ({error!r})")
         if torch._C._current_graph_task_id() != -1:
@@ -121,7 +119,7 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
     replaces_rows: True if the block replaces rows. First finishes background saves, because they need the locks.
     """
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()
-    all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.handles())]}
+    all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.list_handles())]}
     gate: StepGate | None = None
     while True:
         tables = sorted({handle.local.table for handle in all_handles.values()}, key=id)

@@ -62,15 +62,15 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
         self.native.pin(batch)
         try:
             if capacity_limit is not None:
-                check_capacity(_core.count_new(batch, self._layout), capacity_limit)
+                check_capacity(_core.count_new_rows(batch, self._layout), capacity_limit)
         except BaseException:
             self.native.unpin(batch)
             raise
         if batch.num_unique > self._capacity:
             self._warn_small_cache(batch.num_unique)
 
-    def unpin(self, batch: _core.Batch, dirty: bool) -> None:
-        """Release the pinned batch. Ignores `dirty`, because each row's update counter shows if the row was written."""
+    def unpin(self, batch: _core.Batch, is_dirty: bool) -> None:
+        """Release the pinned batch. Ignores `is_dirty`: each row's update counter shows if the row was written."""
         self.native.unpin(batch)
 
     def peek(self, batch: _core.Batch, is_training: bool = False) -> None:
@@ -107,7 +107,7 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
         begin, metrics = 0, self.native.metrics()
         pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // FLUSH_PIECE_ROWS
         for _ in range(pieces):  # limited, because steps write more rows meanwhile
-            begin = self.native.flush_some(begin, FLUSH_PIECE_ROWS)
+            begin = self.native.flush_piece(begin, FLUSH_PIECE_ROWS)
             yield True
             if begin == 0:
                 break

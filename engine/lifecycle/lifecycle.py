@@ -1,6 +1,6 @@
 """Decides which new rows a table keeps, and which rows it deletes because they expired or the table is full.
 
-The ledger (`native/ledger.h`) decides step by step, by written rows' counts and ages. Removed rows count as unwritten.
+The ledger (`native/ledger.h`) makes both decisions by each row's write count and age. Removed rows count as new.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Lifecycle:
 
     def __init__(self, name: str, num_tables: int, options: StoreOptions, num_stored_rows: int, seed: int) -> None:
         self._name, self.capacity = name, options.capacity
-        self._eviction, self._admission, self._ttl = options.eviction, options.admission, options.ttl_steps
+        self._eviction, self._admission, self._ttl_steps = options.eviction, options.admission, options.ttl_steps
         self._ledger: _core.Ledger | None = None
         self.has_ledger = False  # if True, this class checks the capacity and must know every written row
         self.counts = {"refused": 0, "evicted": 0, "expired": 0, "deleted": 0}
@@ -49,7 +49,7 @@ class Lifecycle:
                 capacity=self.capacity,
                 ttl_steps=options.ttl_steps or 0,
                 min_lookups=options.admission if isinstance(options.admission, int) else 0,
-                chance=options.admission if isinstance(options.admission, float) else 1.0,
+                probability=options.admission if isinstance(options.admission, float) else 1.0,
                 seed=seed,
             )
 
@@ -72,13 +72,13 @@ class Lifecycle:
         assert self._ledger is not None
         if len(batch.refused_lines):
             refused = count_by_table(batch.tables[batch.refused_lines != 0], len(self.removed_counts))
-            self._count(refused, "refused")
-        self._ledger.commit(batch, step)
+            self._count_removed(refused, "refused")
+        self._ledger.record_write(batch, step)
 
     def find_expired(self, step: int) -> tuple[TableIds, Keys] | None:
         """Returns the rows that expire after `step`, or None. Scans every `ttl_steps` / `SCANS_PER_TTL` steps."""
         assert self._ledger is not None
-        if self._ttl is None or self._eviction == "ttl" or step % max(1, self._ttl // SCANS_PER_TTL):
+        if self._ttl_steps is None or self._eviction == "ttl" or step % max(1, self._ttl_steps // SCANS_PER_TTL):
             return None
         tables, keys = self._ledger.find_expired(step)
         return (tables, keys) if len(keys) else None
@@ -87,23 +87,23 @@ class Lifecycle:
         """Record removed rows. `existing_counts` counts the written rows per table; `cause` is a key in `counts`."""
         if self._ledger is not None:
             self._ledger.erase(tables, keys)
-        self._count(existing_counts, cause)
+        self._count_removed(existing_counts, cause)
 
-    def _count(self, rows: Counts, cause: str) -> None:
+    def _count_removed(self, rows: Counts, cause: str) -> None:
         self.removed_counts += rows
         self.counts[cause] += int(rows.sum())
 
     def explain_absence(self) -> str:
         """Returns a text with all causes that may explain a missing row, since no record names the removed rows."""
-        occurred = [cause for cause, count in self.counts.items() if count]
-        causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in occurred]
+        seen_causes = [cause for cause, count in self.counts.items() if count]
+        causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in seen_causes]
         return " or ".join(["not written since the table was opened", *causes])
 
     def record_loaded_chunks(self, chunks: Chunks) -> Chunks:
         """Yield rows that are being loaded into the table, and add these rows to the ledger."""
         for bucket, rows in chunks:
             if self._ledger is not None:
-                self._ledger.load(*(rows[field].copy() for field in ("table", "key", "updates", "step")))
+                self._ledger.add_rows(*(rows[field].copy() for field in ("table", "key", "updates", "step")))
             yield bucket, rows
 
     def _format_capacity_error(self, num_new: int, num_excess: int) -> str:
@@ -112,7 +112,7 @@ class Lifecycle:
         if self._eviction == "none":
             remedy = "raise capacity, choose an eviction, or leave new ids out"
         elif self._eviction == "ttl" and num_new <= self.capacity:
-            remedy = f"raise capacity, or lower ttl_steps={self._ttl}"
+            remedy = f"raise capacity, or lower ttl_steps={self._ttl_steps}"
         return (
             f"capacity={self.capacity} of embedding {self._name!r}, eviction={self._eviction!r}: the batch has "
             f"{num_new} new rows, but there is room for {max(num_new - num_excess, 0)}; {remedy}. Nothing was changed"

@@ -22,7 +22,7 @@ from ..options.table_spec import TableSpec
 
 LARGE_ALLOCATION_BYTES = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
 
-# (keys [n], table ids [bags] or None, bags). bags: one length for all bags, offsets [bags + 1], or None without pooling
+# (keys, each bag's table id or None, bags). The third item is the length of all bags, offsets, or None without pooling
 LookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
 # (keys, table ids, bags) as in LookupArrays, then features [columns] (one per result column), then the batch size
 FeatureLookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
@@ -72,8 +72,8 @@ def make_lookup_arrays(spec: TableSpec, lookup: Lookup) -> LookupArrays | Featur
     if lookup.table_ids is None:
         tables = _make_default_tables(columns, spec.num_tables)
     else:
-        known = _make_table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
-        tables = _convert_table_ids(spec, lookup.table_ids) if known is None else known
+        table_array = _make_table_array(spec.num_tables, tuple(lookup.table_ids.tolist()))
+        tables = _convert_table_ids(spec, lookup.table_ids) if table_array is None else table_array
     return keys, tables, _convert_offsets(lookup.offsets), invert_feature_columns(feature_columns), batch_size
 
 
@@ -118,8 +118,8 @@ def make_illegal_id_error(spec: TableSpec, table: int, key: int) -> InputError:
     id_ = key - 2**64 if key >= 2**63 and spec.key_type != torch.uint64 else key
     return InputError(
         f"ids of embedding {spec.name!r}: {id_} is no id of table {spec.labels[table]}, whose ids are 0 to {last}; "
-        "correct the ids, or give the table more ids. In a config, set num_embeddings; elsewhere, set ids. None allows "
-        "any id. make_table_options(bad_ids='drop') ignores ids beyond the last id"
+        "correct the ids, or give the table more ids. In a config, set num_embeddings; elsewhere, set ids. The value "
+        "None allows any id. make_table_options(bad_ids='drop') ignores ids beyond the last id"
     )
 
 
@@ -177,12 +177,12 @@ def to_keys(ids: Tensor) -> NDArray[np.uint64]:
 def _convert_table_ids(spec: TableSpec, table_ids: Tensor) -> NDArray[np.uint32]:
     # NumPy is faster here than torch's ops
     flat = table_ids.detach().reshape(-1).numpy().astype(np.int64, copy=False)
-    outside = flat.view(np.uint64) >= spec.num_tables
-    if outside.any():
-        position = int(outside.argmax())
+    is_outside = flat.view(np.uint64) >= spec.num_tables
+    if is_outside.any():
+        position = int(is_outside.argmax())
         raise InputError(
             f"table_ids of embedding {spec.name!r}: table id {flat[position]} at position {position}; "
-            f"they run from 0 to {spec.num_tables - 1}; if you meant bag offsets, pass them as offsets="
+            f"table ids run from 0 to {spec.num_tables - 1}; if you meant bag offsets, pass them as offsets="
         )
     return flat.astype(np.uint32)
 
@@ -210,10 +210,10 @@ def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
     where = f"offsets of embedding {spec.name!r}"
     if flat[0] != 0 or flat[-1] != ids:
         raise InputError(
-            f"{where}: they run from {flat[0]} to {flat[-1]}; give bags + 1 offsets. The first must be 0, and the last "
-            f"must be {ids}, the number of ids"
+            f"{where}: the first is {flat[0]}, and the last is {flat[-1]}. They must be 0 and {ids}, the number of "
+            f"ids. Give one offset more than there are bags"
         )
     descents = np.flatnonzero(flat[1:] < flat[:-1])
     if len(descents):
         at = int(descents[0])
-        raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; give them ascending")
+        raise InputError(f"{where}: {flat[at]} at position {at} is followed by {flat[at + 1]}; offsets must ascend")

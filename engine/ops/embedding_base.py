@@ -14,7 +14,7 @@ from ..options.store_options import StoreOptions
 from ..options.table_spec import TableSpec
 
 TRACED_ATTRIBUTE = "tierbed_traced"  # attribute of a traced tensor: (tracing thread, live parameter)
-REMEDY_ATTRIBUTE = "tierbed_remedy"  # attribute of a traced `weight`'s storage: the error text for writes to the weight
+REMEDY_ATTRIBUTE = "tierbed_remedy"  # attribute of a traced `weight`'s storage: what to do instead of writing to it
 
 
 class Unscriptable:
@@ -34,7 +34,7 @@ class EmbeddingBase(Unscriptable, nn.Module):
     store_options: StoreOptions
     output_dtype: torch.dtype  # dtype of lookup results and their gradients
     device: torch.device  # the device where lookups run; Module.to() changes it
-    op_id: int  # torch ops find the module by this number
+    embedding_id: int  # a random number, by which torch ops find the module
     shadow: nn.Parameter  # [1, 1] float32; stands for the rows in optimizers and autograd
     parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
     has_cache_misses: bool  # result of a run's last check: True if a cache above an SSD missed rows

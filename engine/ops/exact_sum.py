@@ -1,7 +1,7 @@
 """Adds float32 numbers, or squares of gradients. The result's bits do not depend on threads, ranks or processor.
 
-`compute_partial_sum` adds exactly, in integer multiples of the smallest float32, and `add_partial_sums` rounds once, so
-ranks may add in any order. `sum_squares` adds in a fixed order instead.
+`compute_partial_sum` adds exactly, in integer multiples of the smallest float32. `add_partial_sums` rounds only once.
+So ranks may add in any order. `sum_squares` adds in a fixed order instead.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ def compute_partial_sum(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
         by_exponent = np.bincount(exponents[part], mantissas[part], 256)[:255].tolist()
         exact += sum(int(count) << max(exponent - 1, 0) for exponent, count in enumerate(by_exponent))
     limbs = [exact >> _LIMB_BITS * limb & (1 << _LIMB_BITS) - 1 for limb in range(_NUM_LIMBS)]
-    nan = int(np.isnan(numbers).sum())
-    return np.array([*limbs, int((exponents == 255).sum()) - nan, nan], np.int64)
+    num_nan = int(np.isnan(numbers).sum())
+    return np.array([*limbs, int((exponents == 255).sum()) - num_nan, num_nan], np.int64)
 
 
 def add_partial_sums(partials: Sequence[NDArray[np.int64]]) -> float:
     """Add all ranks' partial sums, rounding once."""
-    *limbs, infinite, nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
-    if infinite or nan:
-        return float("nan" if nan else "inf")
+    *limbs, num_infinite, num_nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
+    if num_infinite or num_nan:
+        return float("nan" if num_nan else "inf")
     return sum(count << _LIMB_BITS * limb for limb, count in enumerate(limbs)) / _UNIT  # integer division rounds once
 
 

@@ -33,7 +33,7 @@ def hash_keys(values: Any, seed: int = 0, null: int | None = None) -> Tensor:
         The hashes as a signed int64 tensor on the CPU, with the shape of `values`.
 
     Raises:
-        InputError: If `values` is of an unsupported type, a text is not Unicode, or a value is null and `null` is None.
+        InputError: For an unsupported type, for invalid Unicode, or for a missing value (None, NaN, NA) without `null`.
         OptionError: If `seed` or `null` is not a 64-bit integer.
     """
     seed = check_int("seed", seed, "a whole number of 64 bits", -(2**63), 2**64 - 1) % 2**64
@@ -70,7 +70,7 @@ def _hash_padded(values: NDArray[Any], seed: int) -> Ids:
     if native.dtype.itemsize == 0:
         native = native.astype(native.dtype.kind + "1")
     is_text = native.dtype.kind == "U"
-    first_invalid = _core.hash_rows(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
+    first_invalid = _core.hash_padded_strings(native.view(np.uint8), native.dtype.itemsize, is_text, seed, ids)
     if first_invalid < len(ids):
         raise InputError(f"values: element {first_invalid} has a character that is not Unicode; give valid text")
     return ids
@@ -78,7 +78,7 @@ def _hash_padded(values: NDArray[Any], seed: int) -> Ids:
 
 def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
     parts: list[bytes] = []
-    nulls: list[int] = []
+    null_positions: list[int] = []
     for position, value in enumerate(values):
         if isinstance(value, str):
             try:
@@ -88,16 +88,16 @@ def _hash_objects(values: list[Any], seed: int, null: int | None) -> Ids:
         elif isinstance(value, bytes):
             parts.append(value)
         elif value is None or (isinstance(value, float) and value != value) or type(value).__name__ == "NAType":
-            nulls.append(position)
+            null_positions.append(position)
             parts.append(b"")
         else:
             raise InputError(f"values: element {position} is {value!r}; give {_KINDS}")
     offsets = np.zeros(len(parts) + 1, np.int64)
     np.cumsum([len(part) for part in parts], out=offsets[1:])
     ids = np.empty(len(parts), np.int64)
-    _core.hash_parts(np.frombuffer(b"".join(parts), np.uint8), offsets, seed, ids)
-    if nulls:
-        ids[nulls] = _require_null_id(nulls[0], null)
+    _core.hash_strings(np.frombuffer(b"".join(parts), np.uint8), offsets, seed, ids)
+    if null_positions:
+        ids[null_positions] = _require_null_id(null_positions[0], null)
     return ids
 
 
@@ -137,8 +137,8 @@ def _hash_arrow(column: Any, seed: int, null: int | None) -> Ids:
     chunks = getattr(column, "chunks", [column])
     ids = np.concatenate([np.empty(0, np.int64), *(hash_chunk(chunk, seed, null) for chunk in chunks)])
     if column.null_count:
-        nulls = np.flatnonzero(column.is_null())
-        ids[nulls] = _require_null_id(int(nulls[0]), null)
+        null_positions = np.flatnonzero(column.is_null())
+        ids[null_positions] = _require_null_id(int(null_positions[0]), null)
     return ids
 
 
@@ -147,7 +147,7 @@ def _hash_text(column: Any, seed: int, null: int | None) -> Ids:
     ids = np.empty(len(column), np.int64)
     _, ends, data = column.buffers()
     offsets = np.frombuffer(ends or bytes(8), np.int64)[column.offset :][: len(column) + 1]
-    _core.hash_parts(np.frombuffer(data or b"", np.uint8), offsets, seed, ids)
+    _core.hash_strings(np.frombuffer(data or b"", np.uint8), offsets, seed, ids)
     return ids
 
 

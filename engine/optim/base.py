@@ -73,7 +73,7 @@ class CheckedOptimizer(torch.optim.Optimizer):
             for rule in load_rules():
                 if isinstance(self, rule.optimizer):
                     rule.compute_hyperparams(group, 1)
-                    rule.initial(group)
+                    rule.compute_initial(group)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -132,7 +132,7 @@ class DenseAdam(DenseOptimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def second_moment_input(squares: Tensor) -> Tensor:
+    def reduce_squares(squares: Tensor) -> Tensor:
         """Return the values that the second moment averages: by default, the squared gradients."""
         return squares
 
@@ -141,18 +141,18 @@ class DenseAdam(DenseOptimizer):
     ) -> tuple[dict[str, float], Tensor, Tensor]:
         """Update a parameter's step count and moments. Return (hyper-parameters, first moment, its divisor)."""
         if not state:
-            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.second_moment_input(w))}
+            state |= {"exp_avg": torch.zeros_like(w), "exp_avg_sq": torch.zeros_like(self.reduce_squares(w))}
         count = state.setdefault("step", torch.tensor(0.0))  # a tensor, as in torch's optimizers
         count += 1
         hyperparams, m, v = compute_hyperparams(group, int(count)), state["exp_avg"], state["exp_avg_sq"]
         g = -g if group["maximize"] else g
         m.lerp_(g, hyperparams["one_minus_beta1"])
-        v.mul_(hyperparams["beta2"]).add_(hyperparams["one_minus_beta2"] * self.second_moment_input(g.square()))
+        v.mul_(hyperparams["beta2"]).add_(hyperparams["one_minus_beta2"] * self.reduce_squares(g.square()))
         return hyperparams, m, v.sqrt() / hyperparams["sqrt_correction2"] + hyperparams["eps"]
 
 
 def compute_row_mean(squares: Tensor) -> Tensor:
-    """Return the mean over the last dimension, and keeps that dimension with size 1."""
+    """Return the mean over the last dimension. The result keeps this dimension, with size 1."""
     return squares.mean(-1, keepdim=True)
 
 

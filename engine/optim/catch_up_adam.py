@@ -13,9 +13,9 @@ With weight decay, a row that was never written has missed all steps before t.
 CatchUpAdam with weight decay applies all missed steps one by one: each step depends on w, and no closed form is known.
 The other rules apply at most `terms` steps one by one. For the remaining steps, they multiply m and v by powers of
 beta1 and beta2, and w by a power of the decay. The remaining steps change w only by the decay; their other changes are
-dropped as negligible. Suppose the first missed step changes w by d, and r = beta1 / sqrt(beta2). Then step j after it
-changes w by at most d * r^j * sqrt(1 + j), where sqrt(1 + j) bounds the growth of sqrt(1 - beta2^s). `terms` is chosen
-so that the dropped changes sum to less than d * 2^-24, below the rounding error of the first step. The bias
+dropped as negligible. Suppose the first missed step changes w by d, and r = beta1 / sqrt(beta2). The j-th later step
+changes w by at most d * r^j * sqrt(1 + j). The factor sqrt(1 + j) bounds the growth of sqrt(1 - beta2^s). With `terms`
+steps, the dropped changes sum to less than d * 2^-24. This is less than the rounding error of the first step. The bias
 corrections keep beta1^s and beta2^s as doubles, and update them in each step. OneFlow's SmartDecayAdam is similar.
 """
 
@@ -38,30 +38,30 @@ MAX_MISSED = 2**32 - 2**8  # the largest count of missed steps that float32 hold
 
 MISSED_STEPS = CatchUp(
     limit="terms",
-    doubles=("power1", "power2"),
-    values=("missed_size", "missed_correction2", "rest1", "rest2"),
+    doubles=("beta1_power", "beta2_power"),
+    values=("missed_step_size", "missed_correction2", "rest_beta1_power", "rest_beta2_power"),
     begin="""
-        power1 = power(decay1, last);
-        power2 = power(decay2, last);
+        beta1_power = power(decay1, last);
+        beta2_power = power(decay2, last);
     """,
     step="""
-        power1 = power1 * decay1;
-        power2 = power2 * decay2;
-        missed_size = static_cast<float>(rate / (1.0 - power1));
-        missed_correction2 = static_cast<float>(square_root(1.0 - power2));
+        beta1_power = beta1_power * decay1;
+        beta2_power = beta2_power * decay2;
+        missed_step_size = static_cast<float>(rate / (1.0 - beta1_power));
+        missed_correction2 = static_cast<float>(square_root(1.0 - beta2_power));
     """,
     element="""
         exp_avg = exp_avg - exp_avg * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq;
-        w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
+        w = w - missed_step_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
     """,
     rest="""
-        rest1 = static_cast<float>(power(decay1, rest));
-        rest2 = static_cast<float>(power(decay2, rest));
+        rest_beta1_power = static_cast<float>(power(decay1, rest));
+        rest_beta2_power = static_cast<float>(power(decay2, rest));
     """,
     rest_element="""
-        exp_avg = exp_avg * rest1;
-        exp_avg_sq = exp_avg_sq * rest2;
+        exp_avg = exp_avg * rest_beta1_power;
+        exp_avg_sq = exp_avg_sq * rest_beta2_power;
     """,
 )
 
@@ -87,16 +87,16 @@ CATCH_UP_ADAM_L2 = replace(
     catch_up=replace(
         MISSED_STEPS,
         limit="4294967040.0f",
-        values=("missed_size", "missed_correction2"),
+        values=("missed_step_size", "missed_correction2"),
         element="""
             const float g = weight_decay * w;
             exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
             exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
-            w = w - missed_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
+            w = w - missed_step_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
         """,
         rest="",
         rest_element="",
-        unwritten="steps",
+        unwritten_rows="steps",
     ),
 )
 
@@ -108,7 +108,7 @@ CATCH_UP_ADAMW = replace(
     element="w = w * decay;" + CATCH_UP_ADAM.element,
     catch_up=replace(
         MISSED_STEPS,
-        values=("missed_size", "missed_correction2", "missed_decay", "rest1", "rest2"),
+        values=("missed_step_size", "missed_correction2", "missed_decay", "rest_beta1_power", "rest_beta2_power"),
         step=MISSED_STEPS.step + "missed_decay = static_cast<float>(1.0 - rate * weight_decay);",
         element="w = w * missed_decay;" + MISSED_STEPS.element,
         rest=MISSED_STEPS.rest
@@ -118,7 +118,7 @@ CATCH_UP_ADAMW = replace(
             missed_decay = static_cast<float>(power(is_constant ? rounded : decay_of_one, rest));
         """,
         rest_element="w = w * missed_decay;" + MISSED_STEPS.rest_element,
-        unwritten="rest",
+        unwritten_rows="rest",
     ),
 )
 
@@ -131,7 +131,7 @@ class CatchUpAdam(CheckedOptimizer, torch.optim.Adam):
     (L2), all missed steps are applied one by one.
 
     Raises:
-        OptimizerError: If `amsgrad=True`, or `eps=0`. With `eps=0`, missed steps of moments 0 would be 0 / 0.
+        OptimizerError: If `amsgrad=True`, or `eps=0`. With `eps=0`, a row whose moments are 0 would become NaN.
     """
 
 

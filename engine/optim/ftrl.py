@@ -48,13 +48,13 @@ class Ftrl(DenseOptimizer):
         params: The parameters or param groups.
         lr: The learning rate, above 0.
         weight_decay: The coefficient of L2 decay, added to the gradient.
-        lr_power: The accumulator's exponent is `-lr_power` (see `power_sign`). The default takes the square root.
+        lr_power: Sets the accumulator's exponent, by default to `-lr_power`. The default takes the square root.
         initial_accumulator_value: The initial accumulator `n`. Must be above 0 if the exponent is negative.
         lambda1: The strength of L1 regularization.
         lambda2: The strength of L2 regularization.
-        beta: Added to the accumulator's power, `n^p`.
-        power_sign: If "-lr_power" (default), the exponent is `-lr_power`. If "lr_power", the exponent is `lr_power`, as
-            in OneFlow's kernel. With a negative exponent, steps grow as the accumulator grows.
+        beta: Added to `n^p`, where `n` is the accumulator and `p` the exponent.
+        power_sign: The accumulator's exponent: "-lr_power" (default), or "lr_power" as in OneFlow's kernel. If the
+            exponent is negative, steps grow as the accumulator grows.
 
     Raises:
         OptimizerError: If an argument is out of range. `lr_power` may be -8 to 8; other numbers may not be negative.
@@ -100,8 +100,8 @@ class Ftrl(DenseOptimizer):
         new_power = state["sum"] ** hyperparams["power_of_sum"]
         z = state["z"].add_(g - (new_power - old_power) / hyperparams["lr"] * w)
         denominator = (hyperparams["beta"] + new_power) / hyperparams["lr"] + hyperparams["lambda2"]
-        updated = torch.where(denominator == 0, w, -(z - z.sign() * hyperparams["lambda1"]) / denominator)
-        w.copy_(torch.where(z.abs() <= hyperparams["lambda1"], 0, updated))
+        new_w = torch.where(denominator == 0, w, -(z - z.sign() * hyperparams["lambda1"]) / denominator)
+        w.copy_(torch.where(z.abs() <= hyperparams["lambda1"], 0, new_w))
 
 
 def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:

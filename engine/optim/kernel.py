@@ -8,17 +8,20 @@ file as a script, `python kernel.py OUTPUT`, without torch and NumPy. For a GPU,
 A kernel's bodies in the order in which they run for a row, each with the names that it may use:
 
     row: runs once per row, and sets `row_values`.
-        row_states: the row's states. The body updates them.
-        total, dim: the sum of `term` over the row's elements (kernels/gradients.h), and the number of elements.
+        row_states: the row's states; this body updates the states.
+        total: the sum of `term` over the row's elements (kernels/gradients.h).
+        dim: the number of elements in a row.
     element: runs once per element, and updates `w` and the element's states.
         w, g: the weight, and the summed and clipped gradient.
-        row_values: as `row` set them.
-        first, step: true if the row was never written, and the embedding's step, which counts from 1.
+        row_values: the values that `row` has set.
+        first: true if the row was never written.
+        step: the embedding's step number, counted from 1.
     row_from_norms: runs once per row, and sets `row_values`.
-        norms: each norm is a variable with the norm's name. Its value is the sum of the norm's term over the row's
-            elements, computed from the `w` and `g` that `element` left.
+        norms: one variable for each norm, with the name given in `norms`. Its value is the sum of the norm's term over
+            the row's elements, computed from the `w` and `g` that `element` left.
     second_pass: runs once per element, and may use the same names as `element`.
-        g, row_values: `g` as `element` left it, and `row_values` as `row` or `row_from_norms` set them.
+        g: the value that `element` left in `g`.
+        row_values: the values that `row` or `row_from_norms` has set.
     All bodies may also use the functions in kernels/rule.h and the hyper-parameters. Hyper-parameters are float32,
     rounded once from double. The hyper-parameters in `doubles` stay double.
 """
@@ -57,7 +60,7 @@ class CatchUp:
     rest: str = ""
     rest_element: str = ""
     # Missed steps of a row that was never written: "" skips them, "steps" applies them, "rest" applies all by `rest`.
-    unwritten: str = ""
+    unwritten_rows: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,8 +111,8 @@ def find_kernels(folder: Path = Path(__file__).parent) -> list[Kernel]:
                     try:
                         names[name] = eval(compile(ast.Expression(call), path.name, "eval"), names)
                     except NameError as error:
-                        where = f"{path.name}, line {node.lineno}"
-                        raise ValueError(f"{where}: a kernel's arguments must be literals: {error}") from error
+                        problem = f"a kernel's arguments must be literals: {error}"
+                        raise ValueError(f"{path.name}, line {node.lineno}: {problem}") from error
         kernels += [value for value in names.values() if isinstance(value, Kernel)]
     return sorted(kernels, key=lambda kernel: str(kernel.name))
 
@@ -119,8 +122,7 @@ def load_kernels() -> dict[str, Kernel]:
     """Return the kernels in this folder by name, without loading torch."""
     by_name = {str(kernel.name): kernel for kernel in find_kernels()}
     if not by_name:
-        folder = str(Path(__file__).parent)
-        raise ImportError(f"{folder!r} holds no optimizer source files: install tierbed with its .py files")
+        raise ImportError(f"no optimizer source files in {str(Path(__file__).parent)!r}: install tierbed's .py files")
     return by_name
 
 
@@ -150,7 +152,7 @@ def _define_struct(kernel: Kernel) -> str:
     hyperparams = dict.fromkeys(kernel.hyperparams.split(), "float") | dict.fromkeys(kernel.doubles.split(), "double")
     reads = [f"{name} = static_cast<{kind}>(hyperparams[{i}]);" for i, (name, kind) in enumerate(hyperparams.items())]
     reads += ["past = hyperparams + HYPERPARAMS + LIMITS;"] if kernel.catch_up else []
-    unwritten = kernel.catch_up.unwritten if kernel.catch_up else ""
+    unwritten = kernel.catch_up.unwritten_rows if kernel.catch_up else ""
     row = {"first": "bool", "step": "u32", "total": "float", "dim": "float"} | dict.fromkeys(kernel.row_values, "float")
     elements = {name: f"state[{i}]" for i, name in enumerate(kernel.element_states)}
     rows = {name: f"state[{i}]" for i, name in enumerate(kernel.row_states)}
@@ -218,9 +220,9 @@ def _make_references(states: dict[str, str], fields: dict[str, str], owner: str 
 def _define_function(result: str, name: str, arguments: str, references: dict[str, str], body: str) -> str:
     """Return the C++ text of a member function, without unused references and without names of unused arguments."""
     lines = [line.strip() for line in body.strip().splitlines()]
-    lines = [f"auto& {name} = {target};" for name, target in references.items() if _uses(body, name)] + lines
+    lines = [f"auto& {name} = {target};" for name, target in references.items() if _mentions(body, name)] + lines
     text = "\n".join(lines)
-    named = [a if _uses(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
+    named = [a if _mentions(text, a.split()[-1]) else a.rsplit(" ", 1)[0] for a in arguments.split(", ")]
     return f"    TIERBED_FN {result} {name}({', '.join(named)}) const {{{_indent(lines)}\n    }}"
 
 
@@ -232,7 +234,7 @@ def _declare_members(types: dict[str, str], indent: int = 4) -> str:
     return "\n".join(f"{' ' * indent}{kind} {name};" for name, kind in types.items())
 
 
-def _uses(body: str, name: str) -> bool:
+def _mentions(body: str, name: str) -> bool:
     return re.search(rf"\b{name}\b", body) is not None
 
 

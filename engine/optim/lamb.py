@@ -1,4 +1,4 @@
-"""LAMB, and LAMB with one second moment per row: You et al., "Large batch optimization for deep learning", ICLR 2020.
+"""LAMB, also with a scalar second moment per row: You et al., "Large batch optimization for deep learning", ICLR 2020.
 A row takes the role of the paper's layer, as in FBGEMM's LAMB and PARTIAL_ROWWISE_LAMB
 (https://github.com/pytorch/FBGEMM, split table batched embeddings):
 
@@ -35,13 +35,13 @@ LAMB_KERNEL = Kernel(
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
         g = quotient(exp_avg / correction1, square_root(exp_avg_sq) / sqrt_correction2 + eps) + weight_decay * w;
     """,
-    norms=(("weights", "square(w)"), ("steps", "square(g)")),
+    norms=(("weight_squares", "square(w)"), ("step_squares", "square(g)")),
     row_from_norms="""
-        const float trust = square_root(weights) / square_root(steps);
-        size = weights == 0.0f || steps == 0.0f ? lr : lr * trust;
+        const float trust = square_root(weight_squares) / square_root(step_squares);
+        row_lr = weight_squares == 0.0f || step_squares == 0.0f ? lr : lr * trust;
     """,
-    row_values=("size",),
-    second_pass="w = w - size * g;",
+    row_values=("row_lr",),
+    second_pass="w = w - row_lr * g;",
 )
 
 PARTIAL_ROWWISE_LAMB_KERNEL = replace(
@@ -59,7 +59,7 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         g = quotient(exp_avg / correction1, root) + weight_decay * w;
     """,
-    row_values=("root", "size"),
+    row_values=("root", "row_lr"),
 )
 
 
@@ -83,15 +83,15 @@ class LAMB(DenseAdam):
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
         hyperparams, m, root = self.update_moments(w, g, state, group)
         r = torch.where(root == 0, 0, m / hyperparams["correction1"] / root) + hyperparams["weight_decay"] * w
-        weights, steps = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, r))
-        ratio = torch.where((weights == 0) | (steps == 0), 1, weights / steps)
+        weight_norm, step_norm = (y.square().sum(-1, keepdim=True).sqrt() for y in (w, r))
+        ratio = torch.where((weight_norm == 0) | (step_norm == 0), 1, weight_norm / step_norm)
         w.sub_(hyperparams["lr"] * ratio * r)
 
 
 class PartialRowWiseLAMB(LAMB):
-    """`LAMB` with one second moment per row; FBGEMM's PARTIAL_ROWWISE_LAMB. The arguments are the same."""
+    """`LAMB` with a scalar second moment per row, like FBGEMM's PARTIAL_ROWWISE_LAMB. The arguments are the same."""
 
-    second_moment_input = staticmethod(compute_row_mean)
+    reduce_squares = staticmethod(compute_row_mean)
 
 
 RULES = (

@@ -6,7 +6,7 @@ of the paper's layer, as in FBGEMM's LARS_SGD (https://github.com/pytorch/FBGEMM
     w -= b
 
 |x| is a row's L2 norm. `maximize` negates `g`. A row's buffer decays only in steps that touch the row. If |w| or the
-divisor is 0, a = lr. FBGEMM lacks this rule: it never changes a row of zeros, and it divides even by a divisor of 0.
+divisor is 0, a = lr. FBGEMM has no such exception: FBGEMM never changes a row of zeros, and divides even by 0.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ LARS_SGD = Kernel(
     hyperparams="lr eta momentum weight_decay maximize",
     element_states=("momentum_buffer",),
     element="g = decayed(g, w, 0.0f, maximize);",
-    norms=(("weights", "square(w)"), ("gradients", "square(g)")),
+    norms=(("weight_squares", "square(w)"), ("gradient_squares", "square(g)")),
     row_from_norms="""
-        const float norm = square_root(weights);
-        const float divisor = square_root(gradients) + weight_decay * norm;
-        size = weights == 0.0f || divisor == 0.0f ? lr : lr * eta * norm / divisor;
+        const float norm = square_root(weight_squares);
+        const float divisor = square_root(gradient_squares) + weight_decay * norm;
+        row_lr = weight_squares == 0.0f || divisor == 0.0f ? lr : lr * eta * norm / divisor;
     """,
-    row_values=("size",),
+    row_values=("row_lr",),
     second_pass="""
-        momentum_buffer = momentum * momentum_buffer + size * (g + weight_decay * w);
+        momentum_buffer = momentum * momentum_buffer + row_lr * (g + weight_decay * w);
         w = w - momentum_buffer;
     """,
 )

@@ -1,4 +1,4 @@
-"""Adam with one second moment per row. The formula is FBGEMM's PARTIAL_ROWWISE_ADAM
+"""Adam with a scalar second moment per row. The formula is FBGEMM's PARTIAL_ROWWISE_ADAM
 (https://github.com/pytorch/FBGEMM, split table batched embeddings), with decoupled weight decay:
 
     m += (g - m) * (1 - beta1)
@@ -28,19 +28,19 @@ PARTIAL_ROWWISE_ADAM = Kernel(
     term="square(g)",
     row="""
         exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (total / dim);
-        size = quotient(step_size, square_root(exp_avg_sq) / sqrt_correction2 + eps);
+        multiplier = quotient(step_size, square_root(exp_avg_sq) / sqrt_correction2 + eps);
     """,
-    row_values=("size",),
+    row_values=("multiplier",),
     element="""
         g = decayed(g, w, 0.0f, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
-        w = w * decay - size * exp_avg;
+        w = w * decay - multiplier * exp_avg;
     """,
 )
 
 
 class PartialRowWiseAdam(DenseAdam):
-    """Adam with decoupled weight decay and one second moment per row. A row is a slice along the last dimension.
+    """Adam with decoupled weight decay and a scalar second moment per row. A row is a slice along the last dimension.
 
     The formula is FBGEMM's PARTIAL_ROWWISE_ADAM; see docs/optimizers.md.
 
@@ -56,12 +56,12 @@ class PartialRowWiseAdam(DenseAdam):
         OptimizerError: If an argument is negative, or a beta is not below 1.
     """
 
-    second_moment_input = staticmethod(compute_row_mean)
+    reduce_squares = staticmethod(compute_row_mean)
 
     def update_parameter(self, w: Tensor, g: Tensor, state: dict[str, Any], group: ParamGroup) -> None:
         hyperparams, m, root = self.update_moments(w, g, state, group)
-        size = torch.where(root == 0, 0, hyperparams["step_size"] / root)
-        w.mul_(hyperparams["decay"]).sub_(size * m)
+        multiplier = torch.where(root == 0, 0, hyperparams["step_size"] / root)
+        w.mul_(hyperparams["decay"]).sub_(multiplier * m)
 
 
 RULES = (Rule(PARTIAL_ROWWISE_ADAM, PartialRowWiseAdam, compute_hyperparams),)

@@ -2,10 +2,10 @@
 
 The rates are stored as knots (step, rate), sorted by step. A rate between two knots is interpolated linearly. Steps
 before the first knot have the first knot's rate, and steps after the last knot have the current rate. So a constant
-rate needs no knot. If the past needs at most `MAX_KNOTS` knots, they describe it exactly. If the past needs more knots,
-the older half loses some knots. The knots that affect the interpolated rates least are dropped first.
+rate needs no knot. At most `MAX_KNOTS` knots are stored. If more would be needed, some knots in the older half are
+dropped, first those that affect the interpolated rates least. Until then, the stored rates are exact.
 
-The list from `RowOptimizer.compute_hyperparams` ends with their number, then each knot's step and rate.
+The list from `RowOptimizer.compute_hyperparams` ends with the number of knots, then each knot's step and rate.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Knot = tuple[float, float]
 
 def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
     """Return the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyperparams` returned."""
-    past = numbers[_limits_end(kernel) + 1 :]
+    past = numbers[_find_past_begin(kernel) + 1 :]
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hyperparams.index("lr")]
 
 
@@ -37,25 +37,25 @@ def append_past_rates(
     knots, rate = read_knots(kernel, previous) if previous else ([], 0.0)  # before its first step, a rule's rate is 0
     while knots and knots[-1][0] >= step:  # drops knots of steps that were undone because of a GPU's deferred error
         rate = knots.pop()[1]
-    first = knots[-1][0] + 1 if knots else 1.0
-    if first < step and rate != numbers[kernel.all_hyperparams.index("lr")]:
-        knots += dict.fromkeys([(first, rate), (step - 1.0, rate)])
+    first_step = knots[-1][0] + 1 if knots else 1.0
+    if first_step < step and rate != numbers[kernel.all_hyperparams.index("lr")]:
+        knots += dict.fromkeys([(first_step, rate), (step - 1.0, rate)])
     if not knots:
         return numbers
     if len(knots) > MAX_KNOTS:
         warn(_drop_knots(knots) / (max(rate for _, rate in knots) or 1.0))
-    limits = [*numbers, *[0.0] * (_limits_end(kernel) - len(numbers))]
+    limits = [*numbers, *[0.0] * (_find_past_begin(kernel) - len(numbers))]
     return [*limits, float(len(knots)), *chain.from_iterable(knots)]
 
 
-def is_past_rates(past: Sequence[float], step: int) -> bool:
+def are_past_rates_valid(past: Sequence[float], step: int) -> bool:
     """True if the knots in `past` are legal for `step`. `past` is the last part of a list from `append_past_rates`."""
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))
 
 
-def _limits_end(kernel: Kernel) -> int:
+def _find_past_begin(kernel: Kernel) -> int:
     return len(kernel.all_hyperparams) + len(LIMITS)
 
 

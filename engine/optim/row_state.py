@@ -18,7 +18,7 @@ class RowState:
     rule: str | None = None  # None if `put` wrote the rows without an optimizer
     names: tuple[str, ...] = ()
     widths: tuple[int, ...] = ()  # for each state, how many numbers a row stores
-    initial: tuple[float, ...] = ()  # the initial value of each state
+    initial_values: tuple[float, ...] = ()  # the initial value of each state
     types: tuple[str, ...] = ()  # the dtype of each state; empty if all are float32
 
     @property
@@ -42,7 +42,7 @@ class RowState:
             "optimizer": self.rule,
             "states": list(self.names),
             "state_widths": list(self.widths),
-            "initial": list(self.initial),
+            "initial": list(self.initial_values),
         }
 
     @staticmethod
@@ -54,12 +54,12 @@ class RowState:
 
     def add_initial_state(self, chunks: Chunks, dim: int, dtype: str) -> Chunks:
         """Add the initial optimizer state to scanned rows. A scanned row holds only `dim` numbers in `dtype`."""
-        bare, row_format = RowFormat(dim, dtype), self.make_row_format(dim, dtype)
+        stateless_format, row_format = RowFormat(dim, dtype), self.make_row_format(dim, dtype)
         for bucket, rows in chunks:
-            full = np.zeros(len(rows), row_format.dtype)
+            full_rows = np.zeros(len(rows), row_format.dtype)
             for field in ("table", "key", "updates", "step"):
-                full[field] = rows[field]
-            row_format.set_values(full, EMBEDDING, bare.values(rows, EMBEDDING))
-            for name, width, value in zip(self.names, self.widths, self.initial, strict=True):
-                row_format.set_values(full, name, np.full((len(rows), width), value, np.float32))
-            yield bucket, full
+                full_rows[field] = rows[field]
+            row_format.set_values(full_rows, EMBEDDING, stateless_format.values(rows, EMBEDDING))
+            for name, width, value in zip(self.names, self.widths, self.initial_values, strict=True):
+                row_format.set_values(full_rows, name, np.full((len(rows), width), value, np.float32))
+            yield bucket, full_rows

@@ -4,8 +4,8 @@
     s += mean over the row of g * g
     w -= lr / (sqrt(s) + eps) * g
 
-With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, also in the mean. With "decoupled", `w` is
-first multiplied by 1 - lr * weight_decay. If sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `w` is unchanged.
+With `weight_decay_mode="l2"`, `g` is the gradient plus `weight_decay * w`, in both formulas. With "decoupled", `w`
+is first multiplied by 1 - lr * weight_decay. If sqrt(s) + eps is 0 (eps = 0 and no gradient so far), `w` is unchanged.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ class RowWiseAdagrad(DenseOptimizer):
 def _compute_hyperparams(group: ParamGroup, step: int) -> dict[str, float]:
     lr, weight_decay = read_number(group, "lr"), read_number(group, "weight_decay")
     if "weight_decay_mode" in group:
-        decoupled = read_choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
+        is_decoupled = read_choice(group, "weight_decay_mode", ("l2", "decoupled")) == "decoupled"
     else:  # TorchRec's class
-        decoupled, lr = False, lr / (1.0 + (step - 1) * read_number(group, "lr_decay"))
+        is_decoupled, lr = False, lr / (1.0 + (step - 1) * read_number(group, "lr_decay"))
         if group["maximize"]:
             raise OptimizerError("optimizer RowWiseAdagrad: maximize=True is not supported; minimize the negated loss")
     return {
         "lr": lr,
-        "weight_decay": 0.0 if decoupled else weight_decay,
-        "decay": 1.0 - lr * weight_decay if decoupled else 1.0,
+        "weight_decay": 0.0 if is_decoupled else weight_decay,
+        "decay": 1.0 - lr * weight_decay if is_decoupled else 1.0,
         "eps": read_number(group, "eps"),
     }
 

@@ -22,10 +22,10 @@ class Rule:
 
     kernel: Kernel
     optimizer: type[torch.optim.Optimizer]  # the exact type
-    # (group, embedding's step from 1) -> hyper-parameters by name. The group's settings supply the missing ones.
+    # (group, embedding's step from 1) -> hyper-parameters by name. A missing hyper-parameter is read from the group.
     compute_hyperparams: Callable[[ParamGroup, int], Mapping[str, float]] = lambda group, step: {}
-    initial: Callable[[ParamGroup], Mapping[str, float]] = lambda group: {}  # initial values of states; 0 if missing
-    applies_to: Callable[[ParamGroup], bool] = lambda group: True  # true if the rule applies to a param group
+    compute_initial: Callable[[ParamGroup], Mapping[str, float]] = lambda group: {}  # initial state values; default 0
+    applies_to: Callable[[ParamGroup], bool] = lambda group: True  # True if the rule can train this param group
     torchrec_name: str = ""  # "module.name" of the TorchRec class that this rule also supports
 
 

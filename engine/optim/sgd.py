@@ -29,7 +29,6 @@ SGD_MOMENTUM = Kernel(
     """,
 )
 
-
 RULES = (
     Rule(SGD, torch.optim.SGD, applies_to=lambda group: not float(group["momentum"])),
     Rule(SGD_MOMENTUM, torch.optim.SGD, lambda group, step: {"one_minus_dampening": 1.0 - float(group["dampening"])}),

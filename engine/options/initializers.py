@@ -25,7 +25,7 @@ MAX_DEVIATIONS = 7.0  # a normal draw is at most this many standard deviations f
 InitializerEntry = tuple[int, tuple[float, float], tuple[float, float]]  # kind, parameters, quantiles
 ID_OPTIONS = ("name", "ids", "bad_ids")  # table options that do not affect initial values
 BAD_IDS = ("raise", "drop")
-_DEFAULTS = {"name": None, "ids": None, "bad_ids": "raise"}
+_ID_DEFAULTS = {"name": None, "ids": None, "bad_ids": "raise"}
 
 
 @options_class
@@ -45,13 +45,13 @@ class Initializer(PlainDict):
                 raise OptionError(f"{self.type} initializer: {item.name}={value!r}; give a finite float32 number")
             self._set(item.name, number)
 
-    def entry(self) -> InitializerEntry:
+    def make_entry(self) -> InitializerEntry:
         """Return the initializer as (kind, parameters, quantiles) for `_core.Layout`."""
         raise NotImplementedError
 
     @property
     def max_magnitude(self) -> float:
-        _, parameters, _ = self.entry()
+        _, parameters, _ = self.make_entry()
         return max(map(abs, parameters))
 
 
@@ -75,7 +75,7 @@ class UniformInitializer(Initializer):
             bounds = f"low={self.low}, high={self.high}"
             raise OptionError(f"uniform initializer: {bounds}: high - low overflows float32; narrow the range")
 
-    def entry(self) -> InitializerEntry:
+    def make_entry(self) -> InitializerEntry:
         return UNIFORM, (self.low, self.high), (0.0, 1.0)
 
 
@@ -86,7 +86,7 @@ class ConstantInitializer(Initializer):
     type: str = field(default="constant", init=False)
     value: float
 
-    def entry(self) -> InitializerEntry:
+    def make_entry(self) -> InitializerEntry:
         return CONSTANT, (self.value, 0.0), (0.0, 1.0)
 
 
@@ -114,7 +114,7 @@ class NormalInitializer(Initializer):
             settings = f"mean={self.mean}, std={self.std}"
             raise OptionError(f"{self.type} initializer: {settings}: values overflow float32; give smaller numbers")
 
-    def entry(self) -> InitializerEntry:
+    def make_entry(self) -> InitializerEntry:
         return NORMAL, (self.mean, self.std), (0.0, 1.0)
 
     @property
@@ -147,15 +147,15 @@ class TruncNormalInitializer(NormalInitializer):
         super().__post_init__()
         if self.a >= self.b:
             raise OptionError(f"trunc_normal initializer: a={self.a} >= b={self.b}; give a < b")
-        q0, q1 = _truncation_quantiles(self.mean, self.std, self.a, self.b)
+        q0, q1 = _find_quantiles(self.mean, self.std, self.a, self.b)
         if q1 - q0 < MIN_PROBABILITY:
             raise OptionError(
                 f"trunc_normal initializer: [a={self.a}, b={self.b}] holds less than {MIN_PROBABILITY} of the normal"
                 f" distribution with mean={self.mean}, std={self.std} (all in float32); widen or move the interval"
             )
 
-    def entry(self) -> InitializerEntry:
-        return NORMAL, (self.mean, self.std), _truncation_quantiles(self.mean, self.std, self.a, self.b)
+    def make_entry(self) -> InitializerEntry:
+        return NORMAL, (self.mean, self.std), _find_quantiles(self.mean, self.std, self.a, self.b)
 
     @property
     def max_magnitude(self) -> float:
@@ -163,7 +163,7 @@ class TruncNormalInitializer(NormalInitializer):
 
 
 @lru_cache(maxsize=1024)
-def _truncation_quantiles(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
+def _find_quantiles(mean: float, std: float, a: float, b: float) -> tuple[float, float]:
     """Return (q0, q1), the smallest and the largest quantile whose unrounded value lies in [a, b]."""
     mean, std, a, b = (float(np.float32(number)) for number in (mean, std, a, b))
     if std == 0.0:
@@ -189,11 +189,11 @@ make_normal_initializer = NormalInitializer
 make_constant_initializer = ConstantInitializer
 make_trunc_normal_initializer = TruncNormalInitializer
 
-_INITIALIZERS: dict[str, type[Initializer]] = {
-    kind.type: kind for kind in (UniformInitializer, NormalInitializer, ConstantInitializer, TruncNormalInitializer)
+_INITIALIZER_CLASSES: dict[str, type[Initializer]] = {
+    cls.type: cls for cls in (UniformInitializer, NormalInitializer, ConstantInitializer, TruncNormalInitializer)
 }
-for _name, _class in _INITIALIZERS.items():
-    _class.maker = f"make_{_name}_initializer"
+for _name, _class in _INITIALIZER_CLASSES.items():
+    _class.constructor_name = f"make_{_name}_initializer"
 
 
 def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
@@ -203,10 +203,10 @@ def initializer_from_dict(options: Mapping[str, Any]) -> Initializer:
     if not isinstance(options, Mapping):
         raise OptionError(f"initializer {options!r}: give the result of a make_*_initializer function")
     arguments = dict(options)
-    kind = arguments.pop("type", None)
-    if kind not in _INITIALIZERS:
-        raise OptionError(f"initializer type {kind!r} is unknown; use one of {', '.join(_INITIALIZERS)}")
-    return _INITIALIZERS[kind](**arguments)
+    type_name = arguments.pop("type", None)
+    if type_name not in _INITIALIZER_CLASSES:
+        raise OptionError(f"initializer type {type_name!r} is unknown; use one of {', '.join(_INITIALIZER_CLASSES)}")
+    return _INITIALIZER_CLASSES[type_name](**arguments)
 
 
 @options_class
@@ -217,7 +217,7 @@ class ColumnOptions(PlainDict):
 
 
 @options_class
-class NamedOptions(PlainDict):
+class BaseTableOptions(PlainDict):
     """Base class for a table's options. Iteration skips `name`, `ids` and `bad_ids` if they have their defaults."""
 
     name: str | None = field(default=None, kw_only=True)
@@ -230,23 +230,23 @@ class NamedOptions(PlainDict):
             expected = "the number of ids, from 1 to 2**64 (ids are below it), or None for any id"
             self._set("ids", check_int("ids", self.ids, expected, 1, 2**64))
         if not isinstance(self.bad_ids, str) or self.bad_ids not in BAD_IDS:
-            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', for ids that are not 0 to `ids` - 1")
+            raise OptionError(f"bad_ids={self.bad_ids!r}: give 'raise' or 'drop', the action for an illegal id")
         if self.bad_ids != "raise" and self.ids is None:
             raise OptionError(f"bad_ids={self.bad_ids!r}: without `ids`, every id is legal; give `ids` as well")
 
     def __iter__(self) -> Iterator[str]:
-        return (key for key in super().__iter__() if key not in ID_OPTIONS or getattr(self, key) != _DEFAULTS[key])
+        return (key for key in super().__iter__() if key not in ID_OPTIONS or getattr(self, key) != _ID_DEFAULTS[key])
 
 
 @options_class
-class TableOptions(NamedOptions):
+class TableOptions(BaseTableOptions):
     """The options of a table with one initializer for all columns."""
 
     initializer: Initializer
 
 
 @options_class
-class MultiColumnTableOptions(NamedOptions):
+class MultiColumnTableOptions(BaseTableOptions):
     """The options of a table with an initializer for each column group."""
 
     columns: tuple[ColumnOptions, ...]
@@ -330,9 +330,9 @@ def as_arrays(
     entries: list[InitializerEntry] = []
     for index, table in enumerate(tables):
         if isinstance(table, TableOptions):
-            entries += [table.initializer.entry()] * len(columns)
+            entries += [table.initializer.make_entry()] * len(columns)
         elif len(table.columns) == len(columns):
-            entries += [column.initializer.entry() for column in table.columns]
+            entries += [column.initializer.make_entry() for column in table.columns]
         else:
             raise OptionError(
                 f"tables[{index}] has {len(table.columns)} column options, but embedding_dim={list(columns)} has"

@@ -18,7 +18,7 @@ from .table_names import find_table, format_choices
 from .table_spec import DTYPES, KEY_TYPES, TableSpec
 
 DEVICES = ("cpu", "cuda")  # device types that tables can be on
-_SMALL_INTS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
+_INT_DTYPES = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32)
 OUTPUT_DTYPES = DTYPES
 
 
@@ -26,8 +26,8 @@ class Lookup(NamedTuple):
     """The checked arguments of a lookup. A bag is a list of ids whose rows are pooled into one row."""
 
     ids: Tensor  # shape: [...] without pooling, [..., L] for bags of L ids, [n] if `offsets` define the bags
-    # Table numbers: one for each id or bag, or one for each result column if `feature_columns` is set. None if the last
-    # dimension of `shape` indexes the tables.
+    # One table number for each id (with pooling, for each bag). With `feature_columns`, one for each result column.
+    # None if the last dimension of `shape` indexes the tables.
     table_ids: Tensor | None = None
     offsets: Tensor | None = None  # [bags + 1]: where each bag starts, then where the last bag ends
     pooling: str | None = None  # "sum" or "mean"
@@ -78,13 +78,13 @@ def check_lookup(
         raise _error(spec, "ids", f"got {type(ids).__name__}; {remedy}")
     _check_tensor(spec, "ids", ids, ids)
     if ids.dtype != spec.key_type:
-        key_range, id_range = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _SMALL_INTS else None
+        key_range, id_range = torch.iinfo(spec.key_type), torch.iinfo(ids.dtype) if ids.dtype in _INT_DTYPES else None
         if id_range is None or id_range.min < key_range.min or id_range.max > key_range.max:
             remedy = _suggest_conversion(ids, spec)
             raise _error(spec, "ids", f"dtype {ids.dtype}, but key_type is {spec.key_type}; {remedy}")
         ids = ids.to(spec.key_type)
     _check_bags(spec, ids, offsets, pooling)
-    lookup = Lookup(ids, None, offsets, pooling, _feature_columns(spec, offsets, features, num_features))
+    lookup = Lookup(ids, None, offsets, pooling, _find_columns(spec, offsets, features, num_features))
     has_all_tables = features is not None and isinstance(table_ids, list) and lookup.shape[-1] == spec.num_tables
     if has_all_tables and set(map(type, table_ids)) == {int} and table_ids == [*range(spec.num_tables)]:
         return lookup  # features in table order need no table ids
@@ -111,9 +111,7 @@ def check_lookup(
         raise _error(spec, "table_ids", problem) from None
 
 
-def _feature_columns(
-    spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any
-) -> tuple[int, ...] | None:
+def _find_columns(spec: TableSpec, offsets: Tensor | None, features: Any, num_features: Any) -> tuple[int, ...] | None:
     """Return `Lookup.feature_columns`. `features` lists the feature of each result column. Raises InputError."""
     if features is None:
         if num_features is not None:
@@ -224,8 +222,7 @@ def _check_tensor(spec: TableSpec, name: str, values: Any, ids: Tensor) -> None:
         problem, bags = "a nested tensor", "offsets=ids.offsets() and pooling='sum' or 'mean'"
         remedy = f"make it contiguous() with layout=torch.jagged, and give {name}.values(); to pool, also give {bags}"
     elif values.device.type not in (*DEVICES, "meta"):
-        problem = f"on {values.device}"
-        remedy = f"tables are on the CPU or a CUDA device: give {name}.cpu() or {name}.cuda()"
+        problem, remedy = f"on {values.device}", f"tables are on CPUs or CUDA GPUs: give {name}.cpu() or {name}.cuda()"
     elif values.device != ids.device:
         problem, remedy = f"on {values.device} but the ids are on {ids.device}", f"give {name}.to(ids.device)"
     elif values.layout != torch.strided:
@@ -271,13 +268,13 @@ def _convert_table_ids(spec: TableSpec, table_ids: Any, device: torch.device) ->
         raise InputError(message)
     values = array.astype(np.int64)
     if values.ndim == 0:
-        return _cached_scalar(int(values), device)
+        return _make_scalar(int(values), device)
     with _disable_current_modes():  # the tensor becomes a constant of a traced step, so steps do not copy it
         return torch.from_numpy(values).to(device, non_blocking=True)
 
 
 @cache
-def _cached_scalar(value: int, device: torch.device) -> Tensor:
+def _make_scalar(value: int, device: torch.device) -> Tensor:
     """Return the same tensor for the same value. So even in a trace, one can see that two table ids are equal."""
     with _disable_current_modes(), torch.inference_mode(False):
         return torch.full((), value, dtype=torch.int64, device=device)
@@ -302,14 +299,14 @@ def convert_rows(spec: TableSpec, rows: Any, shape: torch.Size) -> NDArray[np.fl
 
 def check_values(spec: TableSpec, keys: Tensor, values: NDArray[np.float32], allow_nonfinite: bool) -> None:
     """Raise InputError if `values` [n, dim], the rows of n keys, are not finite or overflow the stored dtype."""
-    is_wrong, problem = np.zeros(0, np.bool_), ""
+    is_invalid, problem = np.zeros(0, np.bool_), ""
     if not allow_nonfinite:
-        is_wrong, problem = ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
-    if spec.dtype != "float32" and not is_wrong.any():
+        is_invalid, problem = ~np.isfinite(values), "is not finite; give a finite number, or allow_nonfinite=True"
+    if spec.dtype != "float32" and not is_invalid.any():
         remedy = "give smaller numbers, or make the embedding with torch.float32"
-        is_wrong, problem = find_overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
-    if is_wrong.any():
-        row, column = np.argwhere(is_wrong)[0].tolist()
+        is_invalid, problem = find_overflows(values, spec.dtype), f"overflows dtype=torch.{spec.dtype}; {remedy}"
+    if is_invalid.any():
+        row, column = np.argwhere(is_invalid)[0].tolist()
         raise _error(spec, "rows", f"{values[row, column]} for key {keys.flatten()[row].item()} {problem}")
 
 

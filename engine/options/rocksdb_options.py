@@ -19,7 +19,7 @@ UNIVERSAL_COMPACTION = "compaction_options_universal"
 AllowedValues = list[str | tuple[float, float]]  # strings, and closed ranges of numbers
 KB, MB, GB, TB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 _UNITS = {"": 1, "k": KB, "m": MB, "g": GB, "t": TB}
-_BOOL: AllowedValues = ["false", "true"]
+_BOOL_VALUES: AllowedValues = ["false", "true"]
 # Not kBZip2Compression: decompressing a block takes milliseconds, and every row read may decompress a block.
 _COMPRESSIONS = ("NoCompression", "SnappyCompression", "ZlibCompression", "LZ4Compression", "LZ4HCCompression", "ZSTD")
 _COMPRESSION_VALUES: AllowedValues = [f"k{name}" for name in _COMPRESSIONS]
@@ -33,7 +33,7 @@ ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
         "min_write_buffer_number_to_merge": [(1, 32)],
         "db_write_buffer_size": [(0, 0), (MB, 64 * GB)],
         "memtable_prefix_bloom_size_ratio": [(0.0, 0.05)],
-        "memtable_whole_key_filtering": _BOOL,
+        "memtable_whole_key_filtering": _BOOL_VALUES,
     },
     "compaction": {
         "compaction_style": ["kCompactionStyleLevel", "kCompactionStyleUniversal"],
@@ -48,28 +48,28 @@ ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
         "target_file_size_base": [(MB, 64 * GB)],
         "target_file_size_multiplier": [(1, 10)],
         "compaction_readahead_size": [(0, 64 * MB)],
-        "disable_auto_compactions": _BOOL,
+        "disable_auto_compactions": _BOOL_VALUES,
         f"{UNIVERSAL_COMPACTION}.size_ratio": [(0, 100)],
         f"{UNIVERSAL_COMPACTION}.min_merge_width": [(2, 16)],
         f"{UNIVERSAL_COMPACTION}.max_size_amplification_percent": [(10, 1000)],
         f"{UNIVERSAL_COMPACTION}.compression_size_percent": [(-1, 100)],
         f"{UNIVERSAL_COMPACTION}.stop_style": ["kCompactionStopStyleSimilarSize", "kCompactionStopStyleTotalSize"],
-        f"{UNIVERSAL_COMPACTION}.allow_trivial_move": _BOOL,
+        f"{UNIVERSAL_COMPACTION}.allow_trivial_move": _BOOL_VALUES,
     },
     "compression": {
         "compression": _COMPRESSION_VALUES,
         "bottommost_compression": [*_COMPRESSION_VALUES, "kDisableCompressionOption"],
         "compression_opts.level": [(1, 19)],
-        f"{BLOCK_TABLE}.enable_index_compression": _BOOL,
+        f"{BLOCK_TABLE}.enable_index_compression": _BOOL_VALUES,
     },
     "files": {
         "max_open_files": [(-1, -1), (20, MB)],
         "max_file_opening_threads": [(1, 64)],
-        "use_fsync": _BOOL,
-        "allow_fallocate": _BOOL,
+        "use_fsync": _BOOL_VALUES,
+        "allow_fallocate": _BOOL_VALUES,
         "bytes_per_sync": [(0, GB)],
         "writable_file_max_buffer_size": [(64 * KB, 64 * MB)],
-        "paranoid_file_checks": _BOOL,
+        "paranoid_file_checks": _BOOL_VALUES,
         f"{BLOCK_TABLE}.format_version": [(2, 5)],
         f"{BLOCK_TABLE}.checksum": ["kCRC32c", "kxxHash", "kxxHash64", "kXXH3"],
         f"{BLOCK_TABLE}.block_align": ["false"],
@@ -83,18 +83,18 @@ ALLOWED_OPTIONS: dict[str, dict[str, AllowedValues]] = {
         f"{BLOCK_TABLE}.data_block_index_type": ["kDataBlockBinarySearch", "kDataBlockBinaryAndHash"],
         f"{BLOCK_TABLE}.data_block_hash_table_util_ratio": [(0.1, 1.0)],
         f"{BLOCK_TABLE}.filter_policy": [f"{kind}:{n}" for kind in ("bloomfilter", "ribbonfilter") for n in _BITS],
-        f"{BLOCK_TABLE}.optimize_filters_for_memory": _BOOL,
-        "optimize_filters_for_hits": _BOOL,
-        "advise_random_on_open": _BOOL,
+        f"{BLOCK_TABLE}.optimize_filters_for_memory": _BOOL_VALUES,
+        "optimize_filters_for_hits": _BOOL_VALUES,
+        "advise_random_on_open": _BOOL_VALUES,
     },
 }  # fmt: skip
 _ALLOWED_VALUES = {name: allowed for options in ALLOWED_OPTIONS.values() for name, allowed in options.items()}
 _STRUCTS = {name.split(".")[0] for name in _ALLOWED_VALUES if "." in name}
-_READ_MODE = "give read_mode='buffered', 'mmap' or 'direct' instead"
+_READ_MODE_REMEDY = "give read_mode='buffered', 'mmap' or 'direct' instead"
 _REMEDIES = {
-    "allow_mmap_reads": _READ_MODE,
-    "use_direct_reads": _READ_MODE,
-    "use_direct_io_for_flush_and_compaction": _READ_MODE,
+    "allow_mmap_reads": _READ_MODE_REMEDY,
+    "use_direct_reads": _READ_MODE_REMEDY,
+    "use_direct_io_for_flush_and_compaction": _READ_MODE_REMEDY,
     "block_cache": "give rocksdb_cache_mb instead",
     "no_block_cache": "give rocksdb_cache_mb instead",
     "max_background_compactions": "give max_background_jobs instead",
@@ -114,14 +114,14 @@ def format_options(options: Mapping[str, Any] | str | None) -> str:
     else:
         raise OptionError(f"rocksdb_options={options!r}: give a dict of RocksDB options or RocksDB's options string")
     try:
-        _check_all(text)
+        _check_options(text)
         _core.check_rocksdb_options(_core.parse_rocksdb_options(text))
     except ValueError as error:
         raise OptionError(f"rocksdb_options: {error}") from None
     return text
 
 
-def format_allowed(allowed: AllowedValues) -> str:
+def format_allowed_values(allowed: AllowedValues) -> str:
     """Return the values that an option may have, as text for messages and docs."""
     ranges = [
         _format_number(low) if low == high else f"{_format_number(low)} to {_format_number(high)}"
@@ -130,17 +130,17 @@ def format_allowed(allowed: AllowedValues) -> str:
     return ", ".join([value for value in allowed if isinstance(value, str)] + ranges)
 
 
-def _check_all(text: str, prefix: str = "") -> None:
+def _check_options(text: str, prefix: str = "") -> None:
     """Raise ValueError if an option or value is not allowed. For a struct's fields, `prefix` is "struct."."""
     for name, value in _core.parse_rocksdb_options(text):
         path = prefix + name
         if path in _STRUCTS and "=" in value:
-            _check_all(value, f"{path}.")
+            _check_options(value, f"{path}.")
         elif path not in _ALLOWED_VALUES:
             raise ValueError(f"{path}={value!r}: {_find_remedy(path)}")
         elif not _is_allowed(value, _ALLOWED_VALUES[path]):
             one_of = "one of " if len(_ALLOWED_VALUES[path]) > 1 else ""
-            raise ValueError(f"{path}={value!r}: give {one_of}{format_allowed(_ALLOWED_VALUES[path])}")
+            raise ValueError(f"{path}={value!r}: give {one_of}{format_allowed_values(_ALLOWED_VALUES[path])}")
 
 
 def _is_allowed(value: str, allowed: AllowedValues) -> bool:

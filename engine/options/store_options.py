@@ -38,7 +38,7 @@ MAX_ADMISSION_COUNT = 255  # the ledger counts lookups in one byte
 Budget = float | Literal["auto"]  # MiB, or "auto", which engine/cache/memory_split.py replaces by a number
 ROCKSDB_CACHE_MB = 32  # default size of RocksDB's block cache
 READ_MODES = ("buffered", "mmap", "direct")
-Path_ = str | os.PathLike[str]
+AnyPath = str | os.PathLike[str]
 _Class = TypeVar("_Class", bound=type)
 
 
@@ -50,7 +50,7 @@ def options_class(cls: _Class) -> _Class:
 
     @wraps(original_init)
     def checked_init(self: Any, *args: Any, **kwargs: Any) -> None:
-        bind_arguments(self.maker, signature, (self, *args), kwargs)  # errors suggest the closest argument
+        bind_arguments(self.constructor_name, signature, (self, *args), kwargs)  # errors suggest the closest argument
         original_init(self, *args, **kwargs)
 
     decorated.__init__ = checked_init
@@ -61,7 +61,7 @@ def options_class(cls: _Class) -> _Class:
 class PlainDict(Mapping[str, Any]):
     """Base class for options. Options read like a dict: `options["capacity"]`, `dict(options)`, `options == {...}`."""
 
-    maker: ClassVar = "options"  # the constructor's public name, such as "make_host_mem_store_options"
+    constructor_name: ClassVar = "options"  # the constructor's public name, such as "make_host_mem_store_options"
 
     def __getitem__(self, name: str) -> Any:
         if name not in set(self):
@@ -94,14 +94,14 @@ class PlainDict(Mapping[str, Any]):
 
     def as_dict(self) -> dict[str, Any]:
         """Return nested plain dicts and lists, ready for msgpack or JSON."""
-        return {name: _to_plain(value) for name, value in self.items()}
+        return {name: _convert_to_plain(value) for name, value in self.items()}
 
 
-def _to_plain(value: Any) -> Any:
+def _convert_to_plain(value: Any) -> Any:
     if isinstance(value, PlainDict):
         return value.as_dict()
     if isinstance(value, (list, tuple)):
-        return [_to_plain(item) for item in value]
+        return [_convert_to_plain(item) for item in value]
     return value
 
 
@@ -120,7 +120,7 @@ class _CacheFields(_StoreField):
 
 @options_class
 class _CommonFields(_StoreField):
-    persistent_path: Path_ | None = None
+    persistent_path: AnyPath | None = None
     capacity: int | None = None
     size_factor: int | None = None
     storage_dim: int | None = None
@@ -141,8 +141,8 @@ class StoreOptions(_CommonFields):
             keeps nothing on disk. A leading `~` and variables `${NAME}` are replaced. An unset variable is an error.
         capacity: The maximum number of written rows in all tables together. None means no limit.
         size_factor: The row size, including optimizer state, as a multiple of the embedding's dimension. The engine
-            computes the row size; this argument only checks it.
-        storage_dim: The row size in floats. Like `size_factor`, this argument only checks the row size.
+            computes the row size itself. A different value raises OptionError.
+        storage_dim: The row size in floats. A value that differs from the computed size raises OptionError.
         physical_block_size: The disk's block size in bytes.
         open: How to open a folder after an unclean shutdown. "resume" loads the recovery snapshot, or starts empty if
             there is none; "error" raises. "mixed" is like "resume", but embeddings that are trained together (a
@@ -166,7 +166,7 @@ class StoreOptions(_CommonFields):
     """
 
     open: str = "resume"
-    snapshot_path: Path_ | None = field(default=None, kw_only=True)
+    snapshot_path: AnyPath | None = field(default=None, kw_only=True)
     eviction: str = field(default="none", kw_only=True)
     admission: float | None = field(default=None, kw_only=True)
     ttl_steps: int | None = field(default=None, kw_only=True)
@@ -275,7 +275,7 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
     def memory_mb(self) -> float | None:
         """MiB of all caches and overflow areas; areas may grow with the batches. None if a budget is "auto"."""
         caches = [mb for mb in (self.cache_budget_mb, getattr(self, "host_cache_budget_mb", 0)) if mb]
-        return None if "auto" in caches else sum(to_mb(mb) + self.compute_overflow_mb(to_mb(mb)) for mb in caches)
+        return None if "auto" in caches else sum(as_mb(mb) + self.compute_overflow_mb(as_mb(mb)) for mb in caches)
 
     def compute_overflow_mb(self, cache_mb: float) -> float:
         """Return the overflow area's MiB for a cache of `cache_mb` MiB. The area may grow with the batches."""
@@ -298,17 +298,17 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads for each of three tasks: reading rows, prefetch, and write-back. By
-            default, up to 64 threads read rows, depending on the disk. Prefetch and write-back each use as many
-            threads as half of the cores, at most 4.
+            default, up to 64 threads read rows, depending on the disk. Prefetch uses min(4, cores / 2) threads, and
+            write-back uses the same number.
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.
-        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or as RocksDB's options string.
-            docs/tiers.md, "RocksDB", lists them. File format options go into {"block_based_table_factory": {...}}.
+        rocksdb_options: RocksDB options that override tierbed's settings, as a dict or RocksDB's options string. File
+            format options go into {"block_based_table_factory": {...}}. docs/tiers.md lists the legal options.
     """
 
     store: str = field(default="cached_ssd", init=False)
-    persistent_path: Path_ = field()
+    persistent_path: AnyPath = field()
     shards: int | None = field(default=None, kw_only=True)
     read_mode: str = field(default="buffered", kw_only=True)
     io_threads: int | None = field(default=None, kw_only=True)
@@ -345,7 +345,7 @@ def compute_default_overflow_mb(store: str, cache_mb: float) -> float:
     return min(cache_mb, MAX_OVERFLOW_MB[store])
 
 
-def to_mb(budget: Budget) -> float:
+def as_mb(budget: Budget) -> float:
     """Return a budget as a number. The caller has already replaced "auto"."""
     assert budget != "auto"
     return budget
@@ -366,10 +366,10 @@ make_cached_host_mem_store_options = CachedHostMemOptions
 make_cached_ssd_store_options = CachedSsdOptions
 
 STORES: dict[str, type[StoreOptions]] = {
-    kind.store: kind for kind in (DeviceMemOptions, HostMemOptions, CachedHostMemOptions, CachedSsdOptions)
+    cls.store: cls for cls in (DeviceMemOptions, HostMemOptions, CachedHostMemOptions, CachedSsdOptions)
 }
 for _name, _class in STORES.items():
-    _class.maker = f"make_{_name}_store_options"
+    _class.constructor_name = f"make_{_name}_store_options"
 
 
 def store_options_from_dict(options: Mapping[str, Any], where: str = "store_options") -> StoreOptions:
@@ -394,11 +394,11 @@ def store_options_from_dict(options: Mapping[str, Any], where: str = "store_opti
 
 
 @validate_arguments("path")
-def load_store_options(path: Path_, name: str) -> StoreOptions:
+def load_store_options(path: AnyPath, name: str) -> StoreOptions:
     """Read an embedding's store options from a TOML file.
 
-    The file holds a TOML table [name]. Its key `store` is the store, such as "cached_ssd". Other keys are arguments of
-    the store's `make_*` function. A relative persistent_path starts at the working directory. To check a
+    The file holds a TOML table [name]. Its key `store` names the kind of store, such as "cached_ssd". Other keys are
+    arguments of the store's `make_*` function. A relative persistent_path starts at the working directory. To check a
     file, run `tierbed store options`.
 
     Args:
@@ -416,7 +416,7 @@ def load_store_options(path: Path_, name: str) -> StoreOptions:
     return store_options_from_dict(tables[name], f"{os.fspath(path)} [{name}]")
 
 
-def read_store_options(path: Path_) -> dict[str, Any]:
+def read_store_options(path: AnyPath) -> dict[str, Any]:
     """Read a TOML file of store options without checking them. Raises OptionError for a missing file or bad TOML."""
     try:
         with Path(path).open("rb") as file:

@@ -11,7 +11,7 @@ from ..errors import OptionError
 
 # Keys in a stored description. TABLE_NAMES lists each table's name or None; if the key is missing, no table is named.
 TABLE_NAMES = "table_names"
-TENSOR_NAMED = "names_of_tensors"  # True if tables are named like the tensors that they were imported from
+NAMED_LIKE_TENSORS = "names_of_tensors"  # True if tables are named like the tensors that they were imported from
 MAX_LENGTH = 200
 
 Names = Sequence[str | None]  # each table's name; None if the table is unnamed
@@ -36,21 +36,21 @@ def check_table_name(name: Any) -> str | None:
 
 def check_distinct(names: Names) -> None:
     """Raise OptionError if two tables share a name."""
-    first: dict[str, int] = {}
+    indices: dict[str, int] = {}
     for index, name in enumerate(names):
-        if name is not None and first.setdefault(name, index) != index:
+        if name is not None and indices.setdefault(name, index) != index:
             raise OptionError(
-                f"tables[{first[name]}] and tables[{index}] both have name={name!r}; give each table its own name"
+                f"tables[{indices[name]}] and tables[{index}] both have name={name!r}; give each table its own name"
             )
 
 
-def table_labels(names: Names) -> tuple[str, ...]:
+def label_tables(names: Names) -> tuple[str, ...]:
     """Return a unique label for each table, for messages and metrics: its name, or its number if it is unnamed."""
-    return tuple(table_label(index, names) for index in range(len(names)))
+    return tuple(label_table(index, names) for index in range(len(names)))
 
 
-def table_label(table: int, names: Names) -> str:
-    """Return one table's label. `names` may lack the table, because an imported file may contain more tables."""
+def label_table(table: int, names: Names) -> str:
+    """Return one table's label. `names` may be too short, because imported files can contain more tables."""
     return describe_table(table, names).get("table_name", str(table))
 
 
@@ -79,8 +79,8 @@ def describe_table(table: int, names: Names) -> dict[str, Any]:
 
 def find_mismatched_tables(stored: Names, names: Names) -> list[int]:
     """Return the numbers of tables whose stored name differs from `names`. Skips tables without a stored name."""
-    padded = [*names, *[None] * len(stored)]
-    return [index for index, name in enumerate(stored) if name is not None and name != padded[index]]
+    padded_names = [*names, *[None] * len(stored)]
+    return [index for index, name in enumerate(stored) if name is not None and name != padded_names[index]]
 
 
 def merge_names(left: Names, right: Names) -> tuple[str | None, ...] | None:

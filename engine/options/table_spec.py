@@ -18,7 +18,7 @@ from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..row_format import STATE_DTYPES, RowFormat, find_overflows
 from .initializers import ID_OPTIONS, AnyTableOptions, InitialValues, TableOptions, as_arrays, make_table_options
-from .table_names import TABLE_NAMES, check_distinct, table_labels
+from .table_names import TABLE_NAMES, check_distinct, label_tables
 
 DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}  # dtypes of stored rows
 # Fields of a stored description. RUN_ID_FIELD is a random id, drawn anew whenever the rows start empty.
@@ -40,7 +40,7 @@ class TableSpec:
     dtype: str = "float32"  # the dtype of stored embeddings
     state_dtype: str = "float32"  # the dtype of stored element states; row states are float32
     has_own_seed: bool = True  # True if the user gave the seed; else it comes from the name or stored rows
-    zero_key: int | None = None  # the id, as 64 bits, whose row starts as zeros
+    zero_key: int | None = None  # the row with this id (as 64 bits) starts as zeros
     dim: int = field(init=False)  # elements of a row, without optimizer state
     num_tables: int = field(init=False)
     padding_key: int | None = field(init=False)  # `padding_idx` as 64 bits
@@ -62,7 +62,7 @@ class TableSpec:
 
     @property
     def legal_ids(self) -> Hashable:
-        """A value that is equal for two embeddings if the legal ids of their tables are the same."""
+        """A value to compare: if two embeddings have equal values, the same ids are legal in their tables."""
         return self.max_ids is not None and (self.max_ids.tobytes(), self.drops_illegal)
 
     @property
@@ -72,7 +72,7 @@ class TableSpec:
     @property
     def labels(self) -> tuple[str, ...]:
         """Each table's name, or its number if it is unnamed, for messages and metrics."""
-        return table_labels(self.table_names)
+        return label_tables(self.table_names)
 
     def read_id_limits(self, stored: Mapping[str, Any] | None) -> list[int | None]:
         """Returns, for each table, a number above all legal ids and all stored ids; None if no such number is known."""
@@ -90,7 +90,7 @@ class TableSpec:
         arrays = as_arrays(self.tables, self.columns)
         seed = self.seed % 2**64
         types = self.dtype, *state.states_16bit
-        return InitialValues(state.initial, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
+        return InitialValues(state.initial_values, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
 
     def make_row_format(self, state: RowState) -> RowFormat:
         """Return the row format for this optimizer state."""

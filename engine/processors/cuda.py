@@ -23,7 +23,7 @@ from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
 from ..options.lookup import Lookup
-from ..options.store_options import CachedHostMemOptions, StoreOptions, to_mb
+from ..options.store_options import CachedHostMemOptions, StoreOptions, as_mb
 from ..options.table_spec import TableSpec
 from ..store.contract import Tier
 from ..store.cuda.full import CudaFullTier
@@ -33,9 +33,9 @@ from .processor import DeferredError, ProcessorFactory
 
 def make_cuda_factory(device: Device, options: StoreOptions) -> ProcessorFactory:
     """Returns the factory that makes processors for a GPU. Raises OptionError for options that GPUs do not support."""
-    for name, off in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
+    for name, default in (("eviction", "none"), ("admission", None), ("ttl_steps", None)):
         value = getattr(options, name)
-        if value != off:
+        if value != default:
             raise OptionError(
                 f"{name}={value!r}: tables on a GPU keep every row until it is deleted; leave {name} out, or keep the "
                 "embedding on the CPU"
@@ -57,23 +57,23 @@ class CudaProcessor:
         self.record_event, self.wait_event = device.record_event, device.wait_event
         self._device_layout = Layout(device, spec.make_initial_values(state))
         self._faults = Faults(device, spec.name, spec.num_tables, capacity)
-        self._written = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
-        self._dropped = torch.zeros_like(self._written)
-        self._ids = _make_ids(spec, self.device)
-        self._updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of updates applied
+        self._written_counts = torch.zeros(spec.num_tables, dtype=torch.int64, device=self.device)
+        self._dropped_counts = torch.zeros_like(self._written_counts)
+        self._legal_ids = _make_legal_ids(spec, self.device)
+        self._num_updates = torch.zeros(1, dtype=torch.int64, device=self.device)  # number of updates applied
         self._step_params = kernels.allocate_step_params(self.device)
 
     @property
     def written_counts(self) -> Counts:
-        return np.asarray(self._written.cpu())
+        return np.asarray(self._written_counts.cpu())
 
     @property
     def dropped_counts(self) -> Counts:
-        return np.asarray(self._dropped.cpu())
+        return np.asarray(self._dropped_counts.cpu())
 
     def take_deferred_error(self, wait: bool) -> DeferredError | None:
         error = self._faults.take_error(self._faults.read(wait))
-        return None if error is None else DeferredError(error, int(self._updates))
+        return None if error is None else DeferredError(error, int(self._num_updates))
 
     def read_free_memory(self) -> FreeMemory:
         return FreeMemory(self._device.read_free_memory(), f"on {self.device}")
@@ -83,9 +83,9 @@ class CudaProcessor:
             return CudaFullTier(self._device_layout, self.layout, self._capacity, self._faults, tier)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise OptionError(
-                f"capacity={self._capacity}, with {self._device_layout.line_bytes} bytes per row, needs more memory "
-                f"than {self.device if tier == 'device' else 'the host'} has: {error}; give a smaller capacity, or "
-                "None for a table that grows"
+                f"capacity={self._capacity}: a row takes {self._device_layout.line_bytes} bytes, so "
+                f"{self.device if tier == 'device' else 'the host'} has too little memory ({error}). Give a smaller "
+                "capacity, or None for a table that grows"
             ) from None
 
     def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CudaCachedTier:
@@ -96,34 +96,34 @@ class CudaProcessor:
         return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
 
     def make_batch(self, lookups: Sequence[Lookup], sibling: Batch | None = None, is_future: bool = False) -> Batch:
-        """See `Processor.make_batch`. A batch for a later step already groups the positions of ids by row."""
-        _core.set_threads(torch.get_num_threads())  # used by host tiers below a cache
+        """See `Processor.make_batch`. If `is_future`, also groups the positions of ids by row, so the step need not."""
+        _core.set_num_threads(torch.get_num_threads())  # used by host tiers below a cache
         if sibling is not None:
             return sibling.make_sibling(self._faults.word)
         arrays = [_make_lookup_arrays(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if is_future else self._faults.word
-        batch = Batch(self._device, arrays, self._ids, faults)
+        batch = Batch(self._device, arrays, self._legal_ids, faults)
         if is_future:
-            for part in (part for lookup in lookups for part in lookup.tensors):
-                if part is not None:
-                    self._device.record_stream(part)
+            for tensor in (tensor for lookup in lookups for tensor in lookup.tensors):
+                if tensor is not None:
+                    self._device.record_stream(tensor)
             _ = batch.positions_by_row  # computed now rather than in the step
         return batch
 
-    def adopt(self, batch: Batch, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+    def adopt(self, batch: Batch, announced_lookups: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
         batch.record_stream()  # a fetch that still runs may use the tensor `batch.faults`
-        is_different = [
+        differences = [
             (old != new).any()
-            for pair in zip(announced, lookups, strict=True)
-            for old, new in zip(pair[0].tensors, pair[1].tensors, strict=True)
+            for lookup_pair in zip(announced_lookups, lookups, strict=True)
+            for old, new in zip(lookup_pair[0].tensors, lookup_pair[1].tensors, strict=True)
             if old is not None and new is not None
         ]
-        batch.input_faults |= torch.stack(is_different).any().to(torch.int32) * CHANGED
+        batch.input_faults |= torch.stack(differences).any().to(torch.int32) * CHANGED
 
     def count_written(self, batch: Batch) -> Counts:
         return np.asarray(kernels.count_written(self._device_layout, batch, batch.lines).cpu())
 
-    def gather_few(self, top: object, lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
+    def gather_rows(self, top: object, lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
         return None
 
     def gather(
@@ -136,16 +136,16 @@ class CudaProcessor:
         out: Tensor | None = None,
     ) -> Tensor:
         if batch.dropped_counts is not None and index == 0:  # once per batch
-            self._dropped += batch.dropped_counts
+            self._dropped_counts += batch.dropped_counts
         if out is None:
             out = torch.empty((*lookup.shape, self._device_layout.dim), dtype=dtype, device=self.device)
-        kernels.gather(batch, self._device_layout, index, out, lookup.pooling == "mean", _contiguous(weights))
+        kernels.gather(batch, self._device_layout, index, out, lookup.pooling == "mean", _make_contiguous(weights))
         return out
 
     def weights_grad(self, batch: Batch, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         # the kernel writes no gradients for features that are not looked up, so start from zeros
-        make = torch.empty if lookup.feature_columns is None else torch.zeros
-        out = make(lookup.ids.shape, dtype=torch.float32, device=self.device)
+        allocate = torch.empty if lookup.feature_columns is None else torch.zeros
+        out = allocate(lookup.ids.shape, dtype=torch.float32, device=self.device)
         kernels.weights_grad(batch, self._device_layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
@@ -153,12 +153,12 @@ class CudaProcessor:
         kernels.write_step_params(self._device_layout, rule_name, hyperparams, step, scale, self._step_params)
 
     def update(self, batch: Batch, gradients: Gradients, rule_name: str) -> None:
-        tensors, layout = self._tensors(gradients), self._device_layout
-        kernels.update(layout, rule_name, batch, tensors, self._step_params, self._written, self._faults.word)
-        self._updates += self._faults.word == 0
+        tensors, layout = self._prepare_gradients(gradients), self._device_layout
+        kernels.update(layout, rule_name, batch, tensors, self._step_params, self._written_counts, self._faults.word)
+        self._num_updates += self._faults.word == 0
 
     def compute_squared_norms(self, batch: Batch, gradients: Gradients) -> Tensor:
-        return kernels.compute_squared_norms(self._device_layout, batch, self._tensors(gradients))
+        return kernels.compute_squared_norms(self._device_layout, batch, self._prepare_gradients(gradients))
 
     def sum_gradients(
         self, batch: Batch, gradients: Gradients, indices: NDArray[np.int64] | None = None, out: Tensor | None = None
@@ -166,7 +166,7 @@ class CudaProcessor:
         if out is None:
             out = torch.empty((batch.num_unique, self._device_layout.dim), dtype=torch.float32, device=self.device)
         device_indices = None if indices is None else torch.from_numpy(indices).to(self.device)
-        kernels.sum_gradients(self._device_layout, batch, self._tensors(gradients), device_indices, out)
+        kernels.sum_gradients(self._device_layout, batch, self._prepare_gradients(gradients), device_indices, out)
         return out
 
     def list_unique_rows(self, batch: Batch) -> Lookup:
@@ -187,15 +187,15 @@ class CudaProcessor:
         batch.has_float32_lines = self._device_layout.has_16bit_floats
         batch.lines[: len(indices)] = lines
 
-    def _tensors(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
+    def _prepare_gradients(self, gradients: Gradients) -> tuple[list[Tensor], list[bool], list[Tensor | None]]:
         """Returns three lists with an item for each lookup: its gradient, True if it pools by mean, and its weights."""
         rows = [grad.detach().reshape(-1, self._device_layout.dim).contiguous() for grad in gradients.grads]
         means = [lookup.pooling == "mean" for lookup in gradients.lookups]
-        return rows, means, [_contiguous(weights) for weights in gradients.weights]
+        return rows, means, [_make_contiguous(weights) for weights in gradients.weights]
 
     def assign(self, batch: Batch, values: NDArray[np.float32], step: int) -> None:
         device_values = torch.from_numpy(values).to(self.device)
-        kernels.assign(batch, self._device_layout, device_values, step, self._written, self._faults.word)
+        kernels.assign(batch, self._device_layout, device_values, step, self._written_counts, self._faults.word)
 
     def preview_catch_up(self, batch: Batch, rule_name: str) -> None:
         kernels.preview_catch_up(self._device_layout, rule_name, batch, self._step_params)
@@ -204,7 +204,7 @@ class CudaProcessor:
         kernels.catch_up(self._device_layout, rule_name, batch, self._step_params)
 
     def _allocate_cache(self, options: CachedHostMemOptions) -> Cache:
-        budget_mb = to_mb(options.cache_budget_mb)
+        budget_mb = as_mb(options.cache_budget_mb)
         try:
             return Cache(self._device_layout, int(budget_mb * MB), options.cache_policy)
         except (ValueError, torch.OutOfMemoryError) as error:
@@ -212,7 +212,7 @@ class CudaProcessor:
 
 
 def _make_lookup_arrays(lookup: Lookup) -> LookupArrays:
-    """Convert a lookup for a batch. All values stay on the device."""
+    """Convert a lookup to the arrays from which a batch is made. All values stay on the device."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
     tables, offsets = (
@@ -225,7 +225,7 @@ def _make_lookup_arrays(lookup: Lookup) -> LookupArrays:
     return LookupArrays(keys, tables, bags, lookup.feature_columns)
 
 
-def _make_ids(spec: TableSpec, device: torch.device) -> LegalIds:
+def _make_legal_ids(spec: TableSpec, device: torch.device) -> LegalIds:
     if spec.max_ids is None:
         return LegalIds(spec.num_tables, spec.padding_key)
     last = torch.from_numpy(spec.max_ids.view(np.int64)).to(device)
@@ -233,5 +233,5 @@ def _make_ids(spec: TableSpec, device: torch.device) -> LegalIds:
     return LegalIds(spec.num_tables, spec.padding_key, last, drops_illegal)
 
 
-def _contiguous(weights: Tensor | None) -> Tensor | None:
+def _make_contiguous(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.detach().contiguous()

@@ -29,7 +29,7 @@ class DeferredError(NamedTuple):
     """An error of an earlier call, found only after that call returned. No row has changed since that call."""
 
     error: TierbedError
-    updates: int  # number of the launched updates that were applied
+    num_updates: int  # number of the launched updates that were applied
 
 
 class RowsByOwner(NamedTuple):
@@ -41,10 +41,10 @@ class RowsByOwner(NamedTuple):
     counts: list[int]  # [ranks], number of rows that each rank owns
 
 
-def sort_by_owner(unique: Lookup, num_ranks: int, last_rank: int) -> RowsByOwner:
+def sort_by_owner(unique_rows: Lookup, num_ranks: int, last_rank: int) -> RowsByOwner:
     """Sort a batch's unique rows by the rank that owns them. Rank `last_rank` comes after all other ranks."""
-    keys = unique.ids.cpu()
-    tables = torch.zeros_like(keys) if unique.table_ids is None else unique.table_ids.cpu()
+    keys = unique_rows.ids.cpu()
+    tables = torch.zeros_like(keys) if unique_rows.table_ids is None else unique_rows.table_ids.cpu()
     owners = _core.find_owners(tables.numpy().astype(np.uint32), keys.numpy().view(np.uint64), num_ranks)
     owner_order = np.where(owners == last_rank, num_ranks - 1, owners - (owners > last_rank))
     order = np.argsort(owner_order.astype(np.uint16), kind="stable")  # NumPy sorts 16-bit numbers with a radix sort
@@ -115,14 +115,14 @@ class Processor(Protocol[B]):
         """Wait until all work launched by any thread is complete."""
         return
 
-    def adopt(self, batch: B, announced: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
-        """Make another thread's batch usable in this thread. `lookups` must have the same values as `announced`."""
+    def adopt(self, batch: B, announced_lookups: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
+        """Make another thread's batch usable in this thread. The two lists must be equal."""
         return
 
     def count_written(self, batch: B) -> Counts:
         """Returns, for each table, how many of the batch's rows were ever written. Needs row addresses. May wait."""
 
-    def gather_few(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
+    def gather_rows(self, top: TopTier[B], lookup: Lookup, dtype: torch.dtype, is_training: bool) -> Tensor | None:
         """Returns a small lookup's result without making a batch, or None. `is_training`: see `TopTier.peek`."""
 
     def gather(

@@ -45,7 +45,7 @@ class TierBase(Protocol):
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
         """Return one entry for each tier with the row, top tier first. Changes nothing.
 
-        An entry has the tier's name as in `metrics`, the row's position, `updates`, `last_step`. `key` is unsigned.
+        An entry has the tier's name in `metrics`, the row's position, `updates` and `last_step`. `key` is unsigned.
         """
 
     def metrics(self) -> dict[str, dict[str, float]]:
@@ -78,7 +78,7 @@ class TableImage(Protocol):
         """Sort the bucket's rows. Call `sort_bucket` between `open_bucket` and the first `read_next`."""
 
     def read_next(self, rows: NDArray[np.uint8]) -> int:
-        """Fill `rows` with the next packed rows (`row_dtype`), by (table, key). Returns the row count, 0 at the end."""
+        """Fill `rows` with the next packed rows (`row_dtype`), sorted by (table, key). Returns the row count, or 0."""
 
     @property
     def before_image_bytes(self) -> int:
@@ -89,7 +89,7 @@ class InMemoryTier(WritableTier, Protocol):
     """A last tier that keeps all rows in memory, so that an image of them can be made."""
 
     def make_image(self, top_tier: Any) -> TableImage:
-        """Return an image of the current rows. `top_tier` is the stack's; flush it first."""
+        """Return an image of the current rows. First call `flush` of the stack's top tier, `top_tier`."""
 
 
 class Tier(WritableTier, Protocol):
@@ -148,8 +148,8 @@ class TopTier(TierBase, Protocol[B]):
         than `capacity_limit` allows. If a GPU store cannot count new rows without waiting, it sets a fault instead.
         """
 
-    def unpin(self, batch: B, dirty: bool) -> None:
-        """Release the pinned batch. dirty: True if the batch's lines were written and must be written back."""
+    def unpin(self, batch: B, is_dirty: bool) -> None:
+        """Release the pinned batch. is_dirty: True if the batch's lines were written and must be written back."""
 
     def announce(self, batch: B) -> None:
         """Announce a future step's batch. Steps must pin announced batches in order of announcement."""

@@ -24,22 +24,22 @@ def check_capacity(num_new: int, capacity_limit: CapacityLimit | None) -> None:
 
 
 def compute_full_table_bytes(rows: int, line_bytes: int) -> int:
-    """Return the bytes of a full table that grew to `rows` rows, index included. Mirrors how C++ `FullTable` grows."""
-    average = rows / BUCKETS
-    fullest = average + 3 * math.sqrt(average)  # rows hash to buckets at random, so add three standard deviations
-    index, lines, total, unused = 0, 0, 0, 0
+    """Return how much memory a full table of `rows` rows uses, in bytes. Mirrors how C++ `FullTable` grows."""
+    mean_rows = rows / BUCKETS
+    max_rows = mean_rows + 3 * math.sqrt(mean_rows)  # rows hash to buckets at random, so add three standard deviations
+    index, lines, total, free_bytes = 0, 0, 0, 0
     for bucket in range(BUCKETS):  # a bucket doubles its slots at a load of 1/2 (first bucket) to 3/4 (last bucket)
         slots = 16
-        while average * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
+        while mean_rows * 4 * BUCKETS > slots * (2 * BUCKETS + bucket):
             slots *= 2
         index += slots * 16  # bytes per slot
-    while lines < fullest:  # each bucket's next segment of lines is twice as large as the last
+    while lines < max_rows:  # each bucket's next segment of lines is twice as large as the last
         size = (lines + 16) * line_bytes
         for _ in range(BUCKETS):
-            if size > unused:
-                unused = math.ceil(max(size, min(64 << 20, total)) / 4096) * 4096
-                total += unused
-            unused -= size
+            if size > free_bytes:
+                free_bytes = math.ceil(max(size, min(64 << 20, total)) / 4096) * 4096
+                total += free_bytes
+            free_bytes -= size
         lines = 2 * lines + 16
     return total + index
 
@@ -56,11 +56,11 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
         missing = self.native.look_up_rows(batch)
         if capacity_limit is not None:
             # A failed step may have inserted rows without writing them. Such rows count as new.
-            check_capacity(_core.count_new(batch, self._layout), capacity_limit)
+            check_capacity(_core.count_new_rows(batch, self._layout), capacity_limit)
         if missing:
             self.native.insert_missing(batch, self._layout)
 
-    def unpin(self, batch: _core.Batch, dirty: bool) -> None:
+    def unpin(self, batch: _core.Batch, is_dirty: bool) -> None:
         """Do nothing: a full table never moves its lines."""
 
     def peek(self, batch: _core.Batch, is_training: bool = False) -> None:
@@ -71,9 +71,9 @@ class CpuFullTier(NativeTier, TopTier[_core.Batch]):
         if missing:
             _core.initialise_missing(batch, self._layout)
 
-    def gather_few(self, keys: Keys, max_ids: Keys | None, out: NDArray[np.float32], is_training: bool) -> bool:
+    def gather_rows(self, keys: Keys, max_ids: Keys | None, out: NDArray[np.float32], is_training: bool) -> bool:
         """Copy the rows of `keys` in table 0 to `out`. Returns False if a row is missing. is_training: as in `peek`."""
-        unique = self.native.gather_few(keys, max_ids, out)
+        unique = self.native.gather_rows(keys, max_ids, out)
         self._num_peeked += 0 if is_training else unique
         return unique > 0
 

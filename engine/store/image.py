@@ -82,9 +82,9 @@ class MemoryImage(Image):
     """
 
     def __init__(
-        self, table: TableImage, dtype: np.dtype[np.void], max_bytes: int, lock: Any, on_close: Callable[[Image], None]
+        self, image: TableImage, dtype: np.dtype[np.void], max_bytes: int, lock: Any, on_close: Callable[[Image], None]
     ) -> None:
-        self._table_image: TableImage | None = table
+        self._table_image: TableImage | None = image
         self._dtype, self._max_bytes, self._on_close = dtype, max_bytes, on_close
         self._condition = Condition(lock)
         self.num_waits = 0  # how many times a step waited for memory
@@ -94,8 +94,8 @@ class MemoryImage(Image):
         for bucket in range(BUCKETS):
             with self._condition:
                 self._require_open().open_bucket(bucket)
-            if (table := self._table_image) is not None:
-                table.sort_bucket()  # sorting is slow, and needs no lock
+            if (image := self._table_image) is not None:
+                image.sort_bucket()  # sorting is slow, and needs no lock
             while True:
                 rows = np.empty(chunk_rows, self._dtype)
                 with self._condition:

@@ -96,11 +96,11 @@ class RocksDB(NativeTier):
             raise StoreError(f"RocksDB in {folder}: {error}; {remedy}") from error
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        record = self.native.locate(table, key)
-        if record is None:
+        counters = self.native.locate(table, key)
+        if counters is None:
             return []
         bucket = _core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0]
-        return [{"tier": "ssd", **record, "shard": int(bucket) % self.shards}]
+        return [{"tier": "ssd", **counters, "shard": int(bucket) % self.shards}]
 
     def scan(self) -> Chunks:
         dtype = row_dtype(self._width)

@@ -14,7 +14,7 @@ from weakref import WeakSet
 from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySharer, MemorySplit, split_memory
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, read_free_host_memory
-from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, to_mb
+from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, as_mb
 from ..processors.processor import Processor
 
 TOP, LOWER = "cache_budget_mb", "host_cache_budget_mb"
@@ -40,7 +40,7 @@ class AutoBudgets:
         row_bytes = processor.layout.line_bytes + LINE_OVERHEAD_BYTES
         device_memory = processor.read_free_memory()
         if device_memory is not None and options.cache_budget_mb == "auto":
-            split = self._split(TOP, str(processor.device), device_memory, row_bytes, "device")
+            split = self._split_memory(TOP, str(processor.device), device_memory, row_bytes, "device")
             options = replace(options, cache_budget_mb=split.cache_mb)
         if "auto" not in (options.cache_budget_mb, options.get(LOWER)):
             return options
@@ -53,22 +53,22 @@ class AutoBudgets:
                 self._reserved_bytes.clear()
 
     def _resolve_host(self, options: CachedHostMemOptions, row_bytes: int, has_top_cache: bool) -> StoreOptions:
-        """Returns the options with MiB for "auto" caches in host memory. has_top_cache: one is the top cache."""
+        """Returns the options with MiB for "auto" caches on the host. has_top_cache: the top cache is on the host."""
         name = TOP if options.cache_budget_mb == "auto" else LOWER
         budgets = [options.get(LOWER, 0), options.cache_budget_mb if has_top_cache else 0]
-        fixed_mb = sum(to_mb(mb) + options.compute_overflow_mb(to_mb(mb)) for mb in budgets if mb and mb != "auto")
+        fixed_mb = sum(as_mb(mb) + options.compute_overflow_mb(as_mb(mb)) for mb in budgets if mb and mb != "auto")
         fixed_mb += options.get("rocksdb_cache_mb") or 0
         sharer: MemorySharer = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = read_free_host_memory(self._root)
         if free is not None and self._num_ranks > 1:
             free = FreeMemory(free.bytes // self._num_ranks, f"{free.location} for each of {self._num_ranks} ranks")
-        split = self._split(name, str(self._root), free, row_bytes, sharer, options.overflow_mb, fixed_mb)
+        split = self._split_memory(name, str(self._root), free, row_bytes, sharer, options.overflow_mb, fixed_mb)
         numbers: dict[str, Any] = {name: split.cache_mb, "overflow_mb": split.overflow_mb}
         if name == TOP and options.get(LOWER) == "auto":
             numbers[LOWER] = 0  # a second cache would be in the same memory as the top cache
         return replace(options, **numbers)
 
-    def _split(
+    def _split_memory(
         self,
         name: str,
         memory_key: str,
@@ -89,8 +89,8 @@ class AutoBudgets:
                 reserved = sum(budgets._reserved_bytes.get(memory_key, 0) for budgets in _instances)
                 if not reserved:
                     _initial_free_bytes[memory_key] = free.bytes
-                rest = max(min(free.bytes, _initial_free_bytes[memory_key] - reserved), 0)
-                self._free_memory[memory_key] = FreeMemory(rest, free.location)
+                available_bytes = max(min(free.bytes, _initial_free_bytes[memory_key] - reserved), 0)
+                self._free_memory[memory_key] = FreeMemory(available_bytes, free.location)
             free = self._free_memory[memory_key]
             capacity = self._options.capacity
             split = split_memory(
@@ -113,7 +113,7 @@ class AutoBudgets:
 
 
 _instances: WeakSet[AutoBudgets] = WeakSet()
-_initial_free_bytes: dict[str, int] = {}  # free bytes before any promise to a cache; the key is a device or the host
+_initial_free_bytes: dict[str, int] = {}  # free bytes before caches reserve any; the key is a device or the host
 _lock = Lock()
 
 

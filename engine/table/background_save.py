@@ -95,8 +95,8 @@ class BackgroundSave:
         """True once the save has ended, successfully or not."""
         is_alive = self._thread.is_alive()  # read before `_end_event`, because the thread sets the event, then ends
         if not is_alive and not self._end_event.is_set() and self._process_id == os.getpid():
-            death = MemoryError(f"{self.label}: the saving thread died without raising an error")
-            self._error = self._error or death
+            thread_error = MemoryError(f"{self.label}: the saving thread died without raising an error")
+            self._error = self._error or thread_error
             self.image.close()
             self._end_event.set()
             log.error("%s was not saved: %s", self.label, self._error)
@@ -132,9 +132,9 @@ class BackgroundSave:
         self._hurry_event.set()
         end = inf if timeout is None else monotonic() + timeout
         # A signal handler that waits in the middle of a step must release the lock. Other callers do not hold the lock.
-        is_owned = self._condition._is_owned()  # type: ignore[attr-defined]
+        is_lock_held = self._condition._is_owned()  # type: ignore[attr-defined]
         while not self.done and monotonic() < end:
-            (self._condition if is_owned else self._end_event).wait(min(POLL_SECONDS, end - monotonic()))
+            (self._condition if is_lock_held else self._end_event).wait(min(POLL_SECONDS, end - monotonic()))
         return self.done
 
     def _read_paced(self, image: Image) -> Chunks:

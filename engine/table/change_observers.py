@@ -1,8 +1,8 @@
 """Observers of an open table's changes: they track changed keys, and keep images of all rows for saves.
 
 A snapshot shows all rows as they were at one step, but saving it takes longer than a step. So a save reads an *image*:
-the rows as of the save's step. Before a later step changes a row in memory, the table notifies its `ChangeObservers`,
-and the image keeps a copy of the row (a before-image) until the save has read it. With RocksDB as the bottom tier, the
+the rows as of the save's step. Before a later step changes a row in memory, the table notifies its `ChangeObservers`.
+The image then copies the row. The save reads this copy, the row's before-image. With RocksDB as the bottom tier, the
 image is a RocksDB read view and needs no copies.
 
 An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys,
@@ -243,11 +243,11 @@ class ChangeObservers:
 
     def check_not_saving(self) -> None:
         """Raise StoreError while a snapshot is being saved in the background."""
-        saving = self.last_save
-        if isinstance(saving, ForegroundSave) and not saving.is_running and not saving.is_run_by_other_thread:
-            saving.end()  # Ctrl-C interrupted the save before it ran
-        elif saving is not None and not saving.done:
-            raise StoreError(still_saving_text(saving.label))
+        save = self.last_save
+        if isinstance(save, ForegroundSave) and not save.is_running and not save.is_run_by_other_thread:
+            save.end()  # Ctrl-C interrupted the save before it ran
+        elif save is not None and not save.done:
+            raise StoreError(format_still_saving(save.label))
 
     @property
     def is_saved_in_background(self) -> bool:
@@ -304,7 +304,7 @@ class ChangeObservers:
         return self.last_save is not None and self.last_save.image is self._image and self.last_save.done
 
 
-def still_saving_text(label: str) -> str:
+def format_still_saving(label: str) -> str:
     """Returns the error text for a save that must wait for a background save."""
     return (
         f"{label} is still being saved in the background, and only one save can run at a time: call wait() on the "

@@ -48,7 +48,7 @@ class _Announcement:
         self.copy_event = processor.record_event()
         # Comparing ids on a GPU would make the CPU wait. Lookups in the same memory therefore count as equal here, and
         # `adopt` compares the ids later.
-        self._memory_keys = [_memory_key(lookup) for lookup in lookups] if processor.defers_errors else None
+        self._memory_keys = [_make_memory_key(lookup) for lookup in lookups] if processor.defers_errors else None
         self._originals = lookups  # keeps the tensors alive, so no other tensor gets their memory
         self.batch: Any = None  # the whole step's batch, if this is the step's first announcement
         self.ready_event: Any = None  # a GPU event that was recorded when `batch` was made
@@ -57,13 +57,13 @@ class _Announcement:
         self.error: BaseException | None = None
 
     def matches(self, lookups: Sequence[Lookup]) -> bool:
-        if self._memory_keys is not None and self._memory_keys == [_memory_key(lookup) for lookup in lookups]:
+        if self._memory_keys is not None and self._memory_keys == [_make_memory_key(lookup) for lookup in lookups]:
             return True
         return are_lookups_equal(self.lookups, lookups)
 
 
-def _join_lookups(step: Sequence[_Announcement]) -> list[Lookup]:
-    return [lookup for announcement in step for lookup in announcement.lookups]
+def _join_lookups(announcements: Sequence[_Announcement]) -> list[Lookup]:
+    return [lookup for announcement in announcements for lookup in announcement.lookups]
 
 
 def _copy_tensor(part: Tensor) -> Tensor:
@@ -71,8 +71,8 @@ def _copy_tensor(part: Tensor) -> Tensor:
     return torch.from_numpy(part.numpy().copy())
 
 
-def _memory_key(lookup: Lookup) -> tuple[Any, ...]:
-    """Returns a value that is equal for two lookups in the same memory, if torch wrote nothing there in between."""
+def _make_memory_key(lookup: Lookup) -> tuple[Any, ...]:
+    """Returns a value to compare. Lookups in the same memory have equal values, until torch writes to this memory."""
     memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
 
@@ -85,7 +85,7 @@ class Prefetcher:
         self.counts = dict(ZERO_COUNTS)
         self._announcements: deque[_Announcement] = deque()  # not used yet, oldest first; empty if no thread runs
         self._condition = Condition()
-        self._thread: Thread | None = None  # the current thread; a replaced thread ends
+        self._thread: Thread | None = None  # the thread that prepares batches; any older thread ends
         self._process_id = 0  # the process that started the thread
         self._is_busy = False  # True while the thread works without holding the lock
         self._is_paused = False  # True while the thread must not begin work
@@ -133,7 +133,7 @@ class Prefetcher:
             return
         match = self._find_match(lookups) if lookups else None
         if lookups is not None and match == (0, self._announcements_per_step) and not self._is_idle:
-            batch = self._take(lookups)
+            batch = self._take_batch(lookups)
             try:
                 yield batch
             except BaseException:  # the batch may not be pinned, so the tier must forget it as well
@@ -148,7 +148,7 @@ class Prefetcher:
             self._resume()
 
     def record_step_end(self) -> None:
-        """Note that a step has ended, so the tier may have room to fetch another batch."""
+        """Record that a step has ended. The tier may now have room to fetch another batch."""
         if self._thread is not None:
             with self._condition:
                 self._num_steps += 1
@@ -181,7 +181,7 @@ class Prefetcher:
                     return start, count
         return None
 
-    def _take(self, lookups: Sequence[Lookup]) -> Any:
+    def _take_batch(self, lookups: Sequence[Lookup]) -> Any:
         """Remove and return the oldest announced batch. The caller has checked that the batch matches the step."""
         with self._condition:
             first = self._announcements[0]
@@ -195,7 +195,7 @@ class Prefetcher:
             if first.error is None:
                 self._num_unmatched = 0
                 self.counts["prefetch_hits"] += 1
-                return self._adopt(self._announcements_per_step, lookups)
+                return self._adopt_batch(self._announcements_per_step, lookups)
         self._interrupt((0, self._announcements_per_step), lookups)
         self._resume()
         raise first.error
@@ -221,15 +221,15 @@ class Prefetcher:
                 for _ in range(match[0]):
                     self._announcements.popleft()
                 self._num_unmatched = 0
-                return self._adopt(match[1], lookups)
+                return self._adopt_batch(match[1], lookups)
             if self._num_unmatched > MAX_QUEUE:  # probably no step will match the oldest announcement
                 self._announcements.popleft()
                 self._num_unmatched *= bool(self._announcements)
             return None
 
-    def _adopt(self, count: int, lookups: Sequence[Lookup]) -> Any:
+    def _adopt_batch(self, count: int, lookups: Sequence[Lookup]) -> Any:
         """Drop the `count` oldest announcements. If their batch exists, make it usable by this thread and return it."""
-        if count != self._announcements_per_step:  # drop prepared batches, which hold the old number of announcements
+        if count != self._announcements_per_step:  # drop the prepared batches, because each joins a different count
             self._announcements_per_step = count
             for announcement in self._announcements:
                 announcement.batch = None
@@ -246,25 +246,25 @@ class Prefetcher:
 
     def _run(self) -> None:
         _core.use_own_pool(self._num_threads)
-        me = current_thread()
+        this_thread = current_thread()
         while True:
             with self._condition:
-                if self._thread is me:
+                if self._thread is this_thread:
                     self._is_busy = False
                     self._condition.notify_all()
-                step = self._condition.wait_for(lambda: self._thread is not me or self._find_work())
-                if not isinstance(step, list):  # this thread was replaced or closed
+                announcements = self._condition.wait_for(lambda: self._thread is not this_thread or self._find_work())
+                if not isinstance(announcements, list):  # this thread was replaced or closed
                     return
                 self._is_busy = True
             try:
                 with self._processor.enter_side_stream():
-                    self._prepare(step)
+                    self._prepare(announcements)
             except BaseException as error:
                 with self._condition:
-                    step[0].error = error
+                    announcements[0].error = error
 
     def _find_work(self) -> list[_Announcement] | None:
-        """Returns announcements of the next step to work on, or None. All steps are announced before any is fetched."""
+        """Returns one step's announcements, to handle next, or None. All steps are announced before any is fetched."""
         size, position = self._announcements_per_step, None
         steps = 0 if self._is_idle or self._is_paused else min(len(self._announcements) // size, MAX_WINDOW)
         for number, announcement in enumerate(islice(self._announcements, 0, steps * size, size)):
@@ -276,22 +276,22 @@ class Prefetcher:
                 position = number * size
         return None if position is None else [*islice(self._announcements, position, position + size)]
 
-    def _prepare(self, step: list[_Announcement]) -> None:
-        announcement = step[0]
-        if announcement.is_announced:
+    def _prepare(self, announcements: list[_Announcement]) -> None:
+        first = announcements[0]
+        if first.is_announced:
             num_steps = self._num_steps
-            fetched = self._top_tier.prefetch(announcement.batch)
+            is_fetched = self._top_tier.prefetch(first.batch)
             with self._condition:
-                announcement.is_fetched = fetched
-                self._is_tier_full = not fetched and num_steps == self._num_steps
+                first.is_fetched = is_fetched
+                self._is_tier_full = not is_fetched and num_steps == self._num_steps
             return
-        if announcement.batch is None:
-            for part in step:
-                self._processor.wait_event(part.copy_event)
-            batch = self._processor.make_batch(_join_lookups(step), is_future=True)
-            announcement.ready_event = self._processor.record_event()
-            announcement.batch = batch
-        self._top_tier.announce(announcement.batch)
+        if first.batch is None:
+            for announcement in announcements:
+                self._processor.wait_event(announcement.copy_event)
+            batch = self._processor.make_batch(_join_lookups(announcements), is_future=True)
+            first.ready_event = self._processor.record_event()
+            first.batch = batch
+        self._top_tier.announce(first.batch)
         with self._condition:
-            announcement.is_announced = True
+            first.is_announced = True
             self._condition.notify_all()

@@ -34,6 +34,20 @@ def check_rows(chunks: Chunks, tables: int) -> Chunks:
         yield bucket, rows
 
 
+def fill_table(table: Any, description: Mapping[str, Any], chunks: Chunks) -> int:
+    """Load scanned rows into an empty table. Rows without optimizer state get initial state. Returns the row count.
+
+    table: an OpenTable, whose module imports this one. description: describes the scanned rows.
+    """
+    spec = table.spec
+    if table.state.names and not description["states"]:
+        chunks = table.state.add_initial_state(chunks, spec.dim, spec.dtype)
+    remembered = table.lifecycle.record_loaded_chunks(check_rows(chunks, spec.num_tables))
+    counts = load_rows(table.stack, remembered, table.row_format, spec.num_tables)
+    table.counts.set_initial_counts(counts)
+    return int(counts.sum())
+
+
 def load_rows(stack: Stack, chunks: Chunks, row_format: RowFormat, num_tables: int) -> Counts:
     """Write scanned rows to the bottom tier of an empty stack. Returns each table's row count. Raises StoreError."""
     counts = np.zeros(num_tables, np.int64)

@@ -19,7 +19,7 @@ from ..signals import defer_signals
 
 T = TypeVar("T")
 
-_running_steps: dict[int, tuple[Thread, str]] = {}  # for each embedding's op_id: the running step's thread and caller
+_running_steps: dict[int, tuple[Thread, str]] = {}  # by embedding_id: the running step's thread and caller
 os.register_at_fork(after_in_child=_running_steps.clear)
 
 
@@ -36,9 +36,9 @@ def run_row_step(
     with defer_signals():
         try:
             for embedding, _ in pairs:
-                running_step = _running_steps.setdefault(embedding.op_id, this_step)
+                running_step = _running_steps.setdefault(embedding.embedding_id, this_step)
                 if running_step is this_step:
-                    locked_ids.append(embedding.op_id)
+                    locked_ids.append(embedding.embedding_id)
                 elif (thread := running_step[0]) is not this_step[0]:
                     raise GraphError(
                         f"a step of {caller} in thread {this_step[0].name!r} cannot train embedding {embedding.name!r} "
@@ -59,11 +59,11 @@ def run_row_step(
                     embedding.release()
                 raise
         finally:
-            for op_id in locked_ids:
-                del _running_steps[op_id]
+            for embedding_id in locked_ids:
+                del _running_steps[embedding_id]
 
 
 def is_trained_by_other_thread(embeddings: Iterable[EmbeddingBase]) -> bool:
     """True if another thread is training one of the embeddings."""
-    threads = [_running_steps[embedding.op_id][0] for embedding in embeddings if embedding.op_id in _running_steps]
+    threads = [_running_steps[e.embedding_id][0] for e in embeddings if e.embedding_id in _running_steps]
     return any(thread is not current_thread() for thread in threads)

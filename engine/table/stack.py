@@ -13,7 +13,7 @@ import torch
 from ..cache.cached import CpuCachedTier
 from ..errors import InputError
 from ..options.rocksdb_options import format_options
-from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, to_mb
+from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, as_mb
 from ..processors.cpu import CpuProcessor
 from ..processors.processor import Processor, ProcessorFactory
 from ..store.contract import InMemoryTier, Tier, TopTier
@@ -53,18 +53,18 @@ class SmallCacheDetector:
     def __init__(self, embedding: str) -> None:
         self._embedding, self._has_warned = embedding, False
 
-    def check(self, tiers: Mapping[str, dict[str, float]]) -> None:
-        """Add `too_small` to each cache's metrics. `tiers` holds the metrics of the whole stack, top first.
+    def check(self, tier_metrics: Mapping[str, dict[str, float]]) -> None:
+        """Add `too_small` to each cache's metrics. `tier_metrics` holds the metrics of the whole stack, top first.
 
         A cache is too small if it misses more than half of the requested rows because it evicts rows that steps need
         again. Misses also come from a cache that is not full yet, from unwritten rows, and from ids that occur once. So
         the cache must also have evicted at least `capacity` rows. Evictions must be at least half of the misses. More
         than a quarter of the requested rows must have been in the tier below. All counts start at opening.
         """
-        top = next(iter(tiers.values()))
+        top = next(iter(tier_metrics.values()))
         num_requested = top["hits"] + top["misses"]
-        for (tier, cache), (_, lower_tier) in pairwise(tiers.items()):
-            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions are of this kind; 0 on a GPU
+        for (tier, cache), (_, lower_tier) in pairwise(tier_metrics.items()):
+            overflow = cache.get("overflow_evictions", 0)  # with prefetch, most evictions; GPU caches count none
             num_evicted = cache["evictions_clean"] + cache["evictions_dirty"] + overflow
             has_many_misses = num_requested < 2 * cache["misses"] and num_requested < 4 * lower_tier["hits"]
             is_small = has_many_misses and cache["misses"] <= 2 * num_evicted and num_evicted >= cache["capacity"]
@@ -117,7 +117,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
         try:
             lower_tier: Tier = rocksdb
             if options.host_cache_budget_mb:
-                budget_mb = to_mb(options.host_cache_budget_mb)
+                budget_mb = as_mb(options.host_cache_budget_mb)
                 lower_tier = CpuCachedTier(layout, lower_tier, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.make_cache(lower_tier, options), rocksdb)
         except BaseException:

@@ -15,23 +15,23 @@ Table = Any  # an OpenTable, whose module cannot be imported here because it imp
 class StepGate:
     """Gives one reader thread at a time access to a table, or to all tables of a training group, between two steps.
 
-    A step that is about to begin waits for the reader. The tables' locks alone are not enough. The training thread
+    The next step waits until the reader is done. The tables' locks alone are not enough. The training thread
     could take a lock again before the reader gets it. Also, a step releases the lock after `pin` and takes it again for
     `update`. In between, the table already lacks the rows that the step evicts.
     """
 
     def __init__(self) -> None:
-        self.is_wanted = False  # a reader is waiting; steps read this without a lock
-        self.is_blocked = False  # a step has updated one of the tables and will pin others
+        self.has_reader = False  # a reader is waiting; steps read this without a lock
+        self.is_mid_step = False  # a step has updated one of the tables and will pin others
         self._reader_lock = Lock()
         self._tables: Sequence[Table] = ()
         self._waiting_step_event = Event()  # set while the training thread waits, so no step runs
         self._reader_exit_event = Event()
 
     def yield_to_reader(self, table: Table) -> None:
-        """Wait until the reader is done. Called before a step if `is_wanted` is set. Ctrl-C ends the wait."""
+        """Wait until the reader is done. Called before a step if `has_reader` is set. Ctrl-C ends the wait."""
         table.release()
-        if self.is_blocked or any(other.is_in_step for other in self._tables):  # the reader waits until that step ends
+        if self.is_mid_step or any(other.is_in_step for other in self._tables):  # the reader waits until that step ends
             return
         self._waiting_step_event.set()
         self._reader_exit_event.wait()
@@ -52,30 +52,30 @@ class StepGate:
             self._waiting_step_event.clear()
             self._reader_exit_event.clear()
             self._tables = tables()
-            self.is_wanted = True
-            stack.callback(self._leave)
-            entered = self._enter(stack, give_up)
-            for table in self._tables if entered else ():
+            self.has_reader = True
+            stack.callback(self._end_reading)
+            has_entered = self._lock_tables(stack, give_up)
+            for table in self._tables if has_entered else ():
                 table.processor.wait()  # steps may use a different stream than this thread
                 if error := table.take_deferred_error(wait=True):
                     table.defer_error(error)
                     raise error
-            yield entered
+            yield has_entered
 
-    def _leave(self) -> None:
-        self.is_wanted = False
+    def _end_reading(self) -> None:
+        self.has_reader = False
         self._reader_exit_event.set()
 
-    def _enter(self, stack: ExitStack, give_up: Callable[[], bool]) -> bool:
+    def _lock_tables(self, stack: ExitStack, give_up: Callable[[], bool]) -> bool:
         while not give_up():
             with ExitStack() as locks:
-                ordered = sorted(self._tables, key=id)
+                tables = sorted(self._tables, key=id)
                 if not all(
-                    table.lock.acquire(timeout=POLL_SECONDS) and locks.callback(table.lock.release) for table in ordered
+                    table.lock.acquire(timeout=POLL_SECONDS) and locks.callback(table.lock.release) for table in tables
                 ):
                     continue
                 is_used = any(table.is_in_step or table.observers.is_saved_by_other_thread for table in self._tables)
-                if not self.is_blocked and not is_used:
+                if not self.is_mid_step and not is_used:
                     stack.enter_context(locks.pop_all())
                     return True
             self._waiting_step_event.wait(POLL_SECONDS)

@@ -1,7 +1,7 @@
 """An embedding's open table passes batches through its tiers.
 
-A training step makes three calls. `pin` deduplicates ids, fetches their rows into the top tier and pins the rows there,
-unless the prefetcher has already prepared the batch. `PinnedBatch.gather` copies rows or pooled bags into tensors.
+A training step makes three calls. `pin` deduplicates ids, fetches their rows into the top tier and pins the rows there.
+(If the prefetcher has prepared the batch, `pin` uses it.) `PinnedBatch.gather` copies rows or pooled bags into tensors.
 `PinnedBatch.update` applies the optimizer to the rows and unpins the rows. The lifecycle decides which new rows to keep
 and which rows to delete. Snapshots need observers: the table notifies its observers before rows change. A GPU runs
 asynchronously, so a later call raises the input errors that kernels find (deferred errors).
@@ -139,19 +139,18 @@ class OpenTable:
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
         self.last_metrics: dict[str, dict[str, Any]] | None = None  # returned while another thread holds the lock
-        self.lifecycle = lifecycle
+        self.lifecycle, self._io_threads = lifecycle, io_threads
         self.before_write = before_write or (lambda step: None)
         self._pinned: PinnedBatch | None = None
-        self.update_failed = False  # True if an update of the pinned rows raised
+        self.has_failed_update = False  # True if an update of the pinned rows raised
         self.prefetcher: Prefetcher | None = None  # made by the first announcement
-        self._io_threads = io_threads
         self.reader_error: TierbedError | None = None  # a reader's error, which the next call raises
         self.step_gate = StepGate()
         self.lock = RLock()  # needed because native loops release the interpreter lock
-        self.counts = RowCounts(spec.num_tables, processor, lifecycle)
-        self.observers = ChangeObservers(self)
+        self.counts, self.observers = RowCounts(spec.num_tables, processor, lifecycle), ChangeObservers(self)
+        self.on_close: Callable[[], None] = lambda: None  # called before the tiers close
         # rows to erase that tiers may still hold, as (table ids, keys, row count of each table, reason to erase them)
-        self.pending_erase: tuple[TableIds, Keys, Counts, str] | None = None
+        self.pending_erasure: tuple[TableIds, Keys, Counts, str] | None = None
         self.small_cache_detector = SmallCacheDetector(spec.name)
         self._next_check_step = FIRST_CHECK_STEP
 
@@ -194,7 +193,7 @@ class OpenTable:
         self.step_gate = gate
 
     def mark_replaced(self) -> None:
-        """Note that another table has replaced this one in the embedding."""
+        """Record that another table has replaced this one in the embedding."""
         self.is_replaced = True
 
     def describe(self) -> dict[str, Any]:
@@ -209,7 +208,7 @@ class OpenTable:
         top_tier = self.prepare_top_tier()
         can_keep_scanning = self.stack is not None and isinstance(self.stack.bottom, CpuFullTier)
         check = (lambda: self.is_replaced or self.prepare_top_tier()) if can_keep_scanning else self.finish_erasures
-        yield from self.row_format.from_words(iterate_locked(top_tier.scan(), self.lock, check))
+        yield from self.row_format.view_words(iterate_locked(top_tier.scan(), self.lock, check))
 
     def flush(self) -> None:
         with self.lock, defer_signals():
@@ -237,6 +236,7 @@ class OpenTable:
         with self.lock, defer_signals():
             stack, self.stack, self._pinned = self.stack, None, None
             if stack is not None:
+                self.on_close()
                 self.observers.close()
                 self.stop_prefetch()
                 stack.top.close()
@@ -258,7 +258,7 @@ class OpenTable:
             return reader_error
         if (deferred := self.processor.take_deferred_error(wait)) is None:
             return None
-        undone, self.num_updates = self.num_updates - deferred.updates, deferred.updates  # these steps changed nothing
+        undone, self.num_updates = self.num_updates - deferred.num_updates, deferred.num_updates  # these did nothing
         self.step -= undone
         if undone and self.optimizer is not None:
             previous = self.hyperparams
@@ -269,37 +269,37 @@ class OpenTable:
         """Make the next call raise a deferred error that a reader found between steps."""
         self.reader_error = error
 
-    def _erase(self, tables: TableIds, keys: Keys, cause: str, existing: Counts | None = None) -> None:
-        """Erase rows from all tiers. `existing` counts the written rows in each table; None if all were written.
+    def _erase(self, tables: TableIds, keys: Keys, cause: str, existing_counts: Counts | None = None) -> None:
+        """Erase rows from all tiers. `existing_counts` counts the written rows in each table; None if all were written.
 
         After a StoreError, either no row is erased, or the next call finishes the erasure before it uses a tier.
         """
-        existing = count_by_table(tables, self.spec.num_tables) if existing is None else existing
+        existing_counts = count_by_table(tables, self.spec.num_tables) if existing_counts is None else existing_counts
         self.before_write(self.step)  # called first: if it fails on a full disk, the rows remain readable
-        self.pending_erase = tables, keys, existing, cause
-        self.counts.erasing_counts = existing  # these rows already count as erased
+        self.pending_erasure = tables, keys, existing_counts, cause
+        self.counts.erasing_counts = existing_counts  # these rows already count as erased
         self.finish_erasures()
 
     def prepare_top_tier(self) -> TopTier[Any]:
         """Finish pending erasures and return the top tier. Raises ClosedError, StoreError."""
-        if self.pending_erase is not None:
+        if self.pending_erasure is not None:
             self.finish_erasures()
         return self.require_top_tier()
 
     def finish_erasures(self) -> None:
         """Erase rows that an earlier call failed to erase. Raises ClosedError, StoreError."""
         top_tier = self.require_top_tier()
-        if self.pending_erase is not None:
+        if self.pending_erasure is not None:
             with self.lock, defer_signals():
-                if self.pending_erase is None:  # another thread has finished the erasure
+                if self.pending_erasure is None:  # another thread has finished the erasure
                     return
-                tables, keys, existing, cause = self.pending_erase
+                tables, keys, existing_counts, cause = self.pending_erasure
                 self.observers.before_erase(tables, keys)
                 self.before_write(self.step)
                 try:
                     top_tier.erase(tables, keys)
-                    self.lifecycle.record_removal(tables, keys, existing, cause)
-                    self.pending_erase = self.counts.erasing_counts = None
+                    self.lifecycle.record_removal(tables, keys, existing_counts, cause)
+                    self.pending_erasure = self.counts.erasing_counts = None
                 except StoreError:
                     raise  # the next call tries again
                 except BaseException as error:
@@ -340,7 +340,7 @@ class OpenTable:
         with self.lock:
             self.raise_deferred_error(wait=False)
             if weights is None and not self.catch_up_rule:
-                rows = self.processor.gather_few(self.prepare_top_tier(), lookup, dtype, is_training)
+                rows = self.processor.gather_rows(self.prepare_top_tier(), lookup, dtype, is_training)
                 if rows is not None:
                     return rows
             return self.processor.gather(self._peek(lookup, is_training), 0, lookup, weights, dtype)
@@ -377,7 +377,7 @@ class OpenTable:
         """Called before a training step: if another thread is waiting to read the rows, let that thread read first."""
         self.require_optimizer()
         self.check_next_step()
-        if self.step_gate.is_wanted:
+        if self.step_gate.has_reader:
             self.step_gate.yield_to_reader(self)
 
     def announce(self, lookups: list[Lookup]) -> None:
@@ -436,11 +436,11 @@ class OpenTable:
         self.observers.wait_for_memory()
         with self.lock, defer_signals():
             self.release()
-            with self.use_announced(None):
-                existing = self.count_written(lookup)
-                if existing.any():
-                    self._erase(*find_unique_rows(self.spec, lookup), "deleted", existing)
-                return int(existing.sum())
+            with self.enter_announced_step(None):
+                existing_counts = self.count_written(lookup)
+                if existing_counts.any():
+                    self._erase(*find_unique_rows(self.spec, lookup), "deleted", existing_counts)
+                return int(existing_counts.sum())
 
     def list_unique_rows(self, lookups: list[Lookup]) -> Lookup:
         """Returns the unique rows of a micro-batch's lookups. On a CPU, raises InputError for illegal ids."""
@@ -482,16 +482,16 @@ class OpenTable:
             self._release()
 
     def _release(self) -> None:
-        pinned, self._pinned, self.update_failed = self._pinned, None, False
+        pinned, self._pinned, self.has_failed_update = self._pinned, None, False
         if pinned is not None:
-            self._unpin(pinned, dirty=False)
+            self._unpin(pinned, is_dirty=False)
 
     def _pin(
         self, lookups: list[Lookup], dtype: torch.dtype, sibling: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
         self._release()
         top_tier = self.prepare_top_tier()  # finish pending erasures before counting rows
-        with self.use_announced(lookups if is_step else None) as batch:
+        with self.enter_announced_step(lookups if is_step else None) as batch:
             if batch is None:
                 self.raise_deferred_error(wait=False)
                 batch = self.processor.make_batch(lookups, None if sibling is None else sibling.batch)
@@ -506,12 +506,12 @@ class OpenTable:
         self._pinned = PinnedBatch(self, batch, lookups, dtype)
         return self._pinned
 
-    def use_announced(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
+    def enter_announced_step(self, lookups: Sequence[Lookup] | None) -> AbstractContextManager[Any]:
         """Returns `Prefetcher.enter_step`'s context manager. Without a prefetcher, the context manager yields None."""
         return _NO_PREFETCHER if self.prefetcher is None else self.prefetcher.enter_step(lookups)
 
-    def _unpin(self, pinned: PinnedBatch, dirty: bool) -> None:
-        self.require_top_tier().unpin(pinned.batch, dirty)
+    def _unpin(self, pinned: PinnedBatch, is_dirty: bool) -> None:
+        self.require_top_tier().unpin(pinned.batch, is_dirty)
         if self.prefetcher is not None:
             self.prefetcher.record_step_end()
 
@@ -554,7 +554,7 @@ class OpenTable:
             if self.lifecycle.has_ledger:
                 self.lifecycle.record_write(pinned.batch, step)
             is_written, self._pinned = True, None
-            self._unpin(pinned, dirty=True)
+            self._unpin(pinned, is_dirty=True)
         except BaseException as error:
             if is_written or not isinstance(error, (TypeError, ValueError)):  # these are raised before any write
                 # Lines, counters and lower tiers may disagree: never serve these rows, and write no clean marker.
@@ -562,7 +562,7 @@ class OpenTable:
             raise
 
     def mark_update_failed(self) -> None:
-        self.update_failed = True
+        self.has_failed_update = True
 
     def record_failure(self, error: BaseException) -> None:
         """Record the error that left rows inconsistent. Such rows are never served again, and get no clean marker."""

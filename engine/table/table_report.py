@@ -19,9 +19,9 @@ from .table import OpenTable
 LOCK_TIMEOUT = 0.01  # how long `read_metrics` waits if another thread uses the table
 
 
-def read_metrics(table: OpenTable, seconds: float = LOCK_TIMEOUT) -> dict[str, dict[str, Any]]:
+def read_metrics(table: OpenTable, timeout: float = LOCK_TIMEOUT) -> dict[str, dict[str, Any]]:
     """Returns metrics from one step. Keys: "table" for all rows, tier names (top first), "tables" for each table."""
-    if not table.lock.acquire(timeout=seconds):  # another thread uses the table, for example to load a snapshot
+    if not table.lock.acquire(timeout=timeout):  # another thread uses the table, for example to load a snapshot
         if table.last_metrics is not None:
             return _update_without_lock(table, deepcopy(table.last_metrics))
         table.lock.acquire()
@@ -35,7 +35,7 @@ def read_metrics(table: OpenTable, seconds: float = LOCK_TIMEOUT) -> dict[str, d
 
 
 def _update_without_lock(table: OpenTable, metrics: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Set `step` and the row counts in earlier metrics to current values. Reading these values needs no lock."""
+    """Update old metrics: replace `step` and the row counts by current values. Reading these needs no lock."""
     metrics["table"]["step"] = table.step
     if not table.processor.defers_errors and (rows := table.counts.known_table_counts) is not None:  # a GPU would wait
         metrics["table"]["rows"] = int(rows.sum())
@@ -54,8 +54,8 @@ def cache_metrics(table: OpenTable) -> None:
 def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
     with table.lock:
         top_tier = table.require_top_tier()
-        announced = ZERO_COUNTS if table.prefetcher is None else table.prefetcher.counts
-        counts: dict[str, float] = {**table.lifecycle.metrics, **announced}
+        prefetch_counts = ZERO_COUNTS if table.prefetcher is None else table.prefetcher.counts
+        counts: dict[str, float] = {**table.lifecycle.metrics, **prefetch_counts}
         tiers, (hits, misses) = top_tier.metrics(), top_tier.hit_counts().T
         top, last = next(iter(tiers.values())), next(reversed(tiers.values()))
         top.update(hits=int(hits.sum()), misses=int(misses.sum()))
@@ -67,15 +67,15 @@ def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"]
         table.small_cache_detector.check(tiers)
-        by_table, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped_counts
+        table_counts, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped_counts
         return {
             "table": {"rows": table.counts.num_rows, "step": table.step, "dropped": int(dropped.sum()), **counts},
             **tiers,
-            "tables": label_counts(table.spec.labels, rows=by_table, hits=hits, misses=misses, dropped=dropped),
+            "tables": label_counts(table.spec.labels, rows=table_counts, hits=hits, misses=misses, dropped=dropped),
         }
 
 
-def locate(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
+def locate_row(table: OpenTable, lookup: Lookup) -> tuple[list[dict[str, Any]], str | None]:
     """Find one id's row. Returns `TierBase.locate`'s list, and why the row is not stored (None if it is stored)."""
     with table.lock:
         top_tier = table.prepare_top_tier()
@@ -95,7 +95,7 @@ def count_new_rows(table: OpenTable, lookup: Lookup) -> int:
     return len(tables) - int(table.count_written(lookup).sum())
 
 
-def scan_caught_up(table: OpenTable) -> Chunks:
+def scan_with_catch_up(table: OpenTable) -> Chunks:
     """Scan all written rows. Missed steps are applied to a copy of the rows."""
     for bucket, rows in table.scan():
         if rule := table.catch_up_rule:

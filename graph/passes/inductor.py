@@ -15,17 +15,17 @@ from torch.fx.passes.infra.partitioner import CapabilityBasedPartitioner
 from torch.fx.passes.operator_support import create_op_support
 
 from ...engine.errors import GraphError
-from ..trace.alias import find_storages, is_random, written_storages
+from ..trace.alias import find_storages, find_written_storages, is_random
 from .lookups import find_sources
 
 
 class InductorModule(nn.Module):
     """A subgraph of a step, compiled by Inductor."""
 
-    def __init__(self, part: fx.GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> None:
+    def __init__(self, subgraph: fx.GraphModule, inputs: list[Any], options: Mapping[str, Any]) -> None:
         super().__init__()
         try:
-            self._run = torch._inductor.compile(part, inputs, options=dict(options))
+            self._compiled = torch._inductor.compile(subgraph, inputs, options=dict(options))
         except Exception as error:
             raise GraphError(
                 f"compile_dense: TorchInductor could not compile the dense part: {error}; check its options and "
@@ -33,7 +33,7 @@ class InductorModule(nn.Module):
             ) from error
 
     def forward(self, *inputs: Any) -> Any:
-        return self._run(*inputs)
+        return self._compiled(*inputs)
 
 
 def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.GraphModule:
@@ -42,17 +42,17 @@ def compile_dense(module: fx.GraphModule, options: Mapping[str, Any]) -> fx.Grap
     supported = create_op_support(lambda _, node: node in pure_nodes)
     fused_module = CapabilityBasedPartitioner(module, supported).partition_and_fuse(prefix="dense_")
     for node in fused_module.graph.find_nodes(op="call_module", sort=True):
-        part = fused_module.get_submodule(node.target)
-        assert isinstance(part, fx.GraphModule)
+        subgraph = fused_module.get_submodule(node.target)
+        assert isinstance(subgraph, fx.GraphModule)
         inputs = [argument.meta["val"] for argument in node.args]
-        fused_module.add_submodule(node.target, InductorModule(part, inputs, options))
+        fused_module.add_submodule(node.target, InductorModule(subgraph, inputs, options))
     fused_module.recompile()
     return fused_module
 
 
 def _find_pure_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes that Inductor may compile. Nodes that make ids or have dynamic shapes are excluded."""
-    changed_storages: set[int] = set().union(*map(written_storages, graph.nodes))
+    changed_storages: set[int] = set().union(*map(find_written_storages, graph.nodes))
     lookups = [node for method in ("pin", "read") for node in graph.find_nodes(op="call_method", target=method)]
     id_sources = set().union(*(find_sources(node, node.args) for node in lookups))
     return {

@@ -24,7 +24,7 @@ from ...engine.errors import GraphError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..trace import alias
-from ..trace.alias import call_target, external_storages, find_storages, is_random, node_storages, written_storages
+from ..trace.alias import find_storages, find_written_storages, get_call_target, is_random
 from .nodes import add_attribute, replace_node
 from .step_epilogue import accumulate
 
@@ -43,13 +43,13 @@ def share_rows(module: fx.GraphModule) -> None:
 
     Two lookups are the same if equal ops compute them from the same tensors, and the step never writes these tensors.
     """
-    changed_storages = set().union(*map(written_storages, module.graph.nodes))
-    numbers: dict[Hashable, int] = {}
+    changed_storages = set().union(*map(find_written_storages, module.graph.nodes))
+    number_by_key: dict[Hashable, int] = {}
     value_numbers: dict[fx.Node, int] = {}
     first_pins: dict[Hashable, fx.Node] = {}
     for node in module.graph.nodes:
         is_constant = not find_storages((node, *node.all_input_nodes)) & changed_storages
-        if is_constant and call_target(node) == "pin":
+        if is_constant and get_call_target(node) == "pin":
             embedding, lookups = node.args
             spec = getattr(module, embedding.target).spec
             key = (spec.num_tables, spec.key_type, spec.padding_idx, spec.legal_ids, _make_key(lookups, value_numbers))
@@ -60,7 +60,7 @@ def share_rows(module: fx.GraphModule) -> None:
         value_key: Hashable = (node.op, node.target) if node.op == "get_attr" else node
         if is_constant and node.op == "call_function" and is_repeatable(node, set()):
             value_key = (node.target, _make_key((node.args, *node.kwargs.items()), value_numbers))
-        value_numbers[node] = numbers.setdefault(value_key, len(numbers))
+        value_numbers[node] = number_by_key.setdefault(value_key, len(number_by_key))
 
 
 def _make_key(argument: Any, value_numbers: dict[fx.Node, int]) -> Hashable:
@@ -77,16 +77,16 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
 
     The new module returns lookups as plain tuples, because in torch 2.11 modules cannot return a NamedTuple.
     """
-    known = find_prefetchable_lookups(module)
-    if not known:
+    known_lookups = find_prefetchable_lookups(module)
+    if not known_lookups:
         return None
-    id_sources = set().union(*(find_sources(node, lookups) for node, lookups in known))
+    id_sources = set().union(*(find_sources(node, lookups) for node, lookups in known_lookups))
     id_graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in module.graph.nodes:
         if node in id_sources or node.op == "placeholder":
             copies[node] = id_graph.node_copy(node, copies.__getitem__)
-    lookups = [(embedding, [tuple(lookup) for lookup in lookup_nodes]) for _, (embedding, lookup_nodes) in known]
+    lookups = [(embedding, [tuple(lookup) for lookup in nodes]) for _, (embedding, nodes) in known_lookups]
     id_graph.output(fx.map_arg(lookups, copies.__getitem__))
     return fx.GraphModule(module, id_graph)
 
@@ -99,28 +99,28 @@ def find_prefetchable_lookups(module: fx.GraphModule) -> list[tuple[fx.Node, Any
     pins = module.graph.find_nodes(op="call_method", target="pin")
     candidates: list[tuple[fx.Node, Any]] = [(node, node.args[:2]) for node in pins]
     for node in module.graph.find_nodes(op="call_function", target=accumulate):
-        rows: Any = node.args[1]
-        candidates += [(node, row[:2]) for row in rows]
-    external = external_storages(module.graph)
+        lookup_grads: Any = node.args[1]
+        candidates += [(node, grads[:2]) for grads in lookup_grads]
+    external_storages = alias.find_external_storages(module.graph)
     return [
         (node, lookups)
         for node, lookups in candidates
-        if all(is_repeatable(source, external) for source in find_sources(node, lookups))
+        if all(is_repeatable(source, external_storages) for source in find_sources(node, lookups))
     ]
 
 
 def find_sources(user: fx.Node, arguments: Any) -> set[fx.Node]:
-    """Return the nodes that compute `arguments` of the node `user`, and earlier nodes that write to the same memory."""
-    used = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
-    return alias.add_sources(used, takewhile(lambda node: node is not user, user.graph.nodes))
+    """Return the nodes that compute `arguments`, and the nodes before `user` that write to memory of such a node."""
+    used_nodes = (node for node in pytree.tree_leaves(arguments) if isinstance(node, fx.Node))
+    return alias.add_sources(used_nodes, takewhile(lambda node: node is not user, user.graph.nodes))
 
 
-def is_repeatable(node: fx.Node, external: set[int]) -> bool:
+def is_repeatable(node: fx.Node, external_storages: set[int]) -> bool:
     """True if a node can run before the step with the same result. False for lookups, random ops and custom ops."""
-    if call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
+    if get_call_target(node) is None or isinstance(node.meta.get("val"), torch.SymInt):
         return True
     is_torch = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in ("aten", "prims")
-    return is_torch and not (is_random(node.target, node.args) or written_storages(node) & external)
+    return is_torch and not (is_random(node.target, node.args) or find_written_storages(node) & external_storages)
 
 
 class SharedLookup(NamedTuple):
@@ -143,7 +143,7 @@ def expand_reads(module: fx.GraphModule, find_path: Callable[[int], str]) -> Non
             replace_node(node, graph.call_method("read_weights_grad", (embedding, _read_lookup(node), node.args[0])))
 
 
-def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
+def expand_trained(module: fx.GraphModule, embedding_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
     """Insert an embedding's pin before its first trained lookup, a gather per lookup, and an update at the step's end.
 
     grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients.
@@ -152,39 +152,39 @@ def expand_trained(module: fx.GraphModule, op_id: int, grad: fx.Node, find_path:
     graph = module.graph
     grads_by_lookup: dict[SharedLookup, list[Any]] = defaultdict(list)
     weights_by_lookup: dict[SharedLookup, Any] = {}
-    for node in _find_summands(graph, op_id, grad, find_path(op_id)):
+    for node in _find_summands(graph, embedding_id, grad, find_path(embedding_id)):
         key = _make_shared_lookup(node)
         grads_by_lookup[key].append(alias.preserve_value(graph, node, node.args[0]))
         if key not in weights_by_lookup:
             weights_by_lookup[key] = alias.preserve_value(graph, node, key.weights)
-    lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == op_id]
+    lookups = [n for n in graph.find_nodes(op="call_function", target=LOOKUP) if n.args[-1] == embedding_id]
     lookup_by_node = {node: key for node in lookups if (key := _make_shared_lookup(node)) in grads_by_lookup}
-    shared = list(dict.fromkeys(lookup_by_node.values()))
-    if len(shared) != len(grads_by_lookup):
+    keys = list(dict.fromkeys(lookup_by_node.values()))
+    if len(keys) != len(grads_by_lookup):
         raise GraphError(
-            f"embedding {find_path(op_id)!r}: the ids or weights saved for backward() are not the lookup's; "
+            f"embedding {find_path(embedding_id)!r}: the ids or weights saved for backward() are not the lookup's; "
             "leave lookups out of saved_tensors_hooks"
         )
-    embedding = _find_embedding_node(module, op_id, find_path)
-    _move_ids_up(graph, [*lookup_by_node], embedding, find_path(op_id))
+    embedding = _find_embedding_node(module, embedding_id, find_path)
+    _move_ids_up(graph, [*lookup_by_node], embedding, find_path(embedding_id))
     with graph.inserting_before(next(iter(lookup_by_node))):
-        batch = graph.call_method("pin", (embedding, [key.lookup for key in shared]))
-    _expand_weights_grads(graph, op_id, batch, shared)
+        batch = graph.call_method("pin", (embedding, [key.lookup for key in keys]))
+    _expand_weights_grads(graph, embedding_id, batch, keys)
     for node, key in lookup_by_node.items():
         with graph.inserting_before(node):
-            replace_node(node, graph.call_method("gather", (batch, shared.index(key), *_weights_argument(key.weights))))
+            replace_node(node, graph.call_method("gather", (batch, keys.index(key), *_list_weights(key.weights))))
     with graph.inserting_before(graph.output_node()):
-        used_weights = [weights_by_lookup[key] for key in shared]
-        totals = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads_by_lookup[key]) for key in shared]
-        graph.call_method("update", (batch, totals, *([used_weights] if any(used_weights) else [])))
+        used_weights = [weights_by_lookup[key] for key in keys]
+        summed_grads = [reduce(lambda a, b: graph.call_function(_ADD, (a, b)), grads_by_lookup[key]) for key in keys]
+        graph.call_method("update", (batch, summed_grads, *([used_weights] if any(used_weights) else [])))
 
 
-def _expand_weights_grads(graph: fx.Graph, op_id: int, batch: fx.Node, shared: list[SharedLookup]) -> None:
+def _expand_weights_grads(graph: fx.Graph, embedding_id: int, batch: fx.Node, keys: list[SharedLookup]) -> None:
     """Compute the gradient of a lookup's pooling weights from pinned rows if the pinned batch contains the lookup."""
-    index_by_lookup = {key.lookup: index for index, key in enumerate(shared)}  # pooling weights may differ
+    index_by_lookup = {key.lookup: index for index, key in enumerate(keys)}  # pooling weights may differ
     for node in graph.find_nodes(op="call_function", target=WEIGHTS_GRAD):
         lookup = _read_lookup(node)
-        if node.args[-1] == op_id and node > batch and lookup in index_by_lookup:
+        if node.args[-1] == embedding_id and node > batch and lookup in index_by_lookup:
             with graph.inserting_before(node):
                 replace_node(node, graph.call_method("weights_grad", (batch, index_by_lookup[lookup], node.args[0])))
 
@@ -200,16 +200,16 @@ def _make_shared_lookup(node: fx.Node) -> SharedLookup:
     if weights is None:
         return SharedLookup(_read_lookup(node), None, None)
     last_writer = node.prev
-    while last_writer.op != "root" and not written_storages(last_writer) & node_storages(weights):
+    while last_writer.op != "root" and not find_written_storages(last_writer) & alias.find_node_storages(weights):
         last_writer = last_writer.prev
     return SharedLookup(_read_lookup(node), weights, last_writer)
 
 
 def _insert_read(graph: fx.Graph, embedding: fx.Node, node: fx.Node) -> fx.Node:
-    return graph.call_method("read", (embedding, _read_lookup(node), *_weights_argument(node.args[6])))
+    return graph.call_method("read", (embedding, _read_lookup(node), *_list_weights(node.args[6])))
 
 
-def _weights_argument(weights: Any) -> tuple[Any, ...]:
+def _list_weights(weights: Any) -> tuple[Any, ...]:
     return () if weights is None else (weights,)
 
 
@@ -231,9 +231,9 @@ def _make_shadow_error(name: str) -> GraphError:
     )
 
 
-def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
+def _find_summands(graph: fx.Graph, embedding_id: int, grad: fx.Node, name: str) -> list[fx.Node]:
     """Return the lookup gradients whose sum is `grad`. Raises GraphError if `grad` is not a plain sum."""
-    counts: Counter[fx.Node] = Counter()  # how often the sum adds each gradient, and the result lists it
+    counts: Counter[fx.Node] = Counter()  # lookup gradient -> how often the sum adds it
     visited: set[fx.Node] = set()
     pending_nodes: list[Any] = [grad]
     while pending_nodes:
@@ -241,7 +241,7 @@ def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> lis
         if not isinstance(node, fx.Node):
             raise _make_shadow_error(name)
         visited.add(node)
-        if node.target is LOOKUP_GRAD and node.args[-1] == op_id:
+        if node.target is LOOKUP_GRAD and node.args[-1] == embedding_id:
             counts[node] += 1
         elif node.target in _SUMS and not node.kwargs:
             pending_nodes += node.args
@@ -250,20 +250,20 @@ def _find_summands(graph: fx.Graph, op_id: int, grad: fx.Node, name: str) -> lis
         else:
             raise _make_shadow_error(name)
     summed_storages = find_storages(visited)
-    if any(written_storages(node) & summed_storages for node in graph.nodes if node not in visited):
+    if any(find_written_storages(node) & summed_storages for node in graph.nodes if node not in visited):
         raise _make_shadow_error(name)
     return [node for node in graph.find_nodes(op="call_function", target=LOOKUP_GRAD) for _ in range(counts[node])]
 
 
-def _find_embedding_node(module: fx.GraphModule, op_id: int, find_path: Callable[[int], str]) -> fx.Node:
+def _find_embedding_node(module: fx.GraphModule, embedding_id: int, find_path: Callable[[int], str]) -> fx.Node:
     """Return the embedding's node. Each step has one node per embedding, at the top of the step."""
-    embedding = lookup_op.find_embedding(op_id)
+    embedding = lookup_op.find_embedding(embedding_id)
     for node in module.graph.find_nodes(op="get_attr"):
         if getattr(module, node.target) is embedding:
             return node
-    first = next(node for node in module.graph.nodes if node.op != "placeholder")
-    with module.graph.inserting_before(first):
-        return add_attribute(module, find_path(op_id), embedding)
+    first_node = next(node for node in module.graph.nodes if node.op != "placeholder")
+    with module.graph.inserting_before(first_node):
+        return add_attribute(module, find_path(embedding_id), embedding)
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
@@ -271,32 +271,32 @@ def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, na
 
     If ids are computed from an earlier lookup's rows, a separate read of these rows is inserted before the pin.
     """
-    from_first = dropwhile(lambda node: node is not lookups[0], graph.nodes)
-    nodes_between = [*takewhile(lambda node: node is not lookups[-1], from_first)]
+    later_nodes = dropwhile(lambda node: node is not lookups[0], graph.nodes)
+    nodes_between = [*takewhile(lambda node: node is not lookups[-1], later_nodes)]
     operands = [operand for lookup in lookups for operand in lookup.args[1:4]]  # without the weights
     id_sources = {operand for operand in operands if isinstance(operand, fx.Node)}
     for node in reversed(nodes_between):
         if node in id_sources:
             id_sources.update(node.all_input_nodes)
     id_storages = find_storages(id_sources)
-    if any(written_storages(node) & id_storages for node in nodes_between):
+    if any(find_written_storages(node) & id_storages for node in nodes_between):
         raise GraphError(
             f"embedding {name!r}: ids of a later lookup are changed in place after the first lookup; "
             "compute the ids of all lookups first, or do not change them in place"
         )
-    draws_ids = [node in id_sources for node in nodes_between if is_random(node.target, node.args)]
-    if draws_ids != sorted(draws_ids, reverse=True):
+    are_id_draws = [node in id_sources for node in nodes_between if is_random(node.target, node.args)]
+    if are_id_draws != sorted(are_id_draws, reverse=True):
         raise GraphError(
             f"embedding {name!r}: after the first lookup, build draws other random numbers, such as dropout, and "
             "then draws the ids of a later lookup; draw the ids of all lookups first"
         )
-    reads: dict[fx.Node, fx.Node] = {}
+    read_by_lookup: dict[fx.Node, fx.Node] = {}
     for node in nodes_between:
         if node in id_sources and node in lookups:
             with graph.inserting_before(lookups[0]):
-                reads[node] = _insert_read(graph, embedding, node)
-            reads[node].meta["val"] = node.meta["val"]
+                read_by_lookup[node] = _insert_read(graph, embedding, node)
+            read_by_lookup[node].meta["val"] = node.meta["val"]
         elif node in id_sources:
-            for lookup, early_read in reads.items():
+            for lookup, early_read in read_by_lookup.items():
                 node.replace_input_with(lookup, early_read)
             lookups[0].prepend(node)

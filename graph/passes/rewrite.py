@@ -21,7 +21,8 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from ...engine.errors import GraphError
 from ...engine.options.lookup import Lookup
-from ..trace.alias import external_storages, is_reshape, live_nodes, node_storages, preserve_value, reshaped_storages
+from ..trace import alias
+from ..trace.alias import find_node_storages, is_reshape, preserve_value
 from ..trace.names import make_identifiers
 from ..trace.trace import MODULE_TENSOR
 from .collectives import sum_over_ranks
@@ -42,37 +43,37 @@ def name_placeholders(nodes: list[fx.Node], names: list[str]) -> None:
 
 def drop_detach(graph: fx.Graph) -> None:
     """Remove detach nodes: no-ops without autograd. Keep a detach node whose input or result is reshaped in place."""
-    reshaped = reshaped_storages(graph)
+    reshaped_storages = alias.find_reshaped_storages(graph)
     detaches = graph.find_nodes(op="call_function", target=torch.ops.aten.detach.default)
     # the trace added a detach for each argument, but build reshapes the caller's tensor itself
     arguments = [n for n in detaches if n.args[0].op == "placeholder" and MODULE_TENSOR not in n.args[0].meta]
     for node in detaches:
-        if node in arguments or not node_storages(node) & reshaped:
+        if node in arguments or not find_node_storages(node) & reshaped_storages:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 
 
 def drop_double_transpose(graph: fx.Graph) -> None:
-    """Remove the pairs of transposes that a linear layer's backward adds to the weight and its gradient."""
+    """Remove pairs of transposes that cancel. Autograd inserts them for weights and gradients of linear layers."""
     transpose = torch.ops.aten.t.default
-    reshaped = reshaped_storages(graph)
+    reshaped_storages = alias.find_reshaped_storages(graph)
     for node in graph.find_nodes(op="call_function", target=transpose):
-        if node.args[0].target is transpose and not node_storages(node) & reshaped:
+        if node.args[0].target is transpose and not find_node_storages(node) & reshaped_storages:
             node.replace_all_uses_with(node.args[0].args[0])
             graph.erase_node(node)
 
 
 def cut_outputs(graph: fx.Graph, count: int) -> list[fx.Node]:
     """Keep the step's first `count` outputs, detached from arguments and parameters. Returns the remaining outputs."""
-    output, external = graph.output_node(), external_storages(graph)
-    returned: Any = output.args[0]
-    values = [*returned]
-    for i, value in enumerate(values[:count]):
-        if node_storages(value) & external:
+    output, external_storages = graph.output_node(), alias.find_external_storages(graph)
+    results: Any = output.args[0]
+    outputs = [*results]
+    for i, value in enumerate(outputs[:count]):
+        if find_node_storages(value) & external_storages:
             with graph.inserting_before(output):
-                values[i] = graph.call_function(torch.ops.aten.detach.default, (value,))
-    output.update_arg(0, values[:count])
-    return values[count:]
+                outputs[i] = graph.call_function(torch.ops.aten.detach.default, (value,))
+    output.update_arg(0, outputs[:count])
+    return outputs[count:]
 
 
 def add_dense_steps(
@@ -91,29 +92,30 @@ def merge_updates(module: fx.GraphModule, epilogue: StepEpilogue) -> fx.Node:
     """Replace all updates and dense steps with one node that scales and clips their gradients together."""
     graph = module.graph
     is_accumulating = epilogue.accumulate_steps > 1
-    rows: list[Any] = []
+    row_grads: list[Any] = []
     for node in graph.find_nodes(op="call_method", target="update"):
-        optional: Any
-        batch, grads, *optional = node.args
-        weights = optional[0] if optional else [None] * len(grads)
+        other_args: Any
+        batch, grads, *other_args = node.args
+        weights = other_args[0] if other_args else [None] * len(grads)
         if is_accumulating:
             embedding, lookups = batch.args
             preserved_lookups = [Lookup(*(preserve_value(graph, batch, part) for part in lookup)) for lookup in lookups]
-            rows.append((embedding, preserved_lookups, grads, weights))
+            row_grads.append((embedding, preserved_lookups, grads, weights))
         else:
-            rows.append(RowGrads(batch, grads, weights))
+            row_grads.append(RowGrads(batch, grads, weights))
         graph.erase_node(node)
     dense_step_nodes = graph.find_nodes(op="call_function", target=dense_step)
-    dense: list[Any] = [DenseGrads(*node.args) for node in dense_step_nodes]
+    dense_grads: list[Any] = [DenseGrads(*node.args) for node in dense_step_nodes]
     for node in dense_step_nodes:
         graph.erase_node(node)
     with graph.inserting_before(graph.output_node()):
         epilogue_node = add_attribute(module, "step_end", epilogue)
-        last = graph.call_function(accumulate if is_accumulating else apply_gradients, (epilogue_node, rows, dense))
+        target = accumulate if is_accumulating else apply_gradients
+        update_node = graph.call_function(target, (epilogue_node, row_grads, dense_grads))
     if is_accumulating:
         for node in graph.find_nodes(op="call_method", target="pin"):
             _replace_pin_by_reads(graph, node)
-    return last
+    return update_node
 
 
 def _replace_pin_by_reads(graph: fx.Graph, pin: fx.Node) -> None:
@@ -139,14 +141,14 @@ def add_schedules(module: fx.GraphModule, schedulers: Iterable[LRScheduler], upd
 
 def drop_dead_nodes(graph: fx.Graph) -> None:
     """Remove dead nodes. Unlike FX's own pass, also remove in-place ops on memory that no node reads."""
-    live = live_nodes(graph, SIDE_EFFECT_TARGETS)
+    live_nodes = alias.find_live_nodes(graph, SIDE_EFFECT_TARGETS)
     for node in reversed(list(graph.nodes)):
-        if node not in live:
+        if node not in live_nodes:
             graph.erase_node(node)
 
 
 def compute_sizes(module: fx.GraphModule) -> None:
-    """Replace nodes that read a tensor's size, stride or offset with numbers computed from the inputs' sizes.
+    """Compute all sizes, strides and offsets from the inputs' sizes, instead of reading them from other tensors.
 
     Raises GraphError if build reshapes an argument, parameter or buffer in place, because other calls have other sizes.
     """
@@ -174,7 +176,7 @@ def compute_sizes(module: fx.GraphModule) -> None:
 
 
 def _read_dynamic_sizes(graph: fx.Graph) -> dict[Any, Any]:
-    """Insert nodes that read dynamic sizes from placeholders. Return the nodes' proxies by sympy symbol."""
+    """Insert nodes that read dynamic sizes from placeholders. Returns {sympy symbol: FX proxy of the inserted node}."""
     tracer = fx.proxy.GraphAppendingTracer(graph)
     proxies: dict[Any, Any] = {}
     for node in graph.find_nodes(op="placeholder"):
@@ -193,11 +195,11 @@ def bind_ops(module: fx.GraphModule) -> None:
     used_names = {str(name) for node in module.graph.nodes for name in (node.name, node.target)}
 
     def bind(match: re.Match[str]) -> str:
-        space, op, overload = match.groups()
-        name = f"{space}_{op}_{overload}_op"
+        namespace, op, overload = match.groups()
+        name = f"{namespace}_{op}_{overload}_op"
         while name in used_names:  # a parameter of build may already use this name
             name += "_"
-        names[name] = getattr(getattr(getattr(torch.ops, space), op), overload)._op  # `_op` saves a Python frame
+        names[name] = getattr(getattr(getattr(torch.ops, namespace), op), overload)._op  # `_op` avoids a Python call
         return f"{name}("
 
     _exec_with_source(_OP_CALL.sub(bind, code.src), names)

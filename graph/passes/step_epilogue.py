@@ -1,6 +1,6 @@
 """The end of a step: accumulate, unscale and clip gradients, then update rows and dense parameters.
 
-In one process, a step without accumulation, scaling and clipping ends with one node per embedding and per optimizer.
+Without accumulation, scaling, clipping and ranks, a step ends with a node per embedding and a node per optimizer.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ LookupGrads = tuple[Any, list[Lookup], list[Tensor], list[Tensor | None]]
 _NO_EFFECT_WITHOUT_GRADIENTS = ("torch.optim.", "tierbed.engine.optim.")  # modules of optimizers
 
 
-class _DenseSteps(threading.local):
+class _DenseStepCounter(threading.local):
     """The number of optimizer steps that this thread has started."""
 
     count = 0
 
 
-dense_step_counter = _DenseSteps()
+dense_step_counter = _DenseStepCounter()
 
 
 def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) -> None:
@@ -62,7 +62,7 @@ def dense_step(optimizer: Optimizer, params: list[Tensor], grads: list[Tensor]) 
 
 
 def _has_no_effect(optimizer: Optimizer) -> bool:
-    """True if `step()` without gradients does nothing, as in torch's or tierbed's optimizers without hooks."""
+    """True if `step()` does nothing when all gradients are None. Hooks and optimizers of other libraries may act."""
     return (
         type(optimizer).__module__.startswith(_NO_EFFECT_WITHOUT_GRADIENTS)
         and "step" not in vars(optimizer)  # a scheduler wraps `step` to count steps
@@ -114,8 +114,8 @@ class StepEpilogue:
         self.clip_value: float | None = None
         self.scaler: GradScaler | None = None
         self.accumulate_steps = 1  # the number of calls whose gradients are summed
-        self.takes_mean = False  # True to divide the sums by `accumulate_steps`
-        self.num_waiting = 0  # the number of calls whose gradients wait for their update
+        self.uses_mean = False  # True to divide the sums by `accumulate_steps`
+        self.num_waiting_calls = 0  # the number of calls whose gradients wait for their update
         self.has_batch = False  # True if this rank got a batch in any call whose gradients wait for their update
         self._dense_grads: dict[Optimizer, dict[Tensor, Tensor]] = {}
         self._row_grads: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # per call: (unique rows, gradients)
@@ -125,9 +125,9 @@ class StepEpilogue:
         """True if optimizers get the gradients unchanged."""
         return self.max_norm is None and self.clip_value is None and self.scaler is None and self.accumulate_steps == 1
 
-    def settings_key(self) -> Hashable:
+    def make_settings_key(self) -> Hashable:
         """Return a key for the settings that a compiled step depends on."""
-        return self.is_identity, self.accumulate_steps > 1, None if self.scaler is None else self.scale_key()
+        return self.is_identity, self.accumulate_steps > 1, None if self.scaler is None else self.make_scale_key()
 
     def set_accumulation(self, steps: int, mean: bool) -> None:
         """Sum, or average, the gradients of `steps` calls before each update. Raises OptimizerError."""
@@ -135,14 +135,14 @@ class StepEpilogue:
         if count is None:
             raise OptimizerError(f"steps={steps!r}: give a whole number of calls > 0")
         check_flags(OptimizerError, mean=mean)
-        if self.num_waiting:
+        if self.num_waiting_calls:
             raise OptimizerError(
-                f"steps={steps}: gradients of {self.num_waiting} of {self.accumulate_steps} calls wait for their "
+                f"steps={steps}: gradients of {self.num_waiting_calls} of {self.accumulate_steps} calls wait for their "
                 "update; change steps after the last of these calls, or call drop_grads() first"
             )
-        self.accumulate_steps, self.takes_mean = count, mean
+        self.accumulate_steps, self.uses_mean = count, mean
 
-    def scale_key(self) -> Hashable:
+    def make_scale_key(self) -> Hashable:
         """Return a key for the scale tensor. A compiled step uses this tensor, and keeps the tensor alive."""
         return None if self._scale is None else id(self._scale)
 
@@ -160,24 +160,24 @@ class StepEpilogue:
                 "with that scaler"
             )
 
-    def add_gradients(self, lookup_grads: list[LookupGrads], dense: list[DenseGrads], has_batch: bool) -> None:
+    def add_gradients(self, lookup_grads: list[LookupGrads], dense_grads: list[DenseGrads], has_batch: bool) -> None:
         """Add one more call's gradients, summed per row. has_batch: True if this rank got a batch in that call."""
         self.has_batch = self.has_batch or has_batch
         micro_batches = [
-            (rows, rows.table_handle().open_table.sum_gradients(lookups, grads, weights, rows.output_dtype))
-            for rows, lookups, grads, weights in lookup_grads
+            (e, e.table_handle().open_table.sum_gradients(lookups, grads, weights, e.output_dtype))
+            for e, lookups, grads, weights in lookup_grads
         ]
         for embedding, micro_batch in micro_batches:
             self._row_grads.setdefault(embedding, []).append(micro_batch)
-        for optimizer, params, grads in dense:
+        for optimizer, params, grads in dense_grads:
             sums = self._dense_grads.setdefault(optimizer, {})
             for param, grad in zip(params, grads, strict=True):
                 sums[param] = sums[param] + grad if param in sums else grad.clone()  # grad may be a view of an input
-        self.num_waiting += 1
+        self.num_waiting_calls += 1
 
     def pin_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """Return all waiting gradients, and pin their rows."""
-        rows = []
+        row_grads = []
         for embedding, micro_batches in self._row_grads.items():
             lookups, grads = map(list, zip(*micro_batches, strict=True))
             for lookup in lookups:
@@ -186,9 +186,9 @@ class StepEpilogue:
                         f"gradients of embedding {embedding.name!r} are on {lookup.ids.device}, but the embedding is "
                         f"on {embedding.device}; call drop_grads() after moving a module"
                     )
-            rows.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(lookups)))
-        dense = [DenseGrads(optimizer, [*sums], [*sums.values()]) for optimizer, sums in self._dense_grads.items()]
-        return rows, dense
+            row_grads.append(RowGrads(embedding.pin(lookups, dtype=torch.float32), grads, [None] * len(lookups)))
+        dense_grads = [DenseGrads(o, [*sums], [*sums.values()]) for o, sums in self._dense_grads.items()]
+        return row_grads, dense_grads
 
     @property
     def embeddings(self) -> list[EmbeddingBase]:
@@ -201,57 +201,60 @@ class StepEpilogue:
         return [parameter for sums in self._dense_grads.values() for parameter in sums]
 
     def clear(self) -> None:
-        self.num_waiting, self.has_batch = 0, False
+        self.num_waiting_calls, self.has_batch = 0, False
         self._dense_grads.clear()
         self._row_grads.clear()
 
 
 def apply_gradients(
-    epilogue: StepEpilogue, rows: list[RowGrads], dense: list[DenseGrads], vote: AllReduceResult | None = None
+    epilogue: StepEpilogue,
+    row_grads: list[RowGrads],
+    dense_grads: list[DenseGrads],
+    vote: AllReduceResult | None = None,
 ) -> bool:
     """Unscale and clip all gradients together, then update rows and dense parameters. Returns True after an update.
 
     With a gradient scaler and a non-finite gradient, nothing is updated and the scale is lowered. Across ranks, the
     update uses the mean of the ranks' gradients; row gradients have already been sent.
     """
-    scale, is_finite = 1.0 / epilogue.accumulate_steps if epilogue.takes_mean else 1.0, True
+    scale, is_finite = 1.0 / epilogue.accumulate_steps if epilogue.uses_mean else 1.0, True
     if vote is not None:
         sums = iter(vote.sums)
-        dense = [part._replace(grads=list(islice(sums, len(part.grads)))) for part in dense]
+        dense_grads = [part._replace(grads=list(islice(sums, len(part.grads)))) for part in dense_grads]
         scale, is_finite = scale / vote.num_contributors, vote.is_finite
     scaler = epilogue.scaler if epilogue.scaler is not None and epilogue.scaler.is_enabled() else None
-    grads = [grad for part in dense for grad in part.grads]
+    grads = [grad for part in dense_grads for grad in part.grads]
     if scaler is not None:
         scale *= 1.0 / scaler.get_scale()
-        is_finite = is_finite and are_finite([*grads, *(g for part in rows for g in part.grads if vote is None)])
+        is_finite = is_finite and are_finite([*grads, *(g for part in row_grads for g in part.grads if vote is None)])
         _update_scaler(scaler, is_finite)
     if not is_finite:
-        for batch, *_ in rows:
+        for batch, *_ in row_grads:
             batch.release()
         return False
     if epilogue.max_norm is not None:
-        squares = sum_squares(grads) + sum(r.batch.compute_squared_norm(r.grads, r.weights) for r in rows)
-        factor = epilogue.max_norm / (math.sqrt(squares) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
+        squared_norm = sum_squares(grads) + sum(r.batch.compute_squared_norm(r.grads, r.weights) for r in row_grads)
+        factor = epilogue.max_norm / (math.sqrt(squared_norm) * scale + 1e-6)  # as torch.nn.utils.clip_grad_norm_
         scale *= 1.0 if factor > 1.0 else factor
-    for batch, row_grads, weights in rows:
-        batch.update(row_grads, weights, scale, epilogue.clip_value)
-    return step_dense_optimizers(epilogue, dense, scale)
+    for batch, lookup_grads, weights in row_grads:
+        batch.update(lookup_grads, weights, scale, epilogue.clip_value)
+    return step_dense_optimizers(epilogue, dense_grads, scale)
 
 
 def are_finite(grads: list[Tensor]) -> bool:
     return bool(get_total_norm([grad for grad in grads if grad.numel()], math.inf).isfinite())
 
 
-def step_dense_optimizers(epilogue: StepEpilogue, dense: list[DenseGrads], scale: float = 1.0) -> bool:
-    for optimizer, params, grads in dense:
+def step_dense_optimizers(epilogue: StepEpilogue, dense_grads: list[DenseGrads], scale: float = 1.0) -> bool:
+    for optimizer, params, grads in dense_grads:
         dense_step(optimizer, params, _scale_and_clip(grads, scale, epilogue.clip_value))
     return True
 
 
 def accumulate(
     epilogue: StepEpilogue,
-    rows: list[LookupGrads],
-    dense: list[DenseGrads],
+    lookup_grads: list[LookupGrads],
+    dense_grads: list[DenseGrads],
     collectives: Any = None,
     has_batch: bool = True,
 ) -> bool:
@@ -261,8 +264,8 @@ def accumulate(
     """
     if collectives is not None:
         collectives.vote([], is_finite=True)  # if one rank failed, no rank adds gradients
-    epilogue.add_gradients(rows, dense, has_batch)
-    if epilogue.num_waiting < epilogue.accumulate_steps:
+    epilogue.add_gradients(lookup_grads, dense_grads, has_batch)
+    if epilogue.num_waiting_calls < epilogue.accumulate_steps:
         return False
     try:
         pinned_grads = epilogue.pin_gradients() if collectives is None else collectives.pin_accumulated(epilogue)

@@ -32,14 +32,14 @@ from ..passes.inductor import compile_dense
 from ..passes.lookups import KnownLookups, check_shadows, expand_reads, expand_trained, extract_id_graph, share_rows
 from ..passes.step_epilogue import DenseGrads, StepEpilogue
 from ..show.listing import format_step
-from ..state.optimizer_set import OptimizerSet, embeddings_by_shadow_id, find_embeddings
+from ..state.optimizer_set import OptimizerSet, find_embeddings, map_shadow_embeddings
 from ..trace.names import HasBuild, make_identifiers, map_tensor_names
 from ..trace.trace import ResultSpec, ShapeGuard, Trace
 from .cuda_graph_step import CudaGraphStep
 from .rank_step import RankStepState, StepCollectives
 from .rollback import RollbackStep
 
-# a function that runs a module on tensors and returns the result; where None is allowed, it means `module.forward`
+# runs a module on tensors and returns the result; used in place of `module.forward`
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
@@ -55,10 +55,10 @@ class CompiledStep:
     cuda_graph_step: CudaGraphStep | None = None  # set if training steps run as a CUDA graph
     rollback: RollbackStep | None = None  # only in dynamic-shape steps: runs the step and can undo it
     guard: ShapeGuard | None = None  # only in dynamic-shape steps: tests the sizes of inputs
-    key: Hashable = None  # calls share a step if both `key` and `program` are equal
-    program: Hashable = None  # the trace's program
+    key: Hashable = None  # calls share a step if both `key` and `program_key` are equal
+    program_key: Hashable = None  # from `Trace.make_program_key`
 
-    def accepts(self, inputs: Sequence[Tensor]) -> bool:
+    def can_run(self, inputs: Sequence[Tensor]) -> bool:
         """True if the step can run these inputs. A static-shape step accepts all inputs with its signature."""
         return self.guard is None or self.guard(inputs)
 
@@ -98,7 +98,7 @@ class CompiledStep:
                 return self.cuda_graph_step.run(tensors, lambda: self.module.forward(*tensors))
             return self.module.forward(*tensors)
 
-    def code(self) -> str:
+    def format_code(self) -> str:
         """Return the step as Python, one op per line, with shapes, dtypes and stores as comments."""
         is_captured = self.cuda_graph_step is not None and self.cuda_graph_step.captured_graph is not None
         return ("# captured as a CUDA graph\n" if is_captured else "") + format_step(self.module)
@@ -147,16 +147,16 @@ def compile_step(
             "cuda_graph: ranks exchange rows through host memory in the middle of the step, and a captured step "
             "cannot do that; call cuda_graph(False)"
         )
-    path_by_op_id = dict(zip([m.op_id for m in embeddings.values()], make_identifiers(list(embeddings)), strict=True))
+    name_by_id = dict(zip([m.embedding_id for m in embeddings.values()], make_identifiers([*embeddings]), strict=True))
 
-    def find_path(op_id: int) -> str:
-        return path_by_op_id.get(op_id) or find_embedding(op_id).name
+    def find_path(embedding_id: int) -> str:
+        return name_by_id.get(embedding_id) or find_embedding(embedding_id).name
 
     placeholders = graph.find_nodes(op="placeholder")
-    parameter_nodes = placeholders[len(trace.inputs) :]
+    parameter_nodes = placeholders[len(trace.input_names) :]
     path_by_id = map_tensor_names(root)
-    rewrite.name_placeholders(placeholders, [*trace.inputs, *(path_by_id[id(tensor)] for tensor in tensors)])
-    embedding_by_shadow = embeddings_by_shadow_id(root)
+    rewrite.name_placeholders(placeholders, [*trace.input_names, *(path_by_id[id(tensor)] for tensor in tensors)])
+    embedding_by_shadow = map_shadow_embeddings(root)
     rewrite.drop_detach(graph)
     if trace.guard is not None:
         rewrite.compute_sizes(module)
@@ -166,9 +166,9 @@ def compile_step(
     optimizers.warn_if_untrained(root, bool(grad_indices))
     values: Any = graph.output_node().args[0]
     trained_rows: list[tuple[EmbeddingBase, RowOptimizer]] = []
-    schedulers = optimizers.schedulers() if grad_indices else []
+    schedulers = optimizers.list_schedulers() if grad_indices else []
     end_node: fx.Node | None = None
-    optimizer_by_parameter = optimizers.optimizers_by_parameter_id()
+    optimizer_by_parameter = optimizers.map_parameter_optimizers()
     for index, grad in zip(grad_indices, values[num_results:], strict=False):
         parameter = tensors[index]
         embedding = embedding_by_shadow.get(id(parameter))
@@ -180,9 +180,9 @@ def compile_step(
                 "in __init__ with an optimizer over its parameters(), or freeze it with requires_grad_(False)"
             )
         if embedding is not None:
-            expand_trained(module, embedding.op_id, grad, find_path)
+            expand_trained(module, embedding.embedding_id, grad, find_path)
             trained_rows.append((embedding, optimizers.row_optimizers[id(embedding.shadow)]))
-    # run cut_outputs after the loop: if a dense parameter is a pooling weight, the loop replaces this gradient
+    # cut_outputs must follow the loop, because the loop replaces gradients of parameters used as pooling weights
     grads = rewrite.cut_outputs(graph, num_results)
     dense_grads = [
         (optimizer_by_parameter[id(tensors[index])], parameter_nodes[index], grad)
@@ -200,7 +200,7 @@ def compile_step(
     rewrite.drop_dead_nodes(graph)
     parameter_by_node = dict(zip(parameter_nodes, tensors, strict=True))
     path_by_shadow = {
-        node: find_path(embedding_by_shadow[id(parameter)].op_id)
+        node: find_path(embedding_by_shadow[id(parameter)].embedding_id)
         for node, parameter in parameter_by_node.items()
         if id(parameter) in embedding_by_shadow
     }
@@ -223,7 +223,7 @@ def compile_step(
     if inductor is not None:
         module = compile_dense(module, inductor)
     cuda_graph_step = (
-        CudaGraphStep(module, len(trace.inputs), [e for e, _ in trained_rows], epilogue) if is_captured else None
+        CudaGraphStep(module, len(trace.input_names), [e for e, _ in trained_rows], epilogue) if is_captured else None
     )
     rollback = None if trace.guard is None else RollbackStep(module)
     rewrite.bind_ops(module)
@@ -232,7 +232,7 @@ def compile_step(
     if collectives is None:
         return step
     synced_indices: dict[str, int] = {}
-    for index, tensor in enumerate(tensors, len(trace.inputs)):
+    for index, tensor in enumerate(tensors, len(trace.input_names)):
         if id(tensor) not in embedding_by_shadow:
             synced_indices.setdefault(path_by_id[id(tensor)], index)
     return RankStep(**vars(step), collectives=collectives, synced_indices=synced_indices, is_training=root.training)

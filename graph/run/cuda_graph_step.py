@@ -2,7 +2,7 @@
 
 A capture records only kernel launches. So during a capture, the step calls the `capture_*` functions below, which
 launch the kernels of `pin`, `update` and `read` without the host work. Each replay needs the host work again: checks,
-step numbers, hyperparams of the optimizer, and the store's bookkeeping. `_host_work` does it. Optimizers of dense
+step numbers, hyperparams of the optimizer, and the store's bookkeeping. `_do_host_work` does it. Optimizers of dense
 parameters and learning rate schedulers are not captured; they run after each replay.
 
 A captured graph reads and writes fixed addresses. When the address of a tensor or table changes, the step runs normally
@@ -28,7 +28,7 @@ from ...engine.options.lookup import Lookup
 from ...engine.table.table import OpenTable, PinnedBatch
 from ..passes.nodes import replace_node
 from ..passes.step_epilogue import StepEpilogue, apply_gradients, dense_step, schedule, step_dense_optimizers
-from ..trace.alias import call_target, find_storages, written_storages
+from ..trace.alias import find_storages, find_written_storages, get_call_target
 from .rollback import split_updates
 
 WARM_UP_CALLS = 3  # uncaptured calls before a capture: they compile kernels and allocate the memory of libraries
@@ -47,12 +47,12 @@ def capture_pin(embedding: SnapshotEmbedding, lookups: list[Lookup], sibling: Pi
     return table.set_pinned(batch, lookups, embedding.output_dtype)
 
 
-def capture_update(pinned: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
+def capture_update(pinned_batch: PinnedBatch, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> None:
     """Launch the kernels of `pinned.update`, and unpin the batch."""
-    table, gradients = pinned.table, pinned.check_gradients(grads, weights)
-    table.check_pinned(pinned)
-    table.observers.before_update(pinned.batch)
-    table.processor.update(pinned.batch, gradients, table.rule)
+    table, gradients = pinned_batch.table, pinned_batch.check_gradients(grads, weights)
+    table.check_pinned(pinned_batch)
+    table.observers.before_update(pinned_batch.batch)
+    table.processor.update(pinned_batch.batch, gradients, table.rule)
     table.release()
 
 
@@ -95,15 +95,15 @@ class CudaGraphStep:
     """Runs a compiled training step. After the warm-up calls, the step runs as a CUDA graph."""
 
     def __init__(
-        self, module: fx.GraphModule, num_inputs: int, trained: list[EmbeddingBase], epilogue: StepEpilogue
+        self, module: fx.GraphModule, num_inputs: int, trained_embeddings: list[EmbeddingBase], epilogue: StepEpilogue
     ) -> None:
         """module: the step, whose first `num_inputs` placeholders are a call's tensors."""
         self._captured_module, self._uncaptured_module = split_capture(module)
-        self._num_inputs, self._trained_embeddings, self._epilogue = num_inputs, trained, epilogue
+        self._num_inputs, self._trained_embeddings, self._epilogue = num_inputs, trained_embeddings, epilogue
         nodes = module.graph.find_nodes(op="get_attr")
-        attributes = dict.fromkeys(getattr(module, node.target) for node in nodes)
-        self._read_only_embeddings = [m for m in attributes if isinstance(m, EmbeddingBase) and m not in trained]
-        self._constants = [value for value in attributes if isinstance(value, Tensor)]
+        values = dict.fromkeys(getattr(module, node.target) for node in nodes)
+        self._read_only_embeddings = [m for m in values if isinstance(m, EmbeddingBase) and m not in trained_embeddings]
+        self._constants = [value for value in values if isinstance(value, Tensor)]
         placeholders = self._captured_module.graph.find_nodes(op="placeholder")
         self._used_indices = [index for index in range(num_inputs, len(placeholders)) if placeholders[index].users]
         self._capture_key: Any = None  # key of the latest call: the state that a captured graph depends on
@@ -113,22 +113,23 @@ class CudaGraphStep:
 
     def run(self, tensors: list[Tensor], run_uncaptured: Callable[[], Any]) -> Any:
         """Run the step and return its results in new tensors. run_uncaptured: runs the step without a CUDA graph."""
-        trained, read_only = _find_open_tables(self._trained_embeddings), _find_open_tables(self._read_only_embeddings)
-        for table in trained:
+        trained_tables = _find_open_tables(self._trained_embeddings)
+        read_only_tables = _find_open_tables(self._read_only_embeddings)
+        for table in trained_tables:
             table.yield_to_reader()
         with ExitStack() as locks:
-            for table in sorted([*trained, *read_only], key=id):  # fixed order: another graph may lock the same tables
+            for table in sorted([*trained_tables, *read_only_tables], key=id):  # fixed order: graphs may share tables
                 locks.enter_context(table.lock)
-            captured = self._find_captured_graph([*trained, *read_only], tensors)
-            if captured is not None:
-                for tensor, captured_input in zip(tensors, captured.inputs, strict=False):
+            captured_graph = self._find_captured_graph([*trained_tables, *read_only_tables], tensors)
+            if captured_graph is not None:
+                for tensor, captured_input in zip(tensors, captured_graph.inputs, strict=False):
                     captured_input.copy_(tensor)
-                with _host_work(trained, read_only, self._epilogue.clip_value):
-                    captured.replay()
-        if captured is None:
+                with _do_host_work(trained_tables, read_only_tables, self._epilogue.clip_value):
+                    captured_graph.replay()
+        if captured_graph is None:
             return run_uncaptured()
-        self._uncaptured_module.forward(*captured.uncaptured_inputs)
-        return [output.clone() for output in captured.outputs]
+        self._uncaptured_module.forward(*captured_graph.uncaptured_inputs)
+        return [output.clone() for output in captured_graph.outputs]
 
     def _find_captured_graph(self, tables: list[OpenTable], tensors: list[Tensor]) -> CapturedGraph | None:
         """Return the captured graph, or None to run uncaptured. The first call after the warm-up captures the graph."""
@@ -174,8 +175,8 @@ class CudaGraphStep:
                 )
             if options.store != "device_mem" or options.capacity is None:
                 raise OptionError(
-                    f"cuda_graph: embedding {name!r} has store={options.store!r}, capacity={options.capacity!r}, and "
-                    "its steps wait for the device; give it device_mem with a capacity, or call cuda_graph(False)"
+                    f"cuda_graph: embedding {name!r} has store={options.store!r}, capacity={options.capacity!r}, but "
+                    "a captured step needs store='device_mem' and a capacity; set both, or call cuda_graph(False)"
                 )
         devices = {table.processor.device for table in tables}
         if len(devices) > 1:
@@ -202,7 +203,7 @@ class CudaGraphStep:
                     f"cuda_graph: {node.target} waits for the device, and such a step cannot be captured; leave it out "
                     "of build (use torch.where instead of a mask as an index), or call cuda_graph(False)"
                 )
-        changed_storages: set[int] = set().union(*map(written_storages, graph.nodes))
+        changed_storages: set[int] = set().union(*map(find_written_storages, graph.nodes))
         for node in placeholders[: self._num_inputs]:
             value = node.meta["val"]
             if value.stride() != torch.empty_like(value).stride():
@@ -239,7 +240,7 @@ def split_capture(module: fx.GraphModule) -> tuple[fx.GraphModule, fx.GraphModul
                 graph.call_method("update", (batch, grads, weights))
             replace_node(node, graph.call_function(step_dense_optimizers, (epilogue, dense)))
     for node in graph.nodes:
-        if call_target(node) in _CAPTURE_OPS:
+        if get_call_target(node) in _CAPTURE_OPS:
             with graph.inserting_before(node):
                 replace_node(node, graph.call_function(_CAPTURE_OPS[node.target], node.args, node.kwargs))
     return split_updates(module, graph, _UNCAPTURED_CALLS)
@@ -257,15 +258,17 @@ def _find_open_tables(embeddings: list[EmbeddingBase]) -> list[OpenTable]:
 
 
 @contextmanager
-def _host_work(trained: list[OpenTable], read_only: list[OpenTable], clip_value: float | None) -> Iterator[None]:
+def _do_host_work(
+    trained_tables: list[OpenTable], read_only_tables: list[OpenTable], clip_value: float | None
+) -> Iterator[None]:
     """Context manager: does a step's host work before and after a replay. The caller has locked the tables."""
-    for table in read_only:
+    for table in read_only_tables:
         _begin_replay(table, False, None)
-    updates = [(table, _begin_replay(table, True, clip_value)) for table in trained]
+    updates = [(table, _begin_replay(table, True, clip_value)) for table in trained_tables]
     try:
         yield
     except BaseException as error:
-        for table in trained:
+        for table in trained_tables:
             table.record_failure(error)  # some rows may be written already
         raise
     for table, (step, hyperparams) in updates:
@@ -286,7 +289,7 @@ def _begin_replay(table: OpenTable, has_updates: bool, clip_value: float | None)
     """
     if has_updates:
         table.release()
-        with table.use_announced(()):
+        with table.enter_announced_step(()):
             pass  # drops announced batches, because the replayed ops make their own batch
     table.finish_erasures()
     table.raise_deferred_error(wait=False)

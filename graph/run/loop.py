@@ -85,28 +85,28 @@ class RunProgress:
 
 
 class Announcer:
-    """Announces a run's batches in order, for the same steps on all ranks. Announces accumulated calls together."""
+    """Announces a run's batches in order. All ranks announce the same steps. Announces accumulated calls together."""
 
     def __init__(self, root: nn.Module, epilogue: StepEpilogue, world: World) -> None:
         self._epilogue, self._world = epilogue, world
         self._embeddings: list[Any] = list_embeddings(root)
         self._calls: list[dict[Any, list[Lookup] | None]] = []  # per accumulated call: the lookups to pin, or None
 
-    def add(self, num_between: int, known_lookups: KnownLookups | None) -> None:
-        """Announce the lookups of a batch that runs after `num_between` other batches.
+    def add(self, num_batches_between: int, known_lookups: KnownLookups | None) -> None:
+        """Announce the lookups of a batch that runs after `num_batches_between` other batches.
 
         known_lookups: None if this rank does not know the lookups, [] if this rank lacks a batch.
         """
-        call_index = (self._epilogue.num_waiting + num_between) % self._epilogue.accumulate_steps
+        call_index = (self._epilogue.num_waiting_calls + num_batches_between) % self._epilogue.accumulate_steps
         if call_index == 0:
             self._calls.clear()
         if call_index != len(self._calls):
             return  # an earlier run made some of the accumulated calls
-        trained = [embedding for embedding in self._embeddings if embedding.row_optimizer is not None]
-        by_embedding = {embedding: [] for embedding in trained} if known_lookups == [] else dict(known_lookups or [])
-        self._calls.append({e: self._find_pinned_lookups(e, by_embedding.get(e)) for e in trained})
+        embeddings = [embedding for embedding in self._embeddings if embedding.row_optimizer is not None]
+        call_lookups = {embedding: [] for embedding in embeddings} if known_lookups == [] else dict(known_lookups or [])
+        self._calls.append({e: self._find_pinned_lookups(e, call_lookups.get(e)) for e in embeddings})
         if len(self._calls) == self._epilogue.accumulate_steps:
-            for embedding in trained:
+            for embedding in embeddings:
                 known_calls = [pinned for call in self._calls if (pinned := call.get(embedding)) is not None]
                 is_known = len(known_calls) == len(self._calls)
                 lookups = [*chain.from_iterable(known_calls)] if is_known else None
@@ -131,7 +131,7 @@ def make_arguments(batch: Any) -> tuple[Any, ...]:
     return tuple(batch) if isinstance(batch, list | tuple) else (batch,)
 
 
-def iterate(batches: Iterable[Any]) -> Iterator[Any]:
+def get_iterator(batches: Iterable[Any]) -> Iterator[Any]:
     try:
         return iter(batches)
     except TypeError:
@@ -141,8 +141,8 @@ def iterate(batches: Iterable[Any]) -> Iterator[Any]:
 class _PlannedStep(Handshake):
     """This rank's report on a planned step. The report is in flight until the other ranks' reports have arrived."""
 
-    def __init__(self, world: World, op: str, report: int, known_lookups: KnownLookups | None) -> None:
-        super().__init__(world, op, payload=report)
+    def __init__(self, world: World, label: str, report: int, known_lookups: KnownLookups | None) -> None:
+        super().__init__(world, label, payload=report)
         self.known_lookups, self.is_announced = known_lookups, False
 
 
@@ -176,8 +176,8 @@ class Run(Iterator[Any]):
         """Prepare a run. The first `next` draws the first batch.
 
         Args:
-            ahead: how many batches to look ahead. None chooses: 8 if a prefetch thread can hide the reads, 0 if it
-                cannot or if the caches above the SSD rarely miss.
+            ahead: how many batches to look ahead. None means 8 batches if a prefetch thread can hide the reads. It
+                means 0 if no thread can hide them, or if the caches above the SSD rarely miss.
             find_lookups: returns the lookups of a call, given the call's arguments.
             abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
         """
@@ -205,28 +205,28 @@ class Run(Iterator[Any]):
         self._retries_batch = False  # True if the last step's batch waits for a retry
         self._announcer = Announcer(graph, epilogue, self._world)
         self.left: list[Any] = []
-        self._batches = iterate(batches)
+        self._batches = get_iterator(batches)
         self._window: deque[Any] = deque()
         self._window_tensors: deque[list[Tensor]] = deque()  # one list per batch in the window; fewer after Ctrl-C
         self._plans: deque[_PlannedStep] = deque()  # plan i belongs to batch i of the window, if this batch exists
         self._last_lookups: KnownLookups | None = None  # lookups of the last drawn batch
         self._loader_exception: Exception | None = None  # the loader's error, raised once the window is empty
-        self._op_name = f"run of {type(graph).__name__}"
+        self._label = f"run of {type(graph).__name__}"
         self._has_started = self._has_ended = False
         self._num_mismatches = self._world.num_mismatches
         self._num_steps, self._progress_bar = 0, progress
-        self._finalizer = weakref.finalize(self, _end_abandoned, abandoned_runs, progress)
+        self._finalizer = weakref.finalize(self, _end_abandoned_run, abandoned_runs, progress)
         self._finalizer.atexit = False
 
     def __next__(self) -> Any:
         if self._has_ended:
             raise StopIteration
         if not self._has_started:
-            self._world.handshake(self._op_name, shared_values={"ahead": self._num_ahead, "uneven": self._uneven})
+            self._world.handshake(self._label, shared_values={"ahead": self._num_ahead, "uneven": self._uneven})
             self._has_started = True
         if self._has_mismatch or self._retries_batch:  # reports were lost, or a batch is planned again
             self._num_mismatches = self._world.num_mismatches
-            self._forget_planned()
+            self._forget_plans()
         try:
             while True:
                 if self._checked_caches and self._num_steps % CHECK_STEPS == 1:
@@ -244,14 +244,14 @@ class Run(Iterator[Any]):
                 with defer_signals(), self._keep_batch_on_error():
                     self._plans.popleft()
                     self._rank_state.join(self._graph)
-                self._announce_planned()  # the other ranks announce after their step
+                self._announce_plans()  # the other ranks announce after their step
         finally:
             if self._world.size > 1:
-                self._announce_planned()
+                self._announce_plans()
 
     @property
     def _has_mismatch(self) -> bool:
-        """True if a handshake after this run's last check found ranks in different calls."""
+        """True if, since this run's last check, a handshake found that ranks were in different calls."""
         return self._num_mismatches != self._world.num_mismatches
 
     def _adjust_look_ahead(self) -> None:
@@ -263,18 +263,18 @@ class Run(Iterator[Any]):
             return
         hits, misses = counts[0] - old_counts[0], counts[1] - old_counts[1]
         miss_rate = misses / max(hits + misses, 1)
-        hit_rate = f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
+        hit_rate_text = f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
         is_useful = miss_rate > (MIN_MISS_RATE / 2 if self._num_ahead else MIN_MISS_RATE)
         for cache in self._checked_caches:
             cache.has_cache_misses = is_useful  # the next run starts with this result
         if self._is_adaptive:
-            num_before, self._num_ahead = self._num_ahead, DEFAULT_AHEAD * is_useful
-            if self._num_ahead != num_before:
-                log.info("%s: looks %d batches ahead, because caches %s", self._op_name, self._num_ahead, hit_rate)
+            old_num_ahead, self._num_ahead = self._num_ahead, DEFAULT_AHEAD * is_useful
+            if self._num_ahead != old_num_ahead:
+                log.info("%s: looks %d batches ahead, because caches %s", self._label, self._num_ahead, hit_rate_text)
         elif self._num_ahead and miss_rate < MIN_MISS_RATE / 4:
             log.warning(
                 "%s: ahead=%d makes steps slower, because caches %s; leave it out",
-                type(self._graph).__name__, self._num_ahead, hit_rate,
+                type(self._graph).__name__, self._num_ahead, hit_rate_text,
             )  # fmt: skip
             self._checked_caches = []
 
@@ -291,13 +291,13 @@ class Run(Iterator[Any]):
             elif index == len(self._window) and not isinstance(self._loader_exception, StopIteration):
                 report = _LOADER_FAILED
             with defer_signals():  # either all ranks plan the step, or no rank does
-                self._plans.append(_PlannedStep(self._world, f"{self._op_name}, next step", report, self._last_lookups))
+                self._plans.append(_PlannedStep(self._world, f"{self._label}, next step", report, self._last_lookups))
                 if self._world.size == 1:  # announce each batch before drawing the next
-                    self._announce_planned()
+                    self._announce_plans()
         if is_first:
-            self._announce_planned()
+            self._announce_plans()
 
-    def _announce_planned(self) -> None:
+    def _announce_plans(self) -> None:
         """Announce reported steps. All ranks announce the same steps. Raises RuntimeError if no thread can start."""
         with defer_signals():
             for index, plan in enumerate(self._plans):
@@ -318,7 +318,7 @@ class Run(Iterator[Any]):
             if self._world.size == 1:
                 self._plans.clear()
                 self._loader_exception = StopIteration()
-            self._world.handshake(self._op_name, error)
+            self._world.handshake(self._label, error)
         with defer_signals():  # after Ctrl-C, the step is either done or still queued
             batch, tensors = self._window.popleft(), [self._window_tensors.popleft()] if self._window_tensors else []
             with self._keep_batch_on_error([batch], tensors):
@@ -346,7 +346,7 @@ class Run(Iterator[Any]):
     def _count_progress(self) -> tuple[int, int, int]:
         """Return counts of row updates, dense updates, and calls whose gradients wait for an update."""
         rows = sum(item.table_handle().open_table.num_updates for item in self._embeddings if item.is_open)
-        return rows, dense_step_counter.count, self._epilogue.num_waiting
+        return rows, dense_step_counter.count, self._epilogue.num_waiting_calls
 
     def skip(self) -> None:
         """Drop the batch that waits for a retry."""
@@ -356,16 +356,16 @@ class Run(Iterator[Any]):
             self.failed = None
 
     def _draw_batch(self) -> None:
-        num_drawn, versions = len(self._window), [(t, t._version) for tensors in self._window_tensors for t in tensors]
+        old_size, versions = len(self._window), [(t, t._version) for tensors in self._window_tensors for t in tensors]
         try:
             self._window.extend(islice(self._batches, 1))  # a single C call, so Ctrl-C cannot lose the batch
         except Exception as error:
             self._loader_exception = error
             return
-        if len(self._window) == num_drawn:
+        if len(self._window) == old_size:
             self._loader_exception = StopIteration()
             return
-        self._window_tensors.extend(map(_versioned_tensors, islice(self._window, len(self._window_tensors), None)))
+        self._window_tensors.extend(map(_list_versioned_tensors, islice(self._window, len(self._window_tensors), None)))
         pointers = {tensor.data_ptr() for tensor in self._window_tensors[-1]}
         if any(tensor._version != version and tensor.data_ptr() in pointers for tensor, version in versions):
             self._window.clear()
@@ -382,18 +382,18 @@ class Run(Iterator[Any]):
         error = None if self._window or isinstance(self._loader_exception, StopIteration) else self._loader_exception
         if error is not None:
             self._loader_exception = None
-        self._forget_planned()
-        self._world.handshake(self._op_name, error)
+        self._forget_plans()
+        self._world.handshake(self._label, error)
 
     def _end_run(self, ranks_without_batch: list[int]) -> None:
-        self._forget_planned()
+        self._forget_plans()
         self._has_ended = True
         self.left = list(self._window)
         if len(ranks_without_batch) < self._world.size:
             log.info(
                 "%s ended after %d steps, because rank %s has no more batches; this rank drew %d more, now in the "
                 "run's `left`, and has not used up its loader",
-                self._op_name,
+                self._label,
                 self._num_steps,
                 ", ".join(map(str, ranks_without_batch)),
                 len(self.left),
@@ -401,7 +401,7 @@ class Run(Iterator[Any]):
         self.close()
         raise StopIteration
 
-    def _forget_planned(self) -> None:
+    def _forget_plans(self) -> None:
         for plan in self._plans:
             if plan.raised_error is None:  # all ranks have made this report
                 plan.wait()  # leave no report in flight
@@ -415,8 +415,8 @@ class Run(Iterator[Any]):
             forget_announced(self._graph)
 
 
-def _versioned_tensors(batch: Any) -> list[Tensor]:
-    """Return a batch's tensors, except tensors whose writes torch does not count."""
+def _list_versioned_tensors(batch: Any) -> list[Tensor]:
+    """Return a batch's tensors that have a version. Torch increases the version at each write to the tensor."""
     leaves = (leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     return [leaf for leaf in leaves if leaf.layout == torch.strided and not leaf.is_inference()]
 
@@ -431,6 +431,6 @@ def forget_announced(root: nn.Module) -> None:
         embedding.forget_announced()
 
 
-def _end_abandoned(abandoned_runs: list[None], progress: RunProgress) -> None:
+def _end_abandoned_run(abandoned_runs: list[None], progress: RunProgress) -> None:
     progress.close()
     abandoned_runs.append(None)

@@ -26,42 +26,34 @@ from ...engine.errors import GraphError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..passes.collectives import CollectiveCall, sum_over_ranks
-from ..passes.step_epilogue import (
-    DenseGrads,
-    LookupGrads,
-    RowGrads,
-    StepEpilogue,
-    accumulate,
-    apply_gradients,
-    read_settings,
-)
+from ..passes.step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, read_settings
 from .rollback import DynamicStepFailed
 
 
 class RankStepState:
-    """A graph's state between steps that run on several ranks."""
+    """The state that a graph keeps from one step over several ranks to the next."""
 
     def __init__(self) -> None:
-        # contains True after a training step copied rank 0's tensors to all ranks; False, after an evaluation step did
-        self.synced_at_start: set[bool] = set()
-        # key: (graph is in train() mode, has updates); value: weak reference to `join` of the last step with this key
-        self._joins: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
-        self.partial_update = ""  # error in a step's updates on this rank; no step trains until a load clears it
+        # the kinds of steps that copied rank 0's tensors to all ranks: True is training, False is evaluation
+        self.synced_kinds: set[bool] = set()
+        # (graph is in train() mode, step has updates) -> the `join` method of the last such step, held weakly
+        self._join_methods: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
+        self.update_error = ""  # error in a step's updates on this rank; no step trains until a load clears it
 
     def remember_join(self, is_training: bool, has_updates: bool, join: Callable[[], None]) -> None:
-        self._joins[is_training, has_updates] = weakref.WeakMethod(join)
+        self._join_methods[is_training, has_updates] = weakref.WeakMethod(join)
 
     def join(self, root: nn.Module) -> None:
         """This rank lacks a batch: join the other ranks' step. Raises GraphError if no step ran in `root`'s mode."""
         for has_updates in (True, False):  # prefer a step that trains
-            join_last = self._joins.get((root.training, has_updates), lambda: None)()
-            if join_last is not None:
-                join_last()
+            join_method = self._join_methods.get((root.training, has_updates), lambda: None)()
+            if join_method is not None:
+                join_method()
                 return
         mode = "train()" if root.training else "eval()"
         error = GraphError(
-            f"a loader gave no batch at all, and this rank has not run a step in {mode} mode yet: it needs at least "
-            "one batch before it can join other ranks' steps"
+            f"this rank's loader gave no batch, and this rank has not run a step in {mode} mode yet. Give every loader "
+            "at least one batch: a rank must run a step before it can join other ranks' steps"
         )
         raise_on_ranks(root, error)
 
@@ -72,10 +64,10 @@ class StepCollectives:
 
     _world: World
     rank_state: RankStepState
-    _owner: str
+    _graph_name: str
     _epilogue: StepEpilogue
-    _trained: list[EmbeddingBase]  # this field and the next two hold what the step trains; `join` needs them
-    _dense: list[DenseGrads]  # without gradient values
+    _trained_embeddings: list[EmbeddingBase]  # this field and the next two hold what the step trains; `join` needs them
+    _dense_grads: list[DenseGrads]  # without gradient values
     _schedulers: list[LRScheduler]
     has_updates: bool
     _calls: list[CollectiveCall]
@@ -89,14 +81,14 @@ class StepCollectives:
         embeddings = (call.embedding for call in self._calls if call.embedding is not None)
         self._embeddings: list[Any] = [*dict.fromkeys(embeddings)]
 
-    def vote(self, dense: list[DenseGrads], *, is_finite: bool, has_batch: bool = True) -> AllReduceResult:
+    def vote(self, dense_grads: list[DenseGrads], *, is_finite: bool, has_batch: bool = True) -> AllReduceResult:
         """Sum dense gradients across ranks. If the step failed on one rank, raise that rank's error on all ranks."""
-        grads = [grad for part in dense for grad in part.grads]
-        world, op, settings = self._world, self._op("vote"), read_settings([part.optimizer for part in dense])
-        trained: list[Any] = self._trained
-        _, error = try_call(lambda: [embedding.table_handle().open_table for embedding in trained])
+        grads = [grad for part in dense_grads for grad in part.grads]
+        world, label, settings = self._world, self._describe("vote"), read_settings([g.optimizer for g in dense_grads])
+        embeddings: list[Any] = self._trained_embeddings
+        _, error = try_call(lambda: [embedding.table_handle().open_table for embedding in embeddings])
         return all_reduce_in_order(
-            world, op, grads, error, contributes=has_batch, is_finite=is_finite, shared_values=settings
+            world, label, grads, error, contributes=has_batch, is_finite=is_finite, shared_values=settings
         )
 
     def pin_accumulated(self, epilogue: StepEpilogue) -> tuple[list[RowGrads], list[DenseGrads], AllReduceResult]:
@@ -105,25 +97,25 @@ class StepCollectives:
         operations = [*(("pin", e) for e in embeddings), *((kind, e) for e in embeddings for kind in ("rows", "send"))]
         calls = [CollectiveCall(kind, e) for kind, e in [*operations, ("vote", None)]]
         parameters = [("accumulated", parameter) for parameter in epilogue.parameters]
-        context = self._world, self.rank_state, self._owner, epilogue
+        context = self._world, self.rank_state, self._graph_name, epilogue
         update = StepCollectives(*context, embeddings, [], [], True, calls, parameters)
         with update.step((), is_nested=True):
-            rows, dense = epilogue.pin_gradients()
-            for batch, grads, weights in rows:
-                sharded: Any = batch
-                sharded.send(grads, weights)
-            return rows, dense, sum_over_ranks(update, epilogue, rows, dense, epilogue.has_batch)
+            row_grads, dense_grads = epilogue.pin_gradients()
+            for batch, grads, weights in row_grads:
+                sharded_batch: Any = batch
+                sharded_batch.send(grads, weights)
+            return row_grads, dense_grads, sum_over_ranks(update, epilogue, row_grads, dense_grads, epilogue.has_batch)
 
     def join(self) -> None:
         """Run the step without a batch: there are no lookups, and this rank's gradients are ignored."""
         batches: dict[EmbeddingBase | None, Any] = {}
-        pinned: dict[int, Any] = {}
+        pins: dict[int, Any] = {}
         was_updated = True
         for index, (kind, embedding, ids_from) in enumerate(self._calls):
             if kind == "vote":
                 was_updated = self._join_update(batches)
             elif embedding is not None and kind == "pin":
-                pinned[index] = batches[embedding] = embedding.pin([], None if ids_from is None else pinned[ids_from])
+                pins[index] = batches[embedding] = embedding.pin([], None if ids_from is None else pins[ids_from])
             elif embedding is not None and kind == "read":
                 embedding.read(Lookup(torch.empty(0, dtype=embedding.spec.key_type, device=embedding.device)))
             elif kind == "rows":
@@ -136,13 +128,12 @@ class StepCollectives:
     def _join_update(self, batches: dict[EmbeddingBase | None, Any]) -> bool:
         epilogue = self._epilogue
         if epilogue.accumulate_steps == 1:
-            rows = [RowGrads(batches[embedding], [], []) for embedding in self._trained]  # in the order of the step
-            return apply_gradients(
-                epilogue, rows, self._dense, sum_over_ranks(self, epilogue, rows, self._dense, has_batch=False)
-            )
-        zeros = [part._replace(grads=[torch.zeros_like(p) for p in part.params]) for part in self._dense]
-        no_rows: list[LookupGrads] = [(embedding, [], [], []) for embedding in self._trained]
-        return accumulate(epilogue, no_rows, zeros, self, has_batch=False)
+            row_grads = [RowGrads(batches[e], [], []) for e in self._trained_embeddings]  # in the order of the step
+            sums = sum_over_ranks(self, epilogue, row_grads, self._dense_grads, has_batch=False)
+            return apply_gradients(epilogue, row_grads, self._dense_grads, sums)
+        zero_grads = [part._replace(grads=[torch.zeros_like(p) for p in part.params]) for part in self._dense_grads]
+        empty_grads: list[Any] = [(embedding, [], [], []) for embedding in self._trained_embeddings]
+        return accumulate(epilogue, empty_grads, zero_grads, self, has_batch=False)
 
     @contextmanager
     def step(self, synced_tensors: Iterable[tuple[str, Tensor]], is_nested: bool = False) -> Iterator[None]:
@@ -160,20 +151,20 @@ class StepCollectives:
             if all(embedding.is_open for embedding in self._embeddings):  # ranks open and close embeddings at any time
                 steps = [embedding.table_handle().open_table.step for embedding in self._embeddings]
                 self._step_label = f", step {max(steps, default=0) + 1}"
-            if self.has_updates and self.rank_state.partial_update:
+            if self.has_updates and self.rank_state.update_error:
                 raise GraphError(
-                    f"a step of {self._owner} raised {self.rank_state.partial_update} during its updates, and other "
+                    f"a step of {self._graph_name} raised {self.rank_state.update_error} during its updates, and other "
                     "ranks finished their updates; load a checkpoint on all ranks"
                 )
-            if not is_nested and self.has_updates not in self.rank_state.synced_at_start:
-                broadcast_parameters(world, f"parameters of {self._owner}", [*synced_tensors])
-                self.rank_state.synced_at_start.add(self.has_updates)
+            if not is_nested and self.has_updates not in self.rank_state.synced_kinds:
+                broadcast_parameters(world, f"parameters of {self._graph_name}", [*synced_tensors])
+                self.rank_state.synced_kinds.add(self.has_updates)
             yield
         except BaseException as error:
             if world.must_report(error):
                 self._raise_on_ranks(error)
                 if self.has_updates and not isinstance(error, DynamicStepFailed):
-                    self.rank_state.partial_update = self.rank_state.partial_update or repr(error)
+                    self.rank_state.update_error = self.rank_state.update_error or repr(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.mark_diverged(error)
             raise
@@ -196,18 +187,18 @@ class StepCollectives:
         """Make the remaining collectives. If one fails, abort the process group, so no rank waits for this rank."""
         try:
             self._run_remaining(error)
-        except BaseException as second_error:
-            if not self._world.must_report(second_error):
+        except BaseException as new_error:
+            if not self._world.must_report(new_error):
                 raise
-            raise self._world.abort(self._op("rest"), f"failed with {second_error!r} after {error!r}") from second_error
+            raise self._world.abort(self._describe("rest"), f"failed with {new_error!r} after {error!r}") from new_error
 
     def _run_remaining(self, error: BaseException) -> None:
         num_made = self._world.num_step_collectives - self._first_call
-        pinned = iter((self._world.pinned_batches or [])[self._first_batch :])
+        pinned_batches = iter((self._world.pinned_batches or [])[self._first_batch :])
         batches: dict[EmbeddingBase | None, Any] = {}
         for kind, embedding, _ in self._calls:
             if kind == "pin" and num_made:
-                batches[embedding] = next(pinned)
+                batches[embedding] = next(pinned_batches)
             batch = batches.get(embedding)
             if kind == "rows":
                 if batch is not None:
@@ -218,10 +209,10 @@ class StepCollectives:
                 assert batch is not None  # pinned earlier in this step
                 batch.send_nothing()
             else:
-                self._world.handshake(self._op(kind), error)
+                self._world.handshake(self._describe(kind), error)
 
-    def _op(self, kind: str) -> str:
-        return f"{kind} of {self._owner}{self._step_label}"
+    def _describe(self, kind: str) -> str:
+        return f"{kind} of {self._graph_name}{self._step_label}"
 
 
 def raise_on_ranks(root: nn.Module, error: BaseException) -> None:

@@ -15,35 +15,35 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import TierbedError
 from ..passes.rewrite import SIDE_EFFECT_TARGETS, bind_ops
-from ..trace.alias import call_target, is_random, node_storages, written_storages
+from ..trace.alias import find_node_storages, find_written_storages, get_call_target, is_random
 
 Forward = Callable[[fx.GraphModule, list[Any]], Any]
 
 
-def split_updates(module: fx.GraphModule, graph: fx.Graph, effects: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Split `module`. The second half makes the calls in `effects`, in order. The first half makes all other calls.
+def split_updates(module: fx.GraphModule, graph: fx.Graph, targets: set[Any]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Split `module`. The second half makes the calls in `targets`, in order. The first half makes all other calls.
 
     graph: a copy of the module's graph. The first half returns (results, arguments of the second half).
     """
-    output, tail = graph.output_node(), fx.Graph()
-    moved_nodes = [node for node in graph.nodes if call_target(node) in effects]
+    output, second_graph = graph.output_node(), fx.Graph()
+    moved_nodes = [node for node in graph.nodes if get_call_target(node) in targets]
     sources = dict.fromkeys(arg for node in moved_nodes for arg in node.all_input_nodes if arg not in moved_nodes)
     inputs = [source for source in sources if source.op != "get_attr"]
     copies: dict[fx.Node, fx.Node] = {}
     for source in inputs:
-        copies[source] = tail.placeholder(source.name)
+        copies[source] = second_graph.placeholder(source.name)
         copies[source].meta.update(source.meta)
     for node in graph.nodes:
         if node in moved_nodes or (node in sources and node.op == "get_attr"):
-            copies[node] = tail.node_copy(node, copies.__getitem__)
-    tail.output(None)
+            copies[node] = second_graph.node_copy(node, copies.__getitem__)
+    second_graph.output(None)
     output.update_arg(0, (output.args[0], inputs))
     for node in reversed(moved_nodes):
         graph.erase_node(node)
     for node in graph.find_nodes(op="get_attr"):
         if not node.users:
             graph.erase_node(node)
-    return fx.GraphModule(module, graph), fx.GraphModule(module, tail)
+    return fx.GraphModule(module, graph), fx.GraphModule(module, second_graph)
 
 
 class DynamicStepFailed(Exception):
@@ -64,11 +64,11 @@ class RollbackStep:
         graph.output(graph.graph_copy(module.graph, {}))
         self._first_half, self._second_half = split_updates(module, graph, SIDE_EFFECT_TARGETS)
         first_graph = self._first_half.graph
-        changed_storages: set[int] = set().union(*map(written_storages, first_graph.nodes))
+        changed_storages: set[int] = set().union(*map(find_written_storages, first_graph.nodes))
         placeholders = first_graph.find_nodes(op="placeholder")
-        self._changed_inputs = [i for i, node in enumerate(placeholders) if node_storages(node) & changed_storages]
+        self._changed_inputs = [i for i, node in enumerate(placeholders) if find_node_storages(node) & changed_storages]
         attributes = {n: getattr(self._first_half, str(n.target)) for n in first_graph.find_nodes(op="get_attr")}
-        self._constants: list[Tensor] = [v for n, v in attributes.items() if node_storages(n) & changed_storages]
+        self._constants: list[Tensor] = [v for n, v in attributes.items() if find_node_storages(n) & changed_storages]
         self._random_generators = [value for value in attributes.values() if isinstance(value, torch.Generator)]
         self._random_generators += _find_generators(first_graph)
         bind_ops(self._first_half)

@@ -22,7 +22,7 @@ from ..trace.signature import Call, Dims, drop_sizes
 from .compiled_step import CompiledStep
 
 MAX_DYNAMIC_TRIES = 2  # after this many failed dynamic-shape steps, a family gets only static-shape steps
-MAX_STATIC_SHAPES = 8  # the limit on a family's static shapes, and on its dynamic-shape steps
+MAX_STATIC_SHAPES = 8  # a family of calls has at most this many static-shape steps, and as many dynamic-shape steps
 MAX_FAMILIES = 64
 
 log = logging.getLogger("tierbed")
@@ -42,7 +42,7 @@ class _ShapeFamily:
     has_failed: bool = False  # True if torch could not run a dynamic-shape step
     has_warned: bool = False  # True after the warning that each further size is compiled
 
-    def dynamic_dims(self, call: Call) -> Dims | None:
+    def choose_dynamic_dims(self, call: Call) -> Dims | None:
         """Return the dynamic dimensions for a new step; None if the step should have static shapes."""
         if len(self.static_shapes) < MAX_STATIC_SHAPES or self.num_failed_tries == MAX_DYNAMIC_TRIES or self.has_failed:
             return None
@@ -73,18 +73,18 @@ class _ShapeFamily:
                 name,
                 MAX_STATIC_SHAPES,
             )
-        self.num_failed_tries += self.dynamic_dims(call) is not None
+        self.num_failed_tries += self.choose_dynamic_dims(call) is not None
         shapes = _read_shapes(call.inputs)
         if len(self.static_shapes) < MAX_STATIC_SHAPES and shapes not in self.static_shapes:
             self.static_shapes.append(shapes)
 
     def add(self, name: str, step: CompiledStep, inputs: Sequence[Tensor]) -> bool:
         """Add a dynamic-shape step. Returns False if the step accepts none of the earlier sizes."""
-        other_calls = (
+        earlier_inputs = (
             [torch.empty(shape, dtype=t.dtype, device="meta") for shape, t in zip(shapes, inputs, strict=True)]
             for shapes in self.static_shapes
         )
-        if len(self.dynamic_steps) == MAX_STATIC_SHAPES or not any(map(step.accepts, other_calls)):
+        if len(self.dynamic_steps) == MAX_STATIC_SHAPES or not any(map(step.can_run, earlier_inputs)):
             return False
         if not self.dynamic_steps:
             log.warning(
@@ -98,9 +98,9 @@ class _ShapeFamily:
 
     def drop(self, step: CompiledStep) -> None:
         """Drop a step that failed. After a failed dynamic-shape step, this family gets no new dynamic-shape steps."""
-        others = [cached for cached in self.dynamic_steps if cached is not step]
-        self.has_failed = self.has_failed or len(others) < len(self.dynamic_steps)
-        self.dynamic_steps = others
+        other_steps = [cached_step for cached_step in self.dynamic_steps if cached_step is not step]
+        self.has_failed = self.has_failed or len(other_steps) < len(self.dynamic_steps)
+        self.dynamic_steps = other_steps
 
 
 def _read_shapes(inputs: Sequence[Tensor]) -> Shapes:
@@ -110,8 +110,8 @@ def _read_shapes(inputs: Sequence[Tensor]) -> Shapes:
 class StepCache:
     """An LRU cache with one step per signature, plus the dynamic-shape steps.
 
-    A signature leaves out the sizes that containers make dynamic: one step accepts all of these sizes from the first
-    call on. If `build` reads a dynamic size as a number, each size gets its own step.
+    Signatures leave out the sizes of dimensions that containers declare as dynamic, so one step accepts all such sizes.
+    If `build` reads such a size as a number, each size gets its own step.
     """
 
     def __init__(self, name: str, limit: int) -> None:
@@ -121,50 +121,50 @@ class StepCache:
         self._families: dict[Hashable, _ShapeFamily] = {}
         self._static_signatures: dict[Hashable, None] = {}  # recent signatures that need static-shape steps
 
-    def all(self) -> list[CompiledStep]:
+    def list_steps(self) -> list[CompiledStep]:
         """Return all steps. The dynamic-shape steps of families come last."""
         return [*self._steps.values(), *(step for family in self._families.values() for step in family.dynamic_steps)]
 
-    def find(self, signature: Any, call: Call, static_only: bool) -> CompiledStep | None:
-        """Return a step that accepts a call, or None. static_only: ignore dynamic-shape steps."""
+    def find(self, signature: Any, call: Call, needs_static: bool) -> CompiledStep | None:
+        """Return a step that accepts a call, or None. needs_static: ignore dynamic-shape steps."""
         static_key = _make_static_key(signature, call)
-        for key in (static_key,) if static_only or static_key is signature else (static_key, signature):
+        for key in (static_key,) if needs_static or static_key is signature else (static_key, signature):
             step = self._steps.get(key)
-            if step is not None and step.accepts(call.inputs):
+            if step is not None and step.can_run(call.inputs):
                 self._steps.move_to_end(key)
                 return step
-        family = None if static_only else self._families.get(_make_family_key(signature, call))
-        return next((step for step in family.dynamic_steps if step.accepts(call.inputs)), None) if family else None
+        family = None if needs_static else self._families.get(_make_family_key(signature, call))
+        return next((step for step in family.dynamic_steps if step.can_run(call.inputs)), None) if family else None
 
-    def make(self, signature: Any, call: Call, static_only: bool, compile_call: CompileCall) -> CompiledStep:
+    def make(self, signature: Any, call: Call, needs_static: bool, compile_call: CompileCall) -> CompiledStep:
         """Compile a step for a call that no step accepts."""
         key, inputs = _make_family_key(signature, call), call.inputs
         family = self._families.get(key)
-        if family is not None and not static_only and (dynamic := family.dynamic_dims(call)) is not None:
-            step = _try_to_compile(compile_call, dynamic)
+        if family is not None and not needs_static and (dims := family.choose_dynamic_dims(call)) is not None:
+            step = _try_to_compile(compile_call, dims)
             if step is not None and family.add(self._name, step, inputs):
                 return step
-        is_static = static_only or signature in self._static_signatures or signature in self._steps
+        is_static = needs_static or signature in self._static_signatures or signature in self._steps
         may_be_dynamic = bool(call.dynamic_dims) and not is_static
         shared_step = _try_to_compile(compile_call, call.dynamic_dims) if may_be_dynamic else None
-        if shared_step is not None and any(map(shared_step.accepts, _make_other_calls(call))):
+        if shared_step is not None and any(map(shared_step.can_run, _make_other_inputs(call))):
             self._steps[signature] = shared_step
         else:
             shared_step = None
-        step = shared_step if shared_step is not None and shared_step.accepts(inputs) else compile_call(None)
+        step = shared_step if shared_step is not None and shared_step.can_run(inputs) else compile_call(None)
         if step is not shared_step:
             self._steps[_make_static_key(signature, call)] = step
         if may_be_dynamic and shared_step is None:
             self._static_signatures[signature] = None  # only after a success, because an error says nothing about sizes
-        if not static_only:
+        if not needs_static:
             self._families.setdefault(key, _ShapeFamily()).record_compiled(self._name, call)
             if len(self._families) > MAX_FAMILIES:
                 self._families.pop(next(iter(self._families)))
         return step
 
     def drop(self, step: CompiledStep, cause: BaseException | None) -> None:
-        """Drop a dynamic-shape step that failed although a static-shape step worked. New sizes get separate steps."""
-        for key in [key for key, cached in self._steps.items() if cached is step]:
+        """Drop a dynamic-shape step that failed. From then on, each new size gets its own static-shape step."""
+        for key in [key for key, cached_step in self._steps.items() if cached_step is step]:
             del self._steps[key]
             self._static_signatures[key] = None
         for family in self._families.values():
@@ -209,13 +209,13 @@ def _try_to_compile(compile_call: CompileCall, dynamic_dims: Dims) -> CompiledSt
         return None
 
 
-def _make_other_calls(call: Call) -> Iterator[list[Tensor]]:
+def _make_other_inputs(call: Call) -> Iterator[list[Tensor]]:
     """Yield example inputs with other dynamic sizes. First, all sizes change; later, only one size changes."""
-    inputs, dynamic = call.inputs, {i for i, _ in call.dynamic_dims}
+    inputs, indices = call.inputs, {i for i, _ in call.dynamic_dims}
     # some tensors may have to keep equal sizes, for example two features with one id per sample
-    equal = [{i for i in dynamic if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in dynamic})]
-    for growth, changed in ((2, dynamic), (3, dynamic), (4, dynamic), *((2, indices) for indices in equal)):
+    groups = [{i for i in indices if len(inputs[i]) == size} for size in sorted({len(inputs[i]) for i in indices})]
+    for growth, grown in ((2, indices), (3, indices), (4, indices), *((2, group) for group in groups)):
         yield [
-            torch.empty_strided((len(t) + growth, *t.shape[1:]), t.stride(), device="meta") if i in changed else t
+            torch.empty_strided((len(t) + growth, *t.shape[1:]), t.stride(), device="meta") if i in grown else t
             for i, t in enumerate(inputs)
         ]

@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from ...engine.checks import as_int
 from ...engine.errors import InputError
 from ..trace.names import as_path
-from .listing import STAGES, describe, find_stages
+from .listing import STAGES, describe_node, find_stages
 from .recompile_log import RecompileLog
 
 _WAITING_SHARE = 0.1  # fraction of the elapsed time; above this, the profile gives advice
@@ -33,7 +33,7 @@ _FUSIBLE_SHARE = 0.25  # fraction of step time in fusible ops; above this, the p
 
 
 def _advise_on_waits(waited_s: float, elapsed_s: float) -> str:
-    """Return advice if threads waited for cores that torch's idle threads may occupy, otherwise an empty string."""
+    """Return advice if threads waited long for a core, and idle torch threads may be the cause. Otherwise return ''."""
     may_spin = torch.get_num_threads() > 1 and os.environ.get("OMP_WAIT_POLICY", "").lower() != "passive"
     if not may_spin or waited_s <= _WAITING_SHARE * elapsed_s:
         return ""
@@ -43,7 +43,7 @@ def _advise_on_waits(waited_s: float, elapsed_s: float) -> str:
     )
 
 
-def _core_wait_times() -> dict[str, int]:
+def _read_core_wait_times() -> dict[str, int]:
     """Return the nanoseconds that each thread was ready to run but got no core. Only Linux counts these waits."""
     times = {}
     for thread in Path("/proc/self/task").glob("*"):
@@ -72,16 +72,16 @@ class ProfiledStep(NamedTuple):
     """One profiled step: the time of the whole step, of compiling and of each op."""
 
     span: Span
-    loader: list[Span]
+    loader_spans: list[Span]
     compile_ns: int  # nanoseconds
-    ops: list[tuple[Op, Span]]
+    op_spans: list[tuple[Op, Span]]
 
 
 class Timer:
     """Runs compiled steps and records each op's time. On a GPU, the timer waits for each op to finish."""
 
-    def __init__(self, compiles: RecompileLog) -> None:
-        self._compiles = compiles
+    def __init__(self, recompile_log: RecompileLog) -> None:
+        self._recompile_log = recompile_log
         self._timed_modules: dict[fx.GraphModule, tuple[fx.GraphModule, list[int], list[Op]]] = {}
         self._timed_ops: list[tuple[Op, Span]] = []
         self._instrumentation_ns = 0  # nanoseconds spent on inserting clock reads into steps
@@ -92,15 +92,15 @@ class Timer:
             begin = perf_counter_ns()
             self._timed_modules[module] = _add_clock(module)
             self._instrumentation_ns += perf_counter_ns() - begin
-        timed, timestamps, ops = self._timed_modules[module]
+        timed_module, timestamps, ops = self._timed_modules[module]
         timestamps.clear()
-        outputs = timed.forward(*tensors)
+        outputs = timed_module.forward(*tensors)
         self._timed_ops += zip(ops, map(Span, timestamps, timestamps[1:]), strict=True)
         return outputs
 
     def compile_ns(self) -> int:
         """Return the nanoseconds spent on compiling the graph's steps and inserting clock reads."""
-        return int(self._compiles.seconds * 1e9) + self._instrumentation_ns
+        return int(self._recompile_log.seconds * 1e9) + self._instrumentation_ns
 
     def take_ops(self) -> list[tuple[Op, Span]]:
         """Return the ops that ran since the last `take_ops`, with their times."""
@@ -118,13 +118,13 @@ class Profile:
         compile_seconds: seconds spent on compiling and on adding clocks, not included in `stages`.
     """
 
-    def __init__(self, name: str, steps: list[ProfiledStep], advice: str, may_compile: bool) -> None:
-        self._name, self._timed_steps, self._advice, self._may_compile = name, steps, advice, may_compile
+    def __init__(self, name: str, steps: list[ProfiledStep], advice: str, can_compile: bool) -> None:
+        self._name, self._timed_steps, self._advice, self._can_compile = name, steps, advice, can_compile
         self.steps = len(steps)
         self.compile_seconds = sum(step.compile_ns for step in steps) / 1e9
         spent_ns: dict[str, int] = dict.fromkeys(["loader", *STAGES, _PYTHON], 0)
         for step in steps:
-            spans = [("loader", span) for span in step.loader] + [(op.stage, span) for op, span in step.ops]
+            spans = [("loader", span) for span in step.loader_spans] + [(op.stage, span) for op, span in step.op_spans]
             for stage, (begin, end) in spans:
                 spent_ns[stage] += end - begin
             spent_ns[_PYTHON] += step.span.end - step.span.begin - step.compile_ns - sum(e - b for _, (b, e) in spans)
@@ -149,7 +149,7 @@ class Profile:
             raise InputError(f"most={most!r}: give a whole number of ops > 0")
         spent_ns: Counter[Op] = Counter()
         for step in self._timed_steps:
-            for op, (begin, end) in step.ops:
+            for op, (begin, end) in step.op_spans:
                 spent_ns[op] += end - begin
         seconds = sum(self.stages.values())
         width = max((len(op.name) for op in spent_ns), default=0) + 2
@@ -170,16 +170,16 @@ class Profile:
 
         for number, step in enumerate(self._timed_steps):
             add(f"step {number}", "step", step.span)
-            for span in step.loader:
+            for span in step.loader_spans:
                 add("loader", "loader", span, step=number)
-            for op, span in step.ops:
+            for op, span in step.op_spans:
                 add(op.name, op.stage, span, step=number, makes=op.result)
         as_path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
     def _advise_compiling(self, seconds: float) -> str:
-        spans = (span for step in self._timed_steps for op, span in step.ops if op.is_fusible)
+        spans = (span for step in self._timed_steps for op, span in step.op_spans if op.is_fusible)
         fusible = sum(span.end - span.begin for span in spans) / 1e9
-        if not self._may_compile or fusible <= _FUSIBLE_SHARE * seconds:
+        if not self._can_compile or fusible <= _FUSIBLE_SHARE * seconds:
             return ""
         return (
             f"{fusible / seconds:.0%} went to dense ops that TorchInductor can fuse: try compile_dense(); "
@@ -193,12 +193,12 @@ class Profile:
 
 
 def profile(
-    name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, may_compile: bool
+    name: str, run: Callable[[Iterable[Any]], Iterator[Any]], batches: Iterable[Any], timer: Timer, can_compile: bool
 ) -> Profile:
-    """Profile `run` on all batches. may_compile: True if `compile_dense` is off but could be turned on."""
+    """Profile `run` on all batches. can_compile: True if `compile_dense` is off but could be turned on."""
     loader_spans: list[Span] = []
     steps: list[ProfiledStep] = []
-    waits_before, start = _core_wait_times(), perf_counter_ns()
+    waits_before, start = _read_core_wait_times(), perf_counter_ns()
     results = run(_time_loader(batches, loader_spans))
     begin, compiled_ns = perf_counter_ns(), timer.compile_ns()
     for _ in results:
@@ -206,8 +206,8 @@ def profile(
         steps.append(ProfiledStep(span, list(loader_spans), compile_ns, timer.take_ops()))
         loader_spans.clear()
         begin, compiled_ns = perf_counter_ns(), timer.compile_ns()
-    waited = sum(ns - waits_before.get(thread, 0) for thread, ns in _core_wait_times().items())
-    return Profile(name, steps, _advise_on_waits(waited / 1e9, (perf_counter_ns() - start) / 1e9), may_compile)
+    waited_ns = sum(ns - waits_before.get(thread, 0) for thread, ns in _read_core_wait_times().items())
+    return Profile(name, steps, _advise_on_waits(waited_ns / 1e9, (perf_counter_ns() - start) / 1e9), can_compile)
 
 
 def _time_loader(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[Any]:
@@ -220,10 +220,10 @@ def _time_loader(batches: Iterable[Any], loader_spans: list[Span]) -> Iterator[A
 
 def _add_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[Op]]:
     """Return a copy of `module` that appends the time to a list: once at the start of a run, and once after each op."""
-    stage_of = find_stages(module.graph)
+    stage_by_node = find_stages(module.graph)
     values = [node.meta.get("val") for node in module.graph.find_nodes(op="placeholder")]
     on_gpu = any(isinstance(value, Tensor) and value.is_cuda for value in values)
-    stamp = _append_gpu_time if on_gpu else _append_time
+    append_time = _append_gpu_time if on_gpu else _append_time
     timestamps: list[int] = []
     ops: list[Op] = []
     graph = fx.Graph()
@@ -232,14 +232,14 @@ def _add_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[
     for node in module.graph.nodes:
         if clock_node is None and node.op != "placeholder":
             clock_node = graph.get_attr(_CLOCK)
-            graph.call_function(stamp, (clock_node,))
+            graph.call_function(append_time, (clock_node,))
         copies[node] = graph.node_copy(node, copies.__getitem__)
         if node.op.startswith("call"):
-            graph.call_function(stamp, (clock_node,))
-            stage = stage_of[node]
+            graph.call_function(append_time, (clock_node,))
+            stage = stage_by_node[node]
             is_torch_op = stage in ("forward", "backward") and isinstance(node.target, OpOverload)
             is_fusible = is_torch_op and node.target.overloadpacket.__name__ not in _PRODUCT_OPS
-            ops.append(Op(node.name, stage, describe(module, node), is_fusible))
+            ops.append(Op(node.name, stage, describe_node(module, node), is_fusible))
     names = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
     attributes = {name: getattr(module, name) for name in names}
     return fx.GraphModule({_CLOCK: timestamps, **attributes}, graph), timestamps, ops

@@ -21,18 +21,18 @@ from ..trace.signature import MODULE_HOOKS, Call, name_arguments
 
 _MAX_SHOWN = 6  # maximum number of differences shown per step
 _VALUE = "value"  # facts of this kind are compared only if both traces read the value
-_ATTRIBUTES = frozenset(vars(nn.Module()))
-_MODULE_REASONS = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
+_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+_MODULE_KINDS = ("module", "training flag of", "hooks of", "attribute", "parameter", "buffer")
 
 log = logging.getLogger("tierbed")
 
 
 class Fact(NamedTuple):
-    """A fact about a call. text: shown to users. key: tells equal texts apart. fields: a tensor's shape, dtype, ..."""
+    """A fact about a call. Two facts are equal if all fields are equal."""
 
-    text: str
-    key: Hashable = None
-    fields: Mapping[str, str] | None = None
+    text: str  # shown to users
+    key: Hashable = None  # differs if two different facts have the same text
+    fields: Mapping[str, str] | None = None  # for a tensor: its shape, dtype, strides and so on
 
 
 _NO_TENSOR, _ABSENT = Fact("no tensor"), Fact("missing")
@@ -49,16 +49,16 @@ class RecompileLog:
         self.num_steps = 0
         self.seconds = 0.0
 
-    def add(self, name: str, new: Facts, seconds: float) -> None:
+    def add(self, name: str, new_facts: Facts, seconds: float) -> None:
         """Add a step of the graph `name`. Log the reason for every step except the first."""
         if self._facts:
-            nearest = min((_find_differences(new, old) for old in reversed(self._facts)), key=len)
-            omitted = [f"and {len(nearest) - _MAX_SHOWN} more"] * (len(nearest) > _MAX_SHOWN)
-            shown = "; ".join([*nearest[:_MAX_SHOWN], *omitted])
+            differences = min((_find_differences(new_facts, old_facts) for old_facts in reversed(self._facts)), key=len)
+            omitted = [f"and {len(differences) - _MAX_SHOWN} more"] * (len(differences) > _MAX_SHOWN)
+            shown = "; ".join([*differences[:_MAX_SHOWN], *omitted])
             fallback = "an equal step was evicted, or tensors are tied differently"
             self.reasons.append(f"step {self.num_steps}: {shown or fallback}")
             log.info("%s compiled %s", name, self.reasons[-1])
-        self._facts.append(new)
+        self._facts.append(new_facts)
         self.num_steps += 1
         self.seconds += seconds
 
@@ -92,14 +92,9 @@ def collect_facts(
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         text = f"{type(optimizer).__name__} of {' + '.join(map(str, sizes))} parameters"
         facts["optimizer", str(i)] = Fact(text, (id(optimizer), *sizes))
-    facts["gradients", ""] = Fact(
-        "accumulated"
-        if epilogue.accumulate_steps > 1
-        else "as they are"
-        if epilogue.is_identity
-        else "clipped or unscaled"
-    )
-    facts["gradient scaler", ""] = Fact("none" if epilogue.scaler is None else "GradScaler", epilogue.scale_key())
+    text = "as they are" if epilogue.is_identity else "clipped or unscaled"
+    facts["gradients", ""] = Fact("accumulated" if epilogue.accumulate_steps > 1 else text)
+    facts["gradient scaler", ""] = Fact("none" if epilogue.scaler is None else "GradScaler", epilogue.make_scale_key())
     facts.update({(name, ""): Fact(setting) for name, setting in settings.items()})
     facts.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():
@@ -108,7 +103,7 @@ def collect_facts(
         facts["training flag of", path] = Fact(str(module.training))
         facts["hooks of", path] = Fact(str(len(hooks)), tuple(hooks))
         for name, value in vars(module).items():
-            if name not in _ATTRIBUTES:
+            if name not in _MODULE_ATTRIBUTES:
                 fact = _describe_tensor(value, id(value)) if isinstance(value, Tensor) else _NO_TENSOR
                 facts["attribute", f"{path}.{name}" if path else name] = fact
     names = map_tensor_names(root)
@@ -120,7 +115,7 @@ def collect_facts(
 
 
 def _describe_tensor(tensor: Tensor, identity: int | None = None, dynamic: Collection[int] = ()) -> Fact:
-    """Describe a tensor as in a signature. identity: its id, if steps hold the object. dynamic: dynamic dimensions."""
+    """Describe a tensor. identity: its `id()`, if another tensor needs another step. dynamic: dynamic dimensions."""
     sizes = ", ".join("any" if d in dynamic else str(size) for d, size in enumerate(tensor.shape))
     shape = f"({sizes}{',' * (tensor.dim() == 1)})"
     fields = {name: str(getattr(tensor, name)) for name in ("dtype", "device", "requires_grad", "layout")}
@@ -137,7 +132,7 @@ def _find_differences(new: Facts, old: Facts) -> list[str]:
     if any(kind == "argument" for kind, _ in texts):
         texts.pop(("arguments", ""), None)
     return [
-        f"{kind} {path or 'the graph' if kind in _MODULE_REASONS else path}".rstrip() + f": {text}"
+        f"{kind} {path or 'the graph' if kind in _MODULE_KINDS else path}".rstrip() + f": {text}"
         for (kind, path), text in texts.items()
         if not _is_explained(kind, path, texts)
     ]
@@ -154,7 +149,7 @@ def _describe_difference(new: Fact, old: Fact) -> str:
 
 def _is_explained(kind: str, path: str, changed: dict[tuple[str, str], str]) -> bool:
     """True if another change explains this change: an outer module was replaced or switched by `eval()`."""
-    if kind not in _MODULE_REASONS or not path:
+    if kind not in _MODULE_KINDS or not path:
         return False
     outer_paths = ["", *accumulate(path.split(".")[:-1], "{}.{}".format)]
     if kind == "training flag of" and any(changed.get((kind, p)) == changed[kind, path] for p in outer_paths):

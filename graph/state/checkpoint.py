@@ -48,7 +48,7 @@ from ...distributed.sendable import to_bytes
 from ...distributed.world import World
 from ...embedding.optim.resumed_rows import remember_run_ids
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
-from ...embedding.state_dict.saved_rows import EXTRA, SnapshotEmbedding
+from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
 from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_flags, is_folder_name
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
@@ -58,7 +58,8 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import find_common_world
 from ..trace.names import as_path, map_unwrapped_names
-from .folders import CALLS, FORMATS, MALFORMED, ROWS, STATE, TENSORS, checksum, read_checkpoint, read_format
+from . import folders
+from .folders import MALFORMED, STATE_FILE, TENSOR_FILE, compute_checksum, read_checkpoint
 from .optimizer_set import find_embeddings
 
 _TYPES: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
@@ -67,7 +68,7 @@ _PLAIN_TYPES = bool | int | float | str | bytes
 _RESERVED = ("", "__metadata__")  # names that safetensors does not allow for tensors
 _MAX_ITEMS = 1 << 16  # largest number of items in a container; `unseal` accepts no more
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
-_SUBJECTS = {"graph": "graph", "loop": "model"}  # what error texts call the saved object
+_OBJECT_NAMES = {"graph": "graph", "loop": "model"}  # what error texts call the saved object
 RandomStates = list[Tensor]  # states of a process's random generators
 log = logging.getLogger("tierbed")
 
@@ -79,7 +80,7 @@ def encode(value: Any, tensors: dict[str, Tensor], label: str, name: str = "") -
     """
     if isinstance(value, Tensor):
         is_dense = value.layout is torch.strided and not value.is_nested and not value.is_meta
-        if not is_dense or not _is_supported_dtype(value.dtype):
+        if not is_dense or not _can_store_dtype(value.dtype):
             raise GraphError(
                 f"a checkpoint cannot hold {label}, a tensor of {value.dtype}, {value.layout}, on {value.device}. Use "
                 f"a dense tensor of another dtype, or register a buffer with persistent=False, or {_REMEDY}"
@@ -138,7 +139,7 @@ def _fits_64_bits(number: int) -> bool:
 
 
 @cache
-def _is_supported_dtype(dtype: torch.dtype) -> bool:
+def _can_store_dtype(dtype: torch.dtype) -> bool:
     try:
         as_safetensors({"": torch.empty(0, dtype=dtype)})
     except (KeyError, RuntimeError, TypeError, ValueError):  # safetensors versions differ in their dtypes
@@ -146,52 +147,52 @@ def _is_supported_dtype(dtype: torch.dtype) -> bool:
     return True
 
 
-def shared_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
+def get_world(embeddings: Mapping[str, EmbeddingBase]) -> World:
     """Return the world whose ranks save and load together. A single process is a world of one rank."""
     return find_common_world(dict(embeddings)) or World.single()
 
 
 @contextmanager
-def _atomic_folder(world: World, op: str, folder: Path, overwrite: bool) -> Iterator[Path]:
+def _open_atomic_folder(world: World, label: str, folder: Path, overwrite: bool) -> Iterator[Path]:
     """Run `durable.atomic_folder` on rank 0, and raise its OS errors as SnapshotError."""
-    block = ExitStack()
+    stack = ExitStack()
 
     @_convert_to_snapshot_errors(folder)
     def begin() -> None:
-        block.enter_context(atomic_folder(folder, overwrite))
+        stack.enter_context(atomic_folder(folder, overwrite))
 
-    world.call_on_rank_0(f"{op}: its folder", begin)
+    world.call_on_rank_0(f"{label}: its folder", begin)
     try:
         yield make_temporary_path(folder)
     except BaseException:
-        block.__exit__(*sys.exc_info())
+        stack.__exit__(*sys.exc_info())
         raise
-    world.call_on_rank_0(f"{op}: in place", _convert_to_snapshot_errors(folder)(block.close))
+    world.call_on_rank_0(f"{label}: in place", _convert_to_snapshot_errors(folder)(stack.close))
 
 
-def _check_same_on_ranks(world: World, op: str, plain: Any, tensors: Mapping[str, Tensor]) -> None:
+def _check_equal_on_ranks(world: World, label: str, plain_values: Any, tensors: Mapping[str, Tensor]) -> None:
     """Compare values that must be equal on all ranks. If two ranks differ, raise GraphError on all ranks."""
     if world.size == 1:
         return
-    checksums: list[dict[str, int]] = world.all_gather_object(
-        f"{op}: state",
+    rank_checksums: list[dict[str, int]] = world.all_gather_object(
+        f"{label}: state",
         lambda: {
-            "values that are not tensors": zlib.crc32(msgpack.packb(plain)),
+            "values that are not tensors": zlib.crc32(msgpack.packb(plain_values)),
             **{name: zlib.crc32(to_bytes(tensor).numpy().data) for name, tensor in tensors.items()},
         },
     )
-    names = dict.fromkeys(name for rank_sums in checksums for name in rank_sums)
-    if different := [name for name in names if len({rank_sums.get(name) for rank_sums in checksums}) > 1]:
+    names = dict.fromkeys(name for checksums in rank_checksums for name in checksums)
+    if conflicts := [name for name in names if len({checksums.get(name) for checksums in rank_checksums}) > 1]:
         raise GraphError(
-            f"{op}: ranks have different values of {', '.join(different[:5])}{' and more' * (len(different) > 5)}, but "
-            "a checkpoint stores only one; train these values with an optimizer of the graph, or keep them in a buffer"
+            f"{label}: ranks have different values of {', '.join(conflicts[:5])}{' and more' * (len(conflicts) > 5)}, "
+            "but a checkpoint stores one; train these values with an optimizer of the graph, or keep them in a buffer"
         )
 
 
-def gather_random_states(world: World, op: str, own_states: RandomStates) -> list[RandomStates]:
+def gather_random_states(world: World, label: str, own_states: RandomStates) -> list[RandomStates]:
     """Return the random states of every rank except rank 0."""
     own_bytes = [state.cpu().numpy().tobytes() for state in own_states]
-    bytes_by_rank: list[list[bytes]] = world.all_gather_object(f"{op}: random numbers", lambda: own_bytes)
+    bytes_by_rank: list[list[bytes]] = world.all_gather_object(f"{label}: random numbers", lambda: own_bytes)
     return [[torch.frombuffer(bytearray(data), dtype=torch.uint8) for data in states] for states in bytes_by_rank[1:]]
 
 
@@ -204,10 +205,10 @@ def select_random_state(world: World, rank_0_states: RandomStates, other_states:
 
 def parse_new_folder(root: nn.Module, path: Any, overwrite: bool) -> Path:
     """Check a new checkpoint's path and return it. Raises SnapshotError, InputError or GraphError."""
-    world, op = shared_world(_find_saved_embeddings(root)), "checking a checkpoint"
-    folder: Path = world.call_on_all_ranks(f"{op}: its path", lambda: _parse_folder(path, overwrite))
-    world.call_on_all_ranks(f"{op}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
-    world.call_on_rank_0(f"{op}: its folder", lambda: _check_can_write(folder, overwrite))
+    world, label = get_world(_find_saved_embeddings(root)), "checking a checkpoint"
+    folder: Path = world.call_on_all_ranks(f"{label}: its path", lambda: _parse_folder(path, overwrite))
+    world.call_on_all_ranks(f"{label}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
+    world.call_on_rank_0(f"{label}: its folder", lambda: _check_can_write(folder, overwrite))
     return folder
 
 
@@ -225,7 +226,7 @@ def _parse_folder(path: Any, overwrite: Any) -> Path:
 def _check_can_write(folder: Path, overwrite: bool) -> None:
     if not os.path.lexists(folder):
         return
-    if not os.path.lexists(folder / STATE):
+    if not os.path.lexists(folder / STATE_FILE):
         raise SnapshotError(
             f"{str(folder)!r} exists and is not a checkpoint, so it is not overwritten: choose another path"
         )
@@ -245,35 +246,35 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     GraphError for a state that a checkpoint cannot hold or that differs between ranks.
     """
     embeddings = _find_saved_embeddings(root)
-    world, op = shared_world(embeddings), f"saving checkpoint {folder.name!r}"
+    world, label = get_world(embeddings), f"saving checkpoint {folder.name!r}"
     # a unique name, because all snapshots in a store folder need different names
-    name = world.call_on_rank_0(f"{op}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
+    snapshot_name = world.call_on_rank_0(f"{label}: its rows' name", lambda: f"{folder.name}-{secrets.token_hex(4)}")
     tensors: dict[str, Tensor] = {}
     model_state = state if kind == "graph" else state["model"]
     names = map_unwrapped_names(root, [*model_state, *(versions := read_versions(state) or {})])
     state = _rename_entries(state, names, {names[path]: version for path, version in versions.items()}, kind)
-    contents = world.call_on_all_ranks(f"{op}: state", lambda: _make_contents(state, tensors, kind))
-    training, model = (EXTRA, "") if kind == "graph" else ("training", "model.")
-    random = state[training]["random"] if training in state else []
+    contents = world.call_on_all_ranks(f"{label}: state", lambda: _make_contents(state, tensors, kind))
+    training, model = (EXTRA_STATE_KEY, "") if kind == "graph" else ("training", "model.")
+    random_states = state[training]["random"] if training in state else []
     buffers = {model + name for name in map_unwrapped_names(root, dict(root.named_buffers())).values()}
     rank_0_keys = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
     shared_tensors = {key: tensor for key, tensor in tensors.items() if key not in rank_0_keys}
-    _check_same_on_ranks(world, op, [contents["state"], contents["metadata"]], shared_tensors)
-    contents |= {"embeddings": list(embeddings), "snapshot": name}
-    if other_states := gather_random_states(world, op, random):
+    _check_equal_on_ranks(world, label, [contents["state"], contents["metadata"]], shared_tensors)
+    contents |= {"embeddings": list(embeddings), "snapshot": snapshot_name}
+    if other_states := gather_random_states(world, label, random_states):
         contents["ranks"] = encode(other_states, tensors, "random numbers of ranks", "ranks")
     replaced_snapshots, is_complete = _read_row_snapshots(folder), False
     try:
-        with _atomic_folder(world, op, folder, overwrite) as temporary:
-            world.call_on_rank_0(f"{op}: parameters", lambda: _write_files(temporary, contents, tensors, folder))
-            save_rows([*embeddings.values()], _list_row_folders(temporary, name, embeddings))
+        with _open_atomic_folder(world, label, folder, overwrite) as temporary:
+            world.call_on_rank_0(f"{label}: parameters", lambda: _write_files(temporary, contents, tensors, folder))
+            save_rows([*embeddings.values()], _list_row_folders(temporary, snapshot_name, embeddings))
         is_complete = True
     finally:
         # Ctrl-C may arrive after the checkpoint is renamed; its snapshots must then stay
-        if not is_complete and all(snapshot.name != name for snapshot in _read_row_snapshots(folder).values()):
+        if not is_complete and all(snapshot.name != snapshot_name for snapshot in _read_row_snapshots(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # raise the first error only
-                    embedding.table_handle().snapshots.discard_rows(name)
+                    embedding.table_handle().snapshots.discard_rows(snapshot_name)
     for path, snapshot in replaced_snapshots.items():  # drop the old checkpoint's snapshots from store folders
         try:
             if path in embeddings:
@@ -282,24 +283,24 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
 
-def _list_row_folders(checkpoint: Path, snapshot: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
-    return [checkpoint / ROWS / str(index) / snapshot for index in range(len(embeddings))]
+def _list_row_folders(checkpoint: Path, snapshot_name: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
+    return [checkpoint / folders.ROWS_FOLDER / str(index) / snapshot_name for index in range(len(embeddings))]
 
 
 def _make_contents(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
-    """Return the contents of the file STATE: the state without its tensors."""
-    plain = encode(dict(state), tensors, "state")
+    """Return the contents of STATE_FILE: the state without its tensors."""
+    plain_state = encode(dict(state), tensors, "state")
     metadata = encode(read_versions(state), tensors, "metadata")
-    marker = {} if kind == "graph" else {"of": kind}
-    return {"format": FORMATS[kind], **marker, "state": plain, "metadata": metadata}
+    kind_field = {} if kind == "graph" else {"of": kind}
+    return {"format": folders.FORMAT_VERSIONS[kind], **kind_field, "state": plain_state, "metadata": metadata}
 
 
 def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
     with _convert_to_snapshot_errors(folder):
         # clone: safetensors refuses tensors that share memory
-        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSORS)
-        fsync_file(temporary / TENSORS)
-        file_fields = {"checksum": checksum(temporary / TENSORS), "created": time.time_ns()}
+        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSOR_FILE)
+        fsync_file(temporary / TENSOR_FILE)
+        file_fields = {"checksum": compute_checksum(temporary / TENSOR_FILE), "created": time.time_ns()}
         try:
             sealed = seal({**contents, **file_fields})
         except ValueError as error:
@@ -307,8 +308,8 @@ def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, T
                 f"the plain values in the state cannot be written together: {error}; keep large values, such as a "
                 "module's get_extra_state, in tensors"
             ) from error
-        (temporary / STATE).write_bytes(sealed)
-        fsync_file(temporary / STATE)
+        (temporary / STATE_FILE).write_bytes(sealed)
+        fsync_file(temporary / STATE_FILE)
 
 
 @contextlib.contextmanager
@@ -327,39 +328,39 @@ def load(
     folder: Path,
     check_state: Callable[[dict[str, Any]], None],
     apply_state: Callable[[dict[str, Any]], None],
-    current_state: Callable[[], dict[str, Any]],
+    get_current_state: Callable[[], dict[str, Any]],
     selection: Selection = ALL,
     kind: str = "graph",
 ) -> None:
     """Load the state with `apply_state`, then the rows of all embeddings under `root`. A failed load changes nothing.
 
-    check_state: raises GraphError if a state does not fit. current_state: returns the present state. If the load fails,
+    check_state: raises GraphError if a state does not fit. get_current_state: returns the present state. On failure,
     `apply_state` restores the present state. If restoring fails too, no embedding can be used until a load succeeds.
     Raises SnapshotError if the checkpoint is missing, damaged, malformed or belongs to another graph.
     """
     folder = folder.absolute()
     embeddings = _find_saved_embeddings(root)
-    world, op = shared_world(embeddings), f"loading checkpoint {folder.name!r}"
-    contents, state = world.call_on_all_ranks(f"{op}: reading", lambda: _read_files(folder, list(embeddings), kind))
+    world, label = get_world(embeddings), f"loading checkpoint {folder.name!r}"
+    contents, state = world.call_on_all_ranks(f"{label}: reading", lambda: _read_files(folder, list(embeddings), kind))
     state = _rename_for_module(root, state, kind)
     shared_values = {"checkpoint": contents["snapshot"], "optimizers": selection.state, "convert": selection.convert}
-    world.call_on_all_ranks(f"{op}: its id", lambda: None, shared_values)
-    rows = _list_row_folders(folder, contents["snapshot"], embeddings)
+    world.call_on_all_ranks(f"{label}: its id", lambda: None, shared_values)
+    row_folders = _list_row_folders(folder, contents["snapshot"], embeddings)
 
     def apply_rank_state() -> None:
-        training = state.get(EXTRA if kind == "graph" else "training")
+        training = state.get(EXTRA_STATE_KEY if kind == "graph" else "training")
         if training is not None:
             training["random"] = select_random_state(world, training["random"], contents["ranks"])
         apply_state(state)
 
     try:
-        world.call_on_all_ranks(f"{op}: state", lambda: check_state(state))
-        for embedding, path in zip(embeddings.values(), rows, strict=True):
+        world.call_on_all_ranks(f"{label}: state", lambda: check_state(state))
+        for embedding, path in zip(embeddings.values(), row_folders, strict=True):
             embedding.table_handle(for_load=True).snapshots.check_rows(path, selection)
-        backup = copy_state(current_state())
+        backup = copy_state(get_current_state())
         try:
-            world.call_on_all_ranks(f"{op}: loading its state", apply_rank_state)
-            load_rows([*embeddings.values()], rows, selection)
+            world.call_on_all_ranks(f"{label}: loading its state", apply_rank_state)
+            load_rows([*embeddings.values()], row_folders, selection)
             remember_run_ids(root.parameters(), embeddings.values())
         except BaseException:
             try:
@@ -373,7 +374,7 @@ def load(
             raise
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and kind == "graph" else ""
         raise SnapshotError(
-            f"checkpoint {str(folder)!r} does not fit this {_SUBJECTS[kind]}: {format_error(error)}{remedy}"
+            f"checkpoint {str(folder)!r} does not fit this {_OBJECT_NAMES[kind]}: {format_error(error)}{remedy}"
         ) from error
 
 
@@ -403,24 +404,23 @@ def format_error(error: BaseException) -> str:
 
 def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Read a checkpoint's contents and state, and check that it has the rows of `embeddings`. Raises SnapshotError."""
-    saves, loads = CALLS[kind]
+    save_name, load_name = folders.FUNCTION_NAMES[kind]
     if not os.path.isdir(folder):
-        raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that {saves} wrote")
-    if not os.path.lexists(folder / STATE):
-        inner = sorted(file.parent.name for file in folder.glob(f"*/{STATE}"))
+        raise SnapshotError(f"there is no checkpoint {str(folder)!r}; give the path of one that {save_name} wrote")
+    if not os.path.lexists(folder / STATE_FILE):
+        names = sorted(file.parent.name for file in folder.glob(f"*/{STATE_FILE}"))
         raise SnapshotError(
-            f"the folder {str(folder)!r} is not a checkpoint: it has no file {STATE}; "
-            + (f"it holds the checkpoints {inner}: give the path of one" if inner else f"give one of {saves}")
+            f"the folder {str(folder)!r} is not a checkpoint: it has no file {STATE_FILE}; "
+            + (f"it holds the checkpoints {names}: give the path of one" if names else f"give one of {save_name}")
         )
     try:
-        contents = read_format(folder)
-        if (writer := contents.get("of", "graph")) != kind:
-            raise ValueError(
-                f"{CALLS[writer][0]} wrote it, but {loads} only reads what {saves} wrote; call {CALLS[writer][1]}"
-            )
-        if checksum(folder / TENSORS) != contents["checksum"]:
-            raise ValueError(f"{TENSORS} is damaged: its checksum does not match")
-        tensors = load_file(folder / TENSORS)
+        contents = folders.read_state_file(folder)
+        if (saved_kind := contents.get("of", "graph")) != kind:
+            writer, reader = folders.FUNCTION_NAMES[saved_kind]
+            raise ValueError(f"{writer} wrote it, but {load_name} only reads what {save_name} wrote; call {reader}")
+        if compute_checksum(folder / TENSOR_FILE) != contents["checksum"]:
+            raise ValueError(f"{TENSOR_FILE} is damaged: its checksum does not match")
+        tensors = load_file(folder / TENSOR_FILE)
         state = StateDict(decode(contents["state"], tensors), decode(contents["metadata"], tensors))
         contents["ranks"] = decode(contents["ranks"], tensors) if "ranks" in contents else []
         _check_types(state, contents["ranks"], kind)
@@ -429,7 +429,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
     if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, contents["embeddings"])]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {contents['embeddings']}, but this "
-            f"{_SUBJECTS[kind]} has {embeddings}; load it into the {_SUBJECTS[kind]} that saved it"
+            f"{_OBJECT_NAMES[kind]} has {embeddings}; load it into the {_OBJECT_NAMES[kind]} that saved it"
         )
     return contents, state
 
@@ -438,14 +438,14 @@ def _rename_for_module(root: nn.Module, state: Any, kind: str) -> Any:
     """Rename the state's entries to the names that `root.load_state_dict` accepts, regardless of module wrappers."""
     model_state, versions = state if kind == "graph" else state["model"], read_versions(state) or {}
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
-    own_names = {EXTRA, *(name for name, _ in tensors)}
+    own_names = {EXTRA_STATE_KEY, *(name for name, _ in tensors)}
     own_names.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
     name_by_bare = {strip_wrappers(name): name for name in own_names}
     names = {name: name if name in own_names else name_by_bare.get(strip_wrappers(name), name) for name in model_state}
     bare_versions = {strip_wrappers(path): version for path, version in versions.items()}
     paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
-    current = {path: versions.get(path, bare_versions.get(strip_wrappers(path))) for path in paths}
-    return _rename_entries(state, names, {path: entry for path, entry in current.items() if entry is not None}, kind)
+    entries = {path: versions.get(path, bare_versions.get(strip_wrappers(path))) for path in paths}
+    return _rename_entries(state, names, {path: entry for path, entry in entries.items() if entry is not None}, kind)
 
 
 def _rename_entries(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], kind: str) -> Any:

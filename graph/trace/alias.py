@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 _BATCH_NORMS = {"aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"}
 
 
-def node_storages(node: fx.Node) -> set[int]:
+def find_node_storages(node: fx.Node) -> set[int]:
     """Return the storages of a node's tensors. All views of a tensor share one storage."""
     return {
         value.untyped_storage()._cdata
@@ -28,10 +28,10 @@ def node_storages(node: fx.Node) -> set[int]:
 
 
 def find_storages(nodes: Iterable[fx.Node]) -> set[int]:
-    return set().union(*map(node_storages, nodes))
+    return set().union(*map(find_node_storages, nodes))
 
 
-def call_target(node: fx.Node) -> Callable[..., Any] | str | None:
+def get_call_target(node: fx.Node) -> Callable[..., Any] | str | None:
     """Return the function or the method name that a node calls; None for other nodes."""
     return node.target if node.op in ("call_function", "call_method") else None
 
@@ -44,7 +44,7 @@ def is_random(target: Any, args: Sequence[Any]) -> bool:
     return "dropout_p" not in names or any(args[names.index("dropout_p") :][:1])
 
 
-def written_storages(node: fx.Node) -> set[int]:
+def find_written_storages(node: fx.Node) -> set[int]:
     """Return the storages that a node changes in place."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return set()
@@ -60,8 +60,8 @@ def written_storages(node: fx.Node) -> set[int]:
     return find_storages(n for n in pytree.tree_leaves(changed_arguments) if isinstance(n, fx.Node))
 
 
-def reshaped_storages(graph: fx.Graph) -> set[int]:
-    return set().union(*(written_storages(node) for node in graph.nodes if is_reshape(node)))
+def find_reshaped_storages(graph: fx.Graph) -> set[int]:
+    return set().union(*(find_written_storages(node) for node in graph.nodes if is_reshape(node)))
 
 
 def is_reshape(node: fx.Node) -> bool:
@@ -73,47 +73,48 @@ def preserve_value(graph: fx.Graph, node: fx.Node, value: Any) -> Any:
     """Return the argument `value` as it is at `node`: a copy, if a later op writes to the argument's memory."""
     later_node = node.next
     while isinstance(value, fx.Node) and later_node.op != "output":
-        if written_storages(later_node) & node_storages(value):
+        if find_written_storages(later_node) & find_node_storages(value):
             with graph.inserting_before(node):
                 return graph.call_function(torch.ops.aten.clone.default, (value,))
         later_node = later_node.next
     return value
 
 
-def external_storages(graph: fx.Graph) -> set[int]:
+def find_external_storages(graph: fx.Graph) -> set[int]:
     """Return the storages of all tensors that outlive a call: arguments, module tensors and closure tensors."""
     return find_storages(node for node in graph.nodes if node.op in ("placeholder", "get_attr"))
 
 
-def live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
+def find_live_nodes(graph: fx.Graph, effects: set[Any]) -> set[fx.Node]:
     """Return all nodes whose results or side effects matter. effects: calls that a step must keep."""
-    external = external_storages(graph)
-    return add_sources((n for n in graph.nodes if call_target(n) in effects or _has_effect(n, external)), graph.nodes)
+    external_storages = find_external_storages(graph)
+    needed_nodes = (n for n in graph.nodes if get_call_target(n) in effects or _has_effect(n, external_storages))
+    return add_sources(needed_nodes, graph.nodes)
 
 
 def add_sources(nodes: Iterable[fx.Node], earlier_nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Return `nodes` and all nodes that they depend on: inputs, and `earlier_nodes` that write to the same memory."""
+    """Return `nodes`, all nodes that compute their inputs, and `earlier_nodes` that write to memory of any of these."""
     writers: dict[int, list[fx.Node]] = defaultdict(list)
     for node in earlier_nodes:
-        for storage in written_storages(node):
+        for storage in find_written_storages(node):
             writers[storage].append(node)
-    closure: set[fx.Node] = set()
+    dependencies: set[fx.Node] = set()
     pending_nodes = [*nodes]
     while pending_nodes:
         node = pending_nodes.pop()
-        if node not in closure:
-            closure.add(node)
+        if node not in dependencies:
+            dependencies.add(node)
             pending_nodes += node.all_input_nodes
-            pending_nodes += [writer for storage in node_storages(node) for writer in writers[storage]]
-    return closure
+            pending_nodes += [writer for storage in find_node_storages(node) for writer in writers[storage]]
+    return dependencies
 
 
-def _has_effect(node: fx.Node, external: set[int]) -> bool:
+def _has_effect(node: fx.Node, external_storages: set[int]) -> bool:
     if node.op != "call_function":
         return node.op not in ("call_method", "get_attr")
     if not isinstance(node.target, torch._ops.OpOverload):
         return node.is_impure()
-    changed_storages = written_storages(node)
-    if changed_storages & external or is_random(node.target, node.args):
+    changed_storages = find_written_storages(node)
+    if changed_storages & external_storages or is_random(node.target, node.args):
         return True
     return not changed_storages and (node.is_impure() or not node.target._schema.returns)

@@ -1,4 +1,4 @@
-"""Names of tensors for errors and files, and `HasBuild`, the base class of modules with a method `build`."""
+"""Find names of tensors and modules. Also defines `HasBuild`, the base class of modules with a method `build`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def map_tensor_names(root: nn.Module) -> dict[int, str]:
     return {id(tensor): name for name, tensor in [*root.named_buffers(), *root.named_parameters()]}
 
 
-def tensor_name(root: HasBuild, tensor: Tensor) -> str:
+def find_tensor_name(root: HasBuild, tensor: Tensor) -> str:
     """Return a tensor's path under `root`. Otherwise return the tensor's name in `build`'s scope, or its shape."""
     path = map_tensor_names(root).get(id(tensor)) or _find_closure_name(root.build, tensor)
     return repr(path) if path else f"of shape {tuple(tensor.shape)}"
@@ -48,13 +48,13 @@ def _find_closure_name(function: Callable[..., Any], tensor: Tensor) -> str | No
 
 def make_identifiers(names: list[str], reserved: list[str] | None = None) -> list[str]:
     """Turn each name into a unique identifier: `model.emb` becomes model_emb, a second `adam` becomes adam_1."""
-    used, unique = {"self", *(reserved or [])}, []
+    used_names, identifiers = {"self", *(reserved or [])}, []
     for name in names:
         base = "".join(c if c.isalnum() else "_" for c in name)
         candidates = chain([base], (f"{base}_{number}" for number in count(1)))
-        unique.append(next(candidate for candidate in candidates if candidate not in used))
-        used.add(unique[-1])
-    return unique
+        identifiers.append(next(candidate for candidate in candidates if candidate not in used_names))
+        used_names.add(identifiers[-1])
+    return identifiers
 
 
 def _find_wrapped_attribute(module: nn.Module) -> str | None:

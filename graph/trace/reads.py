@@ -47,7 +47,7 @@ _OBSERVED_CLASSES = (nn.Module, Optimizer, LRScheduler, GradScaler)  # torch cla
 _MODULE_NAMES = frozenset({*vars(nn.Module()), *vars(nn.Module)})  # the signature covers these attributes
 _FUNCTION_ATTRIBUTES = {property: "fget", staticmethod: "__func__", classmethod: "__func__", cached_property: "func"}
 _GENERATOR_CLASSES = (random.Random, np.random.RandomState, np.random.Generator)
-_SHARED = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
+_SHARED_GENERATORS = {id(random.random.__self__): "random", id(np.random.rand.__self__): "numpy.random"}  # type: ignore[attr-defined]
 _ALL_FUNCTIONS: Names = frozenset()  # scan all functions of a class
 _OPERATOR_METHODS = frozenset({"__call__"})  # scan only a class's operator methods, such as `__add__`
 _GET_ATTRIBUTE = object.__getattribute__
@@ -71,7 +71,7 @@ class ReadRecorder:
         self._module_ids: set[int] = set()  # ids of the graph's modules
         self._seen_keys: set[Any] = set()
         self._used_generators: list[tuple[Any, bytes, str]] = []  # generators with their states and labels
-        self._observed_classes: dict[type, bool] = {}  # observed class -> True if it got a `__getattribute__`
+        self._observed_classes: dict[type, bool] = {}  # class -> True if the recorder set its `__getattribute__`
         self._known_names: Names = frozenset()  # names in all scanned code
         self._assigned_names: Names = frozenset()  # names that the scanned code assigns to
 
@@ -79,10 +79,10 @@ class ReadRecorder:
         try:
             for path, module in self._root.named_modules():
                 self._module_ids.add(id(module))
-                self._observe(self._name(module), path, module)
+                self._observe(self._assign_name(module), path, module)
                 for hooks in MODULE_HOOKS(module):
                     for key, hook in hooks.items():
-                        self._record(f"{self._name(hooks)}[{key}]", f"a hook of {path or 'the graph'}", hook)
+                        self._record(f"{self._assign_name(hooks)}[{key}]", f"a hook of {path or 'the graph'}", hook)
             self._scan(type(self._root).build, type(self._root))
             for function in self._arguments:
                 self._scan(function)
@@ -101,14 +101,14 @@ class ReadRecorder:
                 "or torch.randint, or draw outside and pass the numbers to the graph as a tensor"
             )
 
-    def may_be_written(self, expr: str) -> bool:
-        """True if `build` may have written the value of `expr`. If False, only other threads may have written it."""
+    def can_be_written(self, expr: str) -> bool:
+        """True if `build` may have written the value of `expr`. If False, only another thread can have written it."""
         label, value = self.values[expr]
         is_item = label.endswith("]") or expr.startswith("len(")
         is_special = callable(value) or "setattr" in self._known_names  # FX itself replaces functions during a trace
         return is_special or is_item or re.findall(r"\w+", label)[-1] in self._assigned_names
 
-    def _name(self, value: Any) -> str:
+    def _assign_name(self, value: Any) -> str:
         name = f"o{id(value)}"
         self.names[name] = value
         return name
@@ -148,17 +148,17 @@ class ReadRecorder:
         return read
 
     def _record_attribute(self, owner: Any, name: str, value: Any) -> None:
-        observed, is_module = self._objects.get(id(owner)), id(owner) in self._module_ids
-        if observed is None or not name.isidentifier() or not self._mark_seen(id(owner), name):
+        entry, is_module = self._objects.get(id(owner)), id(owner) in self._module_ids
+        if entry is None or not name.isidentifier() or not self._mark_seen(id(owner), name):
             return
-        owner_expr, label, _ = observed
+        owner_expr, label, _ = entry
         attributes = vars(owner) if is_module else {}  # reading the dict is faster than reading the module
         if isinstance(value, MethodType) and value.__self__ is owner:
             self._scan(value.__func__, type(owner))
         elif is_module and (name in _MODULE_NAMES or isinstance(value, Tensor)):
             return  # the signature covers this attribute
         elif not isinstance(getattr(type(owner), name, None), property):  # a property's own reads are observed
-            expr = f"{self._name(attributes)}[{name!r}]" if name in attributes else f"{owner_expr}.{name}"
+            expr = f"{self._assign_name(attributes)}[{name!r}]" if name in attributes else f"{owner_expr}.{name}"
             self._record(expr, f"{label}.{name}".lstrip("."), value)
 
     def _record(self, expr: str, label: str, value: Any, names: Names = _ALL_FUNCTIONS) -> None:
@@ -173,7 +173,7 @@ class ReadRecorder:
             return
         source = value.__self__ if isinstance(value, BuiltinFunctionType) else value
         if isinstance(source, _GENERATOR_CLASSES):
-            self._used_generators.append((source, _pickle_state(source), _SHARED.get(id(source), label)))
+            self._used_generators.append((source, _pickle_state(source), _SHARED_GENERATORS.get(id(source), label)))
         elif is_constant(value) or (isinstance(value, Tensor | np.ndarray) and not isinstance(value, FakeTensor)):
             self.values[expr] = label, value
             self._scan(value)
@@ -184,7 +184,7 @@ class ReadRecorder:
             if len(value) <= MAX_ITEMS and _count_nested(value) <= MAX_NESTED:
                 for key, item in _list_items(value):
                     if is_constant(key):
-                        name = repr(key) if type(key) in (int, str) else self._name(key)
+                        name = repr(key) if type(key) in (int, str) else self._assign_name(key)
                         self._record(f"{expr}[{name}]", f"{label}[{key!r}]", item)
         elif isinstance(value, MethodType):
             self._record(f"{expr}.__self__", label, value.__self__)
@@ -208,7 +208,7 @@ class ReadRecorder:
         values = vars(module)
         for name in names & values.keys():
             if self._mark_seen(id(module), name, names):  # visit once: modules may refer to each other
-                self._record(f"{self._name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
+                self._record(f"{self._assign_name(values)}[{name!r}]", f"{module.__name__}.{name}", values[name], names)
 
     def _scan(self, function: Any, cls: type | None = None) -> None:
         """Record the globals, closures and defaults that a function and its callees may read. cls: a method's class."""
@@ -221,16 +221,16 @@ class ReadRecorder:
         self._known_names |= names
         self._assigned_names |= assigned_names
         for name in global_names & values.keys():
-            self._record(f"{self._name(values)}[{name!r}]", name, values[name], names)
+            self._record(f"{self._assign_name(values)}[{name!r}]", name, values[name], names)
         for name in names & sys.modules.keys():  # modules imported inside the function
             self._record(name, name, sys.modules[name], names)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
             with suppress(ValueError):  # an empty cell
-                self._record(f"{self._name(cell)}.cell_contents", name, cell.cell_contents, names)
+                self._record(f"{self._assign_name(cell)}.cell_contents", name, cell.cell_contents, names)
         for part in ("__defaults__", "__kwdefaults__"):
             if getattr(function, part):
                 label = f"{part} of {function.__qualname__}"
-                self._record(f"{self._name(function)}.{part}", label, getattr(function, part), names)
+                self._record(f"{self._assign_name(function)}.{part}", label, getattr(function, part), names)
         for scanned_class in [*self._observed_classes] if names & {"type", "__class__"} else [cls]:
             if scanned_class is not None:
                 self._scan_class(scanned_class, names)
@@ -245,7 +245,7 @@ class ReadRecorder:
                     if names is _ALL_FUNCTIONS or name in names or (name[:2] == "__" and name != "__init__"):
                         self._scan(function, cls)
                 elif name in names and name[:2] != "__" and not hasattr(member, "__get__"):
-                    self._record(f"{self._name(base)}.{name}", f"{base.__name__}.{name}", member, names)
+                    self._record(f"{self._assign_name(base)}.{name}", f"{base.__name__}.{name}", member, names)
 
 
 def _list_items(value: Any) -> list[tuple[Any, Any]]:

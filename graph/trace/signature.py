@@ -1,6 +1,6 @@
 """The signature of a call. A compiled step is valid for all calls with the same signature.
 
-A signature consists of a key of the call's arguments (`call_key`) and the state of the graph's modules (`Structure`).
+A signature consists of a key of the call's arguments (`make_call_key`) and the state of the modules (`Structure`).
 Every call computes its signature, so this code is written for speed.
 """
 
@@ -67,7 +67,7 @@ class Call(NamedTuple):
 
 @cache
 def make_tensors_spec(count: int) -> pytree.TreeSpec:
-    """Return the tree of a call with `count` tensors and nothing else. The tree is cached, as flattening is slow."""
+    """Return the pytree spec of a call whose only arguments are `count` tensors. Cached, because flattening is slow."""
     return pytree.tree_structure((tuple(range(count)), {}))
 
 
@@ -95,7 +95,7 @@ def split_by_key(arguments: Arguments) -> Arguments:
     return pytree.tree_map(lambda x: x.split_by_key() if _is_keyed(x) else x, arguments, is_leaf=_is_keyed)
 
 
-def can_split(arguments: Arguments) -> bool:
+def has_keyed_containers(arguments: Arguments) -> bool:
     return any(map(_is_keyed, pytree.tree_leaves(arguments, is_leaf=_is_keyed)))
 
 
@@ -113,11 +113,11 @@ def name_arguments(build: Callable[..., Any], arguments: Arguments) -> list[str]
     args, kwargs = arguments
     names = list(inspect.signature(build).parameters)
     names += [f"number {i}" for i in range(len(names), len(args))]
-    named = [*zip(names, args, strict=False), *kwargs.items()]
-    return [name + path for name, value in named for path in _leaf_paths(value)]
+    named_values = [*zip(names, args, strict=False), *kwargs.items()]
+    return [name + path for name, value in named_values for path in _list_leaf_paths(value)]
 
 
-def _leaf_paths(value: Any) -> list[str]:
+def _list_leaf_paths(value: Any) -> list[str]:
     try:
         return [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(value)[0]]
     except ValueError:  # `value` contains a class that was registered without field names
@@ -193,7 +193,7 @@ def _list_values(dicts: list[Any]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, dicts)))
 
 
-def call_key(
+def make_call_key(
     leaves: list[Any], dynamic_leaves: frozenset[int], build: Callable[..., Any], arguments: Arguments
 ) -> tuple[Hashable, ...]:
     """Return the key of a call's arguments, without dynamic sizes. Raises GraphError for unsupported arguments."""
@@ -235,7 +235,7 @@ def suggest_registration(value: Any) -> str:
 
 
 def drop_sizes(key: tuple[Hashable, ...], leaves: list[Any]) -> tuple[Hashable, ...]:
-    """Return a `call_key` that contains each tensor's number of dimensions instead of the tensor's shape."""
+    """Return a call's key that contains each tensor's number of dimensions instead of the tensor's shape."""
     return tuple(
         (leaf.dim(), leaf.dtype, leaf.device, leaf.requires_grad, leaf.layout) if isinstance(leaf, Tensor) else entry
         for leaf, entry in zip(leaves, key, strict=True)

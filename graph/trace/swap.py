@@ -35,7 +35,7 @@ def set_grads(tensors: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None
 
 
 @contextmanager
-def sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
+def set_sentinel_grads(tensors: list[Tensor]) -> Iterator[dict[int, Tensor]]:
     """Give each trainable parameter a `grad` whose use a trace detects. Raises GraphError if build replaces a grad."""
     real = [*dict.fromkeys(tensor for tensor in tensors if isinstance(tensor, nn.Parameter) and tensor.requires_grad)]
     old_grads = [parameter.grad for parameter in real]
@@ -99,10 +99,10 @@ def swap_tensors(
         group["params"] = [swaps[id(real)] for real in parameters]
     for optimizer, param_groups in optimizer_groups:
         optimizer.param_groups[:] = map(_ReadOnlyParamGroup, param_groups, repeat(optimizer))
-    rebound = leaked = None
+    replaced = leak = None
     try:
         yield
-        rebound = next((real for m, name, real in attributes if getattr(m, name, None) is not swaps[id(real)]), None)
+        replaced = next((real for m, name, real in attributes if getattr(m, name, None) is not swaps[id(real)]), None)
     finally:
         for hook in hooks:
             hook.remove()
@@ -111,16 +111,16 @@ def swap_tensors(
         for group, parameters in params:
             group["params"] = parameters
         _set_attributes(attributes)
-        leaked = next((attribute for attribute, value in _walk_objects(root) if isinstance(value, _TRACED_TYPES)), None)
-        if leaked is not None or rebound is not None:
+        leak = next((attribute for attribute, value in _walk_objects(root) if isinstance(value, _TRACED_TYPES)), None)
+        if leak is not None or replaced is not None:
             for container, old_items in containers:
                 container.clear()
                 (container.update if isinstance(container, dict | set) else container.extend)(old_items)
-    if rebound is not None:
-        raise GraphError(f"build replaces {names[id(rebound)]} with another tensor; change it in place (copy_, add_)")
-    if leaked is not None:
+    if replaced is not None:
+        raise GraphError(f"build replaces {names[id(replaced)]} with another tensor; change it in place (copy_, add_)")
+    if leak is not None:
         raise GraphError(
-            f"build keeps a tensor in the attribute {leaked}, but only the first call would set it. Return the tensor, "
+            f"build keeps a tensor in the attribute {leak}, but only the first call would set it. Return the tensor, "
             "or register a buffer in __init__ and change the buffer in place (copy_). Instead of "
             "nn.utils.weight_norm and spectral_norm, use torch.nn.utils.parametrizations"
         )
@@ -139,15 +139,15 @@ def _refuse_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _walk_objects(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield (attribute name, object) for all objects in attributes of modules under `root`, also in containers."""
-    seen: set[int] = set()
+    seen_ids: set[int] = set()
     pending_objects: list[tuple[str, Any]] = [("", root)]
     while pending_objects:
         attribute, value = pending_objects.pop()
         if isinstance(value, nn.Module):
             attribute, value = type(value).__name__, vars(value)
         yield attribute, value
-        if isinstance(value, _MUTABLE_TYPES | tuple) and id(value) not in seen:
-            seen.add(id(value))
+        if isinstance(value, _MUTABLE_TYPES | tuple) and id(value) not in seen_ids:
+            seen_ids.add(id(value))
             items = value.items() if isinstance(value, dict) else ((None, item) for item in value)
             pending_objects += (
                 (attribute if key is None or key in _MODULE_DICTS else f"{attribute}.{key}", item)

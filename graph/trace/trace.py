@@ -42,14 +42,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...engine.errors import GraphError, InputError
 from ...engine.ops.embedding_base import REMEDY_ATTRIBUTE, TRACED_ATTRIBUTE
 from .alias import is_random
-from .names import HasBuild, map_tensor_names, tensor_name
+from .names import HasBuild, find_tensor_name, map_tensor_names
 from .reads import ReadRecorder
 from .signature import Call, Dims, is_plain, name_arguments, suggest_registration
-from .swap import make_setting_error, sentinel_grads, swap_tensors
+from .swap import make_setting_error, set_sentinel_grads, swap_tensors
 
 _OWN_FOLDERS = [Path(__file__).parents[2] / own for own in ("engine", "embedding", "graph")]
 _LIBRARY_FOLDERS = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, *_OWN_FOLDERS))
-_INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # how torch's guards call input tensor number \1
+_INPUT_NAME = re.compile(r"L\['t(\d+)'\]")  # torch's guards refer to input tensor 3 as L['t3']
 _OFFSET_CHECK = re.compile(r"L\[\d+\]\.storage_offset\(\) == \d+")  # dropped from guards: a step works for any offset
 _ORDINARY_SIZE = 64
 _SEED = 0x7165_7262_6564
@@ -75,12 +75,12 @@ class Trace:
 
     module: fx.GraphModule
     result_spec: ResultSpec
-    inputs: list[str]  # names of the input tensors
+    input_names: list[str]  # names of the input tensors
     guard: ShapeGuard | None  # None for a static-shape step
     reads: ReadRecorder  # the Python values that became constants
 
-    def program(self) -> Hashable:
-        """Return a key. Two traces with equal signatures and keys are equal steps. Call `program` before passes run."""
+    def make_program_key(self) -> Hashable:
+        """Return a key. Traces with equal keys and signatures make equal steps. Call this before passes run."""
         graph, result = self.module.graph, self.result_spec
         grads = graph.find_nodes(op="call_function", target=torch.ops.tierbed.lookup_grad.default)
         orders = sorted(node.args[-2] for node in grads)  # renumbered, as the process counts lookups over all calls
@@ -101,11 +101,11 @@ class Trace:
 
 
 def trace(
-    root: HasBuild, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], dynamic: Dims | None = None
+    root: HasBuild, call: Call, tensors: list[Tensor], optimizers: Iterable[Optimizer], dynamic_dims: Dims | None = None
 ) -> Trace:
     """Trace `root.build` for a call's arguments. Raises GraphError if a static graph cannot express `build`.
 
-    tensors: parameters and buffers under `root`; tied tensors may repeat. dynamic: None for a static-shape step.
+    tensors: parameters and buffers under `root`; tied tensors may repeat. dynamic_dims: None for a static-shape step.
     """
     leaves, inputs, leaf_names = call.leaves, call.inputs, name_arguments(root.build, call.arguments)
     names = map_tensor_names(root)
@@ -156,57 +156,57 @@ def trace(
         result_spec = ResultSpec(out_spec, constants, is_tensor, [*index_by_id.values()])
         return outputs + [grads[real] for real in index_by_id]
 
-    shapes: ShapeEnv | None = None
-    if dynamic is not None:  # value-dependent ops raise, as in a static-shape trace
-        shapes = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
-    free_dims = call.dynamic_dims if dynamic else Dims()
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    shape_env: ShapeEnv | None = None
+    if dynamic_dims is not None:  # value-dependent ops raise, as in a static-shape trace
+        shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False, duck_shape=False)
+    free_dims = call.dynamic_dims if dynamic_dims else Dims()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
     grad_mode = torch.is_grad_enabled()  # inference_mode(False) turns gradients on
     # torch must neither assume nor test that containers' dynamic sizes differ from 0 and 1
-    any_size = symbolic.patch(backed_size_oblivious=bool(free_dims))  # type: ignore[attr-defined]
-    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size:
-        # detach, so that a tensor passed twice gets two fakes: another call may pass two different tensors
-        fakes = [_make_fake(mode, t.detach(), i, dynamic, free_dims) for i, t in enumerate([*inputs, *tensors])]
+    any_size_mode = symbolic.patch(backed_size_oblivious=bool(free_dims))  # type: ignore[attr-defined]
+    with torch.inference_mode(False), torch.set_grad_enabled(grad_mode), any_size_mode:
+        # `detach` gives a tensor that is passed twice two fakes, because a later call may pass two different tensors
+        fakes = [_make_fake(mode, t.detach(), i, dynamic_dims, free_dims) for i, t in enumerate([*inputs, *tensors])]
         # trace the results of torch.compile as the modules that they wrap
         inlining = torch._dynamo.config.patch(error_on_nested_fx_trace=False)
-        with sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlining, _mute_log(), mode:
+        with set_sentinel_grads(tensors) as sentinels, torch.random.fork_rng(devices=[]), inlining, _mute_log(), mode:
             try:  # torch 2.14 records detach as alias unless decomposition_table is empty
                 module = make_fx(step, decomposition_table={}, _allow_non_fake_inputs=True)(*fakes)
             except Exception as error:
                 if _is_data_dependent(error):
                     raise GraphError(
-                        f"{_user_line(error)} needs a tensor's value, but a static graph is traced without values; "
-                        f"{_suggest_remedy(error)}"
+                        f"{_find_user_line(error)} needs a tensor's value, but a static graph is traced without "
+                        f"values; {_suggest_remedy(error)}"
                     ) from error
-                raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-                if isinstance(error, ZeroDivisionError) and raised_in.startswith(_LIBRARY_FOLDERS):
+                error_file = traceback.extract_tb(error.__traceback__)[-1].filename
+                if isinstance(error, ZeroDivisionError) and error_file.startswith(_LIBRARY_FOLDERS):
                     raise GraphError(
-                        f"{_user_line(error)} makes torch divide by a size that is 0 in this batch; skip such batches, "
-                        "or use a sum instead of a mean"
+                        f"{_find_user_line(error)} makes torch divide by a size that is 0 in this batch; skip such "
+                        "batches, or use a sum instead of a mean"
                     ) from error
                 raise
             _merge_attributes(module, mode)
     for node in module.graph.find_nodes(op="placeholder")[len(inputs) :]:
         node.meta[MODULE_TENSOR] = True
     assert result_spec is not None
-    guard = None if shapes is None else _make_shape_guard(shapes, fakes[: len(inputs)])
+    guard = None if shape_env is None else _make_shape_guard(shape_env, fakes[: len(inputs)])
     return Trace(module, result_spec, [leaf_names[i] for i in tensor_leaves], guard, reads)
 
 
-def _make_fake(mode: FakeTensorMode, tensor: Tensor, index: int, dynamic: Dims | None, free_dims: Dims) -> FakeTensor:
-    if dynamic is None:
+def _make_fake(mode: FakeTensorMode, tensor: Tensor, index: int, dims: Dims | None, free_dims: Dims) -> FakeTensor:
+    if dims is None:
         return mode.from_tensor(tensor)
     if (index, 0) in free_dims:  # not a view, because torch would use the size of the view's base
         size = len(tensor) + _ORDINARY_SIZE * (len(tensor) < 2)  # a size that torch does not treat as special
         tensor = tensor.new_empty((size, *tensor.shape[1:]))
-    sizes = [DimDynamic.DYNAMIC if (index, d) in dynamic else DimDynamic.STATIC for d in range(tensor.dim())]
+    sizes = [DimDynamic.DYNAMIC if (index, d) in dims else DimDynamic.STATIC for d in range(tensor.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=sizes)
     return mode.from_tensor(tensor, symbolic_context=context, source=ConstantSource(f"input_{index}"))
 
 
-def _make_shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
+def _make_shape_guard(shape_env: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
     """Return a function that tests whether inputs have sizes that the trace assumed."""
-    code = shapes.produce_guards_expression(fakes, ignore_static=False)
+    code = shape_env.produce_guards_expression(fakes, ignore_static=False)
     if code is None:
         return lambda inputs: True
     code = _OFFSET_CHECK.sub("True", _INPUT_NAME.sub(r"L[\1]", code))
@@ -215,11 +215,11 @@ def _make_shape_guard(shapes: ShapeEnv, fakes: Sequence[Any]) -> ShapeGuard:
 
 def _merge_attributes(module: fx.GraphModule, mode: FakeTensorMode) -> None:
     """Keep one node per closure tensor; the trace made one node per use."""
-    first: dict[Any, fx.Node] = {}
+    first_node_by_target: dict[Any, fx.Node] = {}
     for node in module.graph.find_nodes(op="get_attr"):
         value = getattr(module, node.target)
-        if first.setdefault(node.target, node) is not node:
-            node.replace_all_uses_with(first[node.target])
+        if first_node_by_target.setdefault(node.target, node) is not node:
+            node.replace_all_uses_with(first_node_by_target[node.target])
             module.graph.erase_node(node)
         elif isinstance(value, Tensor):
             node.meta["val"] = mode.from_tensor(value)
@@ -244,8 +244,8 @@ def _refuse_hooks(tensors: list[Tensor], names: dict[int, str], optimizers: Iter
         in_backward = getattr(tensor, "_in_backward_optimizers", None)
         if in_backward is not None and any(id(getattr(o, "optimizer", o)) not in own_ids for o in in_backward):
             raise GraphError(
-                f"{names[id(tensor)]} was given to apply_optimizer_in_backward, which a graph would skip; create "
-                "the module again, and pass its parameters to an optimizer of add_optimizer"
+                f"{names[id(tensor)]} was passed to apply_optimizer_in_backward, but a graph would not run that "
+                "optimizer; create the module again, and call add_optimizer with an optimizer over its parameters"
             )
 
 
@@ -281,8 +281,8 @@ class _OpGuard(TorchDispatchMode):
                 raise InputError(remedy)
         if func is torch.ops.aten._local_scalar_dense.default and not isinstance(args[0], FakeTensor):
             raise GraphError(
-                f"build reads the value of the tensor {tensor_name(self._root, args[0])}, and the step would keep that "
-                "value forever; compute with the tensor itself, or pass the number to the graph"
+                f"build reads the value of the tensor {find_tensor_name(self._root, args[0])}, and the step would keep "
+                "that value forever; compute with the tensor itself, or pass the number to the graph"
             )
         if is_random(func, args):
             self.check_seed()
@@ -290,9 +290,9 @@ class _OpGuard(TorchDispatchMode):
             torch.default_generator.manual_seed(self._seed)
         if torch._C._current_graph_task_id() == -1:
             return func(*args, **(kwargs or {}))
-        last = next(iter(reversed(self._graph.nodes)), None)
+        last_node = next(iter(reversed(self._graph.nodes)), None)
         result = func(*args, **(kwargs or {}))
-        for node in takewhile(lambda node: node is not last, reversed(self._graph.nodes)):
+        for node in takewhile(lambda node: node is not last_node, reversed(self._graph.nodes)):
             node.meta[BACKWARD] = True
         return result
 
@@ -320,7 +320,7 @@ class _OpGuard(TorchDispatchMode):
                 "parameters; reach it through self.<module>"
             )
         raise GraphError(
-            f"build uses the tensor {tensor_name(self._root, value)}, which requires grad but is in no module "
+            f"build uses the tensor {find_tensor_name(self._root, value)}, which requires grad but is in no module "
             "of the graph; assign its module to self in __init__, or detach it"
         )
 
@@ -348,7 +348,7 @@ def _suggest_remedy(error: Exception) -> str:
     return "use torch.where or a mask, or compute the value outside and pass it to the graph"
 
 
-def _user_line(error: Exception) -> str:
+def _find_user_line(error: Exception) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     frame = ([f for f in frames if not f.filename.startswith(_LIBRARY_FOLDERS)] or frames)[-1]
     return f'File "{frame.filename}", line {frame.lineno}, in {frame.name}: `{frame.line}`'

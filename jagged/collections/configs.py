@@ -34,7 +34,7 @@ class PoolingType(Enum):
 
 
 # {function of torch.nn.init: (function that makes tierbed's initializer, default arguments)}
-_INIT_FNS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] = {
+_INIT_FUNCTIONS: dict[Any, tuple[Callable[..., Mapping[str, Any]], dict[str, float]]] = {
     nn.init.uniform_: (make_uniform_initializer, {"low": 0.0, "high": 1.0}),
     nn.init.normal_: (make_normal_initializer, {"mean": 0.0, "std": 1.0}),
     nn.init.constant_: (make_constant_initializer, {}),
@@ -121,11 +121,11 @@ class EmbeddingConfig:
 
     def get_weight_init_min(self) -> float:
         """Return the smallest value of new rows, or the default if new rows are not drawn uniformly."""
-        return float(self._initializer().get("low", -sqrt(1 / (self.num_embeddings or 1))))
+        return float(self._make_initializer().get("low", -sqrt(1 / (self.num_embeddings or 1))))
 
     def get_weight_init_max(self) -> float:
         """Return the largest value of new rows, or the default if new rows are not drawn uniformly."""
-        return float(self._initializer().get("high", sqrt(1 / (self.num_embeddings or 1))))
+        return float(self._make_initializer().get("high", sqrt(1 / (self.num_embeddings or 1))))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -135,11 +135,11 @@ class EmbeddingConfig:
     def table_options(self) -> AnyTableOptions:
         """Return the table options for `MultiTableEmbedding`."""
         ids = None if self.num_embeddings is None else int(self.num_embeddings)
-        return make_table_options(self._initializer(), name=self.name, ids=ids, bad_ids=self.bad_ids)
+        return make_table_options(self._make_initializer(), name=self.name, ids=ids, bad_ids=self.bad_ids)
 
-    def _initializer(self) -> Mapping[str, Any]:
+    def _make_initializer(self) -> Mapping[str, Any]:
         low, high, subject = self.weight_init_min, self.weight_init_max, f"table {self.name!r}"
-        bounds = [end for end in (low, high) if end is not None]
+        bounds = [bound for bound in (low, high) if bound is not None]
         if (self.initializer is not None) + (self.init_fn is not None) + bool(bounds) > 1:
             raise OptionError(f"{subject}: give initializer, or init_fn, or weight_init_min and weight_init_max")
         if self.initializer is not None:
@@ -150,8 +150,8 @@ class EmbeddingConfig:
             return make_normal_initializer(0.0, 0.05)
         if self.num_embeddings is None and len(bounds) < 2:
             raise OptionError(f"{subject}: give both weight_init_min and weight_init_max")
-        bound = sqrt(1 / (self.num_embeddings or 1))
-        return make_uniform_initializer(-bound if low is None else low, bound if high is None else high)
+        default_bound = sqrt(1 / (self.num_embeddings or 1))
+        return make_uniform_initializer(-default_bound if low is None else low, default_bound if high is None else high)
 
     def _check_unsupported(self, subject: str) -> None:
         if str(getattr(self.data_type, "value", self.data_type)) not in _DATA_TYPES:
@@ -179,48 +179,48 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kind = str(getattr(self.pooling, "value", self.pooling))
-        if kind not in ("SUM", "MEAN"):
+        pooling = str(getattr(self.pooling, "value", self.pooling))
+        if pooling not in ("SUM", "MEAN"):
             raise OptionError(
                 f"table {self.name!r}: pooling={self.pooling!r}; give PoolingType.SUM or PoolingType.MEAN, or use an "
                 "EmbeddingCollection for rows that are not pooled"
             )
-        self.pooling = PoolingType(kind)
+        self.pooling = PoolingType(pooling)
 
 
 def _convert_init_fn(init_fn: Any, subject: str) -> Mapping[str, Any]:
     """Convert a function of torch.nn.init to an initializer. Raises OptionError for any other function."""
     function, arguments = (init_fn.func, init_fn.keywords) if isinstance(init_fn, partial) else (init_fn, {})
-    if function not in _INIT_FNS or (isinstance(init_fn, partial) and init_fn.args) or arguments.get("generator"):
+    if function not in _INIT_FUNCTIONS or (isinstance(init_fn, partial) and init_fn.args) or arguments.get("generator"):
         raise OptionError(
             f"{subject}: init_fn={init_fn!r} cannot compute a new row from the row's id alone. Give uniform_, "
             "normal_, constant_, zeros_ or ones_ of torch.nn.init, for example functools.partial(normal_, std=0.01). "
             "Or give an initializer, for example initializer=make_normal_initializer(...)"
         )
-    initializer, defaults = _INIT_FNS[function]
+    factory, defaults = _INIT_FUNCTIONS[function]
     try:
-        return initializer(**defaults | {_ARGUMENT_NAMES.get(name, name): value for name, value in arguments.items()})
+        return factory(**defaults | {_ARGUMENT_NAMES.get(name, name): value for name, value in arguments.items()})
     except TypeError as error:
         raise OptionError(f"{subject}: init_fn={init_fn!r}: {error}") from None
 
 
-def as_config(config: Any, kind: type[EmbeddingConfig]) -> EmbeddingConfig:
-    """Return a config of class `kind`, made from TorchRec's config if needed. Raises OptionError."""
-    is_pooled = issubclass(kind, EmbeddingBagConfig)
+def as_config(config: Any, config_class: type[EmbeddingConfig]) -> EmbeddingConfig:
+    """Return a config of class `config_class`, made from TorchRec's config if needed. Raises OptionError."""
+    is_pooled = issubclass(config_class, EmbeddingBagConfig)
     is_table = hasattr(config, "num_embeddings") and hasattr(config, "embedding_dim")
     if not is_table or hasattr(config, "pooling") != is_pooled:
         raise OptionError(
-            f"tables: got a {type(config).__name__}; give a list of {kind.__name__}"
+            f"tables: got a {type(config).__name__}; give a list of {config_class.__name__}"
             + ("; for rows that are not pooled, use an EmbeddingCollection" if is_pooled else ", which pools nothing")
         )
-    if isinstance(config, kind):
+    if isinstance(config, config_class):
         return config
     if not config.feature_names:
         config.feature_names = [config.name]  # TorchRec's collections also change the caller's config
-    values = {f.name: getattr(config, f.name) for f in fields(kind) if hasattr(config, f.name)}
+    values = {item.name: getattr(config, item.name) for item in fields(config_class) if hasattr(config, item.name)}
     if not isinstance(config, EmbeddingConfig):
         # if the user gives no init_fn, TorchRec makes one from weight_init_min and weight_init_max
         init = values.get("init_fn")
         if isinstance(init, partial) and init.func is nn.init.uniform_ and set(init.keywords) == {"a", "b"}:
             values |= {"init_fn": None, "weight_init_min": init.keywords["a"], "weight_init_max": init.keywords["b"]}
-    return kind(**values)
+    return config_class(**values)

@@ -17,26 +17,26 @@ from ...embedding.modules.embedding import MultiTableEmbedding
 from ...engine.checks import check_int, validate_arguments
 from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
-from ..tensors.jagged_tensor import JaggedTensor, pad, value_mask
+from ..tensors.jagged_tensor import JaggedTensor, make_mask, pad_bags
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder, KeyedTensor
 from ..tensors.validation import check_eager
 from .configs import EmbeddingBagConfig, EmbeddingConfig
-from .tables import TableCollection, TableView, key_positions, output_names
+from .tables import TableCollection, TableView, find_key_indices, make_output_names
 
 PADDING_ID = -1  # the id that means padding in a collection with padded features; no row is stored for it
-_Ids = tuple[Tensor, Tensor, Tensor | None]
+_FeatureIds = tuple[Tensor, Tensor, Tensor | None]
 
 
 @dataclass(eq=False)
 class _PooledLookup:
     """One lookup in an embedding. Each feature occurs at most once: a lookup reads one bag per key of the batch."""
 
-    embedding: str
+    embedding_name: str
     pooling: str
     dim: int
     features: list[str] = field(default_factory=list)
-    tables: list[int] = field(default_factory=list)
+    table_ids: list[int] = field(default_factory=list)
 
 
 class EmbeddingBagCollection(TableCollection):
@@ -46,8 +46,8 @@ class EmbeddingBagCollection(TableCollection):
 
     Args:
         tables: One EmbeddingBagConfig (tierbed's or TorchRec's) per table.
-        store_options: The result of a `make_*_store_options` function, whose budgets are divided among the embeddings
-            (`stores()` prints the division), or a dict {embedding name: options}. None keeps all rows in device memory.
+        store_options: Options from a `make_*_store_options`, or a dict {embedding name: options}. A single store's
+            budgets are divided among the embeddings; `stores()` prints them. None keeps all rows in device memory.
         name: Prefix for embedding names. None means "ebc". If a model has several collections without a name, their
             embeddings are named by the collections' module paths.
         is_weighted: If True, multiplies rows by the batch's weights.
@@ -86,16 +86,16 @@ class EmbeddingBagCollection(TableCollection):
             output_dtype=output_dtype, world=world, state_dtype=state_dtype,
         )  # fmt: skip
         self._is_weighted = is_weighted
-        self._keys: list[str] = []
-        self._lengths: list[int] = []
+        self._output_keys: list[str] = []
+        self._output_lengths: list[int] = []
         self._lookups: list[_PooledLookup] = []
         lookup_indices: list[int] = []  # for each feature of the result, the index of its lookup in `_lookups`
-        for config, names in zip(self.configs, output_names(self.configs), strict=True):
+        for config, names in zip(self.configs, make_output_names(self.configs), strict=True):
             assert isinstance(config, EmbeddingBagConfig)
-            self._keys += names
-            self._lengths += [config.embedding_dim] * len(names)
+            self._output_keys += names
+            self._output_lengths += [config.embedding_dim] * len(names)
             lookup_indices += [self._add_feature(config, feature) for feature in config.feature_names]
-        self._columns = ColumnOrder(lookup_indices, [lookup.dim for lookup in self._lookups])
+        self._column_order = ColumnOrder(lookup_indices, [lookup.dim for lookup in self._lookups])
 
     def forward(self, features: Any) -> KeyedTensor:
         """Return one pooled row per sample and feature.
@@ -117,7 +117,7 @@ class EmbeddingBagCollection(TableCollection):
             rows = [self._look_up(lookup, batch, weights) for lookup in self._lookups]
         if not rows:
             return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
-        return KeyedTensor(self._keys, self._lengths, self._columns.join(rows))
+        return KeyedTensor(self._output_keys, self._output_lengths, self._column_order.join(rows))
 
     @property
     def embedding_bags(self) -> Mapping[str, TableView]:
@@ -134,21 +134,21 @@ class EmbeddingBagCollection(TableCollection):
         batch = as_features(features)
         keys, has_shared_bags = batch.keys(), isinstance(batch, VariableBatchKeyedJaggedTensor)
         for lookup in () if has_shared_bags else self._lookups:
-            embedding, positions = self.embedding(lookup.embedding), key_positions(lookup.features, keys)
-            arguments = self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling
-            yield embedding, check_lookup(embedding.spec, *arguments, positions, len(keys))
+            embedding, key_indices = self.embedding(lookup.embedding_name), find_key_indices(lookup.features, keys)
+            arguments = self.convert_ids(batch.values()), lookup.table_ids, batch.offsets(), lookup.pooling
+            yield embedding, check_lookup(embedding.spec, *arguments, key_indices, len(keys))
 
     def _add_feature(self, config: EmbeddingBagConfig, feature: str) -> int:
         """Add a feature to a lookup that does not have the feature yet. Return the lookup's index."""
-        embedding, table = self.table_location(config.name)
+        name, table_id = self.table_location(config.name)
         pooling = config.pooling.value.lower()
-        candidates = (entry for entry in self._lookups if (entry.embedding, entry.pooling) == (embedding, pooling))
+        candidates = (entry for entry in self._lookups if (entry.embedding_name, entry.pooling) == (name, pooling))
         lookup = next((entry for entry in candidates if feature not in entry.features), None)
         if lookup is None:
-            lookup = _PooledLookup(embedding, pooling, config.embedding_dim)
+            lookup = _PooledLookup(name, pooling, config.embedding_dim)
             self._lookups.append(lookup)
         lookup.features.append(feature)
-        lookup.tables.append(table)
+        lookup.table_ids.append(table_id)
         return self._lookups.index(lookup)
 
     def _get_weights(self, batch: KeyedJaggedTensor) -> Tensor:
@@ -163,29 +163,29 @@ class EmbeddingBagCollection(TableCollection):
         if isinstance(batch, VariableBatchKeyedJaggedTensor):
             return self._expand_bags(lookup, batch)
         keys = batch.keys()
-        arguments = self.convert_ids(batch.values()), lookup.tables, batch.offsets(), lookup.pooling, weights
-        positions = key_positions(lookup.features, keys)
-        return self.embedding(lookup.embedding)(*arguments, features=positions, num_features=len(keys)).flatten(1)
+        arguments = self.convert_ids(batch.values()), lookup.table_ids, batch.offsets(), lookup.pooling, weights
+        indices = find_key_indices(lookup.features, keys)
+        return self.embedding(lookup.embedding_name)(*arguments, features=indices, num_features=len(keys)).flatten(1)
 
     def _expand_bags(self, lookup: _PooledLookup, batch: VariableBatchKeyedJaggedTensor) -> Tensor:
         """Look each bag up once, then copy its row to each sample that shares it. Return [batch, columns * dim]."""
         remedy = "train it in a plain loop with an EagerOptimizer, or give the graph a KeyedJaggedTensor"
         check_eager("a batch of variable batch sizes", remedy)
-        inverse, counts = batch.inverse_indices_or_none(), batch.stride_per_key()
-        if inverse is None and len({*counts}) > 1:
-            problem = f"keys differ in their numbers of bags, {counts}, and inverse_indices=None"
+        inverse, bag_counts = batch.inverse_indices_or_none(), batch.stride_per_key()
+        if inverse is None and len({*bag_counts}) > 1:
+            problem = f"keys differ in their numbers of bags, {bag_counts}, and inverse_indices=None"
             raise InputError(f"features of {self.name!r}: {problem}; give inverse_indices, the bag of each sample")
-        positions = key_positions(lookup.features, batch.keys())
-        selected, device = batch.permute(positions), batch.device()
+        key_indices = find_key_indices(lookup.features, batch.keys())
+        selected, device = batch.permute(key_indices), batch.device()
         if device.type != "meta":
             selected.validate()
         weights = selected.weights().to(torch.float32) if self._is_weighted else None
-        tables = torch.tensor(lookup.tables).repeat_interleave(torch.tensor(selected.stride_per_key()))
-        rows = self.embedding(lookup.embedding)(
-            self.convert_ids(selected.values()), tables.to(device), selected.offsets(), lookup.pooling, weights
+        table_ids = torch.tensor(lookup.table_ids).repeat_interleave(torch.tensor(selected.stride_per_key()))
+        rows = self.embedding(lookup.embedding_name)(
+            self.convert_ids(selected.values()), table_ids.to(device), selected.offsets(), lookup.pooling, weights
         )
         first_bags = torch.tensor(selected.lengths_offset_per_key()[:-1], device=device)
-        bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][positions]
+        bags = torch.arange(batch.stride(), device=device) if inverse is None else inverse[1][key_indices]
         samples = bags + first_bags[:, None]  # [columns, batch]
         return rows[samples.t()].flatten(1)
 
@@ -255,25 +255,25 @@ class EmbeddingCollection(TableCollection):
     ) -> None:
         if padded is not None and not isinstance(padded, Mapping):
             raise OptionError(f"padded={padded!r}: give {{feature: length}}")
-        padding = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if padded else None
+        padding_id = (2**64 - 1 if key_type == torch.uint64 else PADDING_ID) if padded else None
         super().__init__(
             tables, EmbeddingConfig, store_options, name, key_type, seed, share, device,
-            output_dtype=output_dtype, world=world, state_dtype=state_dtype, padding_idx=padding,
+            output_dtype=output_dtype, world=world, state_dtype=state_dtype, padding_idx=padding_id,
         )  # fmt: skip
         self._need_indices = need_indices
-        self._padded = dict(padded or {})
-        self._names = output_names(self.configs)
+        self._padded_lengths = dict(padded or {})
+        self._output_names = make_output_names(self.configs)
         self._features = list(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
-        for feature, length in self._padded.items():
+        for feature, length in self._padded_lengths.items():
             if feature not in self._features:
                 raise OptionError(f"padded[{feature!r}]: no table has that feature; give one of {self._features}")
             check_int(f"padded[{feature!r}]", length, "the length to pad each sample to, a whole number >= 1", 1)
         for embedding in self.each():
-            if padding is not None and embedding.spec.padding_idx != padding:
+            if padding_id is not None and embedding.spec.padding_idx != padding_id:
                 raise OptionError(
-                    f"padded={self._padded}: the shared embedding {embedding.name!r} does not use id {padding} as "
-                    "padding. Make the padded collection first, with store_options. Then make the other collection, "
-                    "and pass the padded collection as share"
+                    f"padded={self._padded_lengths}: the shared embedding {embedding.name!r} does not use id "
+                    f"{padding_id} as padding. Make the padded collection first, with store_options. Then make the "
+                    "other collection, and pass the padded collection as share"
                 )
 
     def forward(self, features: Any) -> dict[str, JaggedTensor | Padded]:
@@ -293,8 +293,8 @@ class EmbeddingCollection(TableCollection):
         """
         result: dict[str, JaggedTensor | Padded] = {}
         with self.raise_on_all_ranks():
-            for name, embedding, table, (ids, offsets, mask) in self._iter_lookups(features):
-                rows, indices = embedding(ids, table), ids if self._need_indices else None
+            for name, embedding, table_id, (ids, offsets, mask) in self._iter_lookups(features):
+                rows, indices = embedding(ids, table_id), ids if self._need_indices else None
                 result[name] = JaggedTensor(rows, indices, None, offsets) if mask is None else Padded(rows, mask)
         return result
 
@@ -311,37 +311,37 @@ class EmbeddingCollection(TableCollection):
 
     def embedding_names_by_table(self) -> list[list[str]]:
         """Return, for each table, the names of its features in results."""
-        return [list(names) for names in self._names]
+        return [list(names) for names in self._output_names]
 
     def _make_lookups(self, features: Any) -> Iterator[tuple[MultiTableEmbedding, Lookup]]:
-        for _, embedding, table, (ids, _, _) in self._iter_lookups(features):
-            yield embedding, check_lookup(embedding.spec, ids, table)
+        for _, embedding, table_id, (ids, _, _) in self._iter_lookups(features):
+            yield embedding, check_lookup(embedding.spec, ids, table_id)
 
-    def _iter_lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _Ids]]:
+    def _iter_lookups(self, features: Any) -> Iterator[tuple[str, MultiTableEmbedding, int, _FeatureIds]]:
         """Yield (result name, embedding, table number in the embedding, ids) for each result."""
         batch: Any = features if isinstance(features, Mapping) else as_features(features)
-        key_positions(self._features, list(batch.keys()))  # raises KeyError if a feature is missing
+        find_key_indices(self._features, list(batch.keys()))  # raises KeyError if a feature is missing
         if isinstance(batch, Mapping):
             batch = {feature: as_jagged(batch[feature]) for feature in self._features}
         for jagged in batch.values() if isinstance(batch, dict) else [batch]:
             jagged.check_bags()
         ids = {feature: self._read_ids(batch, feature) for feature in self._features}
-        for config, names in zip(self.configs, self._names, strict=True):
-            embedding, table = self.embedding_of(config.name), self.table_location(config.name)[1]
+        for config, names in zip(self.configs, self._output_names, strict=True):
+            embedding, table_id = self.embedding_of(config.name), self.table_location(config.name)[1]
             for feature, name in zip(config.feature_names, names, strict=True):
-                yield name, embedding, table, ids[feature]
+                yield name, embedding, table_id, ids[feature]
 
-    def _read_ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _Ids:
+    def _read_ids(self, batch: dict[str, JaggedTensor] | KeyedJaggedTensor, feature: str) -> _FeatureIds:
         """Return (ids, offsets, mask). A padded feature has ids [batch, length]. Others have ids [n] and no mask."""
-        length = self._padded.get(feature)
+        length = self._padded_lengths.get(feature)
         if length is None or isinstance(batch, dict) or batch.variable_stride_per_key():
             jagged = batch[feature]
             values, offsets = jagged.values(), jagged.offsets()
         else:  # a graph cannot trace `batch[feature]`: use the values of all features, and this feature's offsets
-            first = batch.keys().index(feature) * batch.stride()
-            values, offsets = batch.values(), batch.offsets()[first : first + batch.stride() + 1]
+            first_bag = batch.keys().index(feature) * batch.stride()
+            values, offsets = batch.values(), batch.offsets()[first_bag : first_bag + batch.stride() + 1]
         ids = self.convert_ids(values)
         if length is None:
             return ids, offsets, None
-        signed = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
-        return pad(signed, offsets, length, PADDING_ID).view(ids.dtype), offsets, value_mask(offsets, length)
+        signed_ids = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids  # torch has no ops on uint64
+        return pad_bags(signed_ids, offsets, length, PADDING_ID).view(ids.dtype), offsets, make_mask(offsets, length)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from ...engine.checks import check_int
 from ...engine.errors import InputError, OptionError
 from ...engine.ops.embedding_base import Unscriptable
-from ..tensors.jagged_tensor import Jagged, JaggedTensor
+from ..tensors.jagged_tensor import JaggedBase, JaggedTensor
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
 from ..tensors.validation import is_tracing
 from .embedding_collections import as_features, as_jagged
-from .tables import key_positions
+from .tables import find_key_indices
 
-_LENGTH_EXPECTED = "the maximum ids of a bag, from 1"
+_EXPECTED_LENGTH = "the maximum ids of a bag, from 1"
 
 
 class PositionWeightedModule(Unscriptable, nn.Module):
@@ -34,7 +34,7 @@ class PositionWeightedModule(Unscriptable, nn.Module):
 
     def __init__(self, max_feature_length: int, device: torch.device | str | None = None) -> None:
         super().__init__()
-        length = check_int("max_feature_length", max_feature_length, _LENGTH_EXPECTED, 1)
+        length = check_int("max_feature_length", max_feature_length, _EXPECTED_LENGTH, 1)
         self.position_weight = nn.Parameter(torch.ones(length, device=device))
 
     def reset_parameters(self) -> None:
@@ -61,13 +61,13 @@ class PositionWeightedModuleCollection(Unscriptable, nn.Module):
 
     def __init__(self, max_feature_lengths: Mapping[str, int], device: torch.device | str | None = None) -> None:
         super().__init__()
-        names = max_feature_lengths if isinstance(max_feature_lengths, Mapping) else ()
-        if not names or not all(isinstance(name, str) for name in names):
+        features = max_feature_lengths if isinstance(max_feature_lengths, Mapping) else ()
+        if not features or not all(isinstance(name, str) for name in features):
             raise OptionError(f"max_feature_lengths={max_feature_lengths!r}: give {{feature: maximum ids of a bag}}")
         self.max_feature_lengths: dict[str, int] = {}
         self.position_weights = nn.ParameterDict()
-        for feature, maximum in max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
-            length = check_int(f"max_feature_lengths[{feature!r}]", maximum, _LENGTH_EXPECTED, 1)
+        for feature, max_length in max_feature_lengths.items():  # one by one, since ParameterDict sorts a dict
+            length = check_int(f"max_feature_lengths[{feature!r}]", max_length, _EXPECTED_LENGTH, 1)
             if "." in feature:
                 raise OptionError(f"max_feature_lengths: {feature!r} becomes a parameter's name; use no dots")
             self.max_feature_lengths[feature] = length
@@ -93,7 +93,7 @@ class PositionWeightedModuleCollection(Unscriptable, nn.Module):
             return batch
         if batch.weights_or_none() is not None:
             raise InputError("features: give a KeyedJaggedTensor without weights; this module adds them")
-        key_positions(self.max_feature_lengths, keys)  # raises KeyError if a feature is missing
+        find_key_indices(self.max_feature_lengths, keys)  # raises KeyError if a feature is missing
         weights = _gather_weights(self.position_weights_dict, keys, batch)
         offsets, inverse = batch.offsets(), batch.inverse_indices_or_none()
         strides = batch.stride_per_key_per_rank() or None
@@ -115,21 +115,21 @@ class PositionWeightedProcessor(PositionWeightedModuleCollection):
 
     def forward(self, features: Any) -> KeyedJaggedTensor:
         """Return the features of `max_feature_lengths`, in batch order, with weights. Raises KeyError, InputError."""
-        weighted = super().forward(features)
-        own = [index for index, key in enumerate(weighted.keys()) if key in self.max_feature_lengths]
-        return weighted if len(own) == len(weighted.keys()) else weighted.permute(own)
+        weighted_batch = super().forward(features)
+        own_indices = [index for index, key in enumerate(weighted_batch.keys()) if key in self.max_feature_lengths]
+        return weighted_batch if len(own_indices) == len(weighted_batch.keys()) else weighted_batch.permute(own_indices)
 
 
-def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: Jagged) -> Tensor:
+def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch: JaggedBase) -> Tensor:
     """Return a weight for each value, [n]. Bags are ordered by `keys`; keys without a parameter get weight 1."""
     batch.check_bags()
     offsets, device = batch.offsets(), batch.values().device
-    # keys without a parameter use the constant 1 that is appended after all weights
+    # the constant 1 follows the last parameter's weights; it is the weight of each key without a parameter
     ends = [0, *accumulate(len(weights) for weights in parameters.values())]
     spans = dict(zip(parameters, pairwise(ends), strict=True))
     bounds = [spans.get(key, (ends[-1], ends[-1] + 1)) for key in keys]
-    index = torch.arange(batch.values().shape[0], device=device)
-    bag = torch.searchsorted(offsets, index, right=True) - 1
+    value_index = torch.arange(batch.values().shape[0], device=device)
+    bag = torch.searchsorted(offsets, value_index, right=True) - 1
     if isinstance(batch, VariableBatchKeyedJaggedTensor):
         key = torch.searchsorted(batch.strides().cumsum(0), bag, right=True)
     else:
@@ -137,7 +137,7 @@ def _gather_weights(parameters: Mapping[str, Tensor], keys: Sequence[str], batch
     first = torch.tensor([begin for begin, _ in bounds], device=device)[key]
     limit = torch.tensor([end - begin for begin, end in bounds], device=device)[key]
     has_limit = torch.tensor([name in spans for name in keys], device=device)[key]
-    position = index - offsets[bag]
+    position = value_index - offsets[bag]
     if is_tracing():
         position = _check_positions_op(position, limit, has_limit, key, "\n".join(keys))
     elif device.type != "meta":
@@ -158,7 +158,7 @@ def _check_positions(position: Tensor, limit: Tensor, has_limit: Tensor, key: Te
 
 @torch.library.custom_op("tierbed::checked_positions", mutates_args=())
 def _check_positions_op(position: Tensor, limit: Tensor, has_limit: Tensor, key: Tensor, keys: str) -> Tensor:
-    """Check positions in a graph. On a GPU, skip the check: the host would wait. keys: names joined by newlines."""
+    """`_check_positions` as an op for graphs. On a GPU it checks nothing: the host would wait. keys: one per line."""
     if position.device.type == "cpu":
         _check_positions(position, limit, has_limit, key, keys.split("\n"))
     return position.clone()

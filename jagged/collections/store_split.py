@@ -19,10 +19,10 @@ from ...engine.options.store_options import (
 from ...engine.store.rocksdb import SHARDS, WRITE_BUFFER_BYTES
 
 MB = 1 << 20
-MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # number and smallest size of memtables per RocksDB database
+NUM_MEMTABLES, MIN_MEMTABLE_BYTES = 12, 64 << 10  # memtables per RocksDB database; minimum bytes per memtable
 MAX_STATES = 2  # optimizers keep at most this many state elements per row element
 BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_cache_mb")
-_OWN_OPTIONS = "a dict {embedding name: its own store_options}"
+_OPTIONS_DICT = "a dict {embedding name: its own store_options}"
 
 
 class StoreRequest(NamedTuple):
@@ -38,8 +38,8 @@ def assign_stores(store_options: Mapping[str, Any], requests: Mapping[str, Store
 
     store_options: one store's options, which `divide_store` divides, or a mapping from embedding name to options.
     """
-    are_named = isinstance(store_options, Mapping) and not isinstance(store_options, StoreOptions)
-    if not are_named or isinstance(store_options.get("store"), str):
+    is_by_name = isinstance(store_options, Mapping) and not isinstance(store_options, StoreOptions)
+    if not is_by_name or isinstance(store_options.get("store"), str):
         return divide_store(store_options_from_dict(store_options), requests)
     by_name = {str(name): options for name, options in store_options.items()}
     names = ", ".join(map(repr, requests))
@@ -74,7 +74,7 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
         if capacities is None:
             raise OptionError(
                 f"capacity={options.capacity} is too small for {len(requests)} embeddings ({', '.join(requests)}); "
-                f"give at least {len(requests)}, or {_OWN_OPTIONS}"
+                f"give at least {len(requests)}, or {_OPTIONS_DICT}"
             )
         parts["capacity"] = capacities
     if isinstance(options, CachedSsdOptions) and (rocksdb_options := _divide_write_buffers(options, sizes)):
@@ -105,9 +105,9 @@ def format_stores(stores: Mapping[str, StoreOptions]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
 
-def row_bytes(request: StoreRequest, states: int = 0) -> int:
-    """Return a cached row's bytes, metadata included. states: floats of optimizer state per element."""
-    return (request.dim * (request.itemsize + 4 * states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
+def row_bytes(request: StoreRequest, num_states: int = 0) -> int:
+    """Return a cached row's bytes, metadata included. num_states: floats of optimizer state per element."""
+    return (request.dim * (request.itemsize + 4 * num_states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
 
 def _divide_budget(
@@ -116,14 +116,14 @@ def _divide_budget(
     total: Any = options.get(budget)
     if total == "auto":
         problem = f"works only for one embedding, but {len(requests)} share the store ({', '.join(requests)})"
-        raise OptionError(f"{budget}='auto' {problem}; give a number of MiB to divide, or {_OWN_OPTIONS}")
-    rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache needs memory for at least one set
-    minimum = [max(rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
-    parts = _divide(int(total * MB), sizes, minimum)
+        raise OptionError(f"{budget}='auto' {problem}; give a number of MiB to divide, or {_OPTIONS_DICT}")
+    num_rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache needs memory for at least one set
+    minimums = [max(num_rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
+    parts = _divide(int(total * MB), sizes, minimums)
     if parts is None:
         raise OptionError(
             f"{budget}={total} is too small for {len(requests)} embeddings ({', '.join(requests)}); give at least "
-            f"{sum(minimum) / MB:.3g} MiB, or {_OWN_OPTIONS}"
+            f"{sum(minimums) / MB:.3g} MiB, or {_OPTIONS_DICT}"
         )
     return [part / MB for part in parts]
 
@@ -133,26 +133,26 @@ def _divide_write_buffers(options: CachedSsdOptions, sizes: Sequence[int]) -> li
     text = str(options.rocksdb_options or "")
     if any(name in ("write_buffer_size", "db_write_buffer_size") for name, _ in _core.parse_rocksdb_options(text)):
         return []
-    memtables = MEMTABLES * (options.shards or SHARDS)
-    minimum = [memtables * MIN_MEMTABLE_BYTES] * len(sizes)
-    parts = _divide(max(WRITE_BUFFER_BYTES, sum(minimum)), sizes, minimum)
+    num_memtables = NUM_MEMTABLES * (options.shards or SHARDS)
+    minimums = [num_memtables * MIN_MEMTABLE_BYTES] * len(sizes)
+    parts = _divide(max(WRITE_BUFFER_BYTES, sum(minimums)), sizes, minimums)
     assert parts is not None
-    return [f"write_buffer_size={part // memtables};{text}".rstrip(";") for part in parts]
+    return [f"write_buffer_size={part // num_memtables};{text}".rstrip(";") for part in parts]
 
 
-def _divide(amount: int, weights: Sequence[int], minimum: Sequence[int]) -> list[int] | None:
-    """Divide `amount` in proportion to weights, but part i is at least minimum[i]. None if sum(minimum) > amount."""
-    if sum(minimum) > amount:
+def _divide(amount: int, weights: Sequence[int], minimums: Sequence[int]) -> list[int] | None:
+    """Divide `amount` in proportion to weights, but part i is at least minimums[i]. None if this is impossible."""
+    if sum(minimums) > amount:
         return None
     clamped: set[int] = set()  # indices of parts that get exactly their minimum
     while True:
-        rest = amount - sum(minimum[i] for i in clamped)
+        rest = amount - sum(minimums[i] for i in clamped)
         total = sum(weight for i, weight in enumerate(weights) if i not in clamped)
         parts = [
-            minimum[i] if i in clamped else rest * weight // total if total else rest // (len(weights) - len(clamped))
+            minimums[i] if i in clamped else rest * weight // total if total else rest // (len(weights) - len(clamped))
             for i, weight in enumerate(weights)
         ]
-        below_minimum = {i for i, part in enumerate(parts) if part < minimum[i]}
+        below_minimum = {i for i, part in enumerate(parts) if part < minimums[i]}
         if not below_minimum:
             return parts
         clamped |= below_minimum

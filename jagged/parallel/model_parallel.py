@@ -69,7 +69,7 @@ class DistributedModelParallel(nn.Module):
         self._world, self._process_group = _make_world(env)
         self._wrapped: nn.Module = module
         name_embeddings(module)
-        for embedding in self._embeddings():
+        for embedding in self._find_embeddings():
             if embedding.world is None and self._world.size > 1:
                 if embedding.is_open:
                     remedy = "make DistributedModelParallel before the first lookup, or give world= to the collection"
@@ -97,11 +97,11 @@ class DistributedModelParallel(nn.Module):
         if isinstance(self._wrapped, DistributedDataParallel):
             return
         _materialize(self._wrapped, self.device)
-        shadows = {id(embedding.shadow) for embedding in self._embeddings()}
-        dense = [param for param in self._wrapped.parameters() if id(param) not in shadows and param.requires_grad]
-        if self._world.size > 1 and dense:
-            ignored = [name for name, param in self._wrapped.named_parameters() if id(param) in shadows]
-            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._wrapped, ignored)
+        shadow_ids = {id(embedding.shadow) for embedding in self._find_embeddings()}
+        params = [param for param in self._wrapped.parameters() if id(param) not in shadow_ids and param.requires_grad]
+        if self._world.size > 1 and params:
+            ignored_names = [name for name, param in self._wrapped.named_parameters() if id(param) in shadow_ids]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self._wrapped, ignored_names)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)  # newer versions of torch rename broadcast_buffers
                 ddp = DistributedDataParallel(self._wrapped, process_group=self._process_group, broadcast_buffers=False)
@@ -127,7 +127,7 @@ class DistributedModelParallel(nn.Module):
         """Iterate over the model's parameters."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def _embeddings(self) -> list[MultiTableMultiColumnEmbedding]:
+    def _find_embeddings(self) -> list[MultiTableMultiColumnEmbedding]:
         return [module for module in self._wrapped.modules() if isinstance(module, MultiTableMultiColumnEmbedding)]
 
 
@@ -188,17 +188,17 @@ def _add_wrapper_prefix(parallel: Any, state_dict: dict[str, Any], prefix: str, 
 
 
 def _make_world(env: Any) -> tuple[World, dist.ProcessGroup | None]:
-    """Return (the embeddings' world, the dense part's process group). The group None is torch's default group."""
+    """Return (the embeddings' world, the dense part's process group). None means torch's default group."""
     if isinstance(env, World):
         return env, None
-    group = getattr(env, "process_group", env)
+    process_group = getattr(env, "process_group", env)
     if hasattr(env, "sharding_pg"):
         raise OptionError("env=ShardingEnv2D: its copies of a row would differ in some steps; give ShardingEnv or None")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
         raise OptionError(f"env={type(env).__name__}: give a World, a process group, TorchRec's ShardingEnv, or None")
-    if group is None and not dist.is_initialized():
+    if process_group is None and not dist.is_initialized():
         return World.single(), None
-    return World(group), group
+    return World(process_group), process_group
 
 
 def _check_plan(plan: Any) -> None:
@@ -206,38 +206,38 @@ def _check_plan(plan: Any) -> None:
     modules = {} if plan is None else getattr(plan, "plan", plan)
     try:
         shardings = {f"{path}.{name}": entry for path, entries in modules.items() for name, entry in entries.items()}
-        kinds = {path: entry.sharding_type for path, entry in shardings.items()}
+        sharding_types = {path: entry.sharding_type for path, entry in shardings.items()}
     except AttributeError:
         raise OptionError(f"plan={plan!r:.200}: give TorchRec's ShardingPlan, or leave it out") from None
-    for path, kind in kinds.items():
-        if (kind := getattr(kind, "value", kind)) != "row_wise":
-            problem = f"{path} has sharding type {kind!r}, but tierbed shards all tables 'row_wise'"
+    for path, sharding_type in sharding_types.items():
+        if (sharding_type := getattr(sharding_type, "value", sharding_type)) != "row_wise":
+            problem = f"{path} has sharding type {sharding_type!r}, but tierbed shards all tables 'row_wise'"
             raise OptionError(f"plan: {problem}; leave the plan out (docs/distributed.md)")
         check_sharding(path, shardings[path])
 
 
 def _materialize(root: nn.Module, device: torch.device) -> None:
     """Move tensors from meta to a device, and initialize their modules there. Raises InputError."""
-    modules, reset_modules = dict(root.named_modules()), {}
+    modules, modules_to_reset = dict(root.named_modules()), {}
     new_tensors: dict[int, torch.Tensor] = {}  # {id of the tensor on meta: the new tensor}
     for path, module in modules.items():
-        own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-        on_meta = [(name, tensor) for name, tensor in own if tensor.device.type == "meta"]
-        if on_meta and not isinstance(module, MultiTableMultiColumnEmbedding):
-            enclosing = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
-            owner = next((outer for outer in enclosing if hasattr(modules[outer], "reset_parameters")), None)
-            if owner is None:
+        own_tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        meta_tensors = [(name, tensor) for name, tensor in own_tensors if tensor.device.type == "meta"]
+        if meta_tensors and not isinstance(module, MultiTableMultiColumnEmbedding):
+            enclosing_paths = [".".join(path.split(".")[:end]) for end in range(path.count(".") + 1, -1, -1)]
+            owner_path = next((outer for outer in enclosing_paths if hasattr(modules[outer], "reset_parameters")), None)
+            if owner_path is None:
                 name = path or "module"
                 raise InputError(f"{name} is on meta, and has no reset_parameters(); add it, or make it on {device}")
-            reset_modules[owner] = modules[owner]
-        for name, tensor in on_meta:
-            new = torch.zeros_like(tensor, device=device)
-            new = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-            setattr(module, name, new_tensors.setdefault(id(tensor), new))  # tied parameters stay tied
-            if hasattr(tensor, IN_BACKWARD) and new_tensors[id(tensor)] is new:
+            modules_to_reset[owner_path] = modules[owner_path]
+        for name, tensor in meta_tensors:
+            target = torch.zeros_like(tensor, device=device)
+            target = nn.Parameter(target, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else target
+            setattr(module, name, new_tensors.setdefault(id(tensor), target))  # tied parameters stay tied
+            if hasattr(tensor, IN_BACKWARD) and new_tensors[id(tensor)] is target:
                 from torch.distributed.optim import _apply_optimizer_in_backward  # type: ignore[attr-defined]
 
-                for kind, settings in zip(tensor._optimizer_classes, tensor._optimizer_kwargs, strict=True):
-                    _apply_optimizer_in_backward(kind, [new], settings)
-    for module in reset_modules.values():
+                for optimizer_class, settings in zip(tensor._optimizer_classes, tensor._optimizer_kwargs, strict=True):
+                    _apply_optimizer_in_backward(optimizer_class, [target], settings)
+    for module in modules_to_reset.values():
         module.reset_parameters()

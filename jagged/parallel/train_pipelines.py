@@ -19,7 +19,7 @@ from ..collections.embedding_collections import EmbeddingBagCollection, Embeddin
 from .model_parallel import get_unwrapped_module
 
 log = logging.getLogger("tierbed")
-Path = tuple[Callable[[Any], Any], ...]  # the attribute and item accesses that lead from a batch to one of its parts
+AccessPath = tuple[Callable[[Any], Any], ...]  # attribute and item accesses that lead from a batch to a part of it
 
 
 class TrainPipelineBase:
@@ -36,7 +36,7 @@ class TrainPipelineBase:
         OptionError: If an argument is invalid.
     """
 
-    _num_ahead = 0  # number of later batches that are loaded before a step runs
+    _num_batches_ahead = 0  # number of later batches that are loaded before a step runs
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class TrainPipelineBase:
         self._model, self._optimizer, self._device = model, optimizer, torch.device(device)
         self._forward = custom_model_fwd or model
         self._batches: deque[tuple[Iterator[Any], Any]] = deque()  # (loader, batch) waiting to be trained
-        self._paths: dict[nn.Module, Path | None] = {}  # where a collection's features are in a batch
+        self._feature_paths: dict[nn.Module, AccessPath | None] = {}  # where a collection's features are in a batch
         self._execute_all_batches = True
         self._loader: Iterator[Any] | None = None  # the last training step's loader
-        self._error: Exception | None = None  # the loader's exception, raised after its batches are trained
+        self._loader_error: Exception | None = None  # the loader's exception, raised after its batches are trained
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
         """Run a step with the next batch.
@@ -71,8 +71,8 @@ class TrainPipelineBase:
             The model's output.
 
         Raises:
-            StopIteration: After the loader's last batch. The loader's other exceptions are raised after the batches
-                that came before them.
+            StopIteration: After the loader's last batch. If the loader raises another exception, the batches
+                loaded before it are trained first.
             InputError, OptionError: If the model's result or the optimizer is unsuitable.
         """
         if not hasattr(dataloader_iter, "__next__"):
@@ -80,10 +80,10 @@ class TrainPipelineBase:
         is_training = self._model.training
         if is_training and self._optimizer is None:
             raise OptionError("optimizer=None: give the optimizer that trains the model, or call the model's eval()")
-        batch = self._next_batch(dataloader_iter)
+        batch = self._pop_batch(dataloader_iter)
         if is_training:
             self._optimizer.zero_grad()
-        with _record_paths(self._collections(), self._paths, batch):
+        with _record_paths(self._find_collections(), self._feature_paths, batch):
             result = self._forward(batch)
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             result_type = f"{len(result)} values" if isinstance(result, (tuple, list)) else f"a {type(result).__name__}"
@@ -97,19 +97,19 @@ class TrainPipelineBase:
     def reset(self) -> None:
         """Drop the batches that were loaded but not trained."""
         self._batches.clear()
-        self._loader = self._error = None
+        self._loader = self._loader_error = None
         self._forget_announced()
 
-    def _next_batch(self, loader: Iterator[Any]) -> Any:
+    def _pop_batch(self, loader: Iterator[Any]) -> Any:
         is_training = self._model.training
         if is_training:
             self._fill_queue(loader)
         index = next((n for n, (source, _) in enumerate(self._batches) if is_training or source is loader), None)
-        keeps_rest = is_training and isinstance(self._error, StopIteration) and not self._execute_all_batches
-        if self._error is not None and loader is self._loader and (index is None or keeps_rest):
+        must_wait = is_training and isinstance(self._loader_error, StopIteration) and not self._execute_all_batches
+        if self._loader_error is not None and loader is self._loader and (index is None or must_wait):
             if not self._batches:
                 self._forget_announced()
-            error, self._error = self._error, None
+            error, self._loader_error = self._loader_error, None
             try:
                 raise error
             finally:
@@ -122,12 +122,12 @@ class TrainPipelineBase:
 
     def _fill_queue(self, loader: Iterator[Any]) -> None:
         if loader is not self._loader:
-            self._loader, self._error = loader, None
-        while self._error is None and len(self._batches) <= self._num_ahead:
+            self._loader, self._loader_error = loader, None
+        while self._loader_error is None and len(self._batches) <= self._num_batches_ahead:
             try:
                 batch = self._load_batch(loader)
             except Exception as error:
-                self._error = error.with_traceback(None) if isinstance(error, StopIteration) else error
+                self._loader_error = error.with_traceback(None) if isinstance(error, StopIteration) else error
                 return
             self._batches.append((loader, batch))
             if len(self._batches) > 1:
@@ -138,39 +138,39 @@ class TrainPipelineBase:
         return batch.to(self._device, non_blocking=True) if hasattr(batch, "to") else batch
 
     def _forget_announced(self) -> None:
-        for embedding in (embedding for collection in self._collections() for embedding in collection.each()):
+        for embedding in (embedding for collection in self._find_collections() for embedding in collection.each()):
             embedding.forget_announced()
 
     def _announce(self, batch: Any) -> None:
         """Prefetch a batch's rows, if its features are where the first batch had them. Otherwise no rank prefetches."""
-        for collection in self._collections():
-            features, embeddings = _get_part(batch, self._paths.get(collection)), [*collection.each()]
-            has_ranks = collection in self._paths and any(embedding.world for embedding in embeddings)
-            are_trained = all(embedding.row_optimizer and embedding.shadow.requires_grad for embedding in embeddings)
-            if are_trained and (features is not None or has_ranks):
+        for collection in self._find_collections():
+            features, embeddings = _get_part(batch, self._feature_paths.get(collection)), [*collection.each()]
+            is_sharded = collection in self._feature_paths and any(embedding.world for embedding in embeddings)
+            is_trained = all(embedding.row_optimizer and embedding.shadow.requires_grad for embedding in embeddings)
+            if is_trained and (features is not None or is_sharded):
                 with suppress(Exception):  # the step itself will raise the error
                     collection.prefetch(features)
 
-    def _collections(self) -> list[EmbeddingBagCollection | EmbeddingCollection]:
+    def _find_collections(self) -> list[EmbeddingBagCollection | EmbeddingCollection]:
         modules = get_unwrapped_module(self._model).modules()
         return [module for module in modules if isinstance(module, EmbeddingBagCollection | EmbeddingCollection)]
 
 
 class TrainPipelineSparseDist(TrainPipelineBase):
-    """A TrainPipelineBase that holds two more batches and prefetches their rows while a step runs.
+    """A TrainPipelineBase that loads two batches ahead and prefetches their rows while a step runs.
 
     A collection's rows are prefetched if its input is an attribute or item of the batch, for example
     `batch.sparse_features`. The first step finds this attribute or item.
 
     Args:
         model, optimizer, device, custom_model_fwd: As for TrainPipelineBase.
-        execute_all_batches: If True, batches that are held when the loader ends are trained before StopIteration. If
-            False, they are trained before the next loader's batches.
+        execute_all_batches: When the loader ends, the pipeline still holds batches. True trains them before it raises
+            StopIteration. False trains them before the next loader's batches.
 
     TorchRec's other arguments configure its streams and change nothing here.
     """
 
-    _num_ahead = 2
+    _num_batches_ahead = 2
 
     def __init__(
         self,
@@ -210,8 +210,8 @@ class TrainPipelineSemiSync:
 
 
 @contextmanager
-def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path | None], batch: Any) -> Iterator[None]:
-    """In this context, record the path from the batch to each collection's features when the model runs."""
+def _record_paths(collections: Iterable[nn.Module], paths: dict[Any, AccessPath | None], batch: Any) -> Iterator[None]:
+    """Context manager. While the model runs, records in `paths` where in the batch each collection's features are."""
 
     def record_path(collection: nn.Module, args: tuple[Any, ...]) -> None:
         path = _find_path(batch, args[0]) if args else None
@@ -226,7 +226,7 @@ def _record_paths(collections: Iterable[nn.Module], paths: dict[nn.Module, Path 
         yield
 
 
-def _find_path(container: Any, part: Any, depth: int = 4) -> Path | None:
+def _find_path(container: Any, part: Any, depth: int = 4) -> AccessPath | None:
     """Return the path from a batch to an object inside it, or None if the batch does not contain it."""
     if container is part:
         return ()
@@ -238,17 +238,17 @@ def _find_path(container: Any, part: Any, depth: int = 4) -> Path | None:
     elif isinstance(container, (list, tuple)):
         parts = [(itemgetter(index), value) for index, value in enumerate(container)]
     else:
-        slots = [field.name for field in dataclasses.fields(container)] if dataclasses.is_dataclass(container) else ()
-        parts = [(attrgetter(name), getattr(container, name, None)) for name in getattr(container, "__dict__", slots)]
-    for step, value in parts:
+        names = [field.name for field in dataclasses.fields(container)] if dataclasses.is_dataclass(container) else ()
+        parts = [(attrgetter(name), getattr(container, name, None)) for name in getattr(container, "__dict__", names)]
+    for access, value in parts:
         if (inner_path := _find_path(value, part, depth - 1)) is not None:
-            return (step, *inner_path)
+            return (access, *inner_path)
     return None
 
 
-def _get_part(batch: Any, path: Path | None) -> Any:
+def _get_part(batch: Any, path: AccessPath | None) -> Any:
     """Return the part of a batch at a path, or None if there is none or the path is None."""
     try:
-        return None if path is None else reduce(lambda part, step: step(part), path, batch)
+        return None if path is None else reduce(lambda part, access: access(part), path, batch)
     except Exception:  # a batch with another structure may raise anything
         return None

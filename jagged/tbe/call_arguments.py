@@ -16,11 +16,11 @@ from ...engine.checks import as_int
 from ...engine.errors import InputError, OptionError, TierbedError
 from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
 
-_PREFETCH = "a cache keeps the rows of announced batches by itself; call prefetch"
-_DECOUPLE = "give weight_decay_mode=WeightDecayMode.DECOUPLE"
-_INTERNAL = "it configures FBGEMM's internals, which tierbed does not have; leave it out"
-_STREAMING = "save incremental snapshots of the changed rows (docs/snapshots.md)"
-_OUTPUT = "the output is a new tensor; copy it to where you need it"
+_PREFETCH_REMEDY = "a cache keeps the rows of announced batches by itself; call prefetch"
+_DECAY_REMEDY = "give weight_decay_mode=WeightDecayMode.DECOUPLE"
+_INTERNALS_REMEDY = "it configures FBGEMM's internals, which tierbed does not have; leave it out"
+_STREAMING_REMEDY = "save incremental snapshots of the changed rows (docs/snapshots.md)"
+_OUTPUT_REMEDY = "the output is a new tensor; copy it to where you need it"
 
 # {argument: (FBGEMM's default, error text)}; any value other than the default raises an error with this text
 REFUSED_ARGS: dict[str, tuple[Any, str]] = {
@@ -33,22 +33,22 @@ REFUSED_ARGS: dict[str, tuple[Any, str]] = {
     "stochastic_rounding": (True, "training always rounds rows of 16 bits stochastically; leave it out"),
     "ensemble_mode": (None, "it is for ENSEMBLE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
     "emainplace_mode": (None, "it is for EMAINPLACE_ROWWISE_ADAGRAD, which is not supported; leave it out"),
-    "counter_based_regularization": (None, f"decay does not depend on how often a row was used; {_DECOUPLE}"),
+    "counter_based_regularization": (None, f"decay does not depend on how often a row was used; {_DECAY_REMEDY}"),
     "cowclip_regularization": (None, "no optimizer clips by a row's norm; give gradient_clipping and max_gradient"),
     "uvm_non_rowwise_momentum": (False, "a row and its state are stored together; leave it out"),
     "stats_reporter_config": (None, "read metrics(), or give MetricsCollector the module's embeddings"),
-    "multipass_prefetch_config": (None, _PREFETCH),
-    "global_weight_decay": (None, f"only rows of a batch decay; {_DECOUPLE}"),
+    "multipass_prefetch_config": (None, _PREFETCH_REMEDY),
+    "global_weight_decay": (None, f"only rows of a batch decay; {_DECAY_REMEDY}"),
     "uvm_host_mapped": (False, "a GPU reads page-locked memory of the host; leave it out"),
-    "extra_optimizer_config": (None, _INTERNAL),
-    "tbe_input_multiplexer_config": (None, _INTERNAL),
+    "extra_optimizer_config": (None, _INTERNALS_REMEDY),
+    "tbe_input_multiplexer_config": (None, _INTERNALS_REMEDY),
     "embedding_table_index_type": (torch.int64, "every call accepts int32 and int64 indices; leave it out"),
     "embedding_table_offset_type": (torch.int64, "every call accepts int32 and int64 offsets; leave it out"),
     "embedding_shard_info": (None, "rows are sharded across ranks by id hash; give world=, or leave it out"),
-    "enable_raw_embedding_streaming": (False, _STREAMING),
-    "res_params": (None, _STREAMING),
-    "is_qr_tbe": (False, _INTERNAL),
-    "preallocated_host_buffers": (None, _INTERNAL),
+    "enable_raw_embedding_streaming": (False, _STREAMING_REMEDY),
+    "res_params": (None, _STREAMING_REMEDY),
+    "is_qr_tbe": (False, _INTERNALS_REMEDY),
+    "preallocated_host_buffers": (None, _INTERNALS_REMEDY),
 }
 
 # positional arguments of FBGEMM's constructor, after embedding_specs and feature_table_map
@@ -72,12 +72,12 @@ IGNORED_CALL_ARGS = ("hash_zch_identities", "hash_zch_runtime_meta")  # argument
 REFUSED_CALL_ARGS: dict[str, tuple[Any, str]] = {
     "total_unique_indices": (None, "it is for OptimType.NONE; leave it out"),
     "forward_stream": (None, "a table synchronises its own streams with the caller's; leave it out"),
-    "vbe_output": (None, _OUTPUT),
-    "vbe_output_offsets": (None, _OUTPUT),
+    "vbe_output": (None, _OUTPUT_REMEDY),
+    "vbe_output_offsets": (None, _OUTPUT_REMEDY),
 }
 
 
-def pop_ignored(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
+def pop_ignored_arguments(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
     """Remove the arguments that change nothing, and return "name: reason" for each. dtype: stored rows' dtype."""
     ignored = []
     for name, (default, reason) in IGNORED_ARGS.items():
@@ -97,19 +97,19 @@ def pop_ignored(arguments: dict[str, Any], dtype: torch.dtype) -> list[str]:
 
 def check_arguments(
     arguments: Mapping[str, Any],
-    refused: Mapping[str, tuple[Any, str]],
-    supported: Iterable[str],
+    refusals: Mapping[str, tuple[Any, str]],
+    supported_names: Iterable[str],
     error: type[TierbedError] = OptionError,
 ) -> None:
-    """Raise `error` for an unknown argument, or for a `refused` one whose value is not FBGEMM's default."""
+    """Raise `error` for an unknown argument, or for one of `refusals` whose value is not FBGEMM's default."""
     for name, value in arguments.items():
-        if name not in refused:
-            matches = difflib.get_close_matches(name, [*supported, *refused], 1)
+        if name not in refusals:
+            matches = difflib.get_close_matches(name, [*supported_names, *refusals], 1)
             suggestion = f"did you mean {matches[0]}?" if matches else "leave it out"
             raise error(f"{name}={value!r}: there is no such argument; {suggestion}")
-        default, reason = refused[name]
-        raw = value.value if isinstance(value, Enum) else value
-        if raw is not default and not (isinstance(raw, (int, float, str)) and raw == default):
+        default, reason = refusals[name]
+        raw_value = value.value if isinstance(value, Enum) else value
+        if raw_value is not default and not (isinstance(raw_value, (int, float, str)) and raw_value == default):
             raise error(f"{name}={value!r}: {reason}")
 
 

@@ -43,29 +43,29 @@ class OptimType(Enum):
 
 E = TypeVar("E", bound=Enum)
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}  # keys are values of SparseType
-_RENAMED = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
+_CLASS_NAMES = {"EmbOptimType": "OptimType"}  # FBGEMM's class: ours
 
 
-def parse_enum(kind: type[E], member: Any, argument: str) -> E:
-    """Convert a value, or a member of FBGEMM's matching enum, to a member of the enum `kind`. Raises OptionError."""
-    if isinstance(member, kind):
+def parse_enum(enum_class: type[E], member: Any, argument: str) -> E:
+    """Return a member of `enum_class`. `member` may also be its value, or FBGEMM's member. Raises OptionError."""
+    if isinstance(member, enum_class):
         return member
     class_name = type(member).__name__
-    is_same = isinstance(member, Enum) and _RENAMED.get(class_name, class_name) == kind.__name__
-    value = member.value if is_same else member
+    is_matching_enum = isinstance(member, Enum) and _CLASS_NAMES.get(class_name, class_name) == enum_class.__name__
+    value = member.value if is_matching_enum else member
     try:
         if isinstance(value, (Enum, bool)):
             raise ValueError
-        return kind(value)
+        return enum_class(value)
     except ValueError:
-        names = ", ".join(f"{kind.__name__}.{member.name}" for member in kind)
+        names = ", ".join(f"{enum_class.__name__}.{member.name}" for member in enum_class)
         raise OptionError(f"{argument}={member!r}: give one of {names}") from None
 
 
 def parse_dtype(value: Any, argument: str = "output_dtype") -> torch.dtype:
-    """Convert a torch dtype, or a member or value of FBGEMM's SparseType, to a torch dtype. Raises OptionError."""
-    raw = value.value if isinstance(value, Enum) else value
-    dtype = _DTYPES.get(raw) if isinstance(raw, str) else raw
+    """Return a torch dtype. `value` is a torch dtype, a SparseType of FBGEMM, or its value. Raises OptionError."""
+    raw_value = value.value if isinstance(value, Enum) else value
+    dtype = _DTYPES.get(raw_value) if isinstance(raw_value, str) else raw_value
     if not isinstance(dtype, torch.dtype) or dtype not in OUTPUT_DTYPES:
         expected = "torch.float32, torch.float16 or torch.bfloat16, or FBGEMM's SparseType of one of them"
         raise OptionError(f"{argument}={value!r}: give {expected}")

@@ -23,7 +23,7 @@ from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
 from ..tensors.keyed_tensor import ColumnOrder
 from .call_arguments import TBECall
 
-_NO_GRADIENT = (
+_NO_GRADIENT_ERROR = (
     "torch.autograd.grad got the anchor of a TableBatchedEmbeddingBags, but rows are updated in backward, and no "
     "tensor holds their gradients; call backward(), or leave the anchor out"
 )
@@ -35,18 +35,18 @@ class _FeatureGroup:
 
     spec: TableSpec
     features: list[int]  # ascending
-    tables: list[int]  # each feature's table id in the embedding
+    table_ids: list[int]  # each feature's table id in the embedding
     columns: tuple[int, ...]  # each feature's column in this embedding's result; -1 if another embedding has it
-    _table_ids: dict[torch.device, Tensor] = field(default_factory=dict)
+    _table_id_tensors: dict[torch.device, Tensor] = field(default_factory=dict)
 
-    def table_ids(self, device: torch.device) -> Tensor | None:
+    def make_table_ids(self, device: torch.device) -> Tensor | None:
         """Return the table id of each feature, or None if the features look up all tables in order."""
-        if self.tables == [*range(self.spec.num_tables)]:
+        if self.table_ids == [*range(self.spec.num_tables)]:
             return None
-        if device not in self._table_ids:
+        if device not in self._table_id_tensors:
             with _disable_current_modes(), torch.inference_mode(False):  # the cached tensor outlives this trace or mode
-                self._table_ids[device] = torch.tensor(self.tables, device=device)
-        return self._table_ids[device]
+                self._table_id_tensors[device] = torch.tensor(self.table_ids, device=device)
+        return self._table_id_tensors[device]
 
 
 class CallSplitter:
@@ -59,22 +59,22 @@ class CallSplitter:
     def __init__(self, specs: Sequence[TableSpec], locations: Sequence[tuple[int, int]], pooling: str | None) -> None:
         self._pooling = pooling
         embedding_by_feature = [embedding for embedding, _ in locations]
-        self._groups = []
+        self._feature_groups = []
         for index, spec in enumerate(specs):
             features = [feature for feature, embedding in enumerate(embedding_by_feature) if embedding == index]
             tables = [locations[feature][1] for feature in features]
             columns = tuple(features.index(i) if i in features else -1 for i in range(len(locations)))
-            self._groups.append(_FeatureGroup(spec, features, tables, columns))
-        self._columns = ColumnOrder(embedding_by_feature, [spec.dim for spec in specs])
+            self._feature_groups.append(_FeatureGroup(spec, features, tables, columns))
+        self._column_order = ColumnOrder(embedding_by_feature, [spec.dim for spec in specs])
 
     def split(self, call: TBECall) -> list[tuple[Lookup, Tensor | None]]:
         """Return (lookup, weights) for each embedding."""
         if call.bag_counts is not None or self._pooling is None:
-            return [self._select(group, call.jagged) for group in self._groups]
+            return [self._select(group, call.jagged) for group in self._feature_groups]
         ids, offsets = call.indices, call.offsets
         return [
-            (Lookup(ids, group.table_ids(ids.device), offsets, self._pooling, group.columns), call.weights)
-            for group in self._groups
+            (Lookup(ids, group.make_table_ids(ids.device), offsets, self._pooling, group.columns), call.weights)
+            for group in self._feature_groups
         ]
 
     def join(self, call: TBECall, results: Sequence[Tensor]) -> Tensor:
@@ -85,15 +85,15 @@ class CallSplitter:
             return self._join_by_rank([[count] for count in call.jagged.length_per_key()], results)
         if call.bag_counts is not None:
             return self._join_by_rank(call.bag_counts, [rows.flatten() for rows in results])
-        return self._columns.join([rows.flatten(1) for rows in results])
+        return self._column_order.join([rows.flatten(1) for rows in results])
 
-    def _select(self, group: _FeatureGroup, call: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
-        """Return a lookup of only the group's features, with a table id per bag (per index without pooling)."""
-        selected = call if len(self._groups) == 1 else call.permute(group.features)
-        ids, counts = selected.values(), call.stride_per_key() if self._pooling else call.length_per_key()
-        rows = [counts[feature] for feature in group.features]
-        tables, repeats = torch.tensor([group.tables, rows], device=ids.device)
-        table_ids = tables.repeat_interleave(repeats, output_size=sum(rows))
+    def _select(self, group: _FeatureGroup, jagged: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
+        """Return a lookup of only the group's features. Table ids are per bag, or per index if rows are not pooled."""
+        selected = jagged if len(self._feature_groups) == 1 else jagged.permute(group.features)
+        ids, feature_counts = selected.values(), jagged.stride_per_key() if self._pooling else jagged.length_per_key()
+        counts = [feature_counts[feature] for feature in group.features]
+        tables, repeats = torch.tensor([group.table_ids, counts], device=ids.device)
+        table_ids = tables.repeat_interleave(repeats, output_size=sum(counts))
         lookup = Lookup(ids, table_ids, selected.offsets() if self._pooling else None, self._pooling)
         return lookup, selected.weights_or_none()
 
@@ -105,13 +105,13 @@ class CallSplitter:
         num_ranks = len(row_counts[0])
         if len(results) == num_ranks == 1:
             return results[0]
-        parts: list[list[Tensor]] = [[] for _ in row_counts]
-        for group, rows in zip(self._groups, results, strict=True):
+        blocks_by_feature: list[list[Tensor]] = [[] for _ in row_counts]
+        for group, rows in zip(self._feature_groups, results, strict=True):
             width = group.spec.dim if rows.dim() == 1 else 1
-            pieces = iter(rows.split([n * width for feature in group.features for n in row_counts[feature]]))
+            blocks = iter(rows.split([n * width for feature in group.features for n in row_counts[feature]]))
             for feature in group.features:
-                parts[feature] = [next(pieces) for _ in range(num_ranks)]
-        return torch.cat([feature_parts[rank] for rank in range(num_ranks) for feature_parts in parts])
+                blocks_by_feature[feature] = [next(blocks) for _ in range(num_ranks)]
+        return torch.cat([feature_blocks[rank] for rank in range(num_ranks) for feature_blocks in blocks_by_feature])
 
 
 class FusedUpdater:
@@ -136,24 +136,24 @@ class FusedUpdater:
         embedding = self.embedding
 
         def update() -> Tensor | None:
-            pinned = embedding.pin([lookup])
+            batch = embedding.pin([lookup])
             if embedding.group is not None:
                 embedding.group.begin_backward()
-            weights_grad = self._weights_grad(pinned, grad) if needs_weights_grad else None
-            pinned.update([grad], [weights])
+            weights_grad = self._compute_weights_grad(batch, grad) if needs_weights_grad else None
+            batch.update([grad], [weights])
             increment_version(embedding.shadow)  # a later backward raises if it needs the old values of the rows
             return weights_grad
 
         return run_row_step([(embedding, self.optimizer)], "a TableBatchedEmbeddingBags", update)
 
-    def _weights_grad(self, pinned: Any, grad: Tensor) -> Tensor:
+    def _compute_weights_grad(self, batch: Any, grad: Tensor) -> Tensor:
         """Return the weights' gradient. If only this rank fails, send its error to the ranks that await gradients."""
         world = self.embedding.world
         try:
-            return pinned.weights_grad(0, grad)
+            return batch.weights_grad(0, grad)
         except Exception as error:
             if world is not None and world.must_report(error):
-                pinned.send_nothing()
+                batch.send_nothing()
                 world.handshake(f"a step of embedding {self.embedding.name!r}", error)
             raise
 
@@ -175,6 +175,6 @@ class _FusedLookupFunction(torch.autograd.Function):
         if updater.max_gradient is not None:
             grad = grad.clamp(-updater.max_gradient, updater.max_gradient)
         needs_weights_grad = ctx.needs_input_grad[1]
-        if ctx.needs_input_grad[0] and is_reached(anchor, _NO_GRADIENT):
+        if ctx.needs_input_grad[0] and is_reached(anchor, _NO_GRADIENT_ERROR):
             return None, updater.update(lookup, grad, weights, needs_weights_grad), None, None
         return None, updater.embedding.read_weights_grad(lookup, grad) if needs_weights_grad else None, None, None

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from ...distributed.world import World
-from ...embedding.modules.dense_rows import CHUNK
+from ...embedding.modules.dense_rows import CHUNK_ROWS
 from ...embedding.state_dict.read_only import ReadOnlyCopy
-from ...embedding.tables.names import next_seed
+from ...embedding.tables.names import make_next_seed
 from ...engine.checks import as_number, check_flags, check_int, validate_arguments
 from ...engine.errors import GraphError, InputError, OptionError
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -25,8 +25,8 @@ from ...engine.row_format import MAX_STEP
 from ..collections.configs import EmbeddingConfig
 from ..collections.tables import TableModule, group_tables
 from ..tensors.validation import is_tracing
-from . import call_arguments as calls
-from .call_arguments import TBECall, check_arguments, parse_call, pop_ignored
+from . import call_arguments
+from .call_arguments import TBECall, check_arguments, parse_call, pop_ignored_arguments
 from .enums import (
     BoundsCheckMode,
     CacheAlgorithm,
@@ -54,8 +54,8 @@ class TableBatchedEmbeddingBags(TableModule):
     Args:
         embedding_specs: (rows, dim, EmbeddingLocation, ComputeDevice) per table. Tables with equal dim and location
             share an embedding, `<name>-d<dim>-<location>`. DEVICE stores rows in device memory, MANAGED and HOST in
-            host memory. MANAGED_CACHING adds a device cache for `cache_load_factor` of the rows, with
-            `cache_algorithm`. ComputeDevice.CUDA without a GPU looks up on the CPU, with a warning. New rows are zeros.
+            host memory. MANAGED_CACHING is host memory with a cache in device memory. ComputeDevice.CUDA
+            without a GPU looks up on the CPU, with a warning. New rows are zeros.
         feature_table_map: Table number of each feature. None means one feature per table.
         optimizer: EXACT_SGD, EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD, ADAM, PARTIAL_ROWWISE_ADAM, LAMB,
             PARTIAL_ROWWISE_LAMB, LARS_SGD, or NONE if an EagerOptimizer or a Graph trains the rows.
@@ -70,14 +70,14 @@ class TableBatchedEmbeddingBags(TableModule):
         bounds_check_mode: What happens to an index outside its table. FATAL raises InputError. WARNING and IGNORE leave
             the index out of its bag and count it in `metrics()`; WARNING also logs once. With NONE, any 64-bit index is
             valid and gets a row. Offsets are always checked.
-        cache_algorithm, cache_load_factor: Configure MANAGED_CACHING's cache.
+        cache_algorithm, cache_load_factor: MANAGED_CACHING's eviction policy, and the fraction of rows it can cache.
         table_names: Table names. None means table-0, table-1, ...
         optimizer_state_dtypes: Optimizer states' dtypes, as {"momentum1": dtype, ...}. Per-element states share one
             dtype, float32 or bfloat16. States with one number per row are float32.
         device: Lookup device, of the same type as the ComputeDevice.
-        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. These options
-            replace the locations in `embedding_specs`: tables with equal dim share an embedding `<name>-d<dim>`. A
-            single store's options are divided between the embeddings.
+        store_options: Options from a `make_*_store_options`, or a mapping from embedding name to options. They
+            replace the locations in `embedding_specs`, so all tables with equal dim share an embedding `<name>-d<dim>`.
+            A single store's options are divided between the embeddings.
         name: Prefix for embedding names. None means "tbe".
         seed: A number that determines initial rows, together with table names. If `seed` is None, and `name` or
             `table_names` is given, the seed is 0. If none of the three is given, each module gets a different seed.
@@ -124,17 +124,16 @@ class TableBatchedEmbeddingBags(TableModule):
         **unsupported: Any,
     ) -> None:
         dtype = parse_dtype(weights_precision, "weights_precision")
-        unused = pop_ignored(unsupported, dtype)
-        supported = *calls.IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())
-        check_arguments(unsupported, calls.REFUSED_ARGS, supported)
+        unused = pop_ignored_arguments(unsupported, dtype)
+        supported = *call_arguments.IGNORED_ARGS, *(TableBatchedEmbeddingBags.__init__.__kwdefaults__ or ())
+        check_arguments(unsupported, call_arguments.REFUSED_ARGS, supported)
         prefix = check_name(self._default_name if name is None else name)
-        bounds = BoundsCheck(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
-        tables = parse_specs(embedding_specs, table_names, dtype, bounds, store_options is None)
+        bounds_check = BoundsCheck(parse_enum(BoundsCheckMode, bounds_check_mode, "bounds_check_mode"), prefix)
+        tables = parse_specs(embedding_specs, table_names, dtype, bounds_check, store_options is None)
         super().__init__(name, [table.name for table in tables])
-        self.tables, self._bounds_check = tables, bounds
+        self.tables, self._bounds_check, self._has_warned = tables, bounds_check, False
         self.features = self.feature_table_map = parse_features(feature_table_map, len(tables))
         self.embedding_specs: list[tuple[Any, ...]] = list(embedding_specs)
-        self._has_warned_ignored = False
         self.pooling_mode = parse_enum(PoolingMode, pooling_mode, "pooling_mode")
         dims = list(dict.fromkeys(table.embedding_dim for table in tables))
         if self.pooling_mode is PoolingMode.NONE and len(dims) > 1:
@@ -146,44 +145,44 @@ class TableBatchedEmbeddingBags(TableModule):
             | {"eps": eps, "beta1": beta1, "beta2": beta2, "momentum": momentum, "eta": eta}
             | {"weight_decay": weight_decay, "weight_decay_mode": weight_decay_mode}
         )
-        clip = _parse_clip(gradient_clipping, max_gradient)
+        max_grad = _parse_max_gradient(gradient_clipping, max_gradient)
         algorithm = parse_enum(CacheAlgorithm, cache_algorithm, "cache_algorithm")
-        output, lookup_device = parse_dtype(output_dtype), choose_device(tables[0].compute, device)
+        result_dtype, lookup_device = parse_dtype(output_dtype), choose_device(tables[0].compute_device, device)
         self._row_optimizer: RowOptimizer | None = None
         state_dtype, widths = torch.float32, {dim: dim for dim in dims}
         if self._settings is not None:
-            # autograd reaches lookups through `anchor`; it is empty, so dense optimizers do not change it
+            # an empty parameter: autograd reaches lookups through it, and dense optimizers find nothing to change
             self.anchor = nn.Parameter(torch.zeros(0))
-            dense = self._settings.make_optimizer([self.anchor])
-            self._param_group = dense.param_groups[0]
-            self._row_optimizer = RowOptimizer(dense, self._param_group)
+            torch_optimizer = self._settings.make_optimizer([self.anchor])
+            self._param_group = torch_optimizer.param_groups[0]
+            self._row_optimizer = RowOptimizer(torch_optimizer, self._param_group)
             state_dtype = parse_state_dtype(optimizer_state_dtypes, self._row_optimizer)
             state_name = check_state_dtype(state_dtype)
-            states = {dim: self._row_optimizer.make_row_state(dim, state_name) for dim in dims}
-            widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in states.items()}
+            row_states = {dim: self._row_optimizer.make_row_state(dim, state_name) for dim in dims}
+            widths = {dim: state.make_row_format(dim, DTYPES[dtype]).width for dim, state in row_states.items()}
             unused += self._settings.find_unused()
         if seed is None:  # modules without names get different seeds, as their tables are different
-            seed = next_seed(world is not None) if name is None and table_names is None else 0
-        groups = group_tables(prefix, tables)
-        stores = choose_stores(groups, store_options, algorithm, cache_load_factor, widths, unused)
+            seed = make_next_seed(world is not None) if name is None and table_names is None else 0
+        table_groups = group_tables(prefix, tables)
+        stores = choose_stores(table_groups, store_options, algorithm, cache_load_factor, widths, unused)
         self._make_embeddings(
-            groups, stores, check_seed(seed), output_dtype=output, world=world, state_dtype=state_dtype
+            table_groups, stores, check_seed(seed), output_dtype=result_dtype, world=world, state_dtype=state_dtype
         )
         self._updaters = []
         if self._row_optimizer is not None:
             for embedding in self.each():
                 embedding.shadow.requires_grad_(False)  # so that no EagerOptimizer or graph also trains the rows
                 embedding.use_optimizer(self._row_optimizer)
-                self._updaters.append(FusedUpdater(embedding, self._row_optimizer, clip))
-        indices = {group: index for index, group in enumerate(groups)}
-        locations = [(indices[group], table) for group, table in map(self.table_location, self.features)]
+                self._updaters.append(FusedUpdater(embedding, self._row_optimizer, max_grad))
+        embedding_indices = {group: index for index, group in enumerate(table_groups)}
+        locations = [(embedding_indices[name], table_id) for name, table_id in map(self.table_location, self.features)]
         pooling = None if self.pooling_mode is PoolingMode.NONE else self.pooling_mode.name.lower()
         self._splitter = CallSplitter([embedding.spec for embedding in self.each()], locations, pooling)
         self.to(lookup_device)
         if unused:
             log.warning("TableBatchedEmbeddingBags %r: arguments that change nothing: %s", prefix, "; ".join(unused))
 
-    def _seed_name(self, group: str, tables: Sequence[EmbeddingConfig]) -> str:
+    def _make_seed_text(self, embedding_name: str, tables: Sequence[EmbeddingConfig]) -> str:
         return tables[0].name  # the group's name contains the location, but initial rows must not depend on a location
 
     def forward(
@@ -216,7 +215,7 @@ class TableBatchedEmbeddingBags(TableModule):
             GraphError: In a graph, unless the optimizer is OptimType.NONE.
         """
         with self.raise_on_all_ranks():
-            call = self._parse(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
+            call = self._parse_call(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank, unsupported)
             if feature_requires_grad is not None:
                 call = call.detach_frozen_weights(feature_requires_grad)
             lookups = self._splitter.split(call)
@@ -227,7 +226,7 @@ class TableBatchedEmbeddingBags(TableModule):
             updates = zip(self._updaters, lookups, strict=True)
             results = [updater.look_up(anchor, *lookup) for updater, lookup in updates]
         if not is_tracing():
-            self._bounds_check.warn_of_dropped(self.each())
+            self._bounds_check.warn_about_dropped(self.each())
         return self._splitter.join(call, results)
 
     def prefetch(
@@ -243,7 +242,7 @@ class TableBatchedEmbeddingBags(TableModule):
         changes rows. Does nothing in evaluation mode. Arguments are as in `forward`. Raises InputError, StoreError.
         """
         with self.raise_on_all_ranks():
-            call = self._parse(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
+            call = self._parse_call(indices, offsets, None, batch_size_per_feature_per_rank, unsupported)
             lookups = self._splitter.split(call)
         if self.training:
             for embedding, (lookup, _) in zip(self.each(), lookups, strict=True):
@@ -252,23 +251,23 @@ class TableBatchedEmbeddingBags(TableModule):
     def init_embedding_weights_uniform(self, min_val: float, max_val: float) -> None:
         """Draw rows uniformly from [min_val, max_val].
 
-        Before the module's first use, this sets how new rows are initialized; rows already in a store folder do not
-        change. After the first use, this overwrites all rows with numbers from torch's random number generator, and
+        A call before the module's first use sets how new rows are initialized. Rows already in a store folder do not
+        change. A call after the first use overwrites all rows with numbers from torch's random number generator, and
         keeps optimizer state. Raises OptionError, for example if a value exceeds the range of `weights_precision`.
         """
-        uniform = make_uniform_initializer(min_val, max_val)
+        initializer = make_uniform_initializer(min_val, max_val)
         specs = {table.name: table for table in self.tables}
-        options = {}
+        tables_by_embedding = {}
         for embedding in self.each():
-            tables = tuple(specs[str(name)].table_options(uniform) for name in embedding.spec.table_names)
+            tables = tuple(specs[str(name)].table_options(initializer) for name in embedding.spec.table_names)
             check_initializer_range(tables, embedding.spec.dtype)
-            options[embedding] = tables
-        for embedding, tables in options.items():
+            tables_by_embedding[embedding] = tables
+        for embedding, tables in tables_by_embedding.items():
             if not embedding.is_open:
                 embedding.set_spec(tables=tables)
                 continue
             for name in map(str, embedding.spec.table_names):
-                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK):
+                for keys in torch.arange(specs[name].num_embeddings).split(CHUNK_ROWS):
                     embedding.put(keys, torch.empty(len(keys), embedding.dim).uniform_(min_val, max_val), name)
 
     def split_embedding_weights(self) -> list[Tensor]:
@@ -310,7 +309,7 @@ class TableBatchedEmbeddingBags(TableModule):
         Args:
             weights: Tensors as returned by `split_embedding_weights`.
             states: Optimizer states as returned by `split_optimizer_states` or `get_optimizer_state`. None resets them.
-            step: Update count so far, as returned by `iter`. None keeps the count.
+            step: The number of updates so far, as returned by `iter`. If None, the number does not change.
 
         Raises:
             InputError, StoreError: As an embedding's `load_dense`.
@@ -321,17 +320,17 @@ class TableBatchedEmbeddingBags(TableModule):
                 expected = f"them for each of {len(self.tables)} tables"
                 raise InputError(f"load_dense of {self.name!r}: got {counts}; give {expected}")
             names = [*self._require_optimizer("load_dense").states, "another"] if states else []
-            by_name = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
+            states_by_table = [dict(s if isinstance(s, Mapping) else zip(names, s, strict=False)) for s in states or ()]
         tables = [table.name for table in self.tables]
-        self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, by_name, strict=False)), step)
-        if self._row_optimizer is not None and (step is not None or any("step" in state for state in by_name)):
+        self._load_rows(dict(zip(tables, weights, strict=True)), dict(zip(tables, states_by_table, strict=False)), step)
+        if self._row_optimizer is not None and (step is not None or any("step" in state for state in states_by_table)):
             self._row_optimizer.set_step_shift(0)
 
     @property
     def iter(self) -> Tensor:
-        """Update count so far, as used in FBGEMM for Adam's bias correction: a copy, int64 [1]."""
+        """A copy of the number of updates so far, int64 [1]. FBGEMM's Adam corrects its bias by this number."""
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
-        return torch.tensor([max(steps) + (0 if self._row_optimizer is None else self._row_optimizer.shift)])
+        return torch.tensor([max(steps) + (0 if self._row_optimizer is None else self._row_optimizer.step_shift)])
 
     def metrics(self) -> dict[str, dict[str, dict[str, Any]]]:
         """Return {embedding name: its metrics}; docs/metrics.md explains them."""
@@ -350,13 +349,13 @@ class TableBatchedEmbeddingBags(TableModule):
     ) -> None:
         """Set pruned rows to zeros, and reset their optimizer state.
 
-        Table buffer_ids[i]'s pruned rows are pruned_indices[pruned_indices_offsets[i]:pruned_indices_offsets[i + 1]].
+        Pruned rows are listed by table. List i is for table buffer_ids[i] and begins at pruned_indices_offsets[i].
         """
-        for table_id, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
-            rows, name = pruned_indices[begin:end], self.tables[table_id].name
+        for index, (begin, end) in zip(buffer_ids.tolist(), pairwise(pruned_indices_offsets.tolist()), strict=True):
+            ids, name = pruned_indices[begin:end], self.tables[index].name
             embedding = self.embedding_of(name)
-            embedding.delete(rows, name)
-            embedding.put(rows, torch.zeros(len(rows), embedding.dim), name)
+            embedding.delete(ids, name)
+            embedding.put(ids, torch.zeros(len(ids), embedding.dim), name)
 
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate for the next updates. Raises OptionError."""
@@ -372,7 +371,7 @@ class TableBatchedEmbeddingBags(TableModule):
         """Change optimizer settings: {FBGEMM's name or "lr": value}. Raises OptionError before any change."""
         self._require_optimizer("update_hyper_parameters")
         assert self._settings is not None
-        self._settings.update_group(self._param_group, params_dict)
+        self._settings.update_param_group(self._param_group, params_dict)
 
     def set_optimizer_step(self, step: int) -> None:
         """Set the count of earlier updates for Adam's bias correction. Raises OptionError.
@@ -385,26 +384,26 @@ class TableBatchedEmbeddingBags(TableModule):
         optimizer.set_step_shift(num_updates - max(steps))
 
     def extra_repr(self) -> str:
-        optimizer = "NONE" if self._settings is None else self._settings.optimizer.name
+        optimizer = "NONE" if self._settings is None else self._settings.optim_type.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"
 
-    def _parse(self, indices: Any, offsets: Any, weights: Any, counts: Any, unsupported: Mapping[str, Any]) -> TBECall:
+    def _parse_call(self, indices: Any, offsets: Any, weights: Any, counts: Any, options: Mapping[str, Any]) -> TBECall:
         if self._row_optimizer is not None and detect_fake_mode() is not None:
             raise GraphError(
                 f"TableBatchedEmbeddingBags {self.name!r} updates rows in backward, but a graph does not support that; "
                 "make the module with OptimType.NONE, and pass an optimizer for its parameters() to add_optimizer"
             )
         # FBGEMM allocates gradients by total_unique_indices; tierbed ignores this argument
-        names = calls.IGNORED_CALL_ARGS
+        names = call_arguments.IGNORED_CALL_ARGS
         ignored = ("total_unique_indices", *names) if self._row_optimizer is None else names
-        if not self._has_warned_ignored and any(unsupported.get(name) is not None for name in names):
-            self._has_warned_ignored = True
+        if not self._has_warned and any(options.get(name) is not None for name in names):
+            self._has_warned = True
             log.warning("%r: rows are never streamed; ignored arguments: %s", self.name, ", ".join(names))
-        unsupported = {name: value for name, value in unsupported.items() if name not in ignored}
+        options = {name: value for name, value in options.items() if name not in ignored}
         supported = "indices", "offsets", "per_sample_weights", "batch_size_per_feature_per_rank"
-        check_arguments(unsupported, calls.REFUSED_CALL_ARGS, supported, InputError)
+        check_arguments(options, call_arguments.REFUSED_CALL_ARGS, supported, InputError)
         if weights is not None and self.pooling_mode is PoolingMode.NONE:
-            raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; leave them out")
+            raise InputError("per_sample_weights: PoolingMode.NONE does not sum rows; call without weights")
         if counts is not None and self.pooling_mode is PoolingMode.NONE:
             reason = "PoolingMode.NONE returns a row for each index and has no bags"
             raise InputError(f"batch_size_per_feature_per_rank: {reason}; leave it out")
@@ -430,9 +429,10 @@ class SplitTableBatchedEmbeddingBagsCodegen(TableBatchedEmbeddingBags):
         *positional: Any,
         **named: Any,
     ) -> None:
-        if (n := len(positional)) > len(calls.POSITIONAL_ARGS):
-            raise OptionError(f"got {n + 2} positional arguments; give all after {calls.POSITIONAL_ARGS[-1]} by name")
-        by_name = dict(zip(calls.POSITIONAL_ARGS, positional, strict=False))
+        names = call_arguments.POSITIONAL_ARGS
+        if (n := len(positional)) > len(names):
+            raise OptionError(f"got {n + 2} positional arguments; give all after {names[-1]} by name")
+        by_name = dict(zip(names, positional, strict=False))
         if repeated := [name for name in by_name if name in named]:
             raise OptionError(f"{repeated[0]}={named[repeated[0]]!r}: it is also given by position; give it once")
         super().__init__(embedding_specs, feature_table_map, **by_name, **named)
@@ -464,19 +464,19 @@ class SSDTableBatchedEmbeddingBags(TableBatchedEmbeddingBags):
     ) -> None:
         location = EmbeddingLocation.MANAGED, ComputeDevice.CUDA if torch.cuda.is_available() else ComputeDevice.CPU
         optimizer = parse_enum(OptimType, options.get("optimizer", OptimType.EXACT_ROWWISE_ADAGRAD), "optimizer")
-        budget = compute_cache_mb(embedding_specs, cache_sets, optimizer)
-        store = make_cached_ssd_store_options(budget, ssd_storage_directory)
+        cache_mb = compute_cache_mb(embedding_specs, cache_sets, optimizer)
+        store = make_cached_ssd_store_options(cache_mb, ssd_storage_directory)
         options = {"optimizer": OptimType.EXACT_ROWWISE_ADAGRAD, "store_options": store, **options}
         super().__init__([(*spec, *location) for spec in embedding_specs], feature_table_map, **options)
         self.embedding_specs = list(embedding_specs)
         self.init_embedding_weights_uniform(ssd_uniform_init_lower, ssd_uniform_init_upper)
 
 
-def _parse_clip(gradient_clipping: Any, max_gradient: Any) -> float | None:
-    clip = as_number(max_gradient)
+def _parse_max_gradient(gradient_clipping: Any, max_gradient: Any) -> float | None:
+    maximum = as_number(max_gradient)
     check_flags(OptionError, gradient_clipping=gradient_clipping)
-    if clip is None or not clip > 0:
+    if maximum is None or not maximum > 0:
         raise OptionError(f"max_gradient={max_gradient!r}: give a number > 0")
-    if not gradient_clipping and clip != 1.0:
+    if not gradient_clipping and maximum != 1.0:
         raise OptionError(f"max_gradient={max_gradient!r}: nothing is clamped; give gradient_clipping=True as well")
-    return clip if gradient_clipping else None
+    return maximum if gradient_clipping else None

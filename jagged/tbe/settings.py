@@ -49,48 +49,48 @@ DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "m
 
 @dataclass(frozen=True)
 class OptimizerSettings:
-    """An optimizer and its checked hyper-parameters."""
+    """FBGEMM's name of an optimizer, and its checked hyper-parameters."""
 
-    optimizer: OptimType
+    optim_type: OptimType
     learning_rate: float
-    hypers: Mapping[str, float]  # keys as in DEFAULTS
+    hyper_parameters: Mapping[str, float]  # keys as in DEFAULTS
     weight_decay_mode: WeightDecayMode
     max_norm: float = 0.0  # maximum L2 norm of a row after its update; 0 means no limit
 
     def __post_init__(self) -> None:
-        name = self.optimizer.name
-        if self.optimizer not in _OPTIMIZERS:
-            nearest = _NEAREST_SUPPORTED.get(self.optimizer, OptimType.EXACT_ROWWISE_ADAGRAD).name
+        name = self.optim_type.name
+        if self.optim_type not in _OPTIMIZERS:
+            nearest = _NEAREST_SUPPORTED.get(self.optim_type, OptimType.EXACT_ROWWISE_ADAGRAD).name
             raise OptionError(f"optimizer=OptimType.{name} is not supported; the nearest is OptimType.{nearest}")
-        for key, value in {"learning_rate": self.learning_rate, **self.hypers}.items():
+        for key, value in {"learning_rate": self.learning_rate, **self.hyper_parameters}.items():
             if as_number(value) is None:
                 raise OptionError(f"{key}={value!r}: give a number")
-        norm = as_number(self.max_norm)
-        if norm is None or (norm and not MIN_VALUE <= norm <= MAX_VALUE):
+        max_norm = as_number(self.max_norm)
+        if max_norm is None or (max_norm and not MIN_VALUE <= max_norm <= MAX_VALUE):
             raise OptionError(f"max_norm={self.max_norm!r}: give a positive float32 number, or 0 for no limit")
-        mode, modes = self.weight_decay_mode, _DECAY_MODES.get(self.optimizer, (WeightDecayMode.NONE,))
-        if mode not in modes:
-            allowed = ", ".join(f"WeightDecayMode.{mode.name}" for mode in modes)
-            raise OptionError(f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} has {allowed}")
+        mode, supported_modes = self.weight_decay_mode, _DECAY_MODES.get(self.optim_type, (WeightDecayMode.NONE,))
+        if mode not in supported_modes:
+            allowed = ", ".join(f"WeightDecayMode.{mode.name}" for mode in supported_modes)
+            raise OptionError(f"weight_decay_mode=WeightDecayMode.{mode.name}: OptimType.{name} supports {allowed}")
 
     @property
     def _has_decay(self) -> bool:
         mode = self.weight_decay_mode
-        return self.optimizer is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
+        return self.optim_type is not OptimType.EXACT_ROWWISE_ADAGRAD or mode is not WeightDecayMode.NONE
 
     def find_unused(self, names: Collection[str] = ()) -> list[str]:
         """Return "name: reason" for each user setting that changes nothing. names: settings that the user passed."""
-        name, (_, hyper_names) = self.optimizer.name, _OPTIMIZERS[self.optimizer]
-        user_names = [key for key, value in self.hypers.items() if value != DEFAULTS[key] or (value and key in names)]
-        unsupported = [f"{key}: OptimType.{name} has none" for key in user_names if key not in hyper_names]
-        is_decay_unused = "weight_decay" in user_names and "weight_decay" in hyper_names and not self._has_decay
+        name, (_, supported_names), values = self.optim_type.name, _OPTIMIZERS[self.optim_type], self.hyper_parameters
+        user_names = [key for key, value in values.items() if value != DEFAULTS[key] or (value and key in names)]
+        unsupported = [f"{key}: OptimType.{name} has none" for key in user_names if key not in supported_names]
+        is_decay_unused = "weight_decay" in user_names and "weight_decay" in supported_names and not self._has_decay
         return unsupported + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * is_decay_unused
 
     def make_optimizer(self, shadows: list[nn.Parameter]) -> torch.optim.Optimizer:
         """Return an optimizer of the shadow parameters. Raises OptionError if its class refuses a setting."""
-        optimizer_class, hyper_names = _OPTIMIZERS[self.optimizer]
-        kwargs: dict[str, Any] = {name: self.hypers[name] for name in hyper_names}
-        if hyper_names is _ADAM_SETTINGS:
+        optimizer_class, supported_names = _OPTIMIZERS[self.optim_type]
+        kwargs: dict[str, Any] = {name: self.hyper_parameters[name] for name in supported_names}
+        if supported_names is _ADAM_SETTINGS:
             kwargs["betas"] = kwargs.pop("beta1"), kwargs.pop("beta2")
         if optimizer_class is RowWiseAdagrad:
             kwargs["weight_decay"] *= self._has_decay
@@ -98,21 +98,21 @@ class OptimizerSettings:
         try:
             optimizer = optimizer_class(shadows, lr=float(self.learning_rate), **kwargs)
         except (ValueError, OptimizerError) as error:
-            raise OptionError(f"optimizer=OptimType.{self.optimizer.name}: {error}") from None
+            raise OptionError(f"optimizer=OptimType.{self.optim_type.name}: {error}") from None
         if self.max_norm:
             optimizer.param_groups[0]["max_row_norm"] = float(self.max_norm)
         return optimizer
 
-    def update_group(self, group: dict[str, Any], changes: Mapping[str, float]) -> None:
+    def update_param_group(self, param_group: dict[str, Any], changes: Mapping[str, float]) -> None:
         """Change settings in a param group. Keys of `changes` are FBGEMM's names; the learning rate is "lr".
 
         Raises OptionError before it changes any setting. The optimizer checks the values at its next step.
         """
-        hyper_names = ("lr", *_OPTIMIZERS[self.optimizer][1])
+        supported_names = ("lr", *_OPTIMIZERS[self.optim_type][1])
         for name, value in changes.items():
-            if name not in hyper_names:
-                kind = f"OptimType.{self.optimizer.name}"
-                raise OptionError(f"{name}={value!r}: {kind} has no {name}; it has {', '.join(hyper_names)}")
+            if name not in supported_names:
+                optim_type = f"OptimType.{self.optim_type.name}"
+                raise OptionError(f"{name}={value!r}: {optim_type} has no {name}; it has {', '.join(supported_names)}")
             if as_number(value) is None or value < 0 or (name.startswith("beta") and value >= 1):
                 raise OptionError(f"{name}={value!r}: give a number >= 0{' and < 1' if 'beta' in name else ''}")
         if not self._has_decay and changes.get("weight_decay"):
@@ -120,33 +120,33 @@ class OptimizerSettings:
                 f"weight_decay={changes['weight_decay']!r}: with WeightDecayMode.NONE nothing decays; give "
                 "WeightDecayMode.L2 or WeightDecayMode.DECOUPLE as the constructor's weight_decay_mode"
             )
-        if "betas" in group:
-            beta1, beta2 = group["betas"]
-            group["betas"] = (changes.get("beta1", beta1), changes.get("beta2", beta2))
-        group.update({name: value for name, value in changes.items() if not name.startswith("beta")})
+        if "betas" in param_group:
+            beta1, beta2 = param_group["betas"]
+            param_group["betas"] = (changes.get("beta1", beta1), changes.get("beta2", beta2))
+        param_group.update({name: value for name, value in changes.items() if not name.startswith("beta")})
 
 
 def make_optimizer_settings(arguments: Mapping[str, Any]) -> OptimizerSettings | None:
     """Return settings from FBGEMM's arguments, or None for OptimType.NONE. Raises OptionError."""
-    optimizer = parse_enum(OptimType, arguments.get("optimizer", OptimType.EXACT_SGD), "optimizer")
+    optim_type = parse_enum(OptimType, arguments.get("optimizer", OptimType.EXACT_SGD), "optimizer")
     mode = parse_enum(WeightDecayMode, arguments.get("weight_decay_mode", WeightDecayMode.NONE), "weight_decay_mode")
-    if optimizer is OptimType.NONE:
+    if optim_type is OptimType.NONE:
         return None
-    hypers = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
+    hyper_parameters = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
     lr, max_norm = arguments.get("learning_rate", LEARNING_RATE), arguments.get("max_norm", 0.0)
-    return OptimizerSettings(optimizer, lr, hypers, mode, max_norm)
+    return OptimizerSettings(optim_type, lr, hyper_parameters, mode, max_norm)
 
 
-def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
-    """Return the dtype of per-element state. `argument` is FBGEMM's `optimizer_state_dtypes`. Raises OptionError."""
+def parse_state_dtype(state_dtypes: Any, optimizer: RowOptimizer) -> torch.dtype:
+    """Return the dtype of per-element state. state_dtypes: FBGEMM's `optimizer_state_dtypes`. Raises OptionError."""
     widths = optimizer.make_row_state(2).widths  # with dim 1, per-element and per-row states would be equally wide
     dtypes = {f"momentum{i}": torch.float32 for i in range(1, len(widths) + 1)}
-    if argument is None:
+    if state_dtypes is None:
         return torch.float32
-    if not isinstance(argument, Mapping) or not argument.keys() <= dtypes.keys():
+    if not isinstance(state_dtypes, Mapping) or not state_dtypes.keys() <= dtypes.keys():
         names = f"dtypes by the names {', '.join(dtypes)}" if dtypes else "none, since the optimizer has no state"
-        raise OptionError(f"optimizer_state_dtypes={argument!r}: give {names}")
-    dtypes |= {name: parse_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in argument.items()}
+        raise OptionError(f"optimizer_state_dtypes={state_dtypes!r}: give {names}")
+    dtypes |= {name: parse_dtype(dtype, f"optimizer_state_dtypes[{name!r}]") for name, dtype in state_dtypes.items()}
     element_dtypes: set[torch.dtype] = set()
     for (name, dtype), width in zip(dtypes.items(), widths, strict=True):
         if width > 1:
@@ -156,5 +156,5 @@ def parse_state_dtype(argument: Any, optimizer: RowOptimizer) -> torch.dtype:
             raise OptionError(f"optimizer_state_dtypes[{name!r}]={dtype}: {reason}; leave it out")
     if len(element_dtypes) > 1:
         remedy = "all per-element states share a dtype; give each the same"
-        raise OptionError(f"optimizer_state_dtypes={argument!r}: {remedy}")
+        raise OptionError(f"optimizer_state_dtypes={state_dtypes!r}: {remedy}")
     return next(iter(element_dtypes), torch.float32)

@@ -24,12 +24,12 @@ from ...engine.options.store_options import (
 from ...engine.options.table_names import check_distinct, check_table_name
 from ..collections.configs import EmbeddingConfig
 from ..collections.store_split import MAX_STATES, StoreRequest, assign_stores, row_bytes
-from ..collections.tables import store_requests
+from ..collections.tables import make_store_requests
 from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, OptimType, parse_enum
 
 log = logging.getLogger("tierbed")
 
-_BAD_IDS = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
+_BAD_IDS_BY_MODE = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
 ZERO_INITIALIZER = make_constant_initializer(0.0)  # new rows are zeros, as in FBGEMM
 LOAD_FACTOR = 0.2  # FBGEMM's default
 # {optimizer: state elements per row element}; other optimizers have 1
@@ -43,25 +43,25 @@ class BoundsCheck:
         self._name = name
         self._mode = mode.name.removeprefix("V2_")
         self._should_warn = self._mode == "WARNING"
-        self._calls = 0
+        self._num_calls = 0
 
     def table_options(self, num_rows: int) -> dict[str, Any]:
         """Return keyword arguments of `make_table_options` for a table of `num_rows` rows."""
-        return {} if self._mode == "NONE" else {"ids": num_rows, "bad_ids": _BAD_IDS[self._mode]}
+        return {} if self._mode == "NONE" else {"ids": num_rows, "bad_ids": _BAD_IDS_BY_MODE[self._mode]}
 
-    def warn_of_dropped(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
+    def warn_about_dropped(self, embeddings: Iterable[MultiTableEmbedding]) -> None:
         """Log once which tables dropped indices.
 
         Counts on a GPU are read only at calls 1, 2, 4, 8, ..., because the host waits for each read.
         """
         if not self._should_warn:
             return
-        self._calls += 1
+        self._num_calls += 1
         for embedding in embeddings:
-            if embedding.device.type != "cpu" and self._calls & (self._calls - 1):
+            if embedding.device.type != "cpu" and self._num_calls & (self._num_calls - 1):
                 continue
-            dropped = embedding.table_handle().open_table.processor.dropped_counts
-            if tables := [name for name, count in zip(embedding.spec.labels, dropped, strict=True) if count]:
+            dropped_counts = embedding.table_handle().open_table.processor.dropped_counts
+            if tables := [name for name, count in zip(embedding.spec.labels, dropped_counts, strict=True) if count]:
                 self._should_warn = False
                 log.warning(
                     "TableBatchedEmbeddingBags %r: indices of table %s were negative or beyond its rows, and were "
@@ -76,15 +76,15 @@ class EmbeddingSpec(EmbeddingConfig):
 
     num_embeddings: int = field(kw_only=False)
     location: EmbeddingLocation
-    compute: ComputeDevice
-    bounds: BoundsCheck
+    compute_device: ComputeDevice
+    bounds_check: BoundsCheck
 
     def table_options(self, initializer: Mapping[str, Any] = ZERO_INITIALIZER) -> AnyTableOptions:
-        return make_table_options(initializer, self.name, **self.bounds.table_options(self.num_embeddings))
+        return make_table_options(initializer, self.name, **self.bounds_check.table_options(self.num_embeddings))
 
 
 def parse_specs(
-    embedding_specs: Any, table_names: Any, dtype: torch.dtype, bounds: BoundsCheck, by_location: bool
+    embedding_specs: Any, table_names: Any, dtype: torch.dtype, bounds_check: BoundsCheck, has_locations: bool
 ) -> list[EmbeddingSpec]:
     """Convert `embedding_specs`, a list of (rows, dim, location, compute device). Raises OptionError."""
     if not isinstance(embedding_specs, (list, tuple)) or not embedding_specs:
@@ -105,14 +105,14 @@ def parse_specs(
         if rows is None or dim is None:
             raise OptionError(f"{subject}={spec!r}: give a whole number of rows > 0, and a dim from 1 to 65536")
         location = parse_enum(EmbeddingLocation, spec[2], f"{subject}: location")
-        compute = parse_enum(ComputeDevice, spec[3], f"{subject}: compute device")
-        if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is compute:
+        device = parse_enum(ComputeDevice, spec[3], f"{subject}: compute device")
+        if EmbeddingLocation.MTIA is location or ComputeDevice.MTIA is device:
             raise OptionError(f"{subject}: tierbed does not support MTIA; give another location and compute device")
-        group = location.name.lower() if by_location else ""  # so that each location gets its own embedding
-        table = EmbeddingSpec(rows, dim, name, dtype, group=group, location=location, compute=compute, bounds=bounds)
-        tables.append(table)
-        if compute is not tables[0].compute:
-            problem = f"embedding_specs[0] has ComputeDevice.{tables[0].compute.name}, but {subject} has {compute.name}"
+        group = location.name.lower() if has_locations else ""  # so that each location gets its own embedding
+        fields: dict[str, Any] = {"location": location, "compute_device": device, "bounds_check": bounds_check}
+        tables.append(EmbeddingSpec(rows, dim, name, dtype, group=group, **fields))
+        if device is not (first := tables[0].compute_device):
+            problem = f"embedding_specs[0] has ComputeDevice.{first.name}, but {subject} has {device.name}"
             raise OptionError(f"{problem}; give all tables one ComputeDevice, or make one module per ComputeDevice")
     return tables
 
@@ -122,54 +122,54 @@ def parse_features(feature_table_map: Any, num_tables: int) -> list[int]:
     if feature_table_map is None:
         return list(range(num_tables))
     entries = feature_table_map if isinstance(feature_table_map, (list, tuple)) else [None]
-    features = [table for entry in entries if (table := as_int(entry, 0, num_tables - 1)) is not None]
+    table_indices = [table for entry in entries if (table := as_int(entry, 0, num_tables - 1)) is not None]
     subject = f"feature_table_map={feature_table_map!r}"
-    if not features or len(features) != len(entries):
+    if not table_indices or len(table_indices) != len(entries):
         raise OptionError(f"{subject}: give a table number from 0 to {num_tables - 1} for each feature")
-    if unused := set(range(num_tables)).difference(features):
+    if unused := set(range(num_tables)).difference(table_indices):
         raise OptionError(f"{subject}: no feature looks up table {min(unused)}; leave that table out")
-    return features
+    return table_indices
 
 
 def choose_stores(
-    groups: Mapping[str, Sequence[EmbeddingSpec]],
+    table_groups: Mapping[str, Sequence[EmbeddingSpec]],
     store_options: Mapping[str, Any] | None,
     cache_algorithm: CacheAlgorithm,
     cache_load_factor: float,
     widths: Mapping[int, int],
-    unused: list[str],
+    unused_args: list[str],
 ) -> dict[str, StoreOptions]:
     """Return {embedding name: store options}, from the tables' location or from `store_options`. Raises OptionError.
 
-    groups: each embedding's tables.
+    table_groups: each embedding's tables.
     cache_algorithm, cache_load_factor: used for tables in MANAGED_CACHING.
     widths: {dim: size of a row and its state, in 4-byte words}.
-    unused: output list; receives a message for each cache argument that changes nothing.
+    unused_args: output list; receives a message for each cache argument that changes nothing.
     """
-    factor = as_number(cache_load_factor)
-    if factor is None or not 0 < factor <= 1:
+    load_factor = as_number(cache_load_factor)
+    if load_factor is None or not 0 < load_factor <= 1:
         raise OptionError(f"cache_load_factor={cache_load_factor!r}: give a number > 0 and <= 1")
     reason = ""
     if store_options is not None:
         reason = "store_options say what is cached, by cache_policy and a budget"
-    elif all(tables[0].location is not EmbeddingLocation.MANAGED_CACHING for tables in groups.values()):
+    elif all(tables[0].location is not EmbeddingLocation.MANAGED_CACHING for tables in table_groups.values()):
         reason = "no table is in EmbeddingLocation.MANAGED_CACHING, and others have no cache"
     if reason:
-        unused += [f"cache_algorithm: {reason}"] * (cache_algorithm is not CacheAlgorithm.LRU)
-        unused += [f"cache_load_factor: {reason}"] * (factor != LOAD_FACTOR)
+        unused_args += [f"cache_algorithm: {reason}"] * (cache_algorithm is not CacheAlgorithm.LRU)
+        unused_args += [f"cache_load_factor: {reason}"] * (load_factor != LOAD_FACTOR)
     if store_options is not None:
-        return assign_stores(store_options, store_requests(groups))
+        return assign_stores(store_options, make_store_requests(table_groups))
 
     def choose_store(tables: Sequence[EmbeddingSpec]) -> StoreOptions:
         if tables[0].location is EmbeddingLocation.DEVICE:
             return make_device_mem_store_options()
         if tables[0].location is not EmbeddingLocation.MANAGED_CACHING:
             return make_host_mem_store_options()
-        sets = max(-int(-factor * sum(table.num_embeddings for table in tables) // WAYS), 1)
-        budget = sets * WAYS * row_bytes(StoreRequest(widths[tables[0].embedding_dim])) / MB
-        return make_cached_host_mem_store_options(budget, cache_policy=cache_algorithm.name.lower())
+        num_sets = max(-int(-load_factor * sum(table.num_embeddings for table in tables) // WAYS), 1)
+        cache_mb = num_sets * WAYS * row_bytes(StoreRequest(widths[tables[0].embedding_dim])) / MB
+        return make_cached_host_mem_store_options(cache_mb, cache_policy=cache_algorithm.name.lower())
 
-    return {name: choose_store(tables) for name, tables in groups.items()}
+    return {name: choose_store(tables) for name, tables in table_groups.items()}
 
 
 def compute_cache_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType) -> float:
@@ -185,19 +185,19 @@ def compute_cache_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType
     return max(size, sum(WAYS * row_bytes(StoreRequest(dim), MAX_STATES) for dim in dims)) / MB
 
 
-def choose_device(compute: ComputeDevice, device: Any) -> torch.device:
+def choose_device(compute_device: ComputeDevice, device: Any) -> torch.device:
     """Return the lookup device. Without a GPU, the CPU computes bit-identical results. Raises OptionError."""
-    kind = compute.name.lower()
+    device_type = compute_device.name.lower()
     if device is not None:
         try:
-            parsed = torch.device(device)
+            lookup_device = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise OptionError(f"device={device!r}: {error}; give a torch.device, or leave it out") from None
-        if parsed.type != kind:
-            kind = f"ComputeDevice.{compute.name}"
-            raise OptionError(f"device={device!r}: embedding_specs have {kind}; give a device of this type")
-        return parsed
-    if kind == "cpu" or torch.cuda.is_available():
-        return torch.device(kind)
+        if lookup_device.type != device_type:
+            device_type = f"ComputeDevice.{compute_device.name}"
+            raise OptionError(f"device={device!r}: embedding_specs have {device_type}; give a device of this type")
+        return lookup_device
+    if device_type == "cpu" or torch.cuda.is_available():
+        return torch.device(device_type)
     log.warning("ComputeDevice.CUDA: torch sees no GPU, so tables are looked up on the CPU, with the same results")
     return torch.device("cpu")

@@ -21,7 +21,7 @@ from ...engine.checks import validate_arguments
 from ...engine.errors import InputError
 from .validation import INTEGER_DTYPES, check_keys, is_list_of, is_tracing
 
-_MISMATCH = "values: give tensors of one batch, dtype and device"
+_MISMATCH_ERROR = "values: give tensors of one batch, dtype and device"
 _NATIVE_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -47,27 +47,27 @@ def multi_remap_to_groups(
     if [*map(len, keys)] != [*map(len, lengths)] or min((n for widths in lengths for n in widths), default=0) < 0:
         raise InputError(f"lengths={lengths}: give a length >= 0 for each of {keys}")
     columns: dict[str, tuple[int, int, int]] = {}  # {key: (tensor, first column in it, width)}
-    for tensor, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
+    for tensor_index, (names, widths) in enumerate(zip(keys, lengths, strict=True)):
         for name, start, width in zip(names, accumulate(widths, initial=0), widths, strict=False):
-            columns[name] = tensor, start, width
-    rows: list[list[int]] = []
-    readers: dict[str, list[int]] = defaultdict(list)  # {key: numbers of the moves that read it}
-    for output, group in enumerate(groups):
+            columns[name] = tensor_index, start, width
+    moves: list[list[int]] = []
+    moves_by_key: dict[str, list[int]] = defaultdict(list)  # {key: indices of the moves that copy it}
+    for output_index, group in enumerate(groups):
         end = 0
         for name in group:
-            tensor, start, width = columns[name]
-            readers[name].append(len(rows))
-            rows.append([tensor, output, start, end, width, 0])
+            tensor_index, start, width = columns[name]
+            moves_by_key[name].append(len(moves))
+            moves.append([tensor_index, output_index, start, end, width, 0])
             end += width
-    for moves in readers.values():
-        # FBGEMM's jump: the number of the next move of the same key. It is positive only in the key's first move.
-        for row, next_move in pairwise(moves):
-            rows[row][5] = next_move if row == moves[0] else -next_move
-        if len(moves) > 1:
-            rows[moves[-1]][5] = -len(rows)
+    for indices in moves_by_key.values():
+        # FBGEMM's jump: the index of the next move of the same key. It is positive only in the key's first move.
+        for index, next_move in pairwise(indices):
+            moves[index][5] = next_move if index == indices[0] else -next_move
+        if len(indices) > 1:
+            moves[indices[-1]][5] = -len(moves)
     in_lengths = torch.tensor([sum(widths) for widths in lengths], dtype=torch.int32)
     out_lengths = torch.tensor([sum(columns[name][2] for name in group) for group in groups], dtype=torch.int32)
-    return torch.tensor(rows, dtype=torch.int32).view(-1, 6), in_lengths, out_lengths
+    return torch.tensor(moves, dtype=torch.int32).view(-1, 6), in_lengths, out_lengths
 
 
 def permute_multi_embedding(
@@ -107,17 +107,17 @@ def permute_multi_embedding(
     if not is_list_of(values, Tensor) or not values or any(tensor.dim() != 2 for tensor in values):
         raise InputError("values: give a list of one or more tensors [batch, columns]")
     if len({(tensor.dtype, tensor.device) for tensor in values}) > 1:
-        raise InputError(_MISMATCH)
+        raise InputError(_MISMATCH_ERROR)
     if permutes.dim() != 2 or permutes.shape[1] != 6 or permutes.dtype not in INTEGER_DTYPES:
         raise InputError(f"permutes: {list(permutes.shape)} of {permutes.dtype}; give integers [moves, 6]")
-    lacks_values = torch.compiler.is_compiling() or is_tracing()
-    on_cpu = not lacks_values and in_lengths.device.type == out_lengths.device.type == "cpu"
-    if on_cpu and ([tensor.shape[1] for tensor in values], widths) != (in_lengths.tolist(), out_lengths.tolist()):
+    is_symbolic = torch.compiler.is_compiling() or is_tracing()
+    is_on_cpu = not is_symbolic and in_lengths.device.type == out_lengths.device.type == "cpu"
+    if is_on_cpu and ([tensor.shape[1] for tensor in values], widths) != (in_lengths.tolist(), out_lengths.tolist()):
         raise InputError("in_lengths must equal the column counts of values; out_lengths must equal out_lengths_list")
     # torch.func and forward-mode gradients support only torch's own ops
-    needs_torch_ops = not lacks_values and (peek_interpreter_stack() or forward_ad._current_level >= 0)
-    op: Any = _gather if needs_torch_ops else move_columns
-    return list(op(values, permutes, in_lengths, out_lengths, widths, False))
+    needs_torch_ops = not is_symbolic and (peek_interpreter_stack() or forward_ad._current_level >= 0)
+    copy_columns: Any = _copy_columns if needs_torch_ops else move_columns
+    return list(copy_columns(values, permutes, in_lengths, out_lengths, widths, False))
 
 
 @torch.library.custom_op("tierbed::move_columns", mutates_args=())
@@ -135,11 +135,11 @@ def move_columns(
     inverted. A CPU ignores the lengths; other devices ignore the tensors' shapes. Raises InputError on a CPU.
     """
     if any(len(tensor) != len(tensors[0]) for tensor in tensors):
-        raise InputError(_MISMATCH)
+        raise InputError(_MISMATCH_ERROR)
     if tensors[0].device.type != "cpu" or tensors[0].dtype not in _NATIVE_DTYPES:
-        return [part.clone() for part in _gather(tensors, permutes, in_lengths, out_lengths, widths, is_gradient)]
+        return [part.clone() for part in _copy_columns(tensors, permutes, in_lengths, out_lengths, widths, is_gradient)]
     sources = [t.resolve_neg().contiguous() if t.stride(1) != 1 or t.is_neg() else t for t in tensors]
-    targets = _allocate(tensors, permutes, in_lengths, out_lengths, widths, is_gradient)
+    targets = _allocate_outputs(tensors, permutes, in_lengths, out_lengths, widths, is_gradient)
     _move(_describe(sources), _describe(targets), permutes, len(sources[0]), sources[0].dtype, is_gradient)
     return targets
 
@@ -152,7 +152,7 @@ def _move(sources: list[int], targets: list[int], permutes: Tensor, rows: int, d
         raise _make_moves_error(inputs[2::3], moves.tolist(), outputs[2::3])
 
 
-def _gather(
+def _copy_columns(
     tensors: Sequence[Tensor], permutes: Any, in_lengths: Any, out_lengths: Any, widths: Any, is_gradient: bool
 ) -> Sequence[Tensor]:
     """Compute `move_columns` with torch's ops. Return views of one tensor. Moves are checked on a CPU."""
@@ -161,14 +161,14 @@ def _gather(
         sources, targets = ([n for width in sizes for n in (0, 0, width)] for sizes in (columns, widths))
         _move(sources, targets, permutes, 0, torch.float32, is_gradient)
     joined = torch.cat(list(tensors), 1)
-    index = _find_sources(permutes, in_lengths, out_lengths, sum(columns if is_gradient else widths))
+    index = _find_source_columns(permutes, in_lengths, out_lengths, sum(columns if is_gradient else widths))
     zeros = joined.new_zeros(len(joined), sum(widths))
     return (zeros.index_add(1, index, joined) if is_gradient else joined[:, index]).split(list(widths), 1)
 
 
 @move_columns.register_fake
-def _allocate(
-    tensors: Sequence[Tensor], permutes: Any, ins: Any, outs: Any, widths: Sequence[int], _: Any
+def _allocate_outputs(
+    tensors: Sequence[Tensor], permutes: Any, in_lengths: Any, out_lengths: Any, widths: Sequence[int], _: Any
 ) -> list[Tensor]:
     return [tensors[0].new_empty(tensors[0].shape[0], width) for width in widths]
 
@@ -191,34 +191,34 @@ def _describe(tensors: Sequence[Tensor]) -> list[int]:
     return [n for t in tensors for n in (t.data_ptr(), t.stride(0) * t.element_size(), t.shape[1])]
 
 
-def _find_sources(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
+def _find_source_columns(permutes: Tensor, in_lengths: Tensor, out_lengths: Tensor, columns: int) -> Tensor:
     """Return the input column for each output column, as a tensor. Columns are numbered across all tensors."""
-    source, target, first, to, count = permutes[:, :5].long().unbind(1)
-    begin = (out_lengths.cumsum(0) - out_lengths)[target] + to
+    source, target, source_first, target_first, count = permutes[:, :5].long().unbind(1)
+    begin = (out_lengths.cumsum(0) - out_lengths)[target] + target_first
     order = torch.argsort(2 * begin + (count > 0))  # at equal positions, empty moves come first
     column = torch.arange(columns, device=permutes.device)
     move = order[torch.searchsorted(begin[order], column, right=True) - 1]
-    return (in_lengths.cumsum(0) - in_lengths)[source[move]] + first[move] + column - begin[move]
+    return (in_lengths.cumsum(0) - in_lengths)[source[move]] + source_first[move] + column - begin[move]
 
 
 def _make_moves_error(inputs: Sequence[int], moves: Sequence[Sequence[int]], outputs: Sequence[int]) -> InputError:
     """Return the error that names the first invalid move or the first column that is not filled exactly once."""
-    for row in moves:
-        source, target, first, _, count, _ = row
+    for move in moves:
+        source, target, first, _, count, _ = move
         if not (0 <= source < len(inputs) and 0 <= target < len(outputs) and count >= 0):
             return InputError(
-                f"permutes: move {row} does not fit; give an input from 0 to {len(inputs) - 1}, an output from 0 to "
+                f"permutes: move {move} does not fit; give an input from 0 to {len(inputs) - 1}, an output from 0 to "
                 f"{len(outputs) - 1}, and a column count >= 0"
             )
         end, width = first + count, inputs[source]
         if first < 0 or end > width:
-            return InputError(f"permutes: move {row} reads columns {first} to {end}; give columns from 0 to {width}")
+            return InputError(f"permutes: move {move} reads columns {first} to {end}; give columns from 0 to {width}")
     for output, width in enumerate(outputs):
         end = 0
-        for to, count in [*sorted((row[3], row[4]) for row in moves if row[1] == output), (width, 0)]:
-            if to != end:
+        for start, count in [*sorted((move[3], move[4]) for move in moves if move[1] == output), (width, 0)]:
+            if start != end:
                 return InputError(
-                    f"permutes: at columns {end} to {to} of output {output}, the moves overlap or leave a gap; give "
+                    f"permutes: at columns {end} to {start} of output {output}, the moves overlap or leave a gap; give "
                     "one move for each column"
                 )
             end += count

@@ -43,11 +43,11 @@ class TensorContainer:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return a copy on another device."""
-        return self._map(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
+        return self._map_tensors(lambda tensor: tensor.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Return a copy in page-locked memory, which a GPU can copy asynchronously."""
-        return self._map(Tensor.pin_memory)
+        return self._map_tensors(Tensor.pin_memory)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory allocated until `stream` has finished all work queued so far."""
@@ -77,7 +77,7 @@ class TensorContainer:
                 tensor.untyped_storage().resize_(0)
         return num_bytes
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return a copy with `function` applied to every tensor."""
         result = copy(self)
         result._set_tensors([None if tensor is None else function(tensor) for tensor in self._tensors()])
@@ -110,16 +110,16 @@ class TensorContainer:
         return container
 
 
-def format_entries(container: TensorContainer, kind: str, entries: Callable[[], Sequence[str]]) -> str:
-    """Format entries as TorchRec's class `kind` prints them. Without values (in a trace or on meta), return `repr`."""
+def format_entries(container: TensorContainer, class_name: str, entries: Callable[[], Sequence[str]]) -> str:
+    """Format entries as TorchRec prints its class `class_name`. In a trace or on meta, return `repr`."""
     if is_tracing() or container.device().type == "meta":
         return repr(container)
-    return f"{kind}({join_in_braces(entries())})\n"
+    return f"{class_name}({join_in_braces(entries())})\n"
 
 
-def join_in_braces(entries: Sequence[str], line: str = "\n    ") -> str:
-    """Join entries in braces, one per line. `line` is a newline plus indentation. Return "" for no entries."""
-    return "{" + line + f",{line}".join(entries) + line[:-4] + "}" if entries else ""
+def join_in_braces(entries: Sequence[str], separator: str = "\n    ") -> str:
+    """Join entries in braces, one per line. `separator`: a newline and indentation. Return "" for no entries."""
+    return "{" + separator + f",{separator}".join(entries) + separator[:-4] + "}" if entries else ""
 
 
 def format_bags(values: Tensor, weights: Tensor | None, offsets: Tensor) -> list[str]:
@@ -140,12 +140,12 @@ def split_nested(name: str, nested: Tensor) -> tuple[Tensor, Tensor]:
     return nested.values(), nested.offsets()  # type: ignore[attr-defined]
 
 
-def value_mask(offsets: Tensor, length: int) -> Tensor:
+def make_mask(offsets: Tensor, length: int) -> Tensor:
     """Return bool [bags, length]: True where a bag padded to `length` holds a value."""
     return torch.arange(length, device=offsets.device) < offsets.diff().unsqueeze(1)
 
 
-def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0) -> Tensor:
+def pad_bags(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0) -> Tensor:
     """Return each bag's first `length` values, padded with padding_value: [bags, length, ...]. Raises InputError.
 
     The host reads neither values nor offsets, so a graph can trace this function.
@@ -153,14 +153,14 @@ def pad(values: Tensor, offsets: Tensor, length: int, padding_value: float = 0.0
     if not values.is_floating_point() and padding_value != int(padding_value):
         raise InputError(f"padding_value={padding_value}: values are of {values.dtype}; give a whole number")
     padding = values.new_full((1, *values.shape[1:]), padding_value)
-    index = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
+    indices = offsets[:-1].unsqueeze(1) + torch.arange(1, length + 1, device=offsets.device)
     rows = torch.cat([padding, values])
     # F.embedding's backward skips row 0 (the padding). Each other row gets at most one gradient.
-    result = F.embedding(index * value_mask(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
-    return result.view(*index.shape, *values.shape[1:])
+    result = F.embedding(indices * make_mask(offsets, length), rows.flatten(1) if rows.dim() > 1 else rows[:, None], 0)
+    return result.view(*indices.shape, *values.shape[1:])
 
 
-class Jagged(TensorContainer, register=False):
+class JaggedBase(TensorContainer, register=False):
     """Values [n, ...] with optional weights. Bag b is values[offsets[b]:offsets[b + 1]]."""
 
     _tensor_fields: ClassVar[tuple[str, ...]] = ("_values", "_weights", "_offsets")
@@ -226,7 +226,7 @@ class Jagged(TensorContainer, register=False):
         return f"values {list(self._values.shape)} of {self._values.dtype}{weighted}"
 
 
-class JaggedTensor(Jagged):
+class JaggedTensor(JaggedBase):
     """One feature of a batch. Sample b has values[offsets[b]:offsets[b + 1]].
 
     The constructor checks shapes and dtypes. `validate` and lookups check the numbers in offsets.
@@ -235,7 +235,7 @@ class JaggedTensor(Jagged):
         values: The values of all samples, [n] or [n, ...].
         weights: One weight per value, [n] or the shape of values.
         lengths: The number of values in each sample, integers [batch]. Give either lengths or offsets.
-        offsets: The index of each sample's first value, then n: integers [batch + 1]. They are stored as int64.
+        offsets: The index of each sample's first value, followed by n. Integers [batch + 1], stored as int64.
 
     Raises:
         InputError: If shapes or dtypes do not fit.
@@ -263,7 +263,7 @@ class JaggedTensor(Jagged):
         if weights is not None and (
             not is_list_of(weights, Tensor) or [tensor.shape[:1] for tensor in weights] != [(size,) for size in sizes]
         ):
-            raise InputError("weights: give a list of tensors, each as long as the sample's tensor in values")
+            raise InputError("weights: give a tensor for each sample, with one weight for each of its values")
         lengths = torch.tensor(sizes, device=values[0].device)
         return cls(torch.cat(list(values)), None if weights is None else torch.cat(list(weights)), lengths)
 
@@ -290,7 +290,7 @@ class JaggedTensor(Jagged):
         """
         check_type("jt", jt, cls)
         if device is not None:
-            return jt._map(lambda tensor: torch.empty_like(tensor, device=device))
+            return jt._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
         weights = jt._weights
         return cls.empty(weights is not None, jt.device(), jt._values.dtype, None if weights is None else weights.dtype)
 
@@ -333,7 +333,7 @@ class JaggedTensor(Jagged):
         elif not isinstance(desired_length, int) or desired_length < 0:
             raise InputError(f"desired_length={desired_length!r}: give an integer from 0 on")
         self.check_bags()
-        return pad(tensor, self._offsets, desired_length, padding_value)
+        return pad_bags(tensor, self._offsets, desired_length, padding_value)
 
     def __str__(self) -> str:
         return format_entries(self, "JaggedTensor", lambda: format_bags(self._values, self._weights, self._offsets))

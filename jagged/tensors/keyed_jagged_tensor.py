@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from ...engine.errors import InputError
-from .jagged_tensor import Jagged, JaggedTensor, format_bags, format_entries, join_in_braces
+from .jagged_tensor import JaggedBase, JaggedTensor, format_bags, format_entries, join_in_braces
 from .validation import (
     check_all_equal,
     check_ascending,
@@ -23,12 +23,12 @@ from .validation import (
     check_integers,
     check_keys,
     check_type,
-    concat_selected,
     is_list_of,
     is_statically_true,
     is_tracing,
     lengths_to_offsets,
     reorder_inverse_indices,
+    select_and_concat,
 )
 
 _SPLIT_REMEDY = (
@@ -37,24 +37,24 @@ _SPLIT_REMEDY = (
 )
 
 
-class KeyedJaggedTensor(Jagged):
+class KeyedJaggedTensor(JaggedBase):
     """The features of a batch. Sample b of key f is values[offsets[f * batch + b]:offsets[f * batch + b + 1]].
 
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
-    A KeyedJaggedTensor can be a graph's argument, with another number of values in each batch. If the graph's
-    `build` reads single keys, the graph splits the batch before each call; on a GPU the split waits for the offsets.
+    A graph accepts KeyedJaggedTensors as arguments. Batches may differ in their number of values. If the graph's
+    `build` reads single keys, the graph splits the batch before each call. On a GPU, the split waits for the offsets.
 
     Args:
         keys: The names of the features.
         values: The ids of all bags, [n] or [n, ...]. A bag is the list of one sample's ids for one key.
         weights: One weight per value, [n].
         lengths: The number of values in each bag, integers [keys * batch]. Give either lengths or offsets.
-        offsets: The index of each bag's first value, then n: integers [keys * batch + 1]. They are stored as int64.
+        offsets: The index of each bag's first value, followed by n. Integers [keys * batch + 1], stored as int64.
         stride: The number of samples, for a batch without keys or with variable batch sizes. If any of the next three
             arguments is given, the constructor returns a `VariableBatchKeyedJaggedTensor`.
         stride_per_key_per_rank: The number of bags for each key and rank.
         stride_per_key: The number of bags for each key.
-        inverse_indices: A pair (keys, integers [keys, batch]): for each key, the number of each sample's bag.
+        inverse_indices: A pair (keys, integers [keys, batch]). A row holds the index of each sample's bag for one key.
         length_per_key, lengths_offset_per_key, offset_per_key, index_per_key, jt_dict: Ignored. TorchRec stores
             these precomputed numbers; tierbed computes them from the offsets.
 
@@ -85,13 +85,13 @@ class KeyedJaggedTensor(Jagged):
     ) -> None:
         per_rank, strides = stride_per_key_per_rank, stride_per_key
         if per_rank is not None or strides is not None or inverse_indices is not None:
-            parts = keys, values, weights, lengths, offsets
+            arguments = keys, values, weights, lengths, offsets
             if per_rank is not None:
                 strides = [sum(bags) for bags in (per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank)]
             elif strides is None:
-                strides = KeyedJaggedTensor(*parts).stride_per_key()
+                strides = KeyedJaggedTensor(*arguments).stride_per_key()
             self.__class__ = VariableBatchKeyedJaggedTensor
-            VariableBatchKeyedJaggedTensor.__init__(self, *parts, strides, inverse_indices)  # type: ignore[arg-type]
+            VariableBatchKeyedJaggedTensor.__init__(self, *arguments, strides, inverse_indices)  # type: ignore[arg-type]
             if per_rank is not None and len({*map(len, per_rank)}) == 1:
                 self._strides = torch.as_tensor(per_rank, dtype=torch.int64, device="cpu")
             self._batch = stride
@@ -128,7 +128,7 @@ class KeyedJaggedTensor(Jagged):
         """
         check_type("kjt", kjt, KeyedJaggedTensor)
         if device is not None:
-            return kjt._map(lambda tensor: torch.empty_like(tensor, device=device))
+            return kjt._map_tensors(lambda tensor: torch.empty_like(tensor, device=device))
         weights = None if kjt._weights is None else kjt._weights[:0].clone()
         return kjt._select([], kjt._values[:0].clone(), weights, kjt._offsets.new_zeros(1))
 
@@ -143,8 +143,8 @@ class KeyedJaggedTensor(Jagged):
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
         """Construct from lengths and call `sync()`."""
-        sizes = stride, stride_per_key_per_rank
-        return KeyedJaggedTensor(keys, values, weights, lengths, None, *sizes, inverse_indices=inverse_indices).sync()
+        strides = stride, stride_per_key_per_rank
+        return KeyedJaggedTensor(keys, values, weights, lengths, None, *strides, inverse_indices=inverse_indices).sync()
 
     @staticmethod
     def from_offsets_sync(
@@ -157,8 +157,8 @@ class KeyedJaggedTensor(Jagged):
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> KeyedJaggedTensor:
         """Construct from offsets and call `sync()`."""
-        sizes = stride, stride_per_key_per_rank
-        return KeyedJaggedTensor(keys, values, weights, None, offsets, *sizes, inverse_indices=inverse_indices).sync()
+        strides = stride, stride_per_key_per_rank
+        return KeyedJaggedTensor(keys, values, weights, None, offsets, *strides, inverse_indices=inverse_indices).sync()
 
     @staticmethod
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
@@ -204,12 +204,12 @@ class KeyedJaggedTensor(Jagged):
         if offsets is not None and is_statically_true(offsets.shape[0] == 0):
             offsets = None  # TorchRec allows empty offsets for a batch without bags
         lengths = None if offsets is not None or lengths is None else lengths.flatten()
-        parts = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
-        inverse, per_rank = kjt.inverse_indices_or_none(), None
-        if kjt.variable_stride_per_key() or inverse is not None:
+        arguments = (kjt.keys(), kjt.values(), kjt.weights_or_none(), lengths, offsets)
+        inverse_indices, per_rank = kjt.inverse_indices_or_none(), None
+        if kjt.variable_stride_per_key() or inverse_indices is not None:
             check_eager("from_torchrec of variable batch sizes", "convert the graph's arguments, before the call")
             per_rank = kjt.stride_per_key_per_rank() if kjt.variable_stride_per_key() else None
-        result = KeyedJaggedTensor(*parts, stride_per_key_per_rank=per_rank, inverse_indices=inverse)
+        result = KeyedJaggedTensor(*arguments, stride_per_key_per_rank=per_rank, inverse_indices=inverse_indices)
         if result.variable_stride_per_key() or not result._keys:
             result._batch = kjt.stride() if kjt.stride() > result.stride() else None
         return result
@@ -229,11 +229,11 @@ class KeyedJaggedTensor(Jagged):
         inverses = [kjt.inverse_indices_or_none() for kjt in kjt_list]
         check_all_equal("kjt_list", "inverse indices", {i: inverse is not None for i, inverse in enumerate(inverses)})
         if not is_variable or inverses[0] is not None:
-            samples = {str(kjt.keys()): kjt.stride() for kjt in kjt_list if is_variable or kjt._keys}
-            check_all_equal("kjt_list", "samples", samples)
+            sample_counts = {str(kjt.keys()): kjt.stride() for kjt in kjt_list if is_variable or kjt._keys}
+            check_all_equal("kjt_list", "samples", sample_counts)
         strides = [stride for kjt in kjt_list for stride in kjt.stride_per_key_per_rank()] if is_variable else None
-        joined = None if None in inverses else (keys, torch.cat([pair[1] for pair in inverses if pair is not None]))
-        result = _concat_parts(keys, kjt_list, strides, joined)
+        inverse = None if None in inverses else (keys, torch.cat([pair[1] for pair in inverses if pair is not None]))
+        result = _concat_parts(keys, kjt_list, strides, inverse)
         if not is_variable and not keys:
             result._batch = max(kjt.stride() for kjt in kjt_list)
         return result
@@ -248,10 +248,10 @@ class KeyedJaggedTensor(Jagged):
     def variable_stride_per_key(self) -> bool:
         return False
 
-    def offsets_of_keys(self) -> Sequence[Tensor]:
+    def split_offsets(self) -> Sequence[Tensor]:
         stride = self.stride() if self._keys else 0
-        rows = self._offsets.unfold(0, stride + 1, stride) if stride else self._offsets.expand(len(self._keys), 1)
-        return (rows - rows[:, :1]).unbind()
+        offsets = self._offsets.unfold(0, stride + 1, stride) if stride else self._offsets.expand(len(self._keys), 1)
+        return (offsets - offsets[:, :1]).unbind()
 
     def split_by_key(self) -> KeyedJaggedTensor:
         """Return the batch as a pytree with a leaf per key, for a graph whose `build` splits the values by key."""
@@ -355,7 +355,7 @@ class KeyedJaggedTensor(Jagged):
 
     def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
         """Return {key: feature}, as views. `compute_offsets` is ignored, since offsets are always known."""
-        parts = zip(*self._split(range(1, len(self._keys) + 1)), self.offsets_of_keys(), strict=True)
+        parts = zip(*self._split(range(1, len(self._keys) + 1)), self.split_offsets(), strict=True)
         features = (JaggedTensor._unflatten(part, ()) for part in parts)  # the constructor checked these tensors
         return dict(zip(self._keys, features, strict=True))
 
@@ -366,7 +366,7 @@ class KeyedJaggedTensor(Jagged):
         """
         ends = [*accumulate(check_integers("segments", segments), initial=0)]
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
-            raise InputError(f"segments={list(segments)}: give numbers of keys whose sum is at most {len(self._keys)}")
+            raise InputError(f"segments={list(segments)}: give key counts that sum to at most {len(self._keys)}")
         parts = zip(pairwise(ends), *self._split([*ends[1:], len(self._keys)]), strict=False)
         return [self._select([*range(*span)], ids, weights, self._slice_offsets(*span)) for span, ids, weights in parts]
 
@@ -375,7 +375,7 @@ class KeyedJaggedTensor(Jagged):
 
         Args:
             indices: The indices of the keys to copy. An index may repeat.
-            indices_tensor: Ignored. TorchRec passes the same indices as a tensor.
+            indices_tensor: Ignored. In TorchRec, this tensor holds the same indices.
         """
         selected = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
         values, weights = self._split(range(1, len(self._keys) + 1))
@@ -383,9 +383,9 @@ class KeyedJaggedTensor(Jagged):
         parts = lengths.split(self.stride_per_key()) if self._keys else ()
         return self._select(
             selected,
-            concat_selected(self._values[:0], values, selected),
-            None if self._weights is None else concat_selected(self._weights[:0], weights, selected),
-            lengths_to_offsets(concat_selected(lengths[:0], parts, selected)),
+            select_and_concat(self._values[:0], values, selected),
+            None if self._weights is None else select_and_concat(self._weights[:0], weights, selected),
+            lengths_to_offsets(select_and_concat(lengths[:0], parts, selected)),
         )
 
     @cached_property
@@ -446,9 +446,9 @@ class KeyedJaggedTensor(Jagged):
 
 def _concat_parts(
     keys: Sequence[str],
-    parts: Sequence[Jagged],
+    parts: Sequence[JaggedBase],
     strides: Sequence[Sequence[int]] | None = None,
-    inverse: tuple[Sequence[str], Tensor] | None = None,
+    inverse_indices: tuple[Sequence[str], Tensor] | None = None,
 ) -> KeyedJaggedTensor:
     """Concatenate parts to one batch. strides: number of bags per key and rank."""
     check_all_equal("weights", "weights", {i: part.weights_or_none() is not None for i, part in enumerate(parts)})
@@ -456,7 +456,7 @@ def _concat_parts(
     weights = torch.cat([part.weights() for part in parts]) if parts[0].weights_or_none() is not None else None
     offsets = lengths_to_offsets(torch.cat([part.lengths() for part in parts]))
     return KeyedJaggedTensor(
-        keys, values, weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse
+        keys, values, weights, offsets=offsets, stride_per_key_per_rank=strides, inverse_indices=inverse_indices
     )
 
 
@@ -466,8 +466,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     Args:
         keys, values, weights, lengths, offsets: As for `KeyedJaggedTensor`, with stride_per_key[f] bags for key f.
         stride_per_key: The number of bags for each key.
-        inverse_indices: A pair (key names, integer tensor [names, batch]). Element [k, s] is the number of sample s's
-            bag for key k. A collection needs it to return one row per sample.
+        inverse_indices: A pair (key names, integer tensor [names, batch]). Element [k, s] is the index of sample
+            s's bag among the bags of key k. A collection needs it to return one row per sample.
 
     Raises:
         InputError: If arguments do not fit each other.
@@ -488,7 +488,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
         stride_per_key: Sequence[int],
         inverse_indices: tuple[Sequence[str], Tensor] | None = None,
     ) -> None:
-        Jagged.__init__(self, values, weights, lengths, offsets)
+        JaggedBase.__init__(self, values, weights, lengths, offsets)
         self._keys = check_keys(keys)
         strides, num_bags = list(stride_per_key), self._offsets.shape[0] - 1
         if len(strides) != len(self._keys) or min(strides, default=0) < 0 or sum(strides) != num_bags:
@@ -527,8 +527,8 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     def split_by_key(self) -> KeyedJaggedTensor:
         return self
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        result = super()._map(function)
+    def _map_tensors(self, function: Callable[[Tensor], Tensor]) -> Self:
+        result = super()._map_tensors(function)
         result._strides = self._strides.clone()  # strides stay on the CPU
         return result
 
@@ -538,7 +538,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         return None if self._inverse is None else (self.keys(), self._inverse)
 
-    def offsets_of_keys(self) -> Sequence[Tensor]:
+    def split_offsets(self) -> Sequence[Tensor]:
         return [self._slice_offsets(index, index + 1) for index in range(len(self._keys))]
 
     def _select(self, indices: list[int], values: Tensor, weights: Tensor | None, offsets: Tensor) -> Any:
@@ -580,10 +580,10 @@ class SplitKeyedJaggedTensor(KeyedJaggedTensor):
 
     def _split(self, ends: Sequence[int]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         spans, weights = [*pairwise([0, *ends])], self._parts[len(self._keys) :]
-        values = [concat_selected(self._parts[0][:0], self._parts, range(*span)) for span in spans]
+        values = [select_and_concat(self._parts[0][:0], self._parts, range(*span)) for span in spans]
         if not weights:
             return values, [None] * len(spans)
-        return values, [concat_selected(weights[0][:0], weights, range(*span)) for span in spans]
+        return values, [select_and_concat(weights[0][:0], weights, range(*span)) for span in spans]
 
     def _tensors(self) -> list[Any]:
         return [self._offsets, *self._parts]

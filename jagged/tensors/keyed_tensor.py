@@ -28,7 +28,7 @@ class ColumnOrder:
 
     def __init__(self, sources: Sequence[int], dims: Sequence[int]) -> None:
         runs = [(source, len(list(run))) for source, run in groupby(sources)]
-        self._order = [source for source, _ in runs]
+        self._run_sources = [source for source, _ in runs]
         self._widths = [[n * dim for run_source, n in runs if run_source == source] for source, dim in enumerate(dims)]
 
     def join(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -36,7 +36,7 @@ class ColumnOrder:
         if len(tensors) == 1:
             return tensors[0]
         parts = [iter(tensor.split(widths, 1)) for tensor, widths in zip(tensors, self._widths, strict=True)]
-        return torch.cat([next(parts[source]) for source in self._order], 1)
+        return torch.cat([next(parts[source]) for source in self._run_sources], 1)
 
 
 class KeyedTensor(TensorContainer):
@@ -117,7 +117,7 @@ class KeyedTensor(TensorContainer):
         if not is_list_of(groups, (list, tuple)):
             raise InputError(f"groups={groups!r:.80}: give a list of keys for each output tensor")
         dim, *dims = (tensor.key_dim() for tensor in keyed_tensors)
-        if any(other != dim for other in dims):
+        if any(other_dim != dim for other_dim in dims):
             raise InputError(f"keyed_tensors have key_dim {[dim, *dims]}; give tensors of one key_dim")
         batch_sizes = [tensor.values().shape[1 - dim] if tensor.values().dim() > 1 else 1 for tensor in keyed_tensors]
         if any(is_statically_true(size != batch_sizes[0]) for size in batch_sizes):
@@ -127,7 +127,7 @@ class KeyedTensor(TensorContainer):
             keys, lengths, values = tensor.keys(), tensor.length_per_key(), tensor.values()
             if repeated := [key for key in keys if key in parts]:
                 raise InputError(f"keyed_tensors: two of them have keys {repeated}; give each key once")
-            if keys:  # no split for a single key, since its backward would copy
+            if keys:  # a single key is not split, since backward of split would copy
                 parts.update(zip(keys, values.split(lengths, dim) if len(keys) > 1 else [values], strict=True))
         if missing := [key for group in groups for key in group if key not in parts]:
             raise KeyError(f"groups: no keyed tensor has key {missing[0]!r}; they have {', '.join(parts)}")
@@ -162,7 +162,7 @@ class KeyedTensor(TensorContainer):
 
     def _key_indices(self) -> dict[str, int]:
         """Return {key: index}. TorchRec's modules call it."""
-        return {key: number for number, key in enumerate(self._keys)}
+        return {key: index for index, key in enumerate(self._keys)}
 
     def offset_per_key(self) -> list[int]:
         """Return each key's first column, followed by the total column count."""

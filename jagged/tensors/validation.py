@@ -40,15 +40,15 @@ def is_empty(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_nested and is_statically_true(value.numel() == 0)
 
 
-def is_list_of(value: object, kind: Any) -> bool:
-    """True for a list or tuple whose items all have type `kind`."""
-    return isinstance(value, (list, tuple)) and all(isinstance(item, kind) for item in value)
+def is_list_of(value: object, item_type: Any) -> bool:
+    """True for a list or tuple whose items all have type `item_type`."""
+    return isinstance(value, (list, tuple)) and all(isinstance(item, item_type) for item in value)
 
 
-def check_type(name: str, value: object, kind: type) -> None:
-    """Raise InputError unless an argument has type `kind`."""
-    if not isinstance(value, kind):
-        raise InputError(f"{name}={value!r:.80}: give a {kind.__name__}")
+def check_type(name: str, value: object, expected_type: type) -> None:
+    """Raise InputError unless an argument has type `expected_type`."""
+    if not isinstance(value, expected_type):
+        raise InputError(f"{name}={value!r:.80}: give a {expected_type.__name__}")
 
 
 def check_integers(name: str, values: Sequence[int]) -> Sequence[int]:
@@ -122,20 +122,20 @@ def lengths_to_offsets(lengths: Tensor) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends])  # not F.pad, which would make a trace's sizes static
 
 
-def check_ascending(offsets: Sequence[int], count: int, bag_names: Sequence[str] | None = None) -> None:
-    """Raise InputError unless offsets ascend from 0 to `count`, the number of values. bag_names: used in the error."""
+def check_ascending(offsets: Sequence[int], num_values: int, bag_names: Sequence[str] | None = None) -> None:
+    """Raise InputError unless offsets ascend from 0 to `num_values`. bag_names: used in the error."""
     if offsets[0] != 0:
         raise InputError(f"offsets[0]={offsets[0]}: give offsets that begin with 0")
     for bag, (begin, end) in enumerate(pairwise(offsets)):
         if end < begin:
             length = f"lengths[{bag}]={end - begin}" + (f" of {bag_names[bag]}" if bag_names else "")
             raise InputError(f"{length}: offsets {begin}, {end} descend; give lengths of 0 or more")
-    if (last := offsets[-1]) != count:
-        remedy = f"give offsets that end with {count}, or lengths whose sum is {count}"
-        raise InputError(f"offsets[-1]={last}, but there are {count} values; {remedy}")
+    if (last := offsets[-1]) != num_values:
+        remedy = f"give offsets that end with {num_values}, or lengths whose sum is {num_values}"
+        raise InputError(f"offsets[-1]={last}, but there are {num_values} values; {remedy}")
 
 
-def concat_selected(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[int]) -> Tensor:
+def select_and_concat(empty: Tensor, parts: Sequence[Tensor], indices: Iterable[int]) -> Tensor:
     """Concatenate the parts at these indices. Return `empty` if there are no indices."""
     return torch.cat([empty, *(parts[index] for index in indices)])
 
@@ -153,11 +153,11 @@ def reorder_inverse_indices(keys: Sequence[str], names: Sequence[str], indices: 
         raise InputError(f"inverse_indices: give names and a tensor [{len(names)}, batch], a row for each name")
     if indices.dtype not in INTEGER_DTYPES:
         raise InputError(f"inverse_indices: a tensor of {indices.dtype}; give integers")
-    rows = {name: row for row, name in enumerate(names)}
-    if missing := [key for key in keys if key not in rows]:
+    row_by_name = {name: row for row, name in enumerate(names)}
+    if missing := [key for key in keys if key not in row_by_name]:
         raise InputError(f"inverse_indices have no row for {missing}; give one for each key")
-    order = [rows[key] for key in keys]
-    return (indices if order == [*range(len(names))] else indices[order]).to(torch.int64)
+    row_order = [row_by_name[key] for key in keys]
+    return (indices if row_order == [*range(len(names))] else indices[row_order]).to(torch.int64)
 
 
 def _describe(value: object) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 from ...engine.errors import InputError, OptionError, SnapshotError, StoreError, TierbedError
 from ..files.format import Manifest, check_name, read_snapshot_id
 from ..files.reader import Snapshot
-from .protocol import MAX_PACKETS, SOCKET, Message, connect, peer_credentials, receive, send
+from .protocol import MAX_PACKETS, SOCKET, Message, connect, read_peer_credentials, receive, send
 
 TIMEOUT = 60.0  # seconds to wait for a message from the lock holder
 
@@ -103,7 +103,7 @@ def _send_request(store: Path, request: Message, action: str, timeout: float) ->
         raise StoreError(f"cannot connect to the socket {str(store / SOCKET)!r}: {error}") from error
     if connection is None:
         return None, iter(())
-    pid, _ = peer_credentials(connection)
+    pid, _ = read_peer_credentials(connection)
     return pid, _receive(connection, pid, request, action, timeout)
 
 

@@ -32,7 +32,7 @@ def open_folder_fd(path: Path) -> int:
 
 def listen(folder_fd: int) -> socket.socket:
     """Listen on a new socket in the folder. First removes a socket that a killed process left. Raises OSError."""
-    remove(folder_fd)
+    remove_socket(folder_fd)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         os.fchmod(listener.fileno(), 0o600)  # before `bind`, so the socket never has another mode
@@ -44,7 +44,7 @@ def listen(folder_fd: int) -> socket.socket:
     return listener
 
 
-def remove(folder_fd: int) -> None:
+def remove_socket(folder_fd: int) -> None:
     """Remove the socket from the folder, if it exists. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):
         os.unlink(SOCKET, dir_fd=folder_fd)
@@ -68,7 +68,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
     return connection
 
 
-def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+def read_peer_credentials(connection: socket.socket) -> tuple[int, int]:
     """Returns the id and the user id of the process at the other end of a connection. Raises OSError."""
     pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid

@@ -18,7 +18,7 @@ from ...engine.errors import SnapshotError, StoreError, TierbedError
 from ...engine.signals import defer_signals
 from ...engine.threads import Thread
 from ..files.format import Manifest
-from .protocol import Message, listen, open_folder_fd, peer_credentials, receive, remove, send
+from .protocol import Message, listen, open_folder_fd, read_peer_credentials, receive, remove_socket, send
 
 log = logging.getLogger("tierbed")
 
@@ -120,7 +120,7 @@ class Service:
 
     def _remove(self) -> None:
         with contextlib.suppress(OSError):
-            remove(self._folder_fd)
+            remove_socket(self._folder_fd)
         self._close_descriptors()
 
     def _close_descriptors(self) -> None:
@@ -178,7 +178,7 @@ class Service:
 
     def _answer(self, client: socket.socket) -> Message:
         try:
-            (pid, user), request = peer_credentials(client), receive(client)
+            (pid, user), request = read_peer_credentials(client), receive(client)
         except (OSError, ValueError) as error:
             raise StoreError(f"process {os.getpid()} received no valid request: {error}") from error
         if user != os.geteuid():
@@ -206,9 +206,9 @@ class Service:
         self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
     ) -> Message:
         save = ClientSaveRequest(client, self._stop_event, self._target, name, kind, overwrite, stores)
-        if (given_up := save.is_given_up()) or not self._save_lock.acquire(blocking=False):
+        if (is_abandoned := save.is_given_up()) or not self._save_lock.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
-            if given_up:  # the client no longer waits, so do not report that another save is running
+            if is_abandoned:  # the client no longer waits, so do not report that another save is running
                 raise save.make_undone_error()
             other = "another snapshot" if self._save is None else f"snapshot {self._save.name!r}"
             raise StoreError(f"process {os.getpid()} is saving {other}; ask again when that is done")
@@ -243,7 +243,7 @@ class ClientSaveRequest:
     stores: Sequence[str]  # real paths of all stores to save together; if empty, only the target's own store is saved
     rows: int = 0
     total_rows: int | None = None  # the total number of rows; known once a full save of one store has started
-    _due: float = 0.0
+    _next_progress_time: float = 0.0
 
     def __post_init__(self) -> None:
         self._client.setblocking(False)
@@ -273,8 +273,8 @@ class ClientSaveRequest:
         if self.total_rows is None and self.kind == "full" and not self.stores:
             self.total_rows = self._target.status()["rows"]
         self.rows += count
-        if monotonic() >= self._due:
-            self._due = monotonic() + _PROGRESS_SECONDS
+        if monotonic() >= self._next_progress_time:
+            self._next_progress_time = monotonic() + _PROGRESS_SECONDS
             self.send({"rows": self.rows, "of": self.total_rows})
 
     def send(self, message: Message) -> None:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from ...engine.durable import MAX_RECORD_BYTES
+from ...engine.durable import MAX_SEALED_BYTES
 from ...engine.errors import InputError
 from .columns import Columns
 
@@ -96,7 +96,7 @@ SpilledColumns = Mapping[str, SpilledColumn]
 def spill_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.void]]) -> Iterator[SpilledColumns]:
     """Write each column of the rows to a temporary file in `folder`. Yield the files by column name, ready to read."""
     with ExitStack() as stack:
-        files = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in columns.shapes()}
+        files = {name: stack.enter_context(tempfile.TemporaryFile(dir=folder)) for name in columns.list_types()}
         count = 0
         for rows in chunks:
             count += len(rows)
@@ -104,7 +104,7 @@ def spill_columns(folder: Path, columns: Columns, chunks: Iterable[NDArray[np.vo
                 files[name].write(array.data)
         for file in files.values():
             file.seek(0)
-        shapes = columns.shapes().items()
+        shapes = columns.list_types().items()
         yield {name: SpilledColumn(files[name], dtype, (count, *shape)) for name, (dtype, shape) in shapes}
 
 
@@ -133,7 +133,7 @@ def open_npz(path: Path) -> Iterator[NamedArrays]:
                 array = _NpyColumn(archive.open(member), name)
                 if name != METADATA:
                     columns[name] = Column(str(array.dtype), array.shape, array.read)
-                elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_RECORD_BYTES:
+                elif array.dtype.kind != "U" or array.shape != () or array.dtype.itemsize > MAX_SEALED_BYTES:
                     raise ValueError(f"array {METADATA!r} is not a table's description")
                 else:
                     metadata = str(array.read_items(1)[0])

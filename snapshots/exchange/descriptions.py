@@ -59,7 +59,7 @@ def description_for(
     return spec.describe(state, hyperparams, step)
 
 
-def stored_description(store: StoreFolder) -> dict[str, Any] | None:
+def read_description(store: StoreFolder) -> dict[str, Any] | None:
     """Return the description of a store's rows, or None if the store is empty.
 
     Describes the live rows if the store was closed cleanly, otherwise the recovery snapshot. For rows without optimizer
@@ -75,19 +75,19 @@ def stored_description(store: StoreFolder) -> dict[str, Any] | None:
         stored = snapshots[-1].description
     else:
         return None
-    description = checked_description(stored, f"store folder {str(store.path)!r}")
-    return description if description["states"] else without_state(description)
+    description = validate_description(stored, f"store folder {str(store.path)!r}")
+    return description if description["states"] else drop_state(description)
 
 
-def without_state(description: Mapping[str, Any]) -> dict[str, Any]:
+def drop_state(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return a description without optimizer state and at step 0, so that training starts with new state."""
-    return Selection(state=False).description(dict(description))
+    return Selection(state=False).describe(dict(description))
 
 
-def checked_description(description: Any, where: str) -> dict[str, Any]:
+def validate_description(description: Any, label: str) -> dict[str, Any]:
     """Return a copy of the description. Raises InputError if the description is invalid."""
     try:
         check_description(description)
     except ValueError as error:
-        raise InputError(f"{where}: {error}; make the description with description_for") from error
+        raise InputError(f"{label}: {error}; make the description with description_for") from error
     return dict(description)

@@ -19,7 +19,7 @@ from ..store.selection import LoadReport, Selection
 from .array_files import spill_columns, write_npz, write_safetensors
 from .columns import Columns
 from .parquet import write_parquet
-from .sources import as_path
+from .sources import to_path
 
 FORMATS = ("parquet", "npz", "safetensors", "snapshot")
 
@@ -66,12 +66,12 @@ def export_snapshot(
         raise InputError(f"format={format!r}: give one of {', '.join(map(repr, FORMATS))}")
     if overwrite and format == "snapshot":
         raise InputError("overwrite=True, format='snapshot': a snapshot is never overwritten; give another path")
-    path = as_path(path, "path").absolute()
+    path = to_path(path, "path").absolute()
     if tables is not None:
         tables = _find_table_ids(tables, read_table_names(snapshot.description))
     report = LoadReport()
     selection = Selection(tables, state=state)
-    description = selection.description(snapshot.description)
+    description = selection.describe(snapshot.description)
     chunks = selection.read_rows(snapshot, report, progress)
     if os.path.lexists(path) and not (overwrite and path.is_file()):
         replaceable = path.is_file() and format != "snapshot"

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from ...engine.checks import validate_arguments
 from ...engine.errors import InputError
 from ...engine.optim.rule import depends_on_step
-from ...engine.options.table_names import TABLE_NAMES, TENSOR_NAMED, Names, are_table_names, read_table_names
+from ...engine.options.table_names import NAMED_LIKE_TENSORS, TABLE_NAMES, Names, are_table_names, read_table_names
 from ...engine.options.table_spec import check_dtype
 from ...engine.row_format import RowFormat
 from ..files.format import Manifest, check_name
-from ..files.writer import ProgressCallback, check_free, write_snapshot
+from ..files.writer import ProgressCallback, check_name_free, write_snapshot
 from ..store.folder import StoreFolder
 from ..store.selection import convert_description, read_dtypes
 from .columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from .descriptions import checked_description, description_for, stored_description, without_state
+from .descriptions import description_for, drop_state, read_description, validate_description
 from .sorting import RowSorter
 from .sources import Source, open_source
 
@@ -80,7 +80,7 @@ def import_snapshot(
     check_name(name)
     source = open_source(source, keys, table_ids, tensor, states)
     if description is not None:
-        description = checked_description(description, "description")
+        description = validate_description(description, "description")
     dtype_name = None if dtype is None else check_dtype(dtype)
     with StoreFolder(Path(store), "import_snapshot") as folder:
         description = _fit_description(description or source.description or _find_description(folder, source), source)
@@ -88,7 +88,7 @@ def import_snapshot(
         if dtype_name is not None:
             description = convert_description(dict(description), (dtype_name, read_dtypes(description)[1] or "float32"))
         target = folder.snapshots / name
-        check_free(target, None)
+        check_name_free(target, None)
         with closing(RowSorter(folder.snapshots, RowFormat.from_description(description).dtype)) as sorter:
             for rows in _read_rows(source, description):
                 sorter.add(rows)
@@ -99,15 +99,15 @@ def import_snapshot(
 
 def _find_description(store: StoreFolder, source: Source) -> dict[str, Any]:
     """Return the description of the store's rows. For an empty store, makes a description with default options."""
-    if (description := stored_description(store)) is not None:
+    if (description := read_description(store)) is not None:
         return description
     if source.num_tables is None:
-        raise InputError(f"{source.what}: the number of tables is unknown; give description=description_for(...)")
+        raise InputError(f"{source.label}: the number of tables is unknown; give description=description_for(...)")
     key_dtype = getattr(torch, source.key_type or "int64")
     defaults = description_for(store.path.name, source.dim, key_dtype, padding_idx=source.padding_idx)
     names, count = source.table_names, source.num_tables
     is_named = count > 1 and any(names) and are_table_names(names, count)
-    name_fields = {TABLE_NAMES: names, TENSOR_NAMED: True} if is_named else {}
+    name_fields = {TABLE_NAMES: names, NAMED_LIKE_TENSORS: True} if is_named else {}
     return {**defaults, "tables": defaults["tables"] * count, **name_fields}
 
 
@@ -117,7 +117,7 @@ def _check_order(names: Names, source: Source) -> None:
         is_other = name is not None and name in names and names.index(name) != index
         if is_other and source.num_tables is not None and source.num_tables > 1:
             raise InputError(
-                f"{source.what}: the tensor at position {index} belongs to table {name!r}, but table {index} is "
+                f"{source.label}: the tensor at position {index} belongs to table {name!r}, but table {index} is "
                 f"{names[index]!r}. List the tensors in the order of the tables: {', '.join(map(str, names))}"
             )
 
@@ -126,10 +126,10 @@ def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[
     """Return the description, without state if the source lacks state. Raises InputError if rows do not fit."""
     dim = sum(description["columns"])
     if source.dim != dim:
-        raise InputError(f"{source.what} has rows of {source.dim} floats, but the table has {dim}: use another store")
+        raise InputError(f"{source.label} has rows of {source.dim} floats, but the table has {dim}: use another store")
     if source.key_type not in (None, description["key_type"]):
         raise InputError(
-            f"{source.what} has keys of {source.key_type}, but the table has {description['key_type']}: convert the "
+            f"{source.label} has keys of {source.key_type}, but the table has {description['key_type']}: convert the "
             "keys, or give a description"
         )
     if unknown := source.states - set(description["states"]):
@@ -144,8 +144,8 @@ def _fit_description(description: Mapping[str, Any], source: Source) -> Mapping[
         )
     missing = [state for state in description["states"] if state not in source.names]
     if missing and len(missing) < len(description["states"]):
-        raise InputError(f"{source.what} lacks optimizer state {', '.join(missing)}: give all states, or none")
-    return without_state(description) if missing else description
+        raise InputError(f"{source.label} lacks optimizer state {', '.join(missing)}: give all states, or none")
+    return drop_state(description) if missing else description
 
 
 def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArray[np.void]]:
@@ -153,7 +153,7 @@ def _read_rows(source: Source, description: Mapping[str, Any]) -> Iterator[NDArr
     names = [KEY, TABLE, EMBEDDING, *description["states"], UPDATES, *([STEP] if description["step"] else [])]
     for batch in source.batches(names):
         arrays = batch if source.key_type is not None else _number_rows(batch, columns, source)
-        yield from columns.rows(arrays, source.what)
+        yield from columns.make_rows(arrays, source.label)
 
 
 def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dict[str, Any]:
@@ -161,11 +161,11 @@ def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dic
     keys, padding = batch[KEY], columns.description["padding_idx"]
     if source.padding_idx is not None and source.padding_idx != padding:
         raise InputError(
-            f"{source.what} has padding_idx={source.padding_idx}, but the table has {padding}: give both the same"
+            f"{source.label} has padding_idx={source.padding_idx}, but the table has {padding}: give both the same"
         )
     if keys[-1] > np.iinfo(columns.key_dtype).max:
         raise InputError(
-            f"{source.what} has {source.num_rows} rows, too many for {columns.key_dtype} keys; use 64-bit keys"
+            f"{source.label} has {source.num_rows} rows, too many for {columns.key_dtype} keys; use 64-bit keys"
         )
     keyed = {**batch, KEY: keys.astype(columns.key_dtype)}
     if padding is None:
@@ -173,7 +173,7 @@ def _number_rows(batch: dict[str, Any], columns: Columns, source: Source) -> dic
     is_row = keys != padding
     if batch[EMBEDDING][~is_row].any():
         raise InputError(
-            f"{source.what}: row {padding} must be zeros, because padding_idx={padding}; set the row to zeros, or give "
-            "a description with padding_idx=None"
+            f"{source.label}: row {padding} must be zeros, because padding_idx={padding}; set the row to zeros, or "
+            "give a description with padding_idx=None"
         )
     return {name: column[is_row] if isinstance(column, np.ndarray) else column for name, column in keyed.items()}

@@ -29,7 +29,7 @@ def _import_pyarrow() -> Any:
 def write_parquet(path: Path, columns: Columns, chunks: Iterable[NDArray[np.void]], metadata: str) -> None:
     """Write rows in row groups of about 32 MiB, floats as fixed-size lists, and `metadata` as the file's metadata."""
     pa = _import_pyarrow()
-    types = {name: _make_arrow_type(pa, dtype, shape) for name, (dtype, shape) in columns.shapes().items()}
+    types = {name: _make_arrow_type(pa, dtype, shape) for name, (dtype, shape) in columns.list_types().items()}
     fields = [pa.field(name, kind, nullable=False) for name, kind in types.items()]
     names = pa.array([*columns.table_names, None], pa.string())
     name_fields = [pa.field(TABLE_NAME, pa.string())] if any(columns.table_names) else []  # for other programs

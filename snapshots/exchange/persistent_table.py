@@ -17,13 +17,13 @@ from ...engine.options.table_spec import KEY_TYPES, check_key_type
 from ...engine.table.row_scan import catch_up_rows
 from ..files.format import check_name
 from ..files.reader import Snapshot
-from ..files.writer import check_free, write_snapshot
+from ..files.writer import check_name_free, write_snapshot
 from ..store.folder import StoreFolder
 from ..store.status import require_store
 from .columns import EMBEDDING, KEY, TABLE, VALUES, Columns
-from .descriptions import checked_description, description_for, stored_description, without_state
+from .descriptions import description_for, drop_state, read_description, validate_description
 from .sorting import RowSorter
-from .sources import as_path
+from .sources import to_path
 
 Chunk = tuple[NDArray[Any], ...]
 
@@ -46,7 +46,7 @@ class PersistentTableReader(AbstractContextManager["PersistentTableReader"], Ite
         row_format = self._columns.row_format
         names = row_format.counts if self._dim > row_format.dim else (EMBEDDING,)
         columns = [row_format.values(rows, name) for name in names]
-        keys, values = self._columns.user_keys(rows["key"]), np.concatenate(columns, axis=1)
+        keys, values = self._columns.to_user_keys(rows["key"]), np.concatenate(columns, axis=1)
         return (keys, values, rows["table"].copy()) if self._table_ids else (keys, values)
 
     def close(self) -> None:
@@ -85,7 +85,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         if self._closed:
             raise ClosedError(f"the writer of snapshot {self._target.name!r} was closed: make another writer")
         arrays = {KEY: keys, VALUES: values} | ({} if table_ids is None else {TABLE: table_ids})
-        for rows in self._columns.rows(arrays, f"snapshot {self._target.name!r}"):
+        for rows in self._columns.make_rows(arrays, f"snapshot {self._target.name!r}"):
             self._sorter.add(rows)
 
     def close(self) -> None:
@@ -145,8 +145,8 @@ def make_persistent_table_reader(
     """
     _check_value_type(value_type)
     check_name(snapshot_name)
-    snapshot = Snapshot.open(require_store(as_path(path, "path")) / "snapshots" / snapshot_name)
-    _check_kind(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
+    snapshot = Snapshot.open(require_store(to_path(path, "path")) / "snapshots" / snapshot_name)
+    _check_types(snapshot.description, key_type, storage_dim, f"snapshot {snapshot_name!r}")
     if len(snapshot.description["tables"]) > 1 and not table_ids:
         raise InputError(
             f"snapshot {snapshot_name!r} has {len(snapshot.description['tables'])} tables, which may share keys: "
@@ -189,15 +189,15 @@ def make_persistent_table_writer(
     check_key_type(key_type)
     check_name(snapshot_name)
     if description is not None:
-        description = checked_description(description, "description")
-    folder = StoreFolder(as_path(path, "path"), "a PersistentTableWriter")
+        description = validate_description(description, "description")
+    folder = StoreFolder(to_path(path, "path"), "a PersistentTableWriter")
     try:
-        check_free(folder.snapshots / snapshot_name, None)
-        description = description or stored_description(folder)
+        check_name_free(folder.snapshots / snapshot_name, None)
+        description = description or read_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
-        _check_kind(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
+        _check_types(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
         if storage_dim != Columns(description).storage_dim:
-            description = without_state(description)
+            description = drop_state(description)
         return PersistentTableWriter(folder, snapshot_name, description)
     except BaseException:
         folder.release()
@@ -211,11 +211,11 @@ def _check_value_type(value_type: Any) -> None:
         )
 
 
-def _check_kind(description: Mapping[str, Any], key_dtype: torch.dtype, storage_dim: int, what: str) -> None:
+def _check_types(description: Mapping[str, Any], key_dtype: torch.dtype, storage_dim: int, label: str) -> None:
     if KEY_TYPES[check_key_type(key_dtype)] != description["key_type"]:
-        raise InputError(f"key_type={key_dtype} does not fit {what}; give torch.{description['key_type']}")
+        raise InputError(f"key_type={key_dtype} does not fit {label}; give torch.{description['key_type']}")
     dim = sum(description["columns"])
     full_dim = dim + sum(description["state_widths"])
     if type(storage_dim) is not int or storage_dim not in (dim, full_dim):
         states = f", or {full_dim} with optimizer state {', '.join(description['states'])}" if full_dim > dim else ""
-        raise InputError(f"storage_dim={storage_dim!r} does not fit {what}; give {dim} for the embedding{states}")
+        raise InputError(f"storage_dim={storage_dim!r} does not fit {label}; give {dim} for the embedding{states}")

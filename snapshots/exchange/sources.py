@@ -27,7 +27,7 @@ from ...engine.row_format import STORED_DTYPES
 from ..files.reader import Snapshot
 from .array_files import Column, NamedArrays, make_column, map_npy, open_npz, open_safetensors
 from .columns import EMBEDDING, KEY, KEY_DTYPES, TABLE, Columns, compute_chunk_rows
-from .descriptions import checked_description
+from .descriptions import validate_description
 from .parquet import ParquetReader, open_parquet
 
 # the exceptions that libraries raise for a damaged file
@@ -41,8 +41,8 @@ class _SnapshotReader:
         self._snapshot = snapshot
         self._columns = Columns(snapshot.description)
         self.metadata = json.dumps(snapshot.description)
-        rows = snapshot.manifest.rows
-        self.column_types = {n: (str(dtype), (rows, *shape)) for n, (dtype, shape) in self._columns.shapes().items()}
+        types, rows = self._columns.list_types(), snapshot.manifest.rows
+        self.column_types = {name: (str(dtype), (rows, *shape)) for name, (dtype, shape) in types.items()}
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:
         for _, rows in self._snapshot.chunks(max_rows):
@@ -55,10 +55,10 @@ FileOpener = Callable[[], AbstractContextManager[OpenFile]]
 
 
 class SourceTable(NamedTuple):
-    """A table in a source. columns: maps names in `Columns` to the source's names. table: the id or name, or None."""
+    """A table in a source. columns: maps names in `Columns` to the source's names. identifier: id, name or None."""
 
     columns: dict[str, str]
-    table: int | str | None = None
+    identifier: int | str | None = None
 
 
 class Source:
@@ -66,44 +66,44 @@ class Source:
 
     def __init__(
         self,
-        what: str,
+        label: str,
         opener: FileOpener,
-        parts: Callable[[Mapping[str, Shape]], list[SourceTable]],
+        choose_tables: Callable[[Mapping[str, Shape]], list[SourceTable]],
         states: Iterable[str] = (),
         padding_idx: int | None = None,
     ) -> None:
-        """parts: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
-        self.what = what  # names the source in error messages
+        """choose_tables: chooses the tables among the file's arrays. Raises InputError, SnapshotError, OptionError."""
+        self.label = label  # names the source in error messages
         self.states = frozenset(states)  # names of optimizer states that were passed for dense tables
         self.padding_idx = padding_idx  # the padding_idx if the source is an `nn.Embedding`
         self._opener = opener
-        with _convert_errors(what), opener() as file:
+        with _convert_errors(label), opener() as file:
             shapes, metadata = file.column_types, file.metadata
-            self._tables = parts(shapes)
+            self._tables = choose_tables(shapes)
         self.names = frozenset(self._tables[0].columns)
         self.num_tables = None if TABLE in self.names else len(self._tables)  # None if a column names each row's table
-        self.table_names = [_parse_torchrec_table(part.columns[EMBEDDING]) for part in self._tables]  # None if unnamed
+        self.table_names = [_parse_torchrec_table(each.columns[EMBEDDING]) for each in self._tables]  # None if unnamed
         self.dim, self.num_rows = 0, 0
-        for part in self._tables:
-            self._add(part, shapes)
+        for table in self._tables:
+            self._add_table(table, shapes)
         self.key_type = shapes[self._tables[0].columns[KEY]][0] if KEY in self.names else None
         if self.key_type not in (None, *KEY_DTYPES):
-            raise InputError(f"{what}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
-        self.description = None if metadata is None else _parse_description(metadata, what)  # None if not in the file
+            raise InputError(f"{label}: {KEY} is {self.key_type}; save keys as one of {', '.join(KEY_DTYPES)}")
+        self.description = None if metadata is None else _parse_description(metadata, label)  # None if not in the file
 
-    def _add(self, part: SourceTable, shapes: Mapping[str, Shape]) -> None:
-        name = part.columns[EMBEDDING]
+    def _add_table(self, table: SourceTable, shapes: Mapping[str, Shape]) -> None:
+        name = table.columns[EMBEDDING]
         dtype, shape = shapes[name]
         if dtype not in STORED_DTYPES or len(shape) != 2 or shape[1] < 1:
             raise InputError(
-                f"{self.what}: {name} has dtype {dtype} and shape {shape}. Convert it to shape (n, dim) and to one of "
+                f"{self.label}: {name} has dtype {dtype} and shape {shape}. Convert it to shape (n, dim) and to one of "
                 f"these dtypes: {', '.join(STORED_DTYPES)}"
             )
         if self.dim not in (0, shape[1]):
-            raise InputError(f"{self.what}: {name} has {shape[1]} floats per row, but another tensor has {self.dim}")
-        for other in part.columns.values():
+            raise InputError(f"{self.label}: {name} has {shape[1]} floats per row, but another tensor has {self.dim}")
+        for other in table.columns.values():
             if shapes[other][1][:1] != shape[:1]:
-                raise InputError(f"{self.what}: {other} has shape {shapes[other][1]}, but {name} has shape {shape}")
+                raise InputError(f"{self.label}: {other} has shape {shapes[other][1]}, but {name} has shape {shape}")
         self.dim = shape[1]
         self.num_rows += shape[0]
 
@@ -113,11 +113,11 @@ class Source:
         Raises SnapshotError if columns cannot be read, and InputError if a value is invalid.
         """
         present = [name for name in names if name in self.names]
-        with _convert_errors(self.what), self._opener() as file:
-            for part in self._tables:
+        with _convert_errors(self.label), self._opener() as file:
+            for table in self._tables:
                 begin = 0
-                for batch in file.batches([part.columns[name] for name in present], compute_chunk_rows(4 * self.dim)):
-                    columns: dict[str, Any] = {name: batch[part.columns[name]] for name in present}
+                for batch in file.batches([table.columns[name] for name in present], compute_chunk_rows(4 * self.dim)):
+                    columns: dict[str, Any] = {name: batch[table.columns[name]] for name in present}
                     end = begin + len(columns[EMBEDDING])
                     columns[EMBEDDING] = columns[EMBEDDING].astype(np.float32, copy=False)
                     for state in self.states.intersection(columns):
@@ -125,17 +125,17 @@ class Source:
                         columns[state] = values[:, None] if values.ndim == 1 else values
                     columns.setdefault(KEY, np.arange(begin, end))
                     begin = end
-                    yield columns if part.table is None else {**columns, TABLE: part.table}
+                    yield columns if table.identifier is None else {**columns, TABLE: table.identifier}
 
 
-def _to_float32(values: NDArray[Any], where: str) -> NDArray[np.float32]:
+def _to_float32(values: NDArray[Any], label: str) -> NDArray[np.float32]:
     """Convert numbers to float32. Raises InputError for integers, and for numbers that overflow float32."""
     if values.dtype.kind in "iub":
-        raise InputError(f"{where} has dtype {values.dtype}; give floats that fit into float32")
+        raise InputError(f"{label} has dtype {values.dtype}; give floats that fit into float32")
     with np.errstate(over="ignore"):
         single: NDArray[np.float32] = values.astype(np.float32, copy=False)
     if (np.isfinite(values) & ~np.isfinite(single)).any():
-        raise InputError(f"{where} overflows float32; give floats that fit into float32")
+        raise InputError(f"{label} overflows float32; give floats that fit into float32")
     return single
 
 
@@ -148,19 +148,19 @@ def open_source(
     states = states or {}
     is_name = isinstance(table_ids, str) and not table_ids.endswith(".npy")  # a table's name
     arguments = ((KEY, keys, "keys"), (TABLE, None if is_name else table_ids, "table_ids"))
-    extra = {name: _array(value, argument) for name, value, argument in arguments if _is_array(value)}
+    extras = {name: _open_column(value, argument) for name, value, argument in arguments if _is_array(value)}
     if tensor is None:
         for name, value in states.items():
             if not _is_array(value):
                 raise InputError(f"states[{name!r}]={type(value).__name__}: give an array, a tensor or a .npy file")
-            extra[name] = _array(value, f"states[{name!r}]")
-    table = None if TABLE in extra else table_ids
-    if TABLE in extra and KEY not in extra:
+            extras[name] = _open_column(value, f"states[{name!r}]")
+    table = None if TABLE in extras else table_ids
+    if TABLE in extras and KEY not in extras:
         raise InputError("table_ids: an array of table ids needs keys; give keys, or one table id")
 
-    def array_source(what: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
-        arrays = NamedArrays({name: make_column(array), **extra})
-        return Source(what, lambda: nullcontext(arrays), _choose_dense(name, extra, table), states, padding_idx)
+    def array_source(label: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
+        arrays = NamedArrays({name: make_column(array), **extras})
+        return Source(label, lambda: nullcontext(arrays), _choose_dense(name, extras, table), states, padding_idx)
 
     if isinstance(source, nn.Embedding):
         return array_source("nn.Embedding", "weight", source.weight, source.padding_idx)
@@ -171,17 +171,17 @@ def open_source(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
         )
     path = Path(source)
-    what = f"source={str(path)!r}"
+    label = f"source={str(path)!r}"
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave tensor out")
-        return array_source(what, "values", _npy(path, "source"))
+        return array_source(label, "values", _map_npy(path, "source"))
     opener = _find_opener(path)
     if tensor is not None:
-        return Source(what, partial(_open_with, opener, extra), _choose_dense(tensor, extra, table, states), states)
-    if extra or table is not None:
+        return Source(label, partial(_open_with, opener, extras), _choose_dense(tensor, extras, table, states), states)
+    if extras or table is not None:
         raise InputError("keys and table_ids are only for dense tables; give tensor=, or leave out keys and table_ids")
-    return Source(what, opener, _choose_by_name, states)
+    return Source(label, opener, _choose_by_name, states)
 
 
 def _find_opener(path: Path) -> FileOpener:
@@ -212,11 +212,11 @@ def _choose_by_name(shapes: Mapping[str, Shape]) -> list[SourceTable]:
 
 
 def _choose_dense(
-    tensor: Any, extra: Mapping[str, Column], table: Any, states: Mapping[str, Any] | None = None
+    tensor: Any, extras: Mapping[str, Column], table: Any, states: Mapping[str, Any] | None = None
 ) -> Callable[[Mapping[str, Shape]], list[SourceTable]]:
     """Choose one array as the table, or several as tables. states: names of the arrays with optimizer states."""
 
-    def parts(shapes: Mapping[str, Shape]) -> list[SourceTable]:
+    def choose_tables(shapes: Mapping[str, Shape]) -> list[SourceTable]:
         lists = {
             column: [value] if isinstance(value, str) else list(value)
             for column, value in {EMBEDDING: tensor, **(states or {})}.items()
@@ -230,12 +230,12 @@ def _choose_dense(
                 raise InputError(f"tensor={name!r} does not exist; give one of {', '.join(sorted(shapes))}")
         tables = [dict(zip(lists, row, strict=True)) for row in zip(*lists.values(), strict=True)]
         if isinstance(tensor, str):
-            return [SourceTable({**tables[0], **{name: name for name in extra}}, table)]
-        if extra or table is not None or not names:
+            return [SourceTable({**tables[0], **{name: name for name in extras}}, table)]
+        if extras or table is not None or not names:
             raise InputError(f"tensor={tensor!r}: give a list of names, one per table; leave out keys and table_ids")
         return [SourceTable(columns, index) for index, columns in enumerate(tables)]
 
-    return parts
+    return choose_tables
 
 
 def _parse_torchrec_table(tensor: str) -> str | None:
@@ -245,15 +245,15 @@ def _parse_torchrec_table(tensor: str) -> str | None:
 
 
 @contextmanager
-def _open_with(opener: FileOpener, extra: Mapping[str, Column]) -> Iterator[NamedArrays]:
-    """Open a file, and yield the file's arrays together with the arrays in `extra`."""
+def _open_with(opener: FileOpener, extras: Mapping[str, Column]) -> Iterator[NamedArrays]:
+    """Open a file, and yield the file's arrays together with the arrays in `extras`."""
     with opener() as file:
         if not isinstance(file, NamedArrays):
             raise InputError("tensor= is only for .npz, .safetensors and torch files; leave it out")
-        yield NamedArrays({**file.columns, **extra})
+        yield NamedArrays({**file.columns, **extras})
 
 
-def as_path(value: Any, argument: str) -> Path:
+def to_path(value: Any, argument: str) -> Path:
     """Return `value` as a path. Raises InputError if `value` is not a path."""
     if not isinstance(value, (str, os.PathLike)):
         raise InputError(f"{argument}={value!r}: give a path, as str or pathlib.Path")
@@ -264,11 +264,11 @@ def _is_array(value: Any) -> bool:
     return isinstance(value, (np.ndarray, Tensor, str, os.PathLike))
 
 
-def _array(value: Any, argument: str) -> Column:
-    return make_column(value if isinstance(value, Tensor | np.ndarray) else _npy(Path(value), argument))
+def _open_column(value: Any, argument: str) -> Column:
+    return make_column(value if isinstance(value, Tensor | np.ndarray) else _map_npy(Path(value), argument))
 
 
-def _npy(path: Path, argument: str) -> NDArray[Any]:
+def _map_npy(path: Path, argument: str) -> NDArray[Any]:
     with _convert_errors(f"{argument}={str(path)!r}", "give a .npy file that numpy.save wrote"):
         return map_npy(path)
 
@@ -293,20 +293,20 @@ def _iterate_tensors(value: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield from _iterate_tensors(inner, f"{prefix}{name}.")
 
 
-def _parse_description(metadata: str, what: str) -> dict[str, Any]:
+def _parse_description(metadata: str, label: str) -> dict[str, Any]:
     try:
         description = json.loads(metadata)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{what}: its description is not JSON: {error}; give a description") from error
-    return checked_description(description, f"{what}: its description")
+        raise InputError(f"{label}: its description is not JSON: {error}; give a description") from error
+    return validate_description(description, f"{label}: its description")
 
 
 @contextmanager
-def _convert_errors(what: str, remedy: str = "write the file again, or give another file") -> Iterator[None]:
+def _convert_errors(label: str, remedy: str = "write the file again, or give another file") -> Iterator[None]:
     """Convert errors that libraries raise for a damaged or foreign file to SnapshotError."""
     try:
         yield
     except TierbedError as error:
-        raise type(error)(error if what.removeprefix("source=") in str(error) else f"{what}: {error}") from error
+        raise type(error)(error if label.removeprefix("source=") in str(error) else f"{label}: {error}") from error
     except _DAMAGED as error:
-        raise SnapshotError(f"{what} cannot be read: {error}; {remedy}") from error
+        raise SnapshotError(f"{label} cannot be read: {error}; {remedy}") from error

@@ -16,10 +16,10 @@ import numpy as np
 
 from ...engine import _core
 from ...engine.checks import is_folder_name
-from ...engine.durable import choose_remedy, read_record, seal, unseal
+from ...engine.durable import choose_remedy, read_sealed, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, load_kernels
-from ...engine.optim.past_rates import is_past_rates
+from ...engine.optim.past_rates import are_past_rates_valid
 from ...engine.options.table_names import TABLE_NAMES, are_table_names
 from ...engine.row_format import BUCKETS, MAX_STEP, ROW_KEY_DTYPE, STATE_DTYPES, STORED_DTYPES, RowArray, RowFormat
 from ...engine.store.table_counts import TABLE_ROWS
@@ -98,7 +98,7 @@ def deleted_file(bucket: int, shard: int | None = None) -> str:
     return bucket_file(bucket, shard).replace("bucket", "deleted")
 
 
-def is_deleted(name: str) -> bool:
+def is_deletion(name: str) -> bool:
     """True if a snapshot's file contains keys of deleted rows."""
     return name.startswith("deleted")
 
@@ -122,7 +122,7 @@ def decode_file(name: str, entry: Any, row_format: RowFormat, num_shards: int | 
     _require(type(entry) is dict and entry.keys() == {"rows", "bytes", "crc32"}, f"the entry of {name} is invalid")
     _require(all(map(_is_count, entry.values())), f"the entry of {name} has values that are not counts")
     file = RowFile(**entry)
-    fits_rows = file.rows > 0 and file.bytes == count_file_bytes(file_dtype(name, row_format), file.rows)
+    fits_rows = file.rows > 0 and file.bytes == count_file_bytes(find_dtype(name, row_format), file.rows)
     _require(fits_rows, f"the row count and size of {name} disagree")
     return file
 
@@ -134,9 +134,9 @@ def make_validator(description: dict[str, Any], bucket: int, shard: HashShard | 
     return _core.RowValidator(bucket, len(description["tables"]), is_int32, last_step, index, num_shards)
 
 
-def file_dtype(name: str, row_format: RowFormat) -> np.dtype[np.void]:
+def find_dtype(name: str, row_format: RowFormat) -> np.dtype[np.void]:
     """Returns the dtype of the array in a snapshot's file."""
-    return ROW_KEY_DTYPE if is_deleted(name) else row_format.dtype
+    return ROW_KEY_DTYPE if is_deletion(name) else row_format.dtype
 
 
 @cache  # a save calls this function for thousands of files
@@ -289,7 +289,7 @@ class Manifest:
         files = value["files"]
         _require(type(files) is dict and all(type(name) is str for name in files), "'files' is not a map by file name")
         files = {name: decode_file(name, entry, row_format, num_shards) for name, entry in sorted(files.items())}
-        rows, deleted = (sum(file.rows for name, file in files.items() if is_deleted(name) == of) for of in (0, 1))
+        rows, deleted = (sum(file.rows for name, file in files.items() if is_deletion(name) == flag) for flag in (0, 1))
         _require(deleted == value["deleted"], "'deleted' is not the sum over the files")
         _require(kind == "incremental" or deleted == 0, "only an incremental snapshot deletes rows")
         if kind == "full":
@@ -416,7 +416,7 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     )
     count, limit = len(value["hyper"]), len(kernel.all_hyperparams) + len(LIMITS)  # the last number may be missing
     has_past_rates = (
-        kernel.catch_up is not None and count > limit and is_past_rates(value["hyper"][limit:], value["step"])
+        kernel.catch_up is not None and count > limit and are_past_rates_valid(value["hyper"][limit:], value["step"])
     )
     is_valid = count in (0, limit - 1, limit) or has_past_rates
     _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {limit - 1}")
@@ -467,7 +467,7 @@ def read_snapshot_id(folder: Path) -> str:
     If this process is out of file descriptors or memory, the id remains unknown, and StoreError is raised.
     """
     try:
-        return str(unseal(read_record(folder / MANIFEST))["id"])
+        return str(unseal(read_sealed(folder / MANIFEST))["id"])
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             return ""

@@ -12,7 +12,7 @@ from ...engine import _core
 from ...engine.row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, RowArray, extract_row_keys
 
 STATUS_NEW = 2  # the status of a row that is only in the later table
-_NONE: RowArray = np.empty(0, ROW_KEY_DTYPE)
+_NO_KEYS: RowArray = np.empty(0, ROW_KEY_DTYPE)
 
 
 class RowCursor:
@@ -22,7 +22,7 @@ class RowCursor:
         self._chunks = chunks
         self._bucket = -1
         self._following: tuple[int, RowArray] | None = None
-        self.rows: RowArray = _NONE
+        self.rows: RowArray = _NO_KEYS
 
     @property
     def bucket(self) -> int:
@@ -48,7 +48,7 @@ class RowCursor:
         for bucket, rows in self._chunks:
             if len(rows):
                 return bucket, np.ascontiguousarray(rows)
-        return BUCKETS, _NONE
+        return BUCKETS, _NO_KEYS
 
 
 def join_tables(
@@ -61,7 +61,7 @@ def join_tables(
     """
     old, newer = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, newer.bucket)) < BUCKETS:
-        is_removed, status = _bytes(_NONE), _bytes(_NONE)
+        is_removed, status = _as_bytes(_NO_KEYS), _as_bytes(_NO_KEYS)
         if newer.bucket > bucket:
             is_removed = np.ones(len(old.rows), np.uint8)
         elif old.bucket > bucket:
@@ -70,7 +70,7 @@ def join_tables(
             left, right = old.rows, newer.rows
             if left.dtype != right.dtype:
                 left, right = (repack_fields(rows[["table", "key", "updates", "step"]]) for rows in (left, right))
-            is_removed, status = _core.diff_rows(_bytes(left), _bytes(right), left.dtype.itemsize)
+            is_removed, status = _core.diff_rows(_as_bytes(left), _as_bytes(right), left.dtype.itemsize)
         yield bucket, old.take(len(is_removed)), newer.take(len(status)), is_removed, status
 
 
@@ -86,7 +86,7 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
             yield bucket, present[0].take()
             continue
         dtype = present[0].rows.dtype
-        before, after, deleted_keys = (_bytes(cursor.rows if cursor in present else _NONE) for cursor in cursors)
+        before, after, deleted_keys = (_as_bytes(cursor.rows if cursor in present else _NO_KEYS) for cursor in cursors)
         merged, *counts, has_conflict = _core.merge_rows(before, after, deleted_keys, dtype.itemsize)
         if has_conflict:
             raise conflict_error(bucket)
@@ -97,23 +97,23 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
             yield bucket, merged.view(dtype)
 
 
-def changes_between(before: Chunks, after: Chunks) -> Iterator[Change]:
+def find_changes(before: Chunks, after: Chunks) -> Iterator[Change]:
     """Yields the changes from table `before` to `after`, in the order of `join_tables`. Row dtypes must be equal."""
     for bucket, old, new, is_removed, status in join_tables(before, after):
         if is_removed.any() or status.any():
             yield bucket, new[status > 0], extract_row_keys(old[is_removed > 0])
 
 
-def _bytes(rows: RowArray) -> NDArray[np.uint8]:
+def _as_bytes(rows: RowArray) -> NDArray[np.uint8]:
     return rows.view(np.uint8)
 
 
-def merge_sorted(parts: Sequence[Chunks]) -> Chunks:
+def merge_sorted(streams: Sequence[Chunks]) -> Chunks:
     """Merge sorted streams into one stream, sorted by bucket, table and key. No row may be in two streams.
 
     Keeps up to two chunks of each stream in memory. Each merged chunk takes rows from at most one chunk of each stream.
     """
-    cursors = [RowCursor(part) for part in parts]
+    cursors = [RowCursor(stream) for stream in streams]
     while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:
         present = [cursor for cursor in cursors if cursor.bucket == bucket]
         if len(present) == 1:
@@ -121,7 +121,7 @@ def merge_sorted(parts: Sequence[Chunks]) -> Chunks:
             continue
         dtype = present[0].rows.dtype
         more = [cursor.has_more for cursor in present]
-        rows, counts = _core.merge_parts([_bytes(cursor.rows) for cursor in present], more, dtype.itemsize)
+        rows, counts = _core.merge_parts([_as_bytes(cursor.rows) for cursor in present], more, dtype.itemsize)
         for cursor, count in zip(present, counts, strict=True):
             cursor.take(count)
         yield bucket, rows.view(dtype)

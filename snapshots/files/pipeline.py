@@ -24,28 +24,28 @@ T = TypeVar("T")
 Task = Callable[[], Any]
 
 _END = object()
-_AHEAD = 3  # how many items are read ahead
-_WAITING = 2  # how many tasks may wait before `TaskThread.do` blocks
+_READ_AHEAD_ITEMS = 3  # how many items are read ahead
+_MAX_WAITING_TASKS = 2  # how many tasks may wait before `TaskThread.submit` blocks
 _SLOW_SECONDS, _SYNC_THREADS = 3e-3, 4
 
 
 @contextmanager
-def read_ahead(source: Generator[T, None, None]) -> Iterator[Iterator[T]]:
-    """Yield an iterator over `source`, which a thread reads ahead. The thread ends with the `with` block."""
-    thread, take = TaskThread("tierbed-ahead"), partial(next, source, _END)
+def read_ahead(items: Generator[T, None, None]) -> Iterator[Iterator[T]]:
+    """Yield an iterator over `items`, which a thread reads ahead. The thread ends with the `with` block."""
+    thread, read_next = TaskThread("tierbed-ahead"), partial(next, items, _END)
 
     def take_items() -> Iterator[T]:
         while (item := thread.next_result()) is not _END:
-            thread.add(take)
+            thread.add(read_next)
             yield item
 
     try:
-        for _ in range(_AHEAD):
-            thread.add(take)
+        for _ in range(_READ_AHEAD_ITEMS):
+            thread.add(read_next)
         yield take_items()
     finally:
         thread.cancel()
-        thread.add(source.close)  # close in the thread, because it may still read `source`
+        thread.add(items.close)  # close in the thread, because it may still read `items`
         thread.end()
 
 
@@ -73,7 +73,7 @@ class TaskThread:
         self._queue: SimpleQueue[tuple[Task, Future[Any]] | None] = SimpleQueue()  # `put` is safe in a finalizer
         # Ctrl-C may interrupt __enter__ or __exit__, so garbage collection of this object also ends the thread
         finalize(self, self._queue.put, None).atexit = False
-        self._thread = Thread(target=_run, args=(self._queue, self._errors), name=name, daemon=True)
+        self._thread = Thread(target=_run_tasks, args=(self._queue, self._errors), name=name, daemon=True)
         self._has_thread = False
         # after Ctrl-C, a close may run while the interpreter exits; Python 3.11 then waits forever for new threads
         if not sys.is_finalizing():
@@ -88,7 +88,7 @@ class TaskThread:
         if self._has_thread:
             self._queue.put((task, future))
         else:
-            _do(task, future, self._errors)
+            _run_task(task, future, self._errors)
 
     def next_result(self) -> Any:
         """Wait for the next task, and return its result. Raises the error of this task or of an earlier task."""
@@ -100,9 +100,9 @@ class TaskThread:
             raise MemoryError(f"thread {self._thread.name} died without raising an error")
         return future.result()
 
-    def do(self, task: Task) -> None:
+    def submit(self, task: Task) -> None:
         """Add a task whose result is not needed. Raises the error of an earlier task."""
-        if len(self._pending) > _WAITING:
+        if len(self._pending) > _MAX_WAITING_TASKS:
             self.next_result()
         self.add(task)
 
@@ -131,14 +131,14 @@ class TaskThread:
             self.next_result()
 
 
-def _run(queue: SimpleQueue[tuple[Task, Future[Any]] | None], errors: list[BaseException]) -> None:
+def _run_tasks(queue: SimpleQueue[tuple[Task, Future[Any]] | None], errors: list[BaseException]) -> None:
     """Run tasks in the thread. Keeps no reference to the `TaskThread`, which can thus be garbage collected."""
     while (item := queue.get()) is not None:
-        _do(*item, errors)
+        _run_task(*item, errors)
         del item
 
 
-def _do(task: Task, future: Future[Any], errors: list[BaseException]) -> None:
+def _run_task(task: Task, future: Future[Any], errors: list[BaseException]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ...engine.checks import validate_arguments
-from ...engine.durable import open_regular, read_record
+from ...engine.durable import open_regular, read_sealed
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks, RowArray, extract_row_keys
 from .format import (
@@ -28,9 +28,9 @@ from .format import (
     bucket_file,
     count_header_bytes,
     deleted_file,
-    file_dtype,
+    find_dtype,
     is_compatible,
-    is_deleted,
+    is_deletion,
     make_npy_header,
     make_validator,
     parse_bucket,
@@ -92,12 +92,12 @@ class Snapshot:
             if _is_broken_link(folder):
                 problem = f"it is a link to {str(folder.readlink())!r}, which does not exist or cannot be reached"
                 raise make_damage_error(folder, problem, folder)
-            names = ", ".join(repr(name) for name in _snapshot_names(folder.parent)) or "none"
+            names = ", ".join(repr(name) for name in _list_snapshot_names(folder.parent)) or "none"
             raise SnapshotError(
                 f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; existing ones: {names}"
             )
         try:
-            return cls(folder, Manifest.decode(read_record(folder / MANIFEST)))
+            return cls(folder, Manifest.decode(read_sealed(folder / MANIFEST)))
         except FileNotFoundError as error:
             raise SnapshotError(
                 f"{str(folder)!r} has no {MANIFEST}: it is not a snapshot, or is damaged. Restore the snapshot from a "
@@ -232,7 +232,7 @@ class Snapshot:
         for name, file in self.manifest.files.items():
             shard = self._find_shard(name)
             if self.shard is None or shard is None or self.shard.overlaps(shard):
-                files[is_deleted(name)][name] = file
+                files[is_deletion(name)][name] = file
         return self.read_files(files[0], max_rows), self.read_files(files[1], max_rows)
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
@@ -241,7 +241,7 @@ class Snapshot:
 
     def _file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
-            self._open(name, entry).close()
+            self._open_file(name, entry).close()
         if self.manifest.num_shards is None:
             with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._yield_checked(pieces)) as chunks:
                 yield from self._select_shard(chunks)
@@ -295,23 +295,23 @@ class Snapshot:
     ) -> Generator[FileChunk, None, None]:
         # no memory map: if the disk fails, a read raises an error, but access to a memory map kills the process
         for name, entry in files.items():
-            dtype = file_dtype(name, self.manifest.row_format)
+            dtype = find_dtype(name, self.manifest.row_format)
             limit = max(1, min(max_rows, max_bytes // dtype.itemsize))
             for begin in range(0, entry.rows, limit):
                 rows = np.empty(min(limit, entry.rows - begin), dtype)
                 # reopen the file for each piece, because an open file per bucket and rank would be too many
-                with self._open(name, entry) as file, self._convert_read_errors(name):
+                with self._open_file(name, entry) as file, self._convert_read_errors(name):
                     file.seek(count_header_bytes(dtype) + begin * dtype.itemsize)
                     count = file.readinto(rows.view(np.uint8).data)  # type: ignore[attr-defined]
                 if count != rows.nbytes:
                     raise self._make_damage_error(name, "it was truncated while being read")
                 yield name, rows
 
-    def _open(self, name: str, entry: RowFile) -> BinaryIO:
+    def _open_file(self, name: str, entry: RowFile) -> BinaryIO:
         """Open a file, and check the file's size and header."""
         with self._convert_read_errors(name):
             file = open_regular(self.folder / name)
-        size, dtype = os.fstat(file.fileno()).st_size, file_dtype(name, self.manifest.row_format)
+        size, dtype = os.fstat(file.fileno()).st_size, find_dtype(name, self.manifest.row_format)
         if size != entry.bytes:
             problem = f"it has {size} bytes instead of {entry.bytes}"
         elif file.read(count_header_bytes(dtype)) != make_npy_header(dtype, entry.rows):
@@ -381,7 +381,7 @@ def list_snapshots(folder: str | Path) -> Listing:
         SnapshotError: If the folder cannot be listed, or if this process is out of file descriptors or memory.
     """
     listing = Listing([], {})
-    for name in _snapshot_names(Path(folder)):
+    for name in _list_snapshot_names(Path(folder)):
         try:
             listing.snapshots.append(Snapshot.open(Path(folder) / name))
         except ReadIOError:
@@ -427,7 +427,7 @@ def find_snapshot(folder: Path, id: str) -> Snapshot:
     raise SnapshotError(f"{str(folder)!r} lacks the snapshot with id {id}: put the snapshot back, or load another")
 
 
-def _snapshot_names(folder: Path) -> list[str]:
+def _list_snapshot_names(folder: Path) -> list[str]:
     try:
         entries = (entry for entry in os.scandir(folder) if not entry.name.startswith("."))
         return sorted(entry.name for entry in entries if _is_broken_link(Path(entry)) or entry.is_dir())

@@ -167,11 +167,11 @@ def read_pieces(file: BinaryIO, size: int) -> Iterator[NDArray[np.uint8]]:
         yield piece
 
 
-def link_checkpoint(folder: Path, files: RocksDBFiles, target: Path) -> bool:
+def link_checkpoint(folder: Path, files: RocksDBFiles, target: Path) -> None:
     """Durably make `target` a folder with a checkpoint's databases. Row files are hard-linked, and not read.
 
-    Checks all names and sizes, and the checksums of files without rows. Returns False if the file system lacks hard
-    links; `target` is then incomplete. Raises SnapshotError, OSError.
+    Checks all names and sizes, and the checksums of files without rows. Raises SnapshotError; raises OSError if the
+    file system lacks hard links.
     """
     _check_files(folder, files.files, reads_rows=False)
     for name, entry in files.files.items():
@@ -180,11 +180,10 @@ def link_checkpoint(folder: Path, files: RocksDBFiles, target: Path) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         if not _has_rows(name):
             _copy(source, path, file)
-        elif _link(source, path, file) is not None:
-            return False
+        elif (error := _link(source, path, file)) is not None:
+            raise error
     for directory in (*target.iterdir(), target):
         fsync_dir(directory)
-    return True
 
 
 def find_damaged_file(folder: Path, files: RocksDBFiles, wait: Callable[[float], bool]) -> SnapshotError | None:

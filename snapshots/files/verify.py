@@ -31,9 +31,9 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
 
     If a snapshot's parent is damaged, only the snapshot's own files are checked. Raises ReadIOError.
     """
-    errors, sound = dict(damaged), set[str]()  # sound: snapshots whose own files are intact
+    errors, intact = dict(damaged), set[str]()  # intact: snapshots whose own files are intact
 
-    def record_damage(snapshot: Snapshot, chunks: Chunks) -> Chunks:
+    def note_damage(snapshot: Snapshot, chunks: Chunks) -> Chunks:
         try:
             yield from chunks
         except SnapshotError as error:
@@ -41,7 +41,7 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
                 errors[snapshot.name] = error
             raise
 
-    def is_sound(chunks: Chunks) -> bool:
+    def is_intact(chunks: Chunks) -> bool:
         try:
             exhaust(chunks)
         except ReadIOError:
@@ -53,21 +53,21 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
     def verify(chain: Chain) -> None:
         """Verify those snapshots in a chain that are not verified yet."""
         names = [snapshot.name for snapshot in chain]
-        if sound.union(errors).issuperset(names):
+        if intact.union(errors).issuperset(names):
             return
         if errors.keys().isdisjoint(names):
             chunks: Chunks = iter(())
             for snapshot in chain:
-                chunks = record_damage(snapshot, snapshot.apply_to(chunks, progress=progress, keys_only=len(chain) > 1))
-            if is_sound(chunks):
-                sound.update(names)
+                chunks = note_damage(snapshot, snapshot.apply_to(chunks, progress=progress, keys_only=len(chain) > 1))
+            if is_intact(chunks):
+                intact.update(names)
                 return
         first = next(index for index, name in enumerate(names) if name in errors)
         verify(chain[:first])
         for snapshot in chain[first + 1 :]:
-            chunks = record_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True))
-            if snapshot.name not in sound and snapshot.name not in errors and is_sound(chunks):
-                sound.add(snapshot.name)
+            chunks = note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True))
+            if snapshot.name not in intact and snapshot.name not in errors and is_intact(chunks):
+                intact.add(snapshot.name)
 
     for chain in sorted(chains.values(), key=len, reverse=True):
         verify(chain)

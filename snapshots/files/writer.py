@@ -42,8 +42,8 @@ from .format import (
     count_file_bytes,
     count_header_bytes,
     deleted_file,
-    file_dtype,
-    is_deleted,
+    find_dtype,
+    is_deletion,
     make_npy_header,
     make_validator,
     read_snapshot_id,
@@ -67,14 +67,14 @@ def write_changes(
     """Write the row files of an incremental snapshot, like `write_rows`. changes: see `write_incremental`."""
     deleted: list[tuple[int, RowArray]] = []
 
-    def written_rows() -> Iterator[tuple[int, RowArray]]:
+    def yield_rows() -> Iterator[tuple[int, RowArray]]:
         for bucket, rows, keys in changes:
             if len(keys):
                 deleted.append((bucket, keys))
             if len(rows):
                 yield bucket, rows
 
-    files = write_rows(folder, description, written_rows(), progress, shard)
+    files = write_rows(folder, description, yield_rows(), progress, shard)
     return files | write_rows(folder, description, deleted, progress, shard, deleted_file)
 
 
@@ -91,7 +91,7 @@ def write_rows(
     Threads write and sync large chunks while the caller makes the next chunk. File names are durable only after the
     folder is synced. Raises SnapshotError for invalid rows. Raises OSError.
     """
-    files, threads, syncs_of_small = dict[str, _File](), list[TaskThread](), list[Task]()
+    files, threads, small_syncs = dict[str, _RowFile](), list[TaskThread](), list[Task]()
     submit: Callable[[Task], object]
     submit_sync: Callable[[Task], object]
     last_bucket, row_format = -1, RowFormat.from_description(description)
@@ -102,28 +102,28 @@ def write_rows(
                     f"bucket {bucket} came after bucket {last_bucket}: buckets must ascend and be below {BUCKETS}"
                 )
             last_bucket, name = bucket, make_file_name(bucket, None if shard is None else shard.shard_index)
-            file, submit, submit_sync = None, (lambda task: task()), syncs_of_small.append
-            dtype, validator = file_dtype(name, row_format), make_validator(description, bucket, shard)
+            file, submit, submit_sync = None, (lambda task: task()), small_syncs.append
+            dtype, validator = find_dtype(name, row_format), make_validator(description, bucket, shard)
             for rows in _yield_valid(bucket, dtype, validator, group):
                 if file is None:
-                    file = files[name] = open_files.enter_context(closing(_File(f"{folder}/{name}", rows.dtype)))
+                    file = files[name] = open_files.enter_context(closing(_RowFile(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes >= _SMALL_BYTES:
                         if not threads:
                             threads = [workers.enter_context(TaskThread(f"tierbed-{job}")) for job in ("sync", "write")]
-                        submit_sync, submit = (thread.do for thread in threads)
+                        submit_sync, submit = (thread.submit for thread in threads)
                 submit(partial(file.write, rows))
                 if progress is not None:
                     progress(len(rows))
             if file is not None:
                 submit(partial(file.write_header, submit_sync))
-            if len(syncs_of_small) == _OPEN_FILES:
-                run_syncs(syncs_of_small)
-                syncs_of_small.clear()
-        run_syncs(syncs_of_small)
+            if len(small_syncs) == _OPEN_FILES:
+                run_syncs(small_syncs)
+                small_syncs.clear()
+        run_syncs(small_syncs)
     return {name: file.entry for name, file in files.items()}
 
 
-class _File:
+class _RowFile:
     """A row file that is being written. Call `write` for each chunk of rows, then `write_header`."""
 
     def __init__(self, path: str, dtype: np.dtype[np.void]) -> None:
@@ -192,33 +192,33 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
 
     def __init__(self) -> None:
         self._id_prefix = secrets.token_hex(8)
-        self._new: list[NewFolder] = []
+        self._new_folders: list[NewFolder] = []
         self._callbacks: list[Callable[[], object]] = []
 
     def __exit__(self, *_: object) -> None:
-        while self._new:
-            self._new.pop().drop()
+        while self._new_folders:
+            self._new_folders.pop().drop()
 
     def pop_all(self) -> NewSnapshots:
         """Move the snapshots to a new object, for a `with` block that ends later. The old object removes nothing."""
         later = copy(self)
-        self._new = []
+        self._new_folders = []
         return later
 
-    def new_id(self) -> str:
+    def make_id(self) -> str:
         """Returns a new snapshot id. All ids of one save share their first half."""
         return self._id_prefix + secrets.token_hex(8)
 
     def begin(self, folder: Path, description: dict[str, Any], overwrite: bool = False) -> Path:
         """Begin the snapshot `folder`. Returns its temporary folder. Raises the same errors as `write_snapshot`."""
-        check_free(folder, overwrite)
+        check_name_free(folder, overwrite)
         try:
             check_description(description)
         except ValueError as error:
             raise SnapshotError(f"snapshot {folder.name!r} cannot be written: {error}") from error
         with convert_write_errors(folder):
-            self._new.append(NewFolder(folder, overwrite))
-        return self._new[-1].temporary
+            self._new_folders.append(NewFolder(folder, overwrite))
+        return self._new_folders[-1].temporary
 
     def call_after_publish(self, call: Callable[[], object]) -> None:
         """Register a function to call after all snapshots were renamed. If the function raises, `publish` is undone."""
@@ -226,21 +226,21 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
 
     def publish(self) -> None:
         """Rename all snapshots, then call the registered functions. A SnapshotError tells which snapshots exist."""
-        for new in self._new:
+        for new in self._new_folders:
             with convert_write_errors(new.path):
                 fsync_dir(new.temporary)
         published: list[NewFolder] = []
         with defer_signals(), ExitStack() as cleanup:  # Ctrl-C leaves either no snapshot or all
-            while self._new:
-                new = self._new[0]
+            while self._new_folders:
+                new = self._new_folders[0]
                 try:
                     new.publish()
                 except UnsyncedError as error:  # the new folder exists, but may be lost in a power failure
-                    del self._new[0]
-                    raise self._error(new.path, "was", error, [*published, new]) from error
+                    del self._new_folders[0]
+                    raise self._make_error(new.path, "was", error, [*published, new]) from error
                 except OSError as error:
-                    raise self._error(new.path, "was not", error, published) from error
-                published.append(self._new.pop(0))
+                    raise self._make_error(new.path, "was not", error, published) from error
+                published.append(self._new_folders.pop(0))
                 cleanup.callback(new.drop)  # removes the replaced folder
             try:
                 for call in self._callbacks:
@@ -250,11 +250,11 @@ class NewSnapshots(AbstractContextManager["NewSnapshots"]):
                     new.undo_publish()
                 raise
 
-    def _error(self, folder: Path, verb: str, error: OSError, published: list[NewFolder]) -> SnapshotError:
+    def _make_error(self, folder: Path, verb: str, error: OSError, published: list[NewFolder]) -> SnapshotError:
         text = f"snapshot {folder.name!r} {verb} written to {str(folder.parent)!r}: {error}"
-        if published and self._new:
+        if published and self._new_folders:
             saved = ", ".join(repr(str(new.path.parent)) for new in published)
-            missing = ", ".join(repr(str(new.path.parent)) for new in self._new)
+            missing = ", ".join(repr(str(new.path.parent)) for new in self._new_folders)
             text += f". The snapshot is saved in {saved}, but not in {missing}: save all again with overwrite=True"
         return SnapshotError(text)
 
@@ -352,7 +352,7 @@ def new_snapshot(folder: Path, description: dict[str, Any], overwrite: bool = Fa
         new.publish()
 
 
-def check_free(folder: Path, overwrite: bool | None = False) -> None:
+def check_name_free(folder: Path, overwrite: bool | None = False) -> None:
     """Raises SnapshotError if a new snapshot's name is invalid, or is taken by a snapshot that must not be replaced.
 
     overwrite: True allows replacing a snapshot without children, if the file system can exchange two folders.
@@ -382,7 +382,7 @@ def check_free(folder: Path, overwrite: bool | None = False) -> None:
 
 
 def write_manifest(
-    place: Path,
+    folder: Path,
     description: dict[str, Any],
     rows: int,
     files: dict[str, RowFile] | None = None,
@@ -392,14 +392,14 @@ def write_manifest(
     num_shards: int | None = None,
     id: str | None = None,
 ) -> Manifest:
-    """Write the manifest for the durable files in the folder `place`. Raises OSError, SnapshotError.
+    """Write the manifest for the durable files in the folder `folder`. Raises OSError, SnapshotError.
 
     rocksdb: the files of a RocksDB checkpoint. parent: the parent of an incremental snapshot. If both are None,
     the snapshot is full. num_shards: the number of shards; None if there was one writer.
     """
     files = files or {}
-    deleted = sum(file.rows for name, file in files.items() if is_deleted(name))
-    latest = max(list_snapshots(place.parent).snapshots, key=lambda snapshot: snapshot.manifest.sequence, default=None)
+    deleted = sum(file.rows for name, file in files.items() if is_deletion(name))
+    latest = max(list_snapshots(folder.parent).snapshots, key=lambda snapshot: snapshot.manifest.sequence, default=None)
     sequence = 1 if latest is None else latest.manifest.sequence + 1
     if latest is not None and sequence > LAST_SEQUENCE:
         raise SnapshotError(
@@ -415,7 +415,7 @@ def write_manifest(
         data = manifest.encode()
     except ValueError as error:
         raise SnapshotError(f"the table's description cannot be stored: {error}") from error
-    with (place / MANIFEST).open("xb") as file:
+    with (folder / MANIFEST).open("xb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

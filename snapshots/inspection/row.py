@@ -15,7 +15,7 @@ from ...engine.row_format import ROW_KEY_DTYPE as ROW_NAME
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from ..files.format import SHARD_FIELD, bucket_file, deleted_file, is_deleted
+from ..files.format import SHARD_FIELD, bucket_file, deleted_file, is_deletion
 from ..files.reader import Snapshot
 from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
@@ -31,25 +31,25 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
     rows cannot be read or another rank owns the row.
     """
     marker = require_clean_marker(store)
-    table_id, bits = resolve_row_key(marker, table, key)
+    table_id, stored_key = resolve_row_key(marker, table, key)
     if SHARD_FIELD in marker:
         rank, ranks = marker[SHARD_FIELD]["rank"], marker[SHARD_FIELD]["ranks"]
-        owner = int(_core.find_owners(np.array([table_id], np.uint32), np.array([bits], np.uint64), ranks)[0])
+        owner = int(_core.find_owners(np.array([table_id], np.uint32), np.array([stored_key], np.uint64), ranks)[0])
         if owner != rank:
             folder = shard_folder(store.path.parent.parent, owner, ranks)
             raise StoreError(f"rank {owner} of {ranks} owns this row: give that rank's shard, {str(folder)!r}")
     if marker["live"] == "rows":
-        return _find(Snapshot.open(store.live_path), table_id, bits), marker
+        return _find_row(Snapshot.open(store.live_path), table_id, stored_key), marker
     from ...engine.store.rocksdb import RocksDB  # needs RocksDB
 
     row_format = RowFormat.from_description(marker)
     with closing(RocksDB(store.live_path, row_format.width, marker["shards"], read_only=True)) as tier:
-        return read_row(tier, row_format, table_id, bits), marker
+        return read_row(tier, row_format, table_id, stored_key), marker
 
 
 def read_snapshot_row(snapshot: Snapshot, table: int | str, key: int) -> Row | None:
     """Read a row from a snapshot. Returns None if the snapshot lacks the row. Raises errors like `read_live_row`."""
-    return _find(snapshot, *resolve_row_key(snapshot.description, table, key))
+    return _find_row(snapshot, *resolve_row_key(snapshot.description, table, key))
 
 
 def resolve_row_key(description: dict[str, Any], table: int | str, key: int) -> tuple[int, int]:
@@ -82,7 +82,7 @@ def to_plain_floats(values: NDArray[np.float32]) -> list[float | str]:
     return [float(str(value)) if np.isfinite(value) else str(value) for value in values]
 
 
-def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
+def _find_row(snapshot: Snapshot, table: int, key: int) -> Row | None:
     """Search a chain for a row, latest snapshot first. Returns None if the key was deleted or never written."""
     row_key = np.array([table], np.uint32), np.array([key], np.uint64)
     bucket = int(_core.buckets(*row_key)[0])
@@ -95,7 +95,7 @@ def _find(snapshot: Snapshot, table: int, key: int) -> Row | None:
             entry = member.manifest.files.get(file)
             row = None if entry is None else _find_in_chunks(member.read_files({file: entry}), table, key)
             if row is not None:
-                return None if is_deleted(file) else row
+                return None if is_deletion(file) else row
     return None
 
 

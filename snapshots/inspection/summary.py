@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine.errors import OptionError
-from ...engine.options.table_names import Names, table_labels
+from ...engine.options.table_names import Names, label_tables
 from ...engine.row_format import EMBEDDING, RowFormat
 from ..files.reader import Snapshot
 
@@ -31,13 +31,13 @@ class Summary:
     updates: Counter[int] = field(default_factory=Counter)  # the number of rows by update count
     norms: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(NORM_EDGES) - 1, np.int64))
     not_finite: int = 0  # the number of rows with NaN or infinities; `norms` does not count these rows
-    first: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowFormat.dtype`
+    first_rows: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowFormat.dtype`
     _norm_sum: float = 0.0
     _norm_min: float = np.inf
     _norm_max: float = 0.0
 
     @property
-    def figures(self) -> dict[str, Any]:
+    def statistics(self) -> dict[str, Any]:
         """The statistics as a dict. `updates`: min, lower median, max; `norm`: min, mean, max; None without rows."""
         finite = int(self.norms.sum())
         norm = {"min": self._norm_min, "mean": self._norm_sum / finite, "max": self._norm_max} if finite else None
@@ -62,12 +62,12 @@ class Summary:
             self._norm_max = max(self._norm_max, float(norms.max()))
 
 
-def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, first: int = 0) -> Summary:
+def summarise(snapshot: Snapshot, progress: Callable[[int], None] | None = None, num_first_rows: int = 0) -> Summary:
     """Summarise a snapshot's rows, and keep the first `first` rows. Raises SnapshotError."""
     summary = Summary()
     for _, rows in snapshot.chunks():
         summary.add(rows, snapshot.manifest.row_format)
-        summary.first.extend(rows[: first - len(summary.first)].copy())
+        summary.first_rows.extend(rows[: num_first_rows - len(summary.first_rows)].copy())
         if progress is not None:
             progress(len(rows))
     return summary
@@ -112,7 +112,7 @@ def draw(summary: Summary, title: str, path: Path, names: Names) -> None:
     _draw_bars(updates, summary.updates, "updates of a row", "How often rows were updated")
     _draw_bars(tables, summary.tables, "table", "Rows of each table")
     if any(names) and len(names) <= _BARS:
-        tables.set_xticks(range(len(names)), table_labels(names), rotation=45, ha="right")
+        tables.set_xticks(range(len(names)), label_tables(names), rotation=45, ha="right")
     for axes in (norms, updates, tables):
         axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.yaxis.set_major_formatter("{x:,.0f}")

@@ -19,9 +19,9 @@ from .folder import StoreFolder
 from .folder_state import RANKS, FolderState, find_shards, read_clean_markers, read_linked_stores, shard_folder
 from .group import Member, open_store, record_load, record_save
 from .mark import read_live_version
-from .recovery_rule import EMPTY, version_of_snapshot
-from .retention import unlink_replaced
-from .save import SaveSource, begin_save, check_save, write_part
+from .recovery_rule import EMPTY, make_snapshot_version
+from .retention import remove_backups
+from .save import SaveInputs, begin_save, check_save, write_files
 from .selection import ALL, LoadReport, Selection, read_dtypes
 
 if TYPE_CHECKING:
@@ -79,24 +79,24 @@ def save_closed_stores(
         for store in stores:
             member = open_store(store, "resume")
             open_stores.callback(member.leave)
-            source = _make_source(store, member, new.new_id(), open_stores)
-            lacks_parent = kind == "incremental" and len(stores) > 1 and source.parent == EMPTY
+            inputs = _make_inputs(store, member, new.make_id(), open_stores)
+            lacks_parent = kind == "incremental" and len(stores) > 1 and inputs.parent == EMPTY
             store_kind = "full" if lacks_parent else kind
-            capture = member.capture()
-            check_save(store.snapshot_store, name, store_kind, source, overwrite)
-            folder, parent = begin_save(store.snapshot_store, name, store_kind, source, overwrite, new)
-            part = write_part(folder, store_kind, source, parent, progress)
+            pending = member.capture()
+            check_save(store.snapshot_store, name, store_kind, inputs, overwrite)
+            folder, parent = begin_save(store.snapshot_store, name, store_kind, inputs, overwrite, new)
+            written = write_files(folder, store_kind, inputs, parent, progress)
             temporary = make_temporary_path(folder)
-            manifests.append(write_manifest(temporary, source.description, *part, parent=parent, id=source.id))
-            new_ids[capture] = manifests[-1].id
+            manifests.append(write_manifest(temporary, inputs.description, *written, parent=parent, id=inputs.id))
+            new_ids[pending] = manifests[-1].id
         new.call_after_publish(lambda: record_save(new_ids))
         new.publish()
     for store in stores:
-        unlink_replaced(store.snapshot_store)
+        remove_backups(store.snapshot_store)
     return manifests
 
 
-def _make_source(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveSource:
+def _make_inputs(store: StoreFolder, member: Member, id: str, reading: ExitStack) -> SaveInputs:
     """Returns a closed store's live rows, ready to be saved. Raises StoreError if the live rows are not clean."""
     if store.path.parent.name == RANKS:
         store_folder = str(store.path.parent.parent)
@@ -112,7 +112,7 @@ def _make_source(store: StoreFolder, member: Member, id: str, reading: ExitStack
             f"the live rows of {str(store.path)!r} are newer than the rows of other embeddings in its group. Recovery "
             "will use a snapshot instead. Load that snapshot, or open and close all embeddings of the group"
         )
-    return SaveSource(make_description(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
+    return SaveInputs(make_description(marker), marker["rows"], scan, member.group.record, member.id, tier, id=id)
 
 
 def load_into_stores(
@@ -138,11 +138,11 @@ def load_into_stores(
             cleanup.callback(members[-1].leave)
         for (store, snapshot), choice in zip(pairs, selections, strict=True):
             if store.clean_marker is None:
-                store.discard_live()  # frees the space of unclean live rows, which no run would use
+                store.discard_live_rows()  # frees the space of unclean live rows, which no run would use
             cleanup.callback(remove_folder, store.incoming)  # after a successful load, the folder no longer exists
             report = LoadReport()
             rows = choice.read_rows(snapshot, report, progress)
-            results.append((write_snapshot(store.incoming, choice.description(snapshot.description), rows), report))
+            results.append((write_snapshot(store.incoming, choice.describe(snapshot.description), rows), report))
         whole_loads = [member for member, choice in zip(members, selections, strict=True) if choice.is_whole]
         ids = {member: snapshot.manifest.id for member, snapshot in zip(members, snapshots, strict=True)}
         with record_load({member: ids[member] for member in whole_loads}) if whole_loads else nullcontext():
@@ -152,9 +152,9 @@ def load_into_stores(
                     member.count_write()
                 if member.mark_folder is not store:
                     member.copy_to(store)
-                version = version_of_snapshot(ids[member]) if member in whole_loads else member.version
+                version = make_snapshot_version(ids[member]) if member in whole_loads else member.version
                 marker = {**manifest.description, "live": "rows", "rows": manifest.rows, LIVE_VERSION: version}
-                store.replace_live(store.incoming, marker)
+                store.replace_live_rows(store.incoming, marker)
                 if member in whole_loads:
                     member.mark_replaced(ids[member])
                 member.move_to(store)
@@ -186,7 +186,7 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
                 f"{snapshot.description[field]!r}, but the {field} in {str(store.path)!r} is {marker.get(field)!r}. "
                 "Load the snapshot into the store that saved it"
             )
-    store_types, snapshot_types = read_dtypes(marker), read_dtypes(selection.description(snapshot.description))
+    store_types, snapshot_types = read_dtypes(marker), read_dtypes(selection.describe(snapshot.description))
     state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any dtype
     if (store_types[0], state_type) == snapshot_types:
         return selection
@@ -245,7 +245,7 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 
         with closing(RocksDB(store.live_path, marker["width"], marker["shards"], options=_AS_IS)) as tier:
             check_live(store, marker, tier)
-            yield lambda: RowFormat.from_description(marker).from_words(tier.scan()), tier
+            yield lambda: RowFormat.from_description(marker).view_words(tier.scan()), tier
     else:
         raise StoreError(f"MARK in {str(store.path)!r} has an unknown live={marker.get('live')!r}: upgrade tierbed")
 

@@ -11,14 +11,14 @@ from .group_file import GroupFile, RecordError, lock_group, remove_record, write
 from .recovery_rule import NOTHING, merge_records
 
 
-class Detached(NamedTuple):
+class DetachResult(NamedTuple):
     """The result of `detach`. others: the names of the other stores in the group, as far as known."""
 
     others: list[str]
     problem: str | None = None  # what is wrong with the group's record, if it cannot be used
 
 
-def detach(store: StoreFolder) -> Detached:
+def detach(store: StoreFolder) -> DetachResult:
     """Take a store out of its group. The next open chooses the same rows as it would have chosen in the group.
 
     The group's record may be missing or damaged, or may not list this folder because the folder is a copy. The store
@@ -29,9 +29,9 @@ def detach(store: StoreFolder) -> Detached:
         file = GroupFile(store)
     except StoreError as error:
         _write_own_record(store, GroupFile(store, is_alone=True))
-        return Detached([], error.problem if isinstance(error, RecordError) else str(error))
+        return DetachResult([], error.problem if isinstance(error, RecordError) else str(error))
     if file.path is None:
-        return Detached([])
+        return DetachResult([])
     lock = lock_group(file)
     try:
         locked = GroupFile(store)
@@ -42,25 +42,25 @@ def detach(store: StoreFolder) -> Detached:
     return detach(store)  # try again, because another process has joined the store's group to another group
 
 
-def _detach(store: StoreFolder, file: GroupFile) -> Detached:
+def _detach(store: StoreFolder, file: GroupFile) -> DetachResult:
     """Take a store out of its group. The caller must have locked the group's record."""
     record, path, entries = file.record, file.path, file.record.entries
     assert path is not None
-    names = sorted(location.name for other, location in record.places.items() if other != file.store_id)
+    names = sorted(location.name for other, location in record.locations.items() if other != file.store_id)
     if NOTHING in entries.values():  # a run was killed, so this store must be recovered together with the group
         try:
             entries = file.choose_entries()
             record = replace(record, changed_stores=frozenset(entries))  # the next run then records skipped snapshots
         except (StoreError, SnapshotError):  # the other stores will raise this error when they open
             entries = {**record.entries, file.store_id: file.choose_newest()[file.store_id]}
-    write_record(path, replace(record, is_joining=True).plain())  # the store leaves its group when MARK changes
+    write_record(path, replace(record, is_joining=True).to_plain())  # the store leaves its group when MARK changes
     own = merge_records([record], {file.store_id: entries[file.store_id]})
-    _write_own_record(store, file.copy_with(path=None, record=replace(own, places={})))
+    _write_own_record(store, file.copy_with(path=None, record=replace(own, locations={})))
     if others := {other: entry for other, entry in entries.items() if other != file.store_id}:
-        write_record(path, merge_records([record], others).plain())
+        write_record(path, merge_records([record], others).to_plain())
     else:
         remove_record(path)
-    return Detached(names)
+    return DetachResult(names)
 
 
 def _write_own_record(store: StoreFolder, file: GroupFile) -> None:

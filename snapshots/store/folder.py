@@ -86,7 +86,7 @@ class StoreFolder(FolderState):
                 lock = os.stat(self.path / LOCK)
             except (FileNotFoundError, NotADirectoryError):
                 lock = None
-        if lock is None or not self._lock.has(lock):
+        if lock is None or not self._lock.matches(lock):
             raise StoreError(
                 f"store folder {str(self.path)!r} was {'removed' if lock is None else 'replaced by another'} while "
                 "it was open. tierbed writes nothing more there. All rows are lost, except in copied snapshots. "
@@ -117,7 +117,7 @@ class StoreFolder(FolderState):
         """Replace fields of MARK, atomically and durably. Raises StoreError."""
         mark = replace(self.mark, exists=True, **fields)
         try:
-            data = seal(mark.plain())
+            data = seal(mark.to_plain())
         except ValueError as error:
             raise StoreError(f"MARK in {str(self.path)!r} cannot store the description: {error}") from error
         self.check()
@@ -130,12 +130,12 @@ class StoreFolder(FolderState):
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
         """Write the clean marker, once live rows are durable. `live` says how rows are stored. Raises StoreError."""
-        self.change(clean_marker=description, ranks_record=None)
-        self._forget_step()
+        self.change(clean_marker=description, shard_layout=None)
+        self._remove_step_file()
 
     def clear_clean_marker(self) -> None:
         """Clear the clean marker durably. Must be called before any live row is written. Raises StoreError."""
-        self.change(clean_marker=None, ranks_record=None)
+        self.change(clean_marker=None, shard_layout=None)
 
     def store_step(self, step: int) -> None:
         """Store the live rows' step, for messages after a kill. The cost is one write to the page cache."""
@@ -152,21 +152,21 @@ class StoreFolder(FolderState):
     def __del__(self) -> None:
         self._close_step_file()
 
-    def _forget_step(self) -> None:
+    def _remove_step_file(self) -> None:
         self._close_step_file()
         with contextlib.suppress(OSError):
             (self.path / "STEP").unlink()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Make the folder new again: remove MARK and the live rows. Raises StoreError."""
         with self.convert_errors("empty"):
             for name in LIVE_FOLDERS:
                 remove_folder(self.path / name)
             self._mark_file.unlink(missing_ok=True)
             self.mark = Mark(exists=False)
-            self._forget_step()
+            self._remove_step_file()
 
-    def discard_live(self) -> None:
+    def discard_live_rows(self) -> None:
         """Clear the clean marker and remove the live rows. Raises StoreError."""
         self.check()
         if self.mark.clean_marker is not None:  # else write nothing, because the disk may be full
@@ -176,7 +176,7 @@ class StoreFolder(FolderState):
                 remove_folder(self.path / name)
             fsync_dir(self.path)
 
-    def replace_live(self, new: Path, description: dict[str, Any], **fields: Any) -> None:
+    def replace_live_rows(self, new: Path, description: dict[str, Any], **fields: Any) -> None:
         """Replace the live rows by the durable folder `new` on the same file system, and write a clean marker.
 
         After a kill, the store has either the old rows with the old marker, or the new rows with the new marker.
@@ -191,8 +191,8 @@ class StoreFolder(FolderState):
             fsync_dir(self.path)
         id = read_snapshot_id(self.path / name) if description["live"] == "rows" else ""
         files_field = {LIVE_FILES: id} if id else {}
-        self.change(clean_marker={**description, **files_field}, ranks_record=None, live_folder_name=name, **fields)
-        self._forget_step()
+        self.change(clean_marker={**description, **files_field}, shard_layout=None, live_folder_name=name, **fields)
+        self._remove_step_file()
         if name != old.name:
             with self.convert_errors("remove the replaced rows of"):
                 remove_folder(old)

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_record, write_atomically
+from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_sealed, write_atomically
 from ...engine.errors import StoreError
 from ..files.format import SHARD_FIELD
 from .mark import Mark, read_live_version
@@ -38,7 +38,7 @@ class FolderState:
         """The content of MARK, read once, at the first use. Raises StoreError."""
         with self.convert_errors("read MARK of"):
             try:
-                return Mark.parse(read_record(self._mark_file))
+                return Mark.parse(read_sealed(self._mark_file))
             except (FileNotFoundError, ValueError):
                 return Mark(exists=False)
 
@@ -67,8 +67,8 @@ class FolderState:
     @property
     def num_ranks(self) -> int:
         """How many ranks divide the live rows into shards, or 0 if a single process has all rows."""
-        record = self.snapshot_store.mark.ranks_record
-        return 0 if record is None or self.mark.clean_marker is not None else record.num_ranks
+        layout = self.snapshot_store.mark.shard_layout
+        return 0 if layout is None or self.mark.clean_marker is not None else layout.num_ranks
 
     @property
     def sharing_stores(self) -> list[FolderState]:
@@ -133,25 +133,25 @@ def shard_folder(store: Path, rank: int, num_ranks: int) -> Path:
     return store / RANKS / f"{rank}-of-{num_ranks}"
 
 
-def find_shards(store: Path, num_ranks: int, among: Iterable[int] | None = None) -> dict[int, FolderState]:
-    """Returns the shard folders on this host, by rank. among: the ranks to look for. Default: all ranks."""
-    folders = ((rank, shard_folder(store, rank, num_ranks)) for rank in (range(num_ranks) if among is None else among))
+def find_shards(store: Path, num_ranks: int, ranks: Iterable[int] | None = None) -> dict[int, FolderState]:
+    """Returns the shard folders on this host, by rank. ranks: the ranks to look for. Default: all ranks."""
+    folders = ((rank, shard_folder(store, rank, num_ranks)) for rank in (range(num_ranks) if ranks is None else ranks))
     return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
 
 
-def read_clean_markers(store: Path, num_ranks: int, among: Iterable[int] | None = None) -> dict[int, Marker | None]:
+def read_clean_markers(store: Path, num_ranks: int, ranks: Iterable[int] | None = None) -> dict[int, Marker | None]:
     """Returns {rank: clean marker} for this host's shards; None for unclean or misplaced ones. Raises StoreError."""
     markers: dict[int, Marker | None] = {}
-    for rank, shard in find_shards(store, num_ranks, among).items():
+    for rank, shard in find_shards(store, num_ranks, ranks).items():
         share = (shard.clean_marker or {}).get(SHARD_FIELD)
         is_own = isinstance(share, dict) and (share.get("rank"), share.get("ranks")) == (rank, num_ranks)
         markers[rank] = shard.clean_marker if is_own else None
     return markers
 
 
-def read_shard_versions(store: Path, num_ranks: int, among: Iterable[int] | None = None) -> dict[int, str | None]:
+def read_shard_versions(store: Path, num_ranks: int, ranks: Iterable[int] | None = None) -> dict[int, str | None]:
     """Returns {rank: live rows' version} for the shards on this host; None for an unclean or misplaced shard."""
-    return {rank: read_live_version(marker) for rank, marker in read_clean_markers(store, num_ranks, among).items()}
+    return {rank: read_live_version(marker) for rank, marker in read_clean_markers(store, num_ranks, ranks).items()}
 
 
 def read_last_step(store: Path, num_ranks: int) -> int | None:

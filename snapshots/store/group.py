@@ -31,7 +31,7 @@ from .folder_state import FolderState
 from .group_file import GroupFile, Shards, lock_group, lock_path, remove_record, write_record
 from .initial_records import GROUP_FILE_PREFIX
 from .lock import FileLock, InUseError
-from .mark import Link, RanksRecord
+from .mark import Link, ShardLayout
 from .recovery_rule import (
     EMPTY,
     FOREVER,
@@ -40,10 +40,10 @@ from .recovery_rule import (
     Interval,
     Location,
     Record,
+    find_newest_moment,
+    make_next_record,
+    make_snapshot_version,
     merge_records,
-    newest_moment,
-    next_record,
-    version_of_snapshot,
 )
 
 log = logging.getLogger("tierbed")
@@ -54,7 +54,7 @@ _groups_lock = RLock()  # held while a thread changes groups and records
 
 
 class Clock:
-    """Numbers the moments when this process began a save or finished a load. Other moments get no number."""
+    """Counts the moments: `moment` grows by 1 when this process begins a save or finishes a load."""
 
     moment = 0
 
@@ -69,12 +69,12 @@ class MemberRows:
 
     current_entry: Entry = NOTHING  # durable rows that equal the current rows
     unchanged_since: int = 0  # the rows have not changed since this moment
-    intervals: list[Interval] = field(default_factory=list)  # one interval per snapshot of the rows, even if unfinished
+    intervals: list[Interval] = field(default_factory=list)  # one per snapshot of the rows, and one per running save
 
     def mark_changed(self, entry: Entry = NOTHING) -> None:
         """Called when the rows change. Ends all intervals, because these snapshots have the earlier rows."""
-        for span in self.intervals:
-            span.end(clock.moment)
+        for interval in self.intervals:
+            interval.end(clock.moment)
         self.current_entry = entry
 
 
@@ -93,18 +93,18 @@ class Member(MemberRows):
         self.unusable_reason = unusable_reason  # why rows must be loaded before a write or save; "" if they need not
         self.partners: Callable[[], Iterable[Member]] = tuple  # returns the stores trained together with this store
         self.expect_change: Callable[[], None] = lambda: None  # called when the next change must be recorded
-        self._writes = 0  # the number of writes since the store was opened
+        self._num_writes = 0  # the number of writes since the store was opened
         # the version of the rows; if the next run opens with these rows, it keeps the version
-        self.version = entry.live_version or version_of_snapshot(entry.snapshot)
-        self._run = secrets.token_hex(8)  # makes versions unique to this process and this opening of the store
+        self.version = entry.live_version or make_snapshot_version(entry.snapshot)
+        self._run_id = secrets.token_hex(8)  # makes versions unique to this process and this opening of the store
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
         """Set the callbacks `expect_change` and `partners`."""
         self.expect_change, self.partners = expect_change, partners
 
-    def mark_broken(self, why: str) -> None:
-        """Forbid writes, saves and a clean close until rows are loaded again. why: the text for errors."""
-        self.unusable_reason = why
+    def mark_broken(self, reason: str) -> None:
+        """Forbid writes, saves and a clean close until rows are loaded again. reason: the text for errors."""
+        self.unusable_reason = reason
         self.expect_change()
 
     def lock(self) -> Group:
@@ -114,7 +114,7 @@ class Member(MemberRows):
             for group in groups:
                 group.lock()
             if len(groups) > 1:
-                _join(groups)
+                _join_groups(groups)
             return self.group
 
     def begin_change(self, replaces: bool = False) -> None:
@@ -134,8 +134,8 @@ class Member(MemberRows):
 
     def count_write(self) -> None:
         """Count a write of rows, after `begin_change` has recorded that rows will change."""
-        self._writes += 1
-        self.version = f"{self._run}:{self._writes}"
+        self._num_writes += 1
+        self.version = f"{self._run_id}:{self._num_writes}"
         self.unchanged_since = clock.moment + 1
 
     def capture(self) -> PendingSave:
@@ -145,10 +145,10 @@ class Member(MemberRows):
         with _groups_lock:
             self.lock()
             clock.moment += 1
-            capture = PendingSave("", self.unchanged_since, member=self)
-            self.intervals.append(capture)
+            pending = PendingSave("", self.unchanged_since, member=self)
+            self.intervals.append(pending)
             self.expect_change()
-            return capture
+            return pending
 
     def mark_replaced(self, snapshot: str | None) -> None:
         """Called after all rows were replaced. snapshot: the id of the snapshot with these rows, or None."""
@@ -158,7 +158,7 @@ class Member(MemberRows):
             self.mark_changed(Entry(snapshot))
             if snapshot is not None:
                 self.intervals.append(Interval(snapshot, self.unchanged_since))
-                self.version = version_of_snapshot(snapshot)
+                self.version = make_snapshot_version(snapshot)
                 self.expect_change()
 
     def end_failed_load(self, entry: Entry, unusable_reason: str) -> None:
@@ -182,18 +182,18 @@ class Member(MemberRows):
             entry = Entry(self.current_entry.snapshot, version)
             group.write({self.id: entry}, changed_stores=group.record.changed_stores - {self.id})
 
-    def copy_to(self, mark_folder: StoreFolder, ranks_record: RanksRecord | None = None) -> None:
+    def copy_to(self, mark_folder: StoreFolder, shard_layout: ShardLayout | None = None) -> None:
         """Copy the record, or the link to the record file, into another folder's MARK. Raises StoreError."""
-        self.group.file.write_mark(mark_folder, self.id, ranks_record=ranks_record)
+        self.group.file.write_mark(mark_folder, self.id, shard_layout=shard_layout)
 
-    def move_to(self, mark_folder: StoreFolder, ranks_record: RanksRecord | None = None) -> None:
+    def move_to(self, mark_folder: StoreFolder, shard_layout: ShardLayout | None = None) -> None:
         """Move the record, or the link to the record file, into another folder's MARK. Raises StoreError."""
         if mark_folder is not self.mark_folder:
-            self.copy_to(mark_folder, ranks_record)
-            self.mark_folder.change(store_id="", record=None, link=None, old={}, ranks_record=None)
+            self.copy_to(mark_folder, shard_layout)
+            self.mark_folder.change(store_id="", record=None, link=None, old_fields={}, shard_layout=None)
             self.mark_folder = mark_folder
-        elif mark_folder.mark.ranks_record != ranks_record:
-            mark_folder.change(ranks_record=ranks_record)
+        elif mark_folder.mark.shard_layout != shard_layout:
+            mark_folder.change(shard_layout=shard_layout)
 
     def leave(self) -> None:
         """Called when this process closes the store."""
@@ -218,7 +218,7 @@ def open_store(
     """
     with _groups_lock:
         file = GroupFile(store, shards, siblings)
-        group = next((group for group in _groups if group.file.key == file.key), None) or Group(file)
+        group = next((group for group in _groups if group.file.identity == file.identity), None) or Group(file)
         if mode == "fresh":
             entry, unusable_reason = Entry(EMPTY), "its rows are about to be emptied"  # so rows need not be recovered
         else:
@@ -254,15 +254,15 @@ class Group:
         self.members: dict[str, Member] = {}  # the stores that are open in this process
         # The `open` option of the store that was opened last. Once the mode is "mixed", it stays "mixed". The mode does
         # not change while the group is locked.
-        self.mode = "resume"
+        self.open_mode = "resume"
 
     @property
     def record(self) -> Record:
         return self.file.record
 
     def enter(self, member: Member, mode: str = "") -> None:
-        if not self.is_locked and self.mode != "mixed":
-            self.mode = mode
+        if not self.is_locked and self.open_mode != "mixed":
+            self.open_mode = mode
         self.members[member.id] = self.rows[member.id] = member
         _groups.add(self)
 
@@ -329,7 +329,7 @@ class Group:
                 self._lock = lock_group(self.file)
                 store = next(iter(self.members.values())).store
                 file = GroupFile(store, self.file.shards, self.file.siblings)
-                if file.key != self.file.key:  # another process changed the groups
+                if file.identity != self.file.identity:  # another process changed the groups
                     raise StoreError(_describe_change(store))
                 self.file = file
             self._recover()
@@ -340,7 +340,7 @@ class Group:
     def _recover(self) -> None:
         if self.file.path is None:
             target = {id: member.entry for id, member in self.members.items()}
-        elif self.mode == "mixed":
+        elif self.open_mode == "mixed":
             target = self.file.choose_newest()
         else:
             try:
@@ -360,7 +360,7 @@ class Group:
         self.is_locked = True
         known = {id: entry for id, entry in target.items() if entry != NOTHING}
         if self.record.changed_stores or any(not _have_common_rows(self.record.entries[id], known[id]) for id in known):
-            folders = self.file.members(lenient=True)
+            folders = self.file.find_members(lenient=True)
             skipped = {id: _find_skipped_range(folders[id], entry) for id, entry in known.items() if id in folders}
             parents = {id: entry.snapshot for id, entry in known.items() if entry.snapshot}
             self.write(
@@ -379,14 +379,14 @@ class Group:
     def write(self, entries: Mapping[str, Entry] | None = None, **fields: Any) -> None:
         """Replace `entries` and fields of the record, and write it if anything changed. Raises StoreError."""
         entries, path = entries or {}, self.file.path
-        moment, snapshots = self._newest_moment() or (0, None)
-        record = replace(next_record(self.record, {**self.current_entries, **entries}, snapshots), **fields)
+        moment, snapshots = self._find_newest_moment() or (0, None)
+        record = replace(make_next_record(self.record, {**self.current_entries, **entries}, snapshots), **fields)
         if path is not None:
             stores = {id: member.store for id, member in self.members.items()}
-            places = {id: Location.make(f.path, f.snapshot_store.path, path.parent) for id, f in stores.items()}
-            record = replace(record, places={**record.places, **places})
+            locations = {id: Location.make(f.path, f.snapshot_store.path, path.parent) for id, f in stores.items()}
+            record = replace(record, locations={**record.locations, **locations})
             if record != self.record:
-                write_record(path, record.plain())
+                write_record(path, record.to_plain())
         file = self.file.copy_with(record=record)
         for member in self.members.values():
             # the snapshots' folder also stores the record's path, in case the store folder is lost
@@ -398,10 +398,10 @@ class Group:
             self.rows[id].current_entry = entry
         if snapshots is not None and record.commit == snapshots:
             for rows in self.rows.values():
-                rows.intervals = [span for span in rows.intervals if span.last >= moment]
+                rows.intervals = [interval for interval in rows.intervals if interval.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
-        """Warn before the first change of rows without a snapshot: after a kill, other stores' later saves are lost."""
+        """Warn that no snapshot has the rows that will change. A kill would then undo the other stores' saves."""
         entries, commit = self.record.entries, self.record.commit
         alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.current_entry.snapshot is None and NOTHING not in entries.values():
@@ -409,26 +409,26 @@ class Group:
                 "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. After a "
                 "kill, recovery undoes the saves and loads that covered only %s. Save a snapshot of all embeddings",
                 member.store.path.name,
-                ", ".join(sorted(repr(self.record.places[id].name) for id in alone)),
+                ", ".join(sorted(repr(self.record.locations[id].name) for id in alone)),
             )
 
-    def _newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
+    def _find_newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
         """Find the newest moment that snapshots of all stores share. Forgets snapshots that no longer exist."""
-        while newest := newest_moment({id: rows.intervals for id, rows in self.rows.items()}, clock.moment):
+        while newest := find_newest_moment({id: rows.intervals for id, rows in self.rows.items()}, clock.moment):
             snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
-            folders = self.file.members(lenient=True)
+            folders = self.file.find_members(lenient=True)
             present_ids = {id: self.file.read_files(folder).snapshots for id, folder in folders.items()}
             missing = [x for x, id in snapshots.items() if id != EMPTY and id not in present_ids.get(x, ())]
             if not missing:
                 break
             for x in missing:
-                self.rows[x].intervals = [span for span in self.rows[x].intervals if span.snapshot != snapshots[x]]
+                self.rows[x].intervals = [i for i in self.rows[x].intervals if i.snapshot != snapshots[x]]
         return newest
 
 
-def _join(groups: Sequence[Group]) -> None:
+def _join_groups(groups: Sequence[Group]) -> None:
     """Atomically join groups under a new record. Each old record file then contains only a link to the new file."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
@@ -436,12 +436,12 @@ def _join(groups: Sequence[Group]) -> None:
     lock = FileLock(lock_path(path), f"the group of {members[0].store.path.name!r}")
     folders = dict[str, FolderState]()
     for group in groups:
-        folders |= group.file.members(lenient=group.mode in ("mixed", "fresh"))
-    places = {id: Location.make(folder.path, folder.snapshot_store.path, path.parent) for id, folder in folders.items()}
+        folders |= group.file.find_members(lenient=group.open_mode in ("mixed", "fresh"))
+    locations = {id: Location.make(f.path, f.snapshot_store.path, path.parent) for id, f in folders.items()}
     rows = {id: rows for group in groups for id, rows in group.rows.items() if id in folders}
     for member in members:
-        if member.current_entry.snapshot is None and member.group.mode != "mixed":
-            others = ", ".join(repr(location.name) for id, location in places.items() if id != member.id)
+        if member.current_entry.snapshot is None and member.group.open_mode != "mixed":
+            others = ", ".join(repr(location.name) for id, location in locations.items() if id != member.id)
             log.warning(
                 "embedding %r is trained together with %s from now on, and no snapshot has its rows. Save a snapshot "
                 "of all these embeddings: until then, a kill leaves them without a common saved step",
@@ -449,11 +449,11 @@ def _join(groups: Sequence[Group]) -> None:
                 others,
             )
     record = merge_records([group.record for group in groups], {id: m.current_entry for id, m in rows.items()})
-    file = groups[0].file.copy_with(path=path, record=replace(record, places=places, is_joining=True))
-    write_record(path, file.record.plain())
+    file = groups[0].file.copy_with(path=path, record=replace(record, locations=locations, is_joining=True))
+    write_record(path, file.record.to_plain())
     for group in groups:
         if group.file.path is not None:
-            write_record(group.file.path, {"forward": Link.to(path, group.file.path.parent)})
+            write_record(group.file.path, {"forward": Link.make(path, group.file.path.parent)})
         for member in group.members.values() if group.file.path is None else ():
             file.write_mark(member.mark_folder, member.id)
     joined = Group(file, rows, lock)
@@ -485,7 +485,7 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
             before = {member: (member.current_entry, member.unusable_reason) for member in snapshots}
             for member in snapshots:
                 member.unusable_reason = LOADING_REASON
-            for group, ids in _by_group(snapshots):
+            for group, ids in _split_by_group(snapshots):
                 loaded = {id: Entry(snapshot) for id, snapshot in ids.items()}
                 group.write(loaded, parents={**group.record.parents, **ids})
         yield
@@ -494,7 +494,7 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
         with _groups_lock, suppress(StoreError):
             for member, (entry, unusable_reason) in before.items():
                 member.end_failed_load(entry, unusable_reason)
-            for group, _ in _by_group(before):
+            for group, _ in _split_by_group(before):
                 group.write()
         raise
 
@@ -502,31 +502,31 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
 def record_save(snapshots: Mapping[PendingSave, str], is_parent: bool = True) -> None:
     """Record that rows were saved, after their snapshots got their final names. Raises StoreError.
 
-    snapshots: {capture: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.
+    snapshots: {save: snapshot id}. is_parent: True if these snapshots become parents of the next incremental ones.
     """
     with _groups_lock:
-        present = {capture.member: id for capture, id in snapshots.items() if capture.last == FOREVER}
-        groups = _by_group({capture.member: id for capture, id in snapshots.items()})
+        present = {pending.member: id for pending, id in snapshots.items() if pending.last == FOREVER}
+        groups = _split_by_group({pending.member: id for pending, id in snapshots.items()})
         before = [(group, {**vars(group.record), "entries": group.current_entries}) for group, _ in groups]
         try:
-            for capture, snapshot in snapshots.items():
-                capture.snapshot = snapshot
+            for pending, snapshot in snapshots.items():
+                pending.snapshot = snapshot
             for group, ids in groups:
                 own = {member: id for member, id in present.items() if member.group is group}
                 entries = {m.id: Entry(id, m.current_entry.live_version) for m, id in own.items()}
                 group.write(entries, parents={**group.record.parents, **(ids if is_parent else {})})
         except BaseException:
-            for capture in snapshots:
-                capture.snapshot = ""
+            for pending in snapshots:
+                pending.snapshot = ""
             for group, fields in before:
                 with suppress(StoreError):
                     group.write(**fields)
             raise
         for member, snapshot in present.items():
-            member.version = version_of_snapshot(snapshot)
+            member.version = make_snapshot_version(snapshot)
 
 
-def _by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
+def _split_by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
     """Collect the values of each training group's members. Returns (group, {store id: value}) pairs."""
     groups = {member.group for member in snapshots}
     return [(group, {m.id: value for m, value in snapshots.items() if m.group is group}) for group in groups]

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from ...engine.durable import read_record, seal, unseal, write_atomically
+from ...engine.durable import read_sealed, seal, unseal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
 from ..files.reader import Snapshot, find_snapshot_name, list_snapshots
@@ -28,7 +28,7 @@ from .lock import FileLock, InUseError
 from .mark import Link, read_live_version
 from .recovery_rule import EMPTY, NOTHING, Entry, Record, StoreFiles, choose_entries, drop_lost_rows
 
-INVALID = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
+PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
 Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
 
 
@@ -60,18 +60,18 @@ class GroupFile:
         self.store_id = mark.store_id or (group.id if group is not None else secrets.token_hex(8))
         if is_alone:
             self.store_id = secrets.token_hex(8)
-            self.record = self._own_record()
+            self.record = self._make_own_record()
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
         elif group is not None:
             path, record = make_group_record(folder, group, self.read_files)
-            self.path, self.record = (path, record) if record else self._follow(Link.to(path, self.mark_folder.path))
-        elif mark.exists or not self._find_by_path():
-            self.record = mark.record or self._own_record()
+            self.path, self.record = (path, record) if record else self._follow(Link.make(path, self.mark_folder.path))
+        elif mark.exists or not self._search_by_path():
+            self.record = mark.record or self._make_own_record()
         if self.path is not None:
-            self._check_listed()
+            self._check_membership()
 
-    def _own_record(self) -> Record:
+    def _make_own_record(self) -> Record:
         version, shards = self.read_files(self.folder).common_version, self.read_shards(self.folder)
         return make_store_record(self.store_id, self.folder, version, shards)
 
@@ -87,21 +87,21 @@ class GroupFile:
         return self if self.path is None else type(self)(self.folder, self.shards, self.siblings)
 
     @property
-    def key(self) -> str:
+    def identity(self) -> str:
         """A path that identifies the group: equal for all stores in the group, different for other groups."""
         return os.path.realpath(self.mark_folder.path if self.path is None else self.path)
 
     def _follow(self, link: Link) -> tuple[Path, Record]:
         folder, error = self.mark_folder.path, ""
         while True:
-            for path in link.paths(folder):
+            for path in link.list_paths(folder):
                 try:
-                    content = unseal(read_record(path))
+                    content = unseal(read_sealed(path))
                     if "forward" not in content:
                         return path, Record.parse(content)
                     link, folder = Link(*map(str, content["forward"])), path.parent
                     break
-                except (OSError, *INVALID) as cause:
+                except (OSError, *PARSE_ERRORS) as cause:
                     error = error or f"{str(path)!r}: {cause}"
             else:
                 snapshots = list_snapshots(self.folder.snapshots).snapshots
@@ -113,7 +113,7 @@ class GroupFile:
                     f"one of its snapshots ({names})",
                 )
 
-    def _check_listed(self) -> None:
+    def _check_membership(self) -> None:
         """Raises StoreError if the record does not list this store, or lists another folder with the same id."""
         if self.store_id not in self.record.entries:
             raise RecordError(
@@ -121,24 +121,24 @@ class GroupFile:
                 "from before the store was taken out of the group",
                 "run `tierbed store detach` on the folder, and load one of its snapshots",
             )
-        twins = [t for t in self._find_folders(self.store_id) if t.recovery_folder.mark.store_id == self.store_id]
+        copies = [f for f in self._find_folders(self.store_id) if f.recovery_folder.mark.store_id == self.store_id]
         own_paths = (self.folder.path, self.folder.snapshot_store.path)
-        if twins and not any(os.path.samefile(twin.path, path) for twin in twins for path in own_paths):
+        if copies and not any(os.path.samefile(folder.path, path) for folder in copies for path in own_paths):
             raise RecordError(
-                f"{str(self.folder.path)!r} is a copy of {str(twins[0].path)!r}, which is trained together with other "
+                f"{str(self.folder.path)!r} is a copy of {str(copies[0].path)!r}, which is trained together with other "
                 "embeddings",
                 "move the original away if the copy replaces it, or make the copy an independent store by `tierbed "
                 "store detach`",
             )
 
-    def _find_by_path(self) -> bool:
+    def _search_by_path(self) -> bool:
         """Find the record that lists this folder. Used if MARK is lost but snapshots exist. Returns True if found."""
         if list_snapshots(self.folder.snapshots).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{GROUP_FILE_PREFIX}*")):
-                with suppress(OSError, *INVALID):
-                    record = Record.parse(unseal(read_record(path)))
-                    for id, location in record.places.items() if not record.is_joining else ():
-                        folders = [folder for folder in location.paths(path.parent) if folder.is_dir()]
+                with suppress(OSError, *PARSE_ERRORS):
+                    record = Record.parse(unseal(read_sealed(path)))
+                    for id, location in record.locations.items() if not record.is_joining else ():
+                        folders = [folder for folder in location.list_paths(path.parent) if folder.is_dir()]
                         if any(os.path.samefile(folder, self.folder.path) for folder in folders):
                             self.path, self.record, self.store_id = path, record, id
                             return True
@@ -146,9 +146,9 @@ class GroupFile:
 
     def write_mark(self, mark_folder: StoreFolder, store_id: str, **fields: Any) -> None:
         """Write `fields` into a store's MARK. Also write the record or a link to its file. Raises StoreError."""
-        record, link = (self.record, None) if self.path is None else (None, Link.to(self.path, mark_folder.path))
+        record, link = (self.record, None) if self.path is None else (None, Link.make(self.path, mark_folder.path))
         if fields or (mark_folder.mark.record, mark_folder.mark.link) != (record, link):
-            mark_folder.change(store_id=store_id, record=record, link=link, old={}, **fields)
+            mark_folder.change(store_id=store_id, record=record, link=link, old_fields={}, **fields)
 
     @property
     def last_snapshot(self) -> str | None:
@@ -156,14 +156,14 @@ class GroupFile:
         id = self.record.commit[self.store_id]
         return None if id == EMPTY else find_snapshot_name(self.folder.snapshots, id)
 
-    def members(self, lenient: bool = False) -> dict[str, FolderState]:
+    def find_members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the folders of the group's members, by store id.
 
         Raises StoreError if a member's folder is missing. Also raises StoreError if the folder does not belong to the
         group, for example because it is an old copy. lenient: leave out members without a valid folder; do not raise.
         """
         folders = {self.store_id: self.folder}
-        for id, location in self.record.places.items():
+        for id, location in self.record.locations.items():
             if id in folders:
                 continue
             candidates = self._find_folders(id)
@@ -173,7 +173,7 @@ class GroupFile:
                     f"with {self.folder.path.name!r}. Put the folder back; or start over with the store option "
                     'open="fresh" for each; or continue without the missing rows with open="mixed"'
                 )
-            member = next((candidate for candidate in candidates if self._leads_here(candidate, id)), None)
+            member = next((candidate for candidate in candidates if self._is_member(candidate, id)), None)
             if member is not None:
                 folders[id] = member
             elif not self.record.is_joining and not lenient:
@@ -187,22 +187,22 @@ class GroupFile:
     def _find_folders(self, id: str) -> list[FolderState]:
         """Returns folders that may be a store: existing paths from the record, and same-named folders in `siblings`."""
         assert self.path is not None
-        location = self.record.places[id]
+        location = self.record.locations[id]
         moved = [] if id == self.store_id else [path for path in self.siblings if path.name == location.name]
         folders = {
-            os.path.realpath(path): path for path in (*location.paths(self.path.parent), *moved) if path.is_dir()
+            os.path.realpath(path): path for path in (*location.list_paths(self.path.parent), *moved) if path.is_dir()
         }
         return [self._folders.setdefault(real_path, FolderState(path)) for real_path, path in folders.items()]
 
-    def _leads_here(self, folder: FolderState, id: str) -> bool:
+    def _is_member(self, folder: FolderState, id: str) -> bool:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # MARK is lost
             return bool(list_snapshots(folder.snapshots).snapshots)
         if mark.link is None:  # only earlier versions of tierbed have trained this store
             group = OldGroup.read(mark)
             return group is not None and group.id == id and self.store_id in group.others
-        is_direct = any(os.path.realpath(path) == self.key for path in mark.link.paths(folder.recovery_folder.path))
-        return mark.store_id == id and (is_direct or GroupFile(folder).key == self.key)
+        is_direct = self.identity in map(os.path.realpath, mark.link.list_paths(folder.recovery_folder.path))
+        return mark.store_id == id and (is_direct or GroupFile(folder).identity == self.identity)
 
     def read_files(self, folder: FolderState) -> StoreFiles:
         versions = self.read_shards(folder)
@@ -217,7 +217,7 @@ class GroupFile:
     def check_closed(self) -> None:
         """Raises StoreError if the last run did not close all members. Called for the store option open="error"."""
         unclosed = []
-        for id, folder in self.members(lenient=True).items():
+        for id, folder in self.find_members(lenient=True).items():
             version = self.record.entries[id].live_version if folder.num_ranks else None
             if id in self.record.changed_stores or (version and version != self.read_files(folder).common_version):
                 unclosed.append(repr(str(folder.path)))
@@ -250,7 +250,7 @@ class GroupFile:
 
         Raises StoreError if members' durable rows share no moment, SnapshotError if damage leaves this uncertain.
         """
-        members, record, commit = self.members(), self.record, self.record.commit
+        members, record, commit = self.find_members(), self.record, self.record.commit
         for id, folder in members.items():
             self._check_remote_shards(id, folder)
         chosen = choose_entries(record, {id: self.read_files(folder) for id, folder in members.items()})
@@ -293,7 +293,7 @@ class GroupFile:
     def choose_newest(self) -> dict[str, Entry]:
         """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
         chosen = {}
-        for id, folder in self.members(lenient=True).items():
+        for id, folder in self.find_members(lenient=True).items():
             ids = [EMPTY, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots)]
             files = self.read_files(folder)
             parent = Entry(self.record.parents.get(id, self.record.commit[id]))
@@ -325,7 +325,7 @@ def lock_group(file: GroupFile) -> FileLock:
     try:
         return FileLock(lock_path(file.path), f"the group of {file.folder.path.name!r}")
     except InUseError as error:
-        names = ", ".join(sorted(repr(location.name) for location in file.record.places.values()))
+        names = ", ".join(sorted(repr(location.name) for location in file.record.locations.values()))
         raise StoreError(
             f"process {error.holder} trains embeddings of the group {names}, and only one process at a time can. Train "
             f"all these embeddings in one process or one world. Or end process {error.holder}, and take a store out of "

@@ -12,7 +12,7 @@ from ..files.format import OLD_CANDIDATES, OLD_GROUP, read_snapshot_id
 from ..files.reader import list_snapshots
 from .folder_state import FolderState
 from .mark import Mark
-from .recovery_rule import EMPTY, Entry, Location, Record, StoreFiles, version_of_snapshot
+from .recovery_rule import EMPTY, Entry, Location, Record, StoreFiles, make_snapshot_version
 
 GROUP_FILE_PREFIX = "GROUP-"
 MISSING_SNAPSHOT_ID = "unknown"  # the id of a snapshot that no folder has
@@ -26,7 +26,7 @@ class OldGroup(NamedTuple):
 
     @classmethod
     def read(cls, mark: Mark) -> OldGroup | None:
-        match mark.old.get(OLD_GROUP):
+        match mark.old_fields.get(OLD_GROUP):
             case {"id": str(id), "peers": dict(peers)}:
                 return cls(id, {str(other): Location(*map(str, location)) for other, location in peers.items()})
         return None
@@ -38,7 +38,7 @@ def _yield_candidates(recovery_folder: FolderState) -> Iterator[tuple[str, bool]
     Each name comes with True if a user saved or loaded the snapshot, False if a state_dict did. MARK may list ids of
     older snapshots with the same name. A name is skipped if its folder still contains one of these older snapshots.
     """
-    candidates = recovery_folder.mark.old.get(OLD_CANDIDATES)
+    candidates = recovery_folder.mark.old_fields.get(OLD_CANDIDATES)
     for candidate in candidates if isinstance(candidates, list) else ():
         match [candidate, None] if isinstance(candidate, str) else candidate:
             case [str(name), *ids]:
@@ -49,15 +49,15 @@ def _yield_candidates(recovery_folder: FolderState) -> Iterator[tuple[str, bool]
 
 def make_store_record(id: str, folder: FolderState, version: str | None, shards: Mapping[int, str | None]) -> Record:
     """Returns the record of a store that is new or trained alone. The rows have `version`, or versions by rank."""
-    ranks_record = folder.recovery_folder.mark.ranks_record
+    shard_layout = folder.recovery_folder.mark.shard_layout
     ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
     candidates = [*_yield_candidates(folder.recovery_folder)]
     commit = ids.get(candidates[0][0] if candidates else next(reversed(ids)), EMPTY)
     parent = next((name for name, is_of_user in candidates if is_of_user), "")
     if len(shards) < folder.num_ranks and None not in shards.values() and len({*shards.values()}) < 2:
         version = next(iter(shards.values()), MISSING_SNAPSHOT_ID)  # the missing shards may be on other hosts
-    is_commit = ranks_record is not None and version == f"{ranks_record.run}:{ranks_record.saved}"
-    is_commit |= version == version_of_snapshot(commit)  # killed in the first close, before the record was written
+    is_commit = shard_layout is not None and version == f"{shard_layout.run}:{shard_layout.saved}"
+    is_commit |= version == make_snapshot_version(commit)  # killed in the first close, before the record was written
     is_commit |= version is None and not folder.had_live_rows
     commits, changed_stores = {id: commit}, frozenset({id} if version is None and folder.had_live_rows else ())
     entries, parents = {id: Entry(commit if is_commit else None, version)}, {id: ids.get(parent, EMPTY)}
@@ -77,8 +77,8 @@ def make_group_record(
         (id, others), folder = pending.pop()
         folders[id] = folder
         for other, location in others.items():
-            paths = [path for path in location.paths(folder.path) if path.is_dir()]
-            other_locations.setdefault(other, location._replace(relative=str(location.paths(folder.path)[0])))
+            paths = [path for path in location.list_paths(folder.path) if path.is_dir()]
+            other_locations.setdefault(other, location._replace(relative=str(location.list_paths(folder.path)[0])))
             other_folder = FolderState(paths[0]) if paths else None
             other_group = None if other_folder is None else OldGroup.read(other_folder.recovery_folder.mark)
             if other_folder and other_group and other_group.id == other and other not in folders:

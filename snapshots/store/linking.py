@@ -16,7 +16,7 @@ from .folder_state import FolderState
 from .group_file import GroupFile
 from .recovery_rule import find_needed_ids
 
-REPLACED_PREFIX = "replaced-"  # name prefix of an overwritten snapshot that recovery may still need
+BACKUP_PREFIX = "replaced-"  # name prefix of an overwritten snapshot that recovery may still need
 STATE_PREFIX = "state_dict-"  # name prefix of a snapshot that `state_dict()` made
 
 
@@ -43,12 +43,12 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def link_temporarily(source: Path, store: FolderState) -> Iterator[Snapshot]:
-    """Yield the store's snapshot with the name of `source`. If there is none, first link `source` into the store.
+def link_temporarily(original: Path, store: FolderState) -> Iterator[Snapshot]:
+    """Yield the store's snapshot with the name of `original`. If there is none, first link `original` into the store.
 
     If the `with` block raises, removes the snapshot that was linked, unless recovery already needs it.
     """
-    snapshot, folder = Snapshot.open(source), store.snapshots / source.name
+    snapshot, folder = Snapshot.open(original), store.snapshots / original.name
     is_new = not os.path.lexists(folder)
     if is_new:
         link_snapshot(snapshot, folder)

@@ -56,7 +56,7 @@ class FileLock:
     def is_locked(self) -> bool:
         return self._descriptor is not None
 
-    def has(self, status: os.stat_result) -> bool:
+    def matches(self, status: os.stat_result) -> bool:
         """True if `status` belongs to the locked file."""
         return self._descriptor is not None and os.path.samestat(status, os.fstat(self._descriptor))
 

@@ -15,7 +15,7 @@ from .recovery_rule import Record
 LIVE_FOLDERS = ("live", "live-2")
 
 
-class RanksRecord(NamedTuple):
+class ShardLayout(NamedTuple):
     """How many ranks divide the live rows into shards. Only earlier versions wrote the fields `run` and `saved`."""
 
     num_ranks: int
@@ -30,10 +30,10 @@ class Link(NamedTuple):
     absolute: str
 
     @classmethod
-    def to(cls, file: Path, folder: Path) -> Link:
+    def make(cls, file: Path, folder: Path) -> Link:
         return cls(os.path.relpath(file, folder), str(file))
 
-    def paths(self, folder: Path) -> list[Path]:
+    def list_paths(self, folder: Path) -> list[Path]:
         """Returns both paths of the record file. The relative path is resolved against `folder`."""
         return [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
 
@@ -45,20 +45,20 @@ class Mark:
     exists: bool = True  # False if the file is missing or damaged
     clean_marker: dict[str, Any] | None = None  # describes the live rows; None if absent or not clean
     live_folder_name: str = LIVE_FOLDERS[0]
-    ranks_record: RanksRecord | None = None  # set if several ranks divide the rows
+    shard_layout: ShardLayout | None = None  # set if several ranks divide the rows
     store_id: str = ""
     record: Record | None = None  # set if the store trains alone
     link: Link | None = None  # the group's record file; set if the store trains together with others
-    old: Mapping[str, Any] = field(default_factory=dict)  # earlier versions wrote this instead of record and link
+    old_fields: Mapping[str, Any] = field(default_factory=dict)  # of earlier versions, instead of record and link
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         fields: dict[str, Any] = {
             "place": self.live_folder_name,
-            "ranks": self.ranks_record,
+            "ranks": self.shard_layout,
             "store": self.store_id,
-            "record": self.record and self.record.plain(),
+            "record": self.record and self.record.to_plain(),
             "link": self.link,
-            **self.old,
+            **self.old_fields,
         }
         return {**(self.clean_marker or {}), **{name: value for name, value in fields.items() if value is not None}}
 
@@ -74,11 +74,11 @@ class Mark:
             return cls(
                 clean_marker=marker if "live" in marker else None,
                 live_folder_name=folder_name if folder_name in LIVE_FOLDERS else LIVE_FOLDERS[0],
-                ranks_record=None if ranks is None else RanksRecord(*ranks[:3]),
+                shard_layout=None if ranks is None else ShardLayout(*ranks[:3]),
                 store_id=str(content.get("store", "")),
                 record=None if content.get("record") is None else Record.parse(content["record"]),
                 link=None if content.get("link") is None else Link(*map(str, content["link"])),
-                old={name: content[name] for name in (OLD_CANDIDATES, OLD_GROUP) if content.get(name) is not None},
+                old_fields={x: content[x] for x in (OLD_CANDIDATES, OLD_GROUP) if content.get(x) is not None},
             )
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls(exists=False)

@@ -12,7 +12,7 @@ sets of snapshots. The *commit* is one snapshot per store, all of the newest com
 
 On the next start, `choose_entries` uses the entries if each entry names rows that still exist. Otherwise all stores go
 back to the commit. If a snapshot of the commit was removed, all stores go back to `previous_commit` instead.
-`next_record` computes the next record. All functions are pure; tests/crash/record_model.py checks random histories.
+`make_next_record` makes the next record. All functions are pure; tests/crash/record_model.py checks random histories.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 EMPTY, FOREVER = "EMPTY", sys.maxsize
-_STORED_NAMES = {"entries": "now", "previous_commit": "before", "changed_stores": "trained"}  # of fields on disk
-_STORED_NAMES |= {"skipped_sequences": "undone", "is_joining": "joining"}
+_STORED_NAMES = {"entries": "now", "previous_commit": "before", "changed_stores": "trained"}  # names on disk
+_STORED_NAMES |= {"skipped_sequences": "undone", "is_joining": "joining", "locations": "places"}
 SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY for no rows
 
 
@@ -40,7 +40,7 @@ class Entry(NamedTuple):
 NOTHING = Entry()
 
 
-def version_of_snapshot(id: str | None) -> str:
+def make_snapshot_version(id: str | None) -> str:
     """Returns the version of live rows that equal the snapshot `id`. The id EMPTY stands for no rows."""
     return f"{id}:0"
 
@@ -59,7 +59,7 @@ class Location(NamedTuple):
         snapshots = "" if snapshot_store == store else str(snapshot_store)
         return cls(store.name, os.path.relpath(store, folder), str(store), snapshots)
 
-    def paths(self, folder: Path) -> list[Path]:
+    def list_paths(self, folder: Path) -> list[Path]:
         """Returns paths where the store may be, in the order to try them. folder: the folder with the record."""
         paths = [Path(os.path.normpath(folder / self.relative)), Path(self.absolute)]
         return [*paths, Path(self.snapshots)] if self.snapshots else paths
@@ -72,7 +72,7 @@ class Record:
     entries: Mapping[str, Entry]  # the entries when the record was last written
     commit: SnapshotIds  # one snapshot of each store, all of the same moment, as new as possible
     previous_commit: SnapshotIds
-    places: Mapping[str, Location] = field(default_factory=dict)  # empty if the file MARK contains the record
+    locations: Mapping[str, Location] = field(default_factory=dict)  # empty if the file MARK contains the record
     changed_stores: frozenset[str] = frozenset()  # stores written since a process locked the group
     parents: Mapping[str, str] = field(default_factory=dict)  # the snapshots that the user last saved or loaded
     # for each store, the range (low, high] of sequence numbers of the snapshots that recovery skipped
@@ -84,7 +84,7 @@ class Record:
         """The snapshots that the entries name. Stores in `changed_stores` get NOTHING: their rows may have changed."""
         return {x: NOTHING if x in self.changed_stores else Entry(e.snapshot) for x, e in self.entries.items()}
 
-    def plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, Any]:
         return {_STORED_NAMES.get(x, x): y for x, y in vars(self).items()} | {"trained": sorted(self.changed_stores)}
 
     @classmethod
@@ -151,12 +151,12 @@ def choose_entries(record: Record, files: Mapping[str, StoreFiles]) -> dict[str,
     return None
 
 
-def newest_moment(spans: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, SnapshotIds] | None:
+def find_newest_moment(intervals: Mapping[str, Sequence[Interval]], clock: int) -> tuple[int, SnapshotIds] | None:
     """Find the newest moment, up to the current moment `clock`, that snapshots of all stores share. Returns both."""
-    for moment in sorted({min(span.last, clock) for store in spans.values() for span in store}, reverse=True):
+    for moment in sorted({min(interval.last, clock) for x in intervals for interval in intervals[x]}, reverse=True):
         snapshots = {
             x: next((s.snapshot for s in reversed(store) if s.snapshot and s.first <= moment <= s.last), "")
-            for x, store in spans.items()
+            for x, store in intervals.items()
         }
         if all(snapshots.values()):
             return moment, snapshots
@@ -167,13 +167,13 @@ def merge_records(records: Sequence[Record], entries: Mapping[str, Entry]) -> Re
     """Combine several groups' records. entries: the entries of the stores to include."""
     fields: dict[str, Any] = {
         name: {x: value for record in records for x, value in getattr(record, name).items() if x in entries}
-        for name in ("commit", "previous_commit", "places", "parents", "skipped_sequences")
+        for name in ("commit", "previous_commit", "locations", "parents", "skipped_sequences")
     }
     fields["changed_stores"] = frozenset(x for record in records for x in record.changed_stores if x in entries)
     return Record(dict(entries), **fields)
 
 
-def next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
+def make_next_record(record: Record, entries: Mapping[str, Entry], snapshots: SnapshotIds | None) -> Record:
     """Returns the record to write. entries: the members' entries. snapshots: the new commit; None keeps the old one."""
     result = merge_records([record], entries)
     if snapshots is not None and snapshots != result.commit:

@@ -15,7 +15,7 @@ from ..files.writer import find_children
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import find_group_file
-from .linking import REPLACED_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
+from .linking import BACKUP_PREFIX, STATE_PREFIX, link_snapshot, remove_snapshot
 from .recovery_rule import Record, find_needed_ids
 
 log = logging.getLogger("tierbed")
@@ -49,21 +49,21 @@ def plan_prune(
     if keep_every is not None:
         keep_every = check_int("keep_every", keep_every, "a whole number from 1", 1)
     counted = [snapshot for snapshot in snapshots if snapshot.name not in state_snapshots]
-    policy_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(state_snapshots)
+    selected_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(state_snapshots)
     last_multiple = -1
     for snapshot in counted:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > last_multiple:
             last_multiple = multiple
-            policy_names.add(snapshot.name)
-    required, for_recovery = (
+            selected_names.add(snapshot.name)
+    required_names, recovery_names = (
         {ancestor.name for snapshot in snapshots if snapshot.name in names for ancestor in snapshot.chain}
-        for names in (policy_names, recovery_snapshots)
+        for names in (selected_names, recovery_snapshots)
     )
-    retained = required | for_recovery
+    retained_names = required_names | recovery_names
     return PrunePlan(
-        [snapshot for snapshot in snapshots if snapshot.name in retained],
-        [snapshot for snapshot in snapshots if snapshot.name not in retained],
-        [snapshot for snapshot in snapshots if snapshot.name in retained - required],
+        [snapshot for snapshot in snapshots if snapshot.name in retained_names],
+        [snapshot for snapshot in snapshots if snapshot.name not in retained_names],
+        [snapshot for snapshot in snapshots if snapshot.name in retained_names - required_names],
     )
 
 
@@ -83,7 +83,7 @@ def list_needed_names(store: FolderState) -> set[str]:
     return {find_snapshot(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
 
 
-def find_skipped_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
+def find_reusable_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
     """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
     low, high = record.skipped_sequences.get(store_id, (0, 0))
     needed_ids = find_needed_ids(record, store_id)
@@ -131,30 +131,30 @@ def _prune_states(store: StoreFolder, keep: int) -> None:
         )
 
 
-def link_replaced(folder: Path) -> None:
+def link_backup(folder: Path) -> None:
     """Link a snapshot under a second name before an overwrite, as recovery may need it. Raises SnapshotError."""
     snapshot = Snapshot.open(folder)
-    link = folder.with_name(f"{REPLACED_PREFIX}{snapshot.manifest.id}")
+    link = folder.with_name(f"{BACKUP_PREFIX}{snapshot.manifest.id}")
     if not link.is_dir():  # a failed save may have left this link
         link_snapshot(snapshot, link)
 
 
-def unlink_replaced(store: StoreFolder) -> None:
-    """Remove links that `link_replaced` made, except links that recovery or a child needs. Raises SnapshotError."""
+def remove_backups(store: StoreFolder) -> None:
+    """Remove links that `link_backup` made, except links that recovery or a child needs. Raises SnapshotError."""
     try:
-        replaced = [folder for folder in store.snapshots.glob(f"{REPLACED_PREFIX}*/") if is_replaced(folder)]
+        backups = [folder for folder in store.snapshots.glob(f"{BACKUP_PREFIX}*/") if is_backup(folder)]
     except OSError as error:
         raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
-    if replaced:
+    if backups:
         needed = list_needed_names(store)
-        for folder in replaced:
+        for folder in backups:
             if folder.name not in needed and not find_children(folder):
                 remove_snapshot(folder)
 
 
-def is_replaced(folder: Path) -> bool:
-    """True if `link_replaced` gave the snapshot its name."""
-    return folder.name == f"{REPLACED_PREFIX}{read_snapshot_id(folder)}"
+def is_backup(folder: Path) -> bool:
+    """True if `link_backup` gave the snapshot its name."""
+    return folder.name == f"{BACKUP_PREFIX}{read_snapshot_id(folder)}"
 
 
 def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
@@ -163,7 +163,7 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
     Removes the latest snapshots first, so that even after a kill, every remaining snapshot has its parents. If a
     manifest is damaged, raises SnapshotError and removes nothing, because that snapshot's parent is unknown.
     """
-    unlink_replaced(store)
+    remove_backups(store)
     plan = plan_store_prune(store, keep_last, keep_every)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)

@@ -13,13 +13,13 @@ from ...engine.durable import fsync_dir, make_temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
 from ..files.format import KINDS, HashShard, RocksDBFiles, read_snapshot_id
-from ..files.merging import changes_between
+from ..files.merging import find_changes
 from ..files.reader import MAX_CHAIN, Snapshot, find_snapshot, list_snapshots
 from ..files.writer import (
     NewSnapshots,
     ProgressCallback,
     RowFiles,
-    check_free,
+    check_name_free,
     check_parent,
     convert_write_errors,
     find_children,
@@ -29,7 +29,7 @@ from ..files.writer import (
 from .folder import StoreFolder
 from .linking import remove_snapshot
 from .recovery_rule import EMPTY, Record, find_needed_ids
-from .retention import find_skipped_names, is_state_snapshot, link_replaced, unlink_replaced
+from .retention import find_reusable_names, is_state_snapshot, link_backup, remove_backups
 
 if TYPE_CHECKING:
     from ...engine.store.rocksdb import RocksDB
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("tierbed")
 
 
-class SaveSource(NamedTuple):
-    """The rows to save, and how to read them."""
+class SaveInputs(NamedTuple):
+    """The rows to save, how to read them, and the group's record."""
 
     description: dict[str, Any]
     rows: int
@@ -55,58 +55,58 @@ class SaveSource(NamedTuple):
         return self.record.parents.get(self.store_id, EMPTY)
 
 
-def check_save(store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool) -> None:
-    """Raises OptionError or SnapshotError if the source cannot be saved as snapshot `name`. Writes nothing."""
+def check_save(store: StoreFolder, name: str, kind: str, inputs: SaveInputs, overwrite: bool) -> None:
+    """Raises OptionError or SnapshotError if rows cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
-    unlink_replaced(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
+    remove_backups(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
     folder = store.snapshots / name
-    reusable = find_skipped_names(store.snapshots, source.record, source.store_id)
+    reusable = find_reusable_names(store.snapshots, inputs.record, inputs.store_id)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
-        check_free(folder, overwrite or name in reusable)
-    if kind == "checkpoint" and source.rocksdb is None:
+        check_name_free(folder, overwrite or name in reusable)
+    if kind == "checkpoint" and inputs.rocksdb is None:
         raise OptionError("kind='checkpoint' needs RocksDB's files, which only cached_ssd stores have; give 'full'")
 
 
 def begin_save(
-    store: StoreFolder, name: str, kind: str, source: SaveSource, overwrite: bool, new: NewSnapshots
+    store: StoreFolder, name: str, kind: str, inputs: SaveInputs, overwrite: bool, new: NewSnapshots
 ) -> tuple[Path, Snapshot | None]:
     """Begin a save that `check_save` has checked. Raises SnapshotError, StoreError.
 
     Returns (final folder, parent). The save creates the folder at its end. Only incremental snapshots have a parent.
     """
     folder = store.snapshots / name
-    parent = find_parent(store, name, source) if kind == "incremental" else None
+    parent = find_parent(store, name, inputs) if kind == "incremental" else None
     if parent is not None:
-        check_parent(folder, parent, source.description)
+        check_parent(folder, parent, inputs.description)
     store.clear_snapshots()
-    if name in find_skipped_names(store.snapshots, source.record, source.store_id):
+    if name in find_reusable_names(store.snapshots, inputs.record, inputs.store_id):
         for other in reversed(list_snapshots(store.snapshots).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
-    if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(source.record, source.store_id):
-        link_replaced(folder)
-    new.begin(folder, source.description, overwrite or os.path.lexists(folder))
+    if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(inputs.record, inputs.store_id):
+        link_backup(folder)
+    new.begin(folder, inputs.description, overwrite or os.path.lexists(folder))
     return folder, parent
 
 
-class Part(NamedTuple):
-    """What one rank or process wrote. rows: the number of rows in the table, or in the writer's shard."""
+class WrittenFiles(NamedTuple):
+    """The files that one rank or process wrote. rows: the number of rows in the table, or in the writer's shard."""
 
     rows: int
     files: RowFiles
     rocksdb: RocksDBFiles | None = None
 
 
-def write_part(
+def write_files(
     folder: Path,
     kind: str,
-    source: SaveSource,
+    inputs: SaveInputs,
     parent: Snapshot | None,
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
     chunks: Chunks | None = None,
-) -> Part:
-    """Write a source's rows durably into the snapshot `folder` that `begin_save` began.
+) -> WrittenFiles:
+    """Write rows durably into the snapshot `folder` that `begin_save` began.
 
     parent: from `begin_save`, restricted to `shard`. shard: the shard to write if each rank writes its own shard.
     chunks: the rows to write. Default: a scan of all rows. Raises SnapshotError, StoreError.
@@ -116,38 +116,38 @@ def write_part(
         if kind == "checkpoint":
             from ..files.rocksdb_files import write_rocksdb  # needs RocksDB
 
-            assert source.rocksdb is not None
-            return Part(source.rows, {}, write_rocksdb(temporary, folder.name, source.rows, source.rocksdb, progress))
+            assert inputs.rocksdb is not None
+            rocksdb = write_rocksdb(temporary, folder.name, inputs.rows, inputs.rocksdb, progress)
+            return WrittenFiles(inputs.rows, {}, rocksdb)
         if parent is not None:
-            changes = source.changes(parent.manifest.id)
+            changes = inputs.changes(parent.manifest.id)
             if changes is None:
-                changes = changes_between(parent.chunks(), source.scan())
-            files = write_changes(temporary, source.description, changes, progress, shard)
-            rows = source.rows
+                changes = find_changes(parent.chunks(), inputs.scan())
+            rows, files = inputs.rows, write_changes(temporary, inputs.description, changes, progress, shard)
         else:
-            chunks = source.scan() if chunks is None else chunks
-            files = write_rows(temporary, source.description, chunks, progress, shard)
+            chunks = inputs.scan() if chunks is None else chunks
+            files = write_rows(temporary, inputs.description, chunks, progress, shard)
             rows = sum(file.rows for file in files.values())
         if shard is not None:  # another process, perhaps on another host, renames the folder
             fsync_dir(temporary)
-        return Part(rows, files)
+        return WrittenFiles(rows, files)
 
 
 def check_kind(kind: str) -> None:
     check_choice("kind", kind, KINDS)
 
 
-def find_parent(store: StoreFolder, name: str, source: SaveSource) -> Snapshot | None:
+def find_parent(store: StoreFolder, name: str, inputs: SaveInputs) -> Snapshot | None:
     """Returns the parent for an incremental save: the snapshot that was saved or loaded last. Raises SnapshotError.
 
     Returns None, and logs a warning, if the chain would be too long or if `state_dict()` made the parent.
     """
-    if source.parent == EMPTY:
+    if inputs.parent == EMPTY:
         raise SnapshotError(
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save a snapshot "
             "with kind='full' first"
         )
-    parent = find_snapshot(store.snapshots, source.parent)
+    parent = find_snapshot(store.snapshots, inputs.parent)
     if is_state_snapshot(parent):
         reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:

@@ -73,12 +73,12 @@ class LoadReport:
 class Selection:
     """The part of a snapshot to load."""
 
-    tables: Collection[int | str] | None = None  # table indexes, or names until `fitting` resolves them
+    tables: Collection[int | str] | None = None  # table indexes, or names until `fit_selection` resolves them
     where: Where | None = None  # called with (tables [n], keys [n]); returns bool [n], True for rows to load
     state: bool = True  # True to load optimizer state too
     padding: int | None = None  # padding_idx as 64 bits; a row with this key is skipped
     convert: bool = False  # True to convert numbers to `types` if their dtype differs
-    types: Types | None = None  # the dtypes to convert to, set by `fitting`
+    types: Types | None = None  # the dtypes to convert to, set by `fit_selection`
 
     @property
     def is_whole(self) -> bool:
@@ -95,7 +95,7 @@ class Selection:
         """True if no row is skipped."""
         return self.tables is None and self.where is None and self.padding is None
 
-    def description(self, description: dict[str, Any]) -> dict[str, Any]:
+    def describe(self, description: dict[str, Any]) -> dict[str, Any]:
         """Returns the selected rows' description. Without `state`, the table counts as never trained."""
         if self.types is not None:
             description = convert_description(description, self.types)
@@ -119,7 +119,7 @@ class Selection:
     def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """Yields the selected rows among `chunks`, and counts them in `report`."""
         signed = description["key_type"] != "uint64"
-        stored, loaded = (RowFormat.from_description(source) for source in (description, self.description(description)))
+        stored, loaded = (RowFormat.from_description(table) for table in (description, self.describe(description)))
         for bucket, rows in chunks:
             selected = self._select(rows, signed)
             report.left_out += len(rows) - len(selected)

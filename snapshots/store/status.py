@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
-from ...engine.options.table_names import read_table_names, table_labels
+from ...engine.options.table_names import label_tables, read_table_names
 from ...engine.store.table_counts import read_counts
 from ..files.format import MANIFEST
 from ..files.reader import find_snapshot
@@ -27,7 +27,7 @@ class Restart:
     """The rows that the next run starts with."""
 
     # "nowhere": no run can start. "elsewhere": shards are on other hosts, so a run with one process cannot start
-    source: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
+    origin: Literal["live", "snapshot", "empty", "nowhere", "elsewhere"]
     step: int = 0
     snapshot: str | None = None
     lost_steps: int | None = 0  # how many steps after `step` are lost, or None if unknown
@@ -73,21 +73,21 @@ class StoreStatus:
         counts = None if self.marker is None else read_counts(self.marker, len(self.marker["tables"]))
         if self.marker is None or counts is None:
             return None
-        return dict(zip(table_labels(read_table_names(self.marker)), counts.tolist(), strict=True))
+        return dict(zip(label_tables(read_table_names(self.marker)), counts.tolist(), strict=True))
 
     @property
     def state(self) -> Literal["open", "closed", "unclean", "new", "elsewhere"]:
         """Tells if the store is open in a process, cleanly closed, unclean, never written, or on other hosts."""
         if self.holder is not None:
             return "open"
-        if self.restart.source == "elsewhere":
+        if self.restart.origin == "elsewhere":
             return "elsewhere"
         if self.marker is not None:
             return "closed"
         return "new" if self.live_kind is None and self.step is None else "unclean"
 
 
-def store_status(path: Path) -> StoreStatus:
+def read_store_status(path: Path) -> StoreStatus:
     """Read a store's status. Raises StoreError, or SnapshotError if the store's snapshots cannot be read."""
     path = require_store(Path(path))
     folder = FolderState(path)
@@ -119,8 +119,8 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
     if file.path is None:
         return ()
     members = []
-    for store, location in file.record.places.items():
-        paths = location.paths(file.path.parent)
+    for store, location in file.record.locations.items():
+        paths = location.list_paths(file.path.parent)
         path = file.folder.path if store == file.store_id else next((path for path in paths if path.is_dir()), paths[0])
         entry, commit, folder = file.record.entries[store], file.record.commit[store], FolderState(path)
         snapshot, step = _find_snapshot(folder, entry.snapshot)
@@ -144,7 +144,7 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
 
 
 def _choose_restart(file: GroupFile, marker: dict[str, Any] | None, recorded_step: int | None) -> Restart:
-    is_open = any(find_holder(folder.path) is not None for folder in file.members().values())
+    is_open = any(find_holder(folder.path) is not None for folder in file.find_members().values())
     entry = (file.choose_after_kill() if is_open else file.choose_entries())[file.store_id]
     if entry.live_version is not None and marker is not None:
         return Restart("live", marker["step"])

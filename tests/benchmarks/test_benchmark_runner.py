@@ -27,7 +27,7 @@ def test_every_workload_has_figures_for_sides_that_agree(tmp_path: Path, group: 
     done = run_script(RUN, group, "--quick", "--folder", tmp_path, "--json", figures, "--markdown", table)
     assert done.returncode == 0, done.stderr
     shown = json.loads(figures.read_text())
-    run.load()
+    run.load_workloads()
     measured = {figure["section"] for figure in shown["figures"]} | set(shown["missing"])
     assert measured == {name for name in WORKLOADS if name.startswith(f"{group}/")}
     for figure in shown["figures"]:
@@ -45,7 +45,7 @@ def test_figures_of_sides_that_differ_are_missing_and_fail(
     def lack(folder: Path) -> None:
         import no_such_peer  # noqa: F401
 
-    run.load()
+    run.load_workloads()
     for name, measure in {"differ": differ, "lack": lack}.items():
         monkeypatch.setitem(WORKLOADS, f"fake/{name}", Workload(f"fake/{name}", measure, {}, {}, True))
     assert run.main(["fake/differ", "--quick"]) == 1
@@ -59,9 +59,9 @@ def test_a_missed_bar_is_bold_and_fails(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "**0.5 x**" in table.splitlines()[2]
     assert "**0.5 x**" in table.splitlines()[3]
     assert "**" not in markdown([Figure("s", "met", 0.5, "x", 0.5)])
-    run.load()
+    run.load_workloads()
     work = Workload("fake/low", lambda folder: [Figure("", "low", 0.5, "x", 0.6)], {}, {}, True)
     monkeypatch.setitem(WORKLOADS, work.name, work)
-    monkeypatch.setattr(run, "measure_apart", lambda work, folder, settings: work.figures(tmp_path, settings))
+    monkeypatch.setattr(run, "measure_in_child", lambda work, folder, settings: work.figures(tmp_path, settings))
     assert run.main(["fake/low"]) == 1
     assert run.main(["fake/low", "--quick"]) == 0

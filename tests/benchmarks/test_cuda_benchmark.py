@@ -24,19 +24,19 @@ from workload import Mismatch
 @pytest.mark.parametrize("store", ["device_mem", "host_mem", "cached_host_mem"])
 @pytest.mark.pairs
 def test_steps(device: Device, store: str, optimizer: str) -> None:
-    step = gpu.checked_step(device, store, optimizer, count=40, rows=50, tables=3, dim=5)
+    step = gpu.make_step(device, store, optimizer, count=40, rows=50, tables=3, dim=5)
     assert torch.isfinite(step(0)).all()
 
 
 @on_one_device
 def test_finds_gathers_and_graphs(device: Device) -> None:
     for load in (0.5, 0.95):
-        find, rows = gpu.checked_find(device, slots=256, load=load, count=100)
+        find, rows = gpu.make_find(device, slots=256, load=load, count=100)
         assert find().shape == (rows, gpu.FIND_DIM)
-    gather, moved = gpu.checked_gather(device, rows=60, count=100)
+    gather, moved = gpu.make_gather(device, rows=60, count=100)
     assert moved == 2 * gather().nbytes
     with tables_on(device) as place:
-        steps = gpu.checked_graphs(place, batch=5, rows=40, tables=2, dim=5)
+        steps = gpu.make_graph_steps(place, batch=5, rows=40, tables=2, dim=5)
         assert torch.equal(steps["recorded"](1), steps["plain"](1))
 
 
@@ -59,12 +59,12 @@ def test_runs_over_a_loader(tmp_path: Path, device: Device) -> None:
 
 @on_one_device
 def test_stores_that_differ_have_no_figure(tmp_path: Path, device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = gpu_graph._turns
+    turns = gpu_graph._time_turns
 
     def differ(*given: object) -> tuple[list[torch.Tensor], float, str]:
         losses, ratio, shown = turns(*given)
         return [loss + len(list(tmp_path.iterdir())) for loss in losses], ratio, shown
 
-    monkeypatch.setattr(gpu_graph, "_turns", differ)
+    monkeypatch.setattr(gpu_graph, "_time_turns", differ)
     with tables_on(device) as place, pytest.raises(Mismatch, match="losses on"):
         list(gpu_graph.figures(place, tmp_path, SMALL))

@@ -68,7 +68,7 @@ def opened(kind: Any, sets: int, policy: str = "lru", overflow_rows: int = 10_00
 def test_rows_are_those_of_a_dict(
     kind: Any, how: list[tuple[str, list[Row]]], sets: int, policy: str, overflow_rows: int, threads: int
 ) -> None:
-    _core.set_threads(threads)
+    _core.set_num_threads(threads)
     with opened(kind, sets, policy, overflow_rows) as cache:
         coming: list[Any] = []
         for action, rows in how:
@@ -79,7 +79,7 @@ def test_rows_are_those_of_a_dict(
                 cache.model.check(batch)
                 if action == "step":
                     cache.model.write(batch)
-                cache.unpin(batch, dirty=action == "step")
+                cache.unpin(batch, is_dirty=action == "step")
             elif action == "announce":
                 cache.announce(batch)
                 coming.append(batch)
@@ -101,7 +101,7 @@ def test_rows_are_those_of_a_dict(
                 coming.clear()
         cache.cancel()
         cache.check_stored()
-    _core.set_threads(1)
+    _core.set_num_threads(1)
 
 
 @KINDS

@@ -228,7 +228,7 @@ def trains_in_steps(path: Path, pipe: Connection) -> None:
         pipe.send("in a step")
         if pipe.recv() == "open c":
             assert first.group is not None
-            while not first.group.gate.is_wanted:
+            while not first.group.gate.has_reader:
                 sleep(0.001)
             opened = alone(path, "c")
             step(opened)

@@ -105,7 +105,7 @@ def test_a_bar_is_shown_on_a_terminal_of_what_takes_a_while(
     stream, shown = Terminal() if terminal else io.StringIO(), terminal and after == 0
     for name, value in (("TERM", "xterm"), ("COLUMNS", "120")):
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(output, "BAR_AFTER", after)
+    monkeypatch.setattr(output, "BAR_DELAY", after)
     monkeypatch.setattr(sys, "stderr", stream)
     with output.show_progress("saving", 4000) as advance:
         for _ in range(4):
@@ -124,7 +124,7 @@ def test_sizes_spans_values_and_columns_read_well() -> None:
     assert output.format_value({"a": None, "b": [1, 0.1]}) == '{"a": null, "b": [1, 0.1]}'
     assert output.format_value({"min": 1, "max": 0.25}) == "min: 1, max: 0.25"
     assert output.format_value([]) == ""
-    lines = output.align([["表", "1"], ["ab", "22"], ["\x1b[2J", "3"]], right={1})
+    lines = output.align([["表", "1"], ["ab", "22"], ["\x1b[2J", "3"]], right_columns={1})
     assert len({Console().measure(line).maximum for line in lines}) == 1
     assert "\x1b" not in "".join(lines)
 

@@ -22,9 +22,9 @@ from tierbed.snapshots.store.recovery_rule import (
     choose_entries,
     drop_lost_rows,
     find_needed_ids,
+    find_newest_moment,
+    make_next_record,
     merge_records,
-    newest_moment,
-    next_record,
 )
 
 Rows = tuple[int, ...]
@@ -91,7 +91,7 @@ class Disk:
     def folder(self, store: str) -> StoreFiles:
         return StoreFiles([marker for marker, _ in self.live[store]], self.names[store].values())
 
-    def discard_live(self, store: str) -> None:
+    def discard_live_rows(self, store: str) -> None:
         self.live[store] = [(None, HALF)] * len(self.live[store])
 
     def rows(self, store: str, entry: Entry) -> Rows:
@@ -129,7 +129,7 @@ class Trainer:
             self.entries[x] = self.choose_entry(x)
             self.rows[x] = self.disk.rows(x, self.entries[x])
             if not self.entries[x].live_version:
-                self.disk.discard_live(x)
+                self.disk.discard_live_rows(x)
 
     def choose_entry(self, store: str) -> Entry:
         """What a store opens with. One that was not closed cleanly beside others: the commit, if they are at that."""
@@ -160,7 +160,7 @@ class Trainer:
     def recover(self, key: str) -> None:
         record, target = self.disk.record(key), self.targets(key)
         whole = {x: entry.snapshot for x, entry in target.items() if entry.snapshot}
-        recovered = next_record(record, target, whole if len(whole) == len(target) else None)
+        recovered = make_next_record(record, target, whole if len(whole) == len(target) else None)
         if record.changed_stores:  # its process was killed
             recovered = replace(recovered, changed_stores=frozenset(), parents={**record.parents, **whole})
         if recovered != record:
@@ -186,9 +186,9 @@ class Trainer:
 
     def write_record(self, parents: SnapshotIds | None = None, trained: str = "", untrained: str = "") -> None:
         self.forget_removed()
-        record, found = self.disk.record(self.group), newest_moment(self.spans, self.clock)
+        record, found = self.disk.record(self.group), find_newest_moment(self.spans, self.clock)
         moment, snapshots = found or (0, None)
-        after = next_record(record, self.at, snapshots)
+        after = make_next_record(record, self.at, snapshots)
         now_trained = (after.changed_stores | {*trained.split()}) - {*untrained.split()}
         after = replace(after, changed_stores=now_trained, parents={**record.parents, **(parents or {})})
         if after != record:

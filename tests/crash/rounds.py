@@ -28,7 +28,7 @@ from tierbed import MultiTableEmbedding, StoreError
 from tierbed.distributed import World
 from tierbed.engine.row_format import RowFormat
 from tierbed.snapshots import Snapshot, list_snapshots
-from tierbed.snapshots.store.retention import is_replaced
+from tierbed.snapshots.store.retention import is_backup
 
 from .expected import Expected, Saved
 from .history import History, in_order
@@ -124,7 +124,7 @@ class Check:
         """Every one that must be there is, whole and bit-equal, and no other. Returns how many."""
         listing = list_snapshots(self.folder)
         assert not listing.damaged, listing.damaged
-        named = [one for one in listing.snapshots if not is_replaced(one.folder)]
+        named = [one for one in listing.snapshots if not is_backup(one.folder)]
         there = {s.name: Saved(s.description["step"], s.kind, s.parent and s.parent.name) for s in named}
         self.expected.found(there)
         for snapshot in named:
@@ -155,7 +155,7 @@ class Check:
         expected.end_save(name)
         self.same(trained, step)
         self.same([rows_of(Snapshot.open(self.folder / name))], step)
-        left = [file.name for file in self.folder.iterdir() if not is_replaced(file)]
+        left = [file.name for file in self.folder.iterdir() if not is_backup(file)]
         assert {*left} <= expected.saved.keys(), f"leftovers after a save: {left}"
         if other is not None:
             step = expected.saved[other].step

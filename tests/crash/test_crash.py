@@ -29,7 +29,7 @@ BROKEN = {
 }
 BROKEN_FOR_MODELS = {
     "moments are of each store alone": "import tierbed.snapshots.store.group as g; "
-    "g.newest_moment = lambda spans, clock: "
+    "g.find_newest_moment = lambda spans, clock: "
     "(0, {x: of[-1].snapshot for x, of in spans.items()}) if all(spans.values()) else None",
     "a save does not count": "import tierbed.embedding.saving.table_save as s; "
     "s.record_save = lambda snapshots, is_parent=True: None",

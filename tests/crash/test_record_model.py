@@ -26,7 +26,7 @@ def newest_or_none(spans: Mapping[str, Any], clock: int) -> tuple[int, Mapping[s
 
 
 def any_moment(record: Record, at: Mapping[str, Entry], moment: Any) -> Record:
-    return rule.next_record(record, at, {x: entry.snapshot or record.commit[x] for x, entry in at.items()})
+    return rule.make_next_record(record, at, {x: entry.snapshot or record.commit[x] for x, entry in at.items()})
 
 
 def count_at_present(trainer: Trainer, store: str, snapshot: str, span: Any) -> None:
@@ -55,8 +55,8 @@ def first_shard_only(entry: Entry, folder: Any) -> Entry:
 
 
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
-    "commit: only the entries of the last write count": (processes, "newest_moment", newest_or_none),
-    "commit: an incomplete set counts": (processes, "next_record", any_moment),
+    "commit: only the entries of the last write count": (processes, "find_newest_moment", newest_or_none),
+    "commit: an incomplete set counts": (processes, "make_next_record", any_moment),
     "recovery: of each store alone": (processes, "choose_entries", choose_own),
     "prune: what the commit needs": (processes, "find_needed_ids", lambda record, x: {record.entries[x].snapshot}),
     "overwrite: exchange without a link": (Trainer, "retain_replaced", lambda trainer, store, old: None),

@@ -24,7 +24,7 @@ from tierbed.snapshots.files.reader import find_snapshot_name
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
 from tierbed.snapshots.store.recovery_rule import EMPTY
-from tierbed.snapshots.store.retention import is_replaced
+from tierbed.snapshots.store.retention import is_backup
 
 from .history import History, in_order
 from .plan import RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
@@ -266,7 +266,7 @@ class Trainer(Writer):
     def snapshots(self) -> list[Snapshot]:
         """Those with a name of the user's. Others come and go with the save of rank 0."""
         found = list_snapshots(self.store_path / "snapshots").snapshots
-        return [snapshot for snapshot in found if not is_replaced(snapshot.folder)]
+        return [snapshot for snapshot in found if not is_backup(snapshot.folder)]
 
     def any_snapshot(self) -> Snapshot | None:
         snapshots = self.snapshots()

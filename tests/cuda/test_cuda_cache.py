@@ -136,7 +136,7 @@ class Both:
     def check(self) -> None:
         resident = [(at, way) for at, way in enumerate(way for ways in self.plain.sets for way in ways) if way]
         assert self.cache.metrics()["resident_rows"] == len(resident)
-        slots = self.cache.dirty_slots()
+        slots = self.cache.find_dirty_slots()
         assert slots.tolist() == [at for at, way in resident if way.dirty]
         hashes, tables, lines = self.cache.rows(slots)
         dirty = [way.row for _, way in resident if way.dirty]
@@ -160,7 +160,7 @@ def test_random_batches(device: Device, sets: int, policy: str) -> None:
     resident = [both.plain.find(row) is not None for row in rows]
     assert [line != 0 for line in batch.lines.tolist()] == resident
     assert missing.tolist() == [not up for up in resident]
-    slots = both.cache.dirty_slots()
+    slots = both.cache.find_dirty_slots()
     both.cache.mark_clean(slots[: len(slots) // 2])
     for at in slots[: len(slots) // 2].tolist():
         way = both.plain.sets[at // WAYS][at % WAYS]

@@ -63,7 +63,7 @@ def check(program: Program, architecture: str, more: Mapping[str, int] = Mapping
     more: kernels that may take more registers than others.
     """
     options = [*OPTIONS, f"--gpu-architecture={architecture}", "--ptxas-options=-v"]
-    handle = nvrtc.createProgram(program.source(), program.file, (), ())
+    handle = nvrtc.createProgram(program.read_source(), program.file, (), ())
     try:
         nvrtc.compileProgram(handle, options)
         cubin = nvrtc.getCUBIN(handle)
@@ -74,7 +74,7 @@ def check(program: Program, architecture: str, more: Mapping[str, int] = Mapping
     assert cubin.startswith(b"\x7fELF")
     assert "warning" not in log
     used = dict(re.findall(r"Function properties for (\w+)\n.*?Used (\d+) registers", log, re.DOTALL))
-    assert sorted(used) == sorted(program.kernels())
+    assert sorted(used) == sorted(program.list_kernels())
     for kernel, registers in used.items():
         assert int(registers) <= more.get(kernel, MAX_REGISTERS), kernel
     assert set(re.findall(r"(\d+) bytes spill (?:stores|loads)", log)) == {"0"}

@@ -21,10 +21,10 @@ class Text(NamedTuple):
 
     body: str
 
-    def source(self) -> str:
+    def read_source(self) -> str:
         return f'extern "C" __global__ void kernel(unsigned* out) {{ {self.body} }}\n'
 
-    def kernels(self) -> list[str]:
+    def list_kernels(self) -> list[str]:
         return ["kernel"]
 
 

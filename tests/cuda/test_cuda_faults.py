@@ -192,17 +192,20 @@ def test_an_open_table_follows_its_module(tmp_path: Path, device: Device, store:
 class LittleMemory(EmulatedDevice):
     """Of a machine that has no room for a table."""
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+    def allocate_host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         if size > 1 << 20:
             raise MemoryError(f"{size} bytes")
-        return super().host_memory(size, dtype)
+        return super().allocate_host_memory(size, dtype)
 
 
 def test_a_move_that_fails_loses_no_rows(tmp_path: Path) -> None:
     for path in (None, tmp_path):
         embedding = make(options("host", path, capacity=100_000), "adam")
         train(embedding, [1, 2, 3])
-        with tables_on(LittleMemory()), pytest.raises(OptionError, match=r"capacity=100000, .* memory than the host"):
+        with (
+            tables_on(LittleMemory()),
+            pytest.raises(OptionError, match=r"capacity=100000.* the host has too little memory"),
+        ):
             embedding.table_handle().move(CPU)
         if path is not None:  # it moved by way of its folder
             embedding = make(options("host", path, open="error"), "adam")
@@ -257,8 +260,8 @@ class Watched(EmulatedDevice):
         super().__init__()
         self._waits = waits
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        self._waits.host.append(memory := super().host_memory(size, dtype))
+    def allocate_host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        self._waits.host.append(memory := super().allocate_host_memory(size, dtype))
         return memory
 
 

@@ -147,7 +147,7 @@ def test_lines_that_hints_took_are_given_back(device: Device, before: int) -> No
     cache.announce(wrong)
     for _ in range(2):
         assert cache.prefetch(wrong) == (before == 0)
-    cache.unpin(first, dirty=False)
+    cache.unpin(first, is_dirty=False)
     cache.cancel()
     cache.step(cache.keys(range(200, 210)))
     cache.faults.check()

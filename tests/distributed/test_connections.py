@@ -18,8 +18,8 @@ from torch.distributed import HashStore, Store, TCPStore
 from support.limits import descriptors
 from tierbed import GroupError
 from tierbed.distributed import peer_monitor
-from tierbed.distributed.peer_monitor import GREETING, MAX_SILENT, Connections, connect
-from tierbed.distributed.world import make_start_store
+from tierbed.distributed.peer_monitor import GREETING, MAX_WAITING_CONNECTIONS, Connections, connect
+from tierbed.distributed.world import make_prefix_store
 
 RANKS = 3
 
@@ -144,13 +144,13 @@ def test_a_rank_that_does_not_come_is_named_together_with_the_strangers(start: S
 
 def test_silent_strangers_beyond_a_few_are_sent_away_and_the_oldest_first(start: Start) -> None:
     with ExitStack() as opened:
-        *silent, rank = [opened.enter_context(socket.socket()) for _ in range(2 * MAX_SILENT)]
+        *silent, rank = [opened.enter_context(socket.socket()) for _ in range(2 * MAX_WAITING_CONNECTIONS)]
         for stranger in silent:
             stranger.connect(start.address)
         start.send_a_stranger()
         for stranger in silent:
             stranger.setblocking(False)
-        gone = len(silent) - MAX_SILENT  # the one that was sent last had the place of the missing rank
+        gone = len(silent) - MAX_WAITING_CONNECTIONS  # the one that was sent last had the place of the missing rank
         assert [stranger.recv(1) for stranger in silent[:gone]] == [b""] * gone
         for stranger in silent[gone:]:
             with pytest.raises(BlockingIOError):
@@ -236,7 +236,7 @@ def test_a_rank_that_is_early_waits_for_those_of_its_start(last: int) -> None:
     with ThreadPoolExecutor(RANKS) as ranks:
 
         def begin(rank: int) -> Future[Store]:
-            return ranks.submit(make_start_store, stores[rank], rank, RANKS, LONG)
+            return ranks.submit(make_prefix_store, stores[rank], rank, RANKS, LONG)
 
         for number in range(3):
             before = sent(stores[last]) if number else []
@@ -254,4 +254,4 @@ def test_a_start_without_rank_0_ends() -> None:
     store = HashStore()
     store.set("tierbed/start", "tierbed/start/old")
     with pytest.raises(GroupError, match=r"rank 1 waited .* for rank 0, so the job did not start; check"):
-        make_start_store(store, 1, 2, timedelta(seconds=0.2))
+        make_prefix_store(store, 1, 2, timedelta(seconds=0.2))

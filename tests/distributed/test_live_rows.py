@@ -258,7 +258,7 @@ def test_a_load_that_fails_on_one_rank_amid_its_changes_closes_the_rows_of_all(w
     step(embedding, 1)
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 1:
-            patch.setattr(StoreFolder, "replace_live", full_disk)
+            patch.setattr(StoreFolder, "replace_live_rows", full_disk)
         with pytest.raises(Exception, match="No space left"):
             embedding.load_snapshot("base")
     with pytest.raises(ClosedError, match="create it again"):

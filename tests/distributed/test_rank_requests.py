@@ -35,7 +35,7 @@ def serves(world: World, folder: Path, way: str = "trains") -> int:
     requests: Any = embedding.table_handle().requests  # type: ignore[union-attr]
     while way in ("trains", "reads") and not is_over(world, folder):
         embedding.get(KEYS) if way == "reads" else train(embedding, KEYS + 7 * world.rank)
-    while way == "closes" and world.rank == 0 and not requests.is_wanted():
+    while way == "closes" and world.rank == 0 and not requests.can_serve():
         pass
     if way == "idles":
         until(folder / "stop")

@@ -240,7 +240,7 @@ def test_runs_of_different_arguments_and_a_rank_that_never_had_a_batch_are_refus
     said = outcome(lambda: list(Ranked(world).run(loader(world.rank, 2), ahead=world.rank)))
     assert "run of Ranked: ranks differ, rank 0: ahead=0; rank 1: ahead=1" in said
     said = outcome(lambda: list(Ranked(world).run(loader(world.rank, 2 - 2 * world.rank), ahead=1, uneven="join")))
-    assert "rank 1: a loader gave no batch at all" in said
+    assert "rank 1: this rank's loader gave no batch" in said
 
 
 class Evaluated(Ranked):
@@ -392,7 +392,7 @@ def test_a_step_of_many_sizes_that_fails_on_one_rank_is_raised_on_all_and_not_ru
             losses.append(graph(*batch(world.rank, step, at, size=size)).item())
         except TierbedError as error:
             reports.append(str(error))
-        many = many or any(step.guard is not None for step in graph._Graph__steps.all())
+        many = many or any(step.guard is not None for step in graph._Graph__steps.list_steps())
     assert reports == [f"rank 1: ValueError: failed at {LOSS}"]
     assert len(losses) == 3
     assert many  # else no step served dynamic shapes, and the test shows nothing

@@ -153,7 +153,7 @@ def test_an_argument_of_a_call_that_cannot_work_is_named(embedding, number) -> N
 def test_table_ids_out_of_range_are_refused_in_every_way_in(embedding) -> None:
     for table in (3, -1, 2**32):
         for use in WAYS_IN:
-            with pytest.raises(InputError, match=rf"table id {table} .*they run from 0 to 2"):
+            with pytest.raises(InputError, match=rf"table id {table} .*table ids run from 0 to 2"):
                 use(embedding, [0, table])
 
 

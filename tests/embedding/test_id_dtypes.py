@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import tierbed as tb
 from support.graphs import graph_of
 from tierbed import EagerOptimizer, InputError, MultiTableEmbedding
-from tierbed.engine.processors.cpu import MAX_FEW_IDS
+from tierbed.engine.processors.cpu import GATHER_LIMIT
 
 VALUES = [3, 4, 3]
 WIDENED = {
@@ -122,13 +122,13 @@ def test_few_ids_are_looked_up_as_many(kind, drawn, stored) -> None:
         for part in drawn:
             one = torch.tensor(part, dtype=key_type)
             table_ids = None if len(tables) == 1 else torch.arange(len(part)) % 2
-            repeats = MAX_FEW_IDS // len(part) + 1
+            repeats = GATHER_LIMIT // len(part) + 1
             all_tables = None if table_ids is None else table_ids.repeat(repeats)
             assert torch.equal(few(one, table_ids), many(one.repeat(repeats), all_tables)[: len(part)])
         assert counts_of(few) == counts_of(many)
 
 
-@pytest.mark.parametrize("count", [1, MAX_FEW_IDS, MAX_FEW_IDS + 1])
+@pytest.mark.parametrize("count", [1, GATHER_LIMIT, GATHER_LIMIT + 1])
 def test_an_id_beyond_the_last_raises_for_few_and_many(count) -> None:
     with tb.Embedding(10, 2, _weight=torch.ones(10, 2)) as embedding:
         assert embedding(torch.zeros(count, dtype=torch.int64)).sum() == 2 * count
@@ -137,7 +137,7 @@ def test_an_id_beyond_the_last_raises_for_few_and_many(count) -> None:
                 embedding(torch.tensor([*[0] * (count - 1), bad]))
 
 
-@pytest.mark.parametrize("count", [3, MAX_FEW_IDS + 1])
+@pytest.mark.parametrize("count", [3, GATHER_LIMIT + 1])
 @pytest.mark.parametrize("default", ["float64", "bfloat16", "meta"])
 def test_torchs_defaults_are_not_those_of_a_lookup(default, count) -> None:
     weight = torch.rand(9, 4)

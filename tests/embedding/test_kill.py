@@ -17,7 +17,7 @@ from tierbed import StoreError
 from tierbed.embedding.state_dict.model_snapshots import save_rows
 from tierbed.engine.durable import atomic_folder
 from tierbed.snapshots import list_snapshots
-from tierbed.snapshots.store.status import store_status
+from tierbed.snapshots.store.status import read_store_status
 
 __all__ = ["trainer", "two_rows_a_chunk"]
 every_store = pytest.mark.parametrize("store", STORES)
@@ -115,9 +115,9 @@ def test_rows_are_not_live_where_a_close_fails_while_it_writes_them(tmp_path) ->
     train(embedding, torch.arange(1000))
     with file_size_limit(1 << 12), pytest.raises(StoreError):
         embedding.close()
-    assert store_status(tmp_path / "rows").restart.source == "empty"
+    assert read_store_status(tmp_path / "rows").restart.origin == "empty"
     embedding.close()
-    assert store_status(tmp_path / "rows").restart.source == "live"
+    assert read_store_status(tmp_path / "rows").restart.origin == "live"
 
 
 def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_back_to(tmp_path) -> None:

@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_named_and_changes_nothing() -> None:
             check_refusal((partial(rows.load_dense, *given), InputError, *named))
         assert rows.size() == 0
         rows.put([1], WEIGHTS[:1], "b")
-        with pytest.raises(InputError, match="step=3 of embedding 'rows': other tables keep"):
+        with pytest.raises(InputError, match="step=3 of embedding 'rows': the rows of the other tables are kept"):
             rows.load_dense(A, step=3)
         assert rows.size() == 1
         with pytest.raises(OptimizerError, match=r"'sum' \[30, 4\] is state for rows of embedding 'rows'.*load_dense"):
@@ -163,6 +163,6 @@ def test_states_without_the_step_that_their_rule_counts_are_refused(kind, caplog
         assert "the count goes on from" not in caplog.text
         rows.load_dense(A, {"a": state})  # to rows that have a number
         assert rows.metrics()["table"]["step"] == 8
-        assert "the count goes on from step 8; give step= for another number" in caplog.text
+        assert "counting continues from step 8; give step= to continue from another step" in caplog.text
         rows.load_dense(A)
         del kept

@@ -197,8 +197,8 @@ MISTAKES = [
     (BAGS | {"table_ids": None, "offsets": ints(2)}, "ids", "which of 3 tables", "give table_ids, one for"),
     (BAGS | {"ids": ints(3, 4), "table_ids": None}, "shape (3, 4) is not (..., 3, L)", "the table of each bag"),
     (BAGS | {"ids": ints(5, 4), "table_ids": ints(4)}, "table_ids", "(4,)", "bags, (5,)"),
-    (BAGS | {"offsets": torch.tensor([1, 4])}, "offsets", "from 1 to 4"),
-    (BAGS | {"offsets": torch.tensor([0, 3])}, "offsets", "from 0 to 3", "4, the number of ids"),
+    (BAGS | {"offsets": torch.tensor([1, 4])}, "offsets", "first is 1"),
+    (BAGS | {"offsets": torch.tensor([0, 3])}, "offsets", "last is 3", "4, the number of ids"),
     (BAGS | {"offsets": torch.tensor([0, 3, 2, 4])}, "offsets", "3 at position 1 is followed by 2"),
     ({"weights": torch.ones(4)}, "weights", "pooling=None", "pooling='sum'"),
     (BAGS | {"weights": [1.0] * 4}, "weights", "got list; give torch.float32", "(4,)"),
@@ -237,14 +237,12 @@ def test_bad_offsets_and_table_ids_pin_nothing() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.rotated("dtype")
 def test_ops_are_as_their_fakes_say(dtype, weighted) -> None:
-    embedding = frozen(output_dtype=dtype)
-    weights = torch.rand(10, requires_grad=True) if weighted else None
+    embedding, weights = frozen(output_dtype=dtype), torch.rand(10, requires_grad=True) if weighted else None
+    shadow, number = embedding.shadow, embedding.embedding_id
     for offsets, features in ((None, None), (JAGGED, None), (JAGGED.to(torch.int32), [1, -1, -1, 0, -1])):
         pooled = (ints(10), None, offsets, "mean", features)
-        torch.library.opcheck(ops.lookup, (embedding.shadow, *pooled, weights, embedding.op_id), test_utils=OP_CHECKS)
+        torch.library.opcheck(ops.lookup, (shadow, *pooled, weights, number), test_utils=OP_CHECKS)
         bags = JAGGED[1:].shape if offsets is not None else ()
         if weighted and features is None:
             grads = torch.ones(*bags, DIM, dtype=dtype)
-            torch.library.opcheck(
-                ops.lookup_weights_grad, (grads, *pooled, embedding.shadow, embedding.op_id), test_utils=OP_CHECKS
-            )
+            torch.library.opcheck(ops.lookup_weights_grad, (grads, *pooled, shadow, number), test_utils=OP_CHECKS)

@@ -213,7 +213,7 @@ def test_a_scrape_during_a_load_has_the_numbers_before_it(tmp_path, store) -> No
     handle: Any = rows._handle
 
     def load(progress: Callable[[int], None]) -> None:
-        handle.local.load_part(handle.snapshots.snapshot("1"), ALL, True, on_verified=lambda: progress(0))
+        handle.local.load_part(handle.snapshots.open_by_name("1"), ALL, True, on_verified=lambda: progress(0))
 
     with ThreadPoolExecutor(1) as pool:
         with paused(load):
@@ -256,7 +256,7 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path, backgr
         pinned = [rows.pin([Lookup(FIRST, torch.zeros_like(FIRST))]) for rows in both]
         pinned[0].update([torch.ones(len(FIRST), DIM)])
         amid.set()
-        while not (both[0].table_handle().table.step_gate.is_wanted or saved.done()):
+        while not (both[0].table_handle().table.step_gate.has_reader or saved.done()):
             pass
         pinned[1].update([torch.ones(len(FIRST), DIM)])
 
@@ -264,7 +264,7 @@ def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path, backgr
         saved = pool.submit(save)
         run_row_step([(rows, rows.row_optimizer) for rows in both], "a test", train)
         saved.result()
-    assert [table.snapshot("kept").description["step"] for table in tables] == [1, 1]
+    assert [table.open_by_name("kept").description["step"] for table in tables] == [1, 1]
     for rows in both:
         rows.close()
 
@@ -297,7 +297,7 @@ def test_a_save_for_another_process_waits_for_a_save_of_the_group(tmp_path, reve
     assert not saving.is_alive()
     asked[0].join(30)
     assert not asked[0].is_alive()
-    assert tables[0].snapshot("other").description["step"] == 0
+    assert tables[0].open_by_name("other").description["step"] == 0
     for rows in both:
         rows.close()
 
@@ -312,7 +312,7 @@ def test_rows_that_wait_to_be_erased_are_erased_by_the_thread_that_has_the_lock(
                 other = Thread(target=call)
                 other.start()
                 other.join(FEW)
-                assert table.pending_erase is not None
+                assert table.pending_erasure is not None
                 table.finish_erasures()
             other.join()
         assert sorted(key for _, key in rows_by_key(rows)) == FIRST[:-2].tolist()

@@ -66,7 +66,7 @@ def rows_of(state: dict[str, Any]) -> list[torch.Tensor]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How often the handle copied all rows, and how often it replaced them; it does both as before."""
-    counted = {"tensors": 0, "load_tensors": 0}
+    counted = {"copy_rows": 0, "load_tensors": 0}
     for name in counted:
         real = getattr(LocalTable, name)
 
@@ -85,7 +85,7 @@ def test_all_names_have_one_copy_which_loads_once(build, calls) -> None:
     expected, state = model.contents(), model.state_dict()
     copies = rows_of(state)
     assert len(copies) > 1
-    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == calls["tensors"] == 1
+    assert len({copy.untyped_storage().data_ptr() for copy in copies}) == calls["copy_rows"] == 1
     for given in (state, reloaded(state), {name: copy.deepcopy(value) for name, value in state.items()}):
         calls["load_tensors"] = 0
         again = build()
@@ -121,7 +121,7 @@ def test_all_names_name_one_snapshot(tmp_path, calls) -> None:
     train(model.embedding, range(3))
     model.load_state_dict(state)
     assert model.contents() == expected
-    assert calls["tensors"] == 0
+    assert calls["copy_rows"] == 0
 
 
 def test_states_add_no_attribute_for_which_a_graph_is_traced_again() -> None:

@@ -134,6 +134,6 @@ def test_a_group_of_before(tmp_path, history, count, ranks) -> None:
     for name in "abc"[:count]:
         mark = FolderState(path / name).recovery_folder.mark
         assert mark.link is not None
-        assert mark.link.paths(path / name)[0] == file
-        assert not mark.old
+        assert mark.link.list_paths(path / name)[0] == file
+        assert not mark.old_fields
     assert again() == [SUMS[history] + 16] * count

@@ -222,11 +222,11 @@ READS = {
 
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_of_the_parameter_says_once_that_it_finds_no_row(read, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(shadow, "_warned", set())
+    monkeypatch.setattr(shadow, "_warned_operations", set())
     model = Model()
     for _ in range(3):
         read(next(model.parameters()))
-    assert caplog.text.count("reads a placeholder, not the rows") == len(shadow._warned) > 0
+    assert caplog.text.count("reads a placeholder, not the rows") == len(shadow._warned_operations) > 0
 
 
 CHECKS = {
@@ -248,14 +248,14 @@ def test_a_check_of_the_parameter_does_not_answer_for_the_rows(check) -> None:
 
 
 def test_training_and_comparing_states_read_no_parameter(monkeypatch) -> None:
-    monkeypatch.setattr(shadow, "_warned", set())
+    monkeypatch.setattr(shadow, "_warned_operations", set())
     model, optimizer = trained()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     state, again = copy.deepcopy(model.state_dict()), model.state_dict()
     assert all(torch.equal(again[key], state[key]) and state[key].isfinite().all() for key in state)
     optimizer.load_state_dict(optimizer.state_dict())
     print(model, *model.parameters(), optimizer, [torch.zeros_like(p) for p in model.parameters()])
-    assert not shadow._warned
+    assert not shadow._warned_operations
 
 
 class Initialised(tb.Embedding):

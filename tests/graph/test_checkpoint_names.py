@@ -20,7 +20,7 @@ from tierbed import (
     save_checkpoint,
 )
 from tierbed.engine.durable import seal, unseal
-from tierbed.graph.state.folders import STATE, read_checkpoint
+from tierbed.graph.state.folders import STATE_FILE, read_checkpoint
 from tierbed.jagged import DistributedModelParallel
 
 IDS = torch.arange(24).reshape(4, 6)
@@ -140,7 +140,7 @@ def test_a_model_that_holds_a_wrapped_one_loads_as_one_that_holds_it_plain(name:
 
 def older(path: Path, wrapper: str, of_state: bool) -> None:
     """Give a checkpoint the names that earlier versions wrote of a wrapped model."""
-    record = unseal((path / STATE).read_bytes())
+    record = unseal((path / STATE_FILE).read_bytes())
     record["embeddings"] = [f"{wrapper}{name}" for name in record["embeddings"]]
     if of_state:
         [(_, model)] = [item for item in record["state"][1] if item[0] == "model"]
@@ -148,7 +148,7 @@ def older(path: Path, wrapper: str, of_state: bool) -> None:
             item[0] = f"{wrapper}{item[0]}"
         for item in record["metadata"][1]:
             item[0] = f"{wrapper}{item[0]}".rstrip(".")
-    (path / STATE).write_bytes(seal(record))
+    (path / STATE_FILE).write_bytes(seal(record))
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,9 @@ from support.places import GOLDEN
 from support.refusals import check_refusal
 from support.stores import STORES, options
 from tierbed import Graph, SnapshotError
-from tierbed.graph.state.folders import FORMATS as WRITTEN
+from tierbed.graph.state.folders import FORMAT_VERSIONS
 
-FORMATS = range(2, WRITTEN["graph"] + 1)
+FORMATS = range(2, FORMAT_VERSIONS["graph"] + 1)
 
 
 @cache

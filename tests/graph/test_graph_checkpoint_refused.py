@@ -26,7 +26,7 @@ from support.two_towers import TwoTowers
 from tierbed import Graph, GraphError, MultiTableEmbedding, SnapshotError, load_checkpoint, save_checkpoint
 from tierbed.embedding.state_dict.saved_rows import exclude_rows
 from tierbed.engine.durable import seal, unseal
-from tierbed.graph.state.folders import STATE
+from tierbed.graph.state.folders import STATE_FILE
 
 
 @pytest.fixture(scope="module")
@@ -122,11 +122,11 @@ def test_another_graph_is_refused_before_rows_are_replaced(saved: Path, match: s
 
 def test_other_formats_and_files_are_refused_at_once(tmp_path: Path, saved: Path) -> None:
     path = shutil.copytree(saved, tmp_path / "checkpoint")
-    record = unseal((path / STATE).read_bytes())
-    (path / STATE).write_bytes(seal({**record, "format": 9}))
+    record = unseal((path / STATE_FILE).read_bytes())
+    (path / STATE_FILE).write_bytes(seal({**record, "format": 9}))
     graph = rating("device", None)
     fails(graph, path, "format 9, but this tierbed reads 2")
-    shutil.copy(saved / STATE, path)
+    shutil.copy(saved / STATE_FILE, path)
     (path / "tensors.safetensors").unlink()
     os.mkfifo(path / "tensors.safetensors")
     fails(graph, path, r"tensors\.safetensors' is not a regular file")

@@ -281,7 +281,7 @@ def test_parameters_with_an_optimizer_in_backward_are_refused() -> None:
     net = nn.Linear(2, 1)
     graph = training(lambda graph, x: graph.net(x).sum(), net=net)
     _apply_optimizer_in_backward(torch.optim.SGD, net.parameters(), {"lr": 0.1})
-    with pytest.raises(GraphError, match=r"net\.weight was given to apply_optimizer_in_backward.*add_optimizer"):
+    with pytest.raises(GraphError, match=r"net\.weight was passed to apply_optimizer_in_backward.*add_optimizer"):
         graph(torch.ones(3, 2))
 
 

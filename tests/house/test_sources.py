@@ -35,7 +35,7 @@ UNDOCUMENTED = re.compile(  # without an underscore, but torch does not document
     r"|nn\.parameter\.is_lazy|optim\.optimizer\.ParamsT|utils\.weak)\b"
 )
 OTHERS = {"_asdict", "_exit", "_fields", "_getframe", "_is_owned", "_limbo", "_replace"}  # of Python
-OTHERS |= {"_clock", "_core", "_seconds_max", "_seconds_p"}  # texts of ours
+OTHERS |= {"_clock", "_core", "_initializer", "_padding", "_seconds_max", "_seconds_p", "_store_options"}
 OTHERS |= {"_clipping", "_optims", "_save_param_groups", "_stride_per_key_per_rank"}  # of TorchRec
 OTHERS |= {"_FabricModule", "_forward_module"}  # of Lightning
 

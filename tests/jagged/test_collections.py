@@ -305,8 +305,8 @@ def test_a_frozen_embedding_names_all_tables_that_it_freezes(caplog: pytest.LogC
     assert not caplog.records
     ebc.embedding_of("a").requires_grad_(False)
     [said] = [one.message for one in caplog.records]
-    assert "freezes all of its tables, a, b. To freeze a single table, put it" in said
-    assert said.endswith("In a collection, put it into a separate group")
+    assert "freezes all of its tables, a, b. To freeze a single table, put the table" in said
+    assert said.endswith("or into a separate group of the collection")
 
 
 NEEDS = {"ebc-d8": StoreRequest(8, 1000), "ebc-d120": StoreRequest(120, 3000)}

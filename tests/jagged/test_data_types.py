@@ -108,7 +108,7 @@ def test_rows_of_another_data_type_are_named_and_those_of_other_tables_are_not(t
         collection_of(("t", "FP16"), ("item", "BF16")).close()
         collection_of(("item", "FP32")).close()
         assert not caplog.records
-        said = "embedding 'ebc-d8' starts empty: .*ebc-d8-float16 has rows of its tables in .*convert=True"
+        said = "embedding 'ebc-d8' starts empty. .*ebc-d8-float16 has rows of the same tables in .*convert=True"
         with collection(tmp_path, "FP32") as bags:
             assert [bool(re.match(said, one.message)) for one in caplog.records] == [True]
             assert bags.embedding_of("t").size() == 0

@@ -75,7 +75,7 @@ def second_order(made: list[Tensor], values: list[Tensor]) -> tuple[Tensor, ...]
 
 def test_zero_columns_come_first_in_a_sum_of_moves() -> None:
     moves = [[0, 0, 2, 2, 1], [0, 0, 0, 2, 0], [0, 0, 1, 0, 2], [0, 0, 0, 3, 0], [0, 0, 0, 0, 0]]
-    index = columns._find_sources(torch.tensor(moves), torch.tensor([3]), torch.tensor([3]), 3)
+    index = columns._find_source_columns(torch.tensor(moves), torch.tensor([3]), torch.tensor([3]), 3)
     assert index.tolist() == [1, 2, 2]
 
 

@@ -105,7 +105,7 @@ def test_a_save_during_a_backward_pass_is_of_one_step(tmp_path: Path) -> None:
         pins.append(part.name)
         if len(pins) == 2:
             asking.start()
-            while not part.group.gate.is_wanted:
+            while not part.group.gate.has_reader:
                 sleep(0.001)
         return plain(*given)
 

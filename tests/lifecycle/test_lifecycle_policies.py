@@ -172,7 +172,7 @@ def test_a_batch_above_the_capacity_is_not_told_to_evict_earlier() -> None:
 
 
 def ledger(ttl_steps: int = 0) -> _core.Ledger:
-    return _core.Ledger(eviction="none", capacity=None, ttl_steps=ttl_steps, min_lookups=0, chance=1.0, seed=0)
+    return _core.Ledger(eviction="none", capacity=None, ttl_steps=ttl_steps, min_lookups=0, probability=1.0, seed=0)
 
 
 def steps_of(rows: _core.Ledger, steps: Iterable[int]) -> dict[tuple[int, int], int]:
@@ -207,9 +207,9 @@ def test_rows_that_share_a_bucket_come_and_go(calls: list[tuple[bool, list[int],
             assert rows.erase(tables, keys) == len(kept.keys() & set(chosen))
             kept = {row: step for row, step in kept.items() if row not in chosen}
         else:
-            rows.load(tables, keys, np.ones(len(keys), np.uint32), np.full(len(keys), step, np.uint32))
+            rows.add_rows(tables, keys, np.ones(len(keys), np.uint32), np.full(len(keys), step, np.uint32))
             kept |= dict.fromkeys(chosen, step)
-        assert rows.rows == len(kept)
+        assert rows.num_rows == len(kept)
         assert steps_of(rows, kept.values()) == {(0, int(CROWDED[row])): step for row, step in kept.items()}
     assert rows.erase(np.zeros(60, np.uint32), CROWDED) == len(kept)
 
@@ -220,11 +220,11 @@ def test_many_rows_and_what_they_take(threads: int) -> None:
     keys = np.unique(random.integers(0, 2**64, 60_000, np.uint64))
     tables = (keys % np.uint64(5)).astype(np.uint32)
     steps = random.integers(0, 2**32, len(keys), np.uint32)
-    rows.load(tables, keys, np.ones(len(keys), np.uint32), steps)
+    rows.add_rows(tables, keys, np.ones(len(keys), np.uint32), steps)
     assert 30 <= rows.bytes / len(keys) <= 38.5
     gone = random.permutation(len(keys))[:40_000]
     assert rows.erase(tables[gone], keys[gone]) == len(gone)
-    assert rows.rows == len(keys) - len(gone)
+    assert rows.num_rows == len(keys) - len(gone)
     there = np.delete(np.arange(len(keys)), gone)
     for now in (1, 2**30, 2**31, 3 * 2**30, 2**32 - 1):
         before = there[steps[there] < now]
@@ -232,7 +232,7 @@ def test_many_rows_and_what_they_take(threads: int) -> None:
         np.testing.assert_array_equal(found, np.sort(np.stack([tables[before].astype(np.uint64), keys[before]])))
     assert rows.erase(tables + np.uint32(1), keys) == 0
     assert rows.erase(tables, keys) == len(there)
-    assert rows.rows == 0
+    assert rows.num_rows == 0
 
 
 @pytest.mark.parametrize("bucket", [0, 1, 63])

@@ -75,7 +75,7 @@ def test_moved_columns_and_their_gradients_are_those_of_the_references(case: Cas
     with np.errstate(all="ignore"):
         sums = naive.add_columns(grads, case.moves, widths, case.dtype)
     try:
-        _core.set_threads(threads)
+        _core.set_num_threads(threads)
         for name in _core.list_instruction_sets():
             _core.use_instruction_set(name)
             made = [np.full((rows, width), 7, case.sources[0].dtype) for width in case.widths]
@@ -88,7 +88,7 @@ def test_moved_columns_and_their_gradients_are_those_of_the_references(case: Cas
                 same = one.view(f"u{one.itemsize}") == other.view(f"u{one.itemsize}")
                 assert (same | (is_nan(one, case.dtype) & is_nan(other, case.dtype))).all()  # inf - inf
     finally:
-        _core.set_threads(1)
+        _core.set_num_threads(1)
         _core.use_instruction_set(_core.list_instruction_sets()[0])
 
 

@@ -74,7 +74,7 @@ def test_a_recorded_lookup_reads_no_other_embedding_of_another_process(tmp_path:
     torch.save(make_fx(embedding())(IDS), tmp_path / "program.pt")
     done = run_script(ELSEWHERE, tmp_path / "program.pt")
     assert done.returncode == 0, done.stderr
-    assert "ClosedError a lookup of op_id" in done.stdout
+    assert "ClosedError a lookup of embedding_id" in done.stdout
     assert "another process" in done.stdout
 
 
@@ -92,7 +92,7 @@ def test_a_recorded_lookup_reads_no_embedding_that_came_after_its_own() -> None:
 def test_a_lookup_by_a_small_number_as_in_programs_of_old_reads_no_embedding() -> None:
     rows = [embedding() for _ in range(20)]
     for number in range(100):
-        with pytest.raises(ClosedError, match=f"op_id {number}, but this process has no embedding"):
+        with pytest.raises(ClosedError, match=f"embedding_id {number}, but this process has no embedding"):
             torch.ops.tierbed.lookup(rows[0].shadow, IDS, *[None] * 5, number)
 
 

@@ -24,7 +24,7 @@ class Frozen(EmbeddingBase):
         super().__init__()
         spec = make(options("device", None), tables=1)
         self.values, self.spec, self.store_options = values, spec.spec, spec.store_options
-        self.output_dtype, self.op_id = torch.float32, ops.register(self)
+        self.output_dtype, self.embedding_id = torch.float32, ops.register(self)
         self.shadow = nn.Parameter(torch.zeros(1), requires_grad=False)
 
     @property
@@ -36,7 +36,7 @@ class Frozen(EmbeddingBase):
         return int(self.values.shape[1])
 
     def forward(self, ids: Tensor) -> Tensor:
-        rows: Tensor = ops.lookup(self.shadow, ids, None, None, None, None, None, self.op_id)
+        rows: Tensor = ops.lookup(self.shadow, ids, None, None, None, None, None, self.embedding_id)
         return rows
 
     def read(self, lookup: Lookup, weights: Tensor | None = None, is_training: bool = False) -> Tensor:

@@ -251,7 +251,7 @@ def test_assign_keeps_the_last_occurrence_and_the_state(make: Make) -> None:
         processor.assign(batch, np.arange(18, dtype=np.float32).reshape(6, 3), step)
         store.unpin(batch, True)
         assert processor.written_counts.sum() == 2
-    state = optimizer.initial * 3
+    state = optimizer.initial_values * 3
     check_rows(
         table,
         store,

@@ -18,7 +18,7 @@ from tierbed import EagerOptimizer, Graph, MultiTableEmbedding
 from tierbed.engine.errors import OptimizerError
 from tierbed.engine.optim import CatchUpAdam, CatchUpAdamW
 from tierbed.engine.optim.catch_up_adam import CATCH_UP_ADAM, MAX_MISSED, count_terms
-from tierbed.engine.optim.past_rates import MAX_KNOTS, append_past_rates, is_past_rates
+from tierbed.engine.optim.past_rates import MAX_KNOTS, append_past_rates, are_past_rates_valid
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.lookup import Lookup
 
@@ -163,9 +163,9 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
     numbers = past(range(1, 1501), rate, [])
     kept, rates = numbers[len(CATCH_UP_ADAM.all_hyperparams) + 3 :], PastRates(CATCH_UP_ADAM, numbers)
     assert len(rates.knots) <= MAX_KNOTS
-    assert is_past_rates(kept, 1500)
-    assert not is_past_rates(kept[:-1], 1500)
-    assert not is_past_rates(kept, 1499)
+    assert are_past_rates_valid(kept, 1500)
+    assert not are_past_rates_valid(kept[:-1], 1500)
+    assert not are_past_rates_valid(kept, 1499)
     assert max(abs(rates.at(step) - rate(step)) for step in range(1400, 1501)) < 1e-18
     assert max(abs(rates.at(step) - rate(step)) for step in range(1, 1501)) < 1e-7
 
@@ -173,7 +173,7 @@ def test_more_learning_rates_than_are_kept_are_taken_from_lines_between_them() -
 def test_learning_rates_of_steps_that_a_gpu_has_undone_are_forgotten() -> None:
     done = past(range(1, 11), lambda step: 0.1 if step < 5 else 0.2 if step < 9 else 0.3, [])
     undone = past(range(6, 7), lambda _: 0.3, done)
-    assert is_past_rates(undone[len(CATCH_UP_ADAM.all_hyperparams) + 3 :], 6)
+    assert are_past_rates_valid(undone[len(CATCH_UP_ADAM.all_hyperparams) + 3 :], 6)
     rates = PastRates(CATCH_UP_ADAM, past(range(7, 12), lambda _: 0.3, undone))
     assert [rates.at(step) for step in (4, 5, 7, 8)] == [0.1, 0.2, 0.3, 0.3]
 

@@ -76,7 +76,7 @@ def test_rows_in_every_batch_equal_the_dense_step(kind: type[torch.optim.Optimiz
     optimizer = kind([parameter], **options)
     rows = row_optimizer(optimizer, optimizer.param_groups[0])
     state = rows.make_row_state(5)
-    initial = np.repeat(np.array(state.initial, np.float32), state.widths)
+    initial = np.repeat(np.array(state.initial_values, np.float32), state.widths)
     values = np.concatenate([parameter.detach().numpy().copy(), np.tile(initial, (8, 1))], axis=1)
     updates = np.zeros(8, np.uint32)
     for step in range(1, 9):

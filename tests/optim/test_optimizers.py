@@ -55,7 +55,7 @@ NO_EPS = [(torch.optim.Adagrad, {}), (torch.optim.Adam, {}), (torch.optim.AdamW,
 @pytest.mark.parametrize(("kind", "options"), NO_EPS, ids=["adagrad", "adam", "adamw"])
 def test_without_eps_a_gradient_of_zero_makes_no_nan(kind: type, options: dict[str, Any]) -> None:
     rows = rows_of(kind([torch.nn.Parameter(torch.zeros(1))], lr=0.1, eps=0.0, **options))
-    table = Table([3], rows.initial, state_widths=rows.make_row_state(3).widths)
+    table = Table([3], rows.initial_values, state_widths=rows.make_row_state(3).widths)
     store = _core.FullTable(table.layout)
     batch = table.batch(np.arange(4, dtype=np.uint64), np.zeros(4, np.uint32))
     store.look_up_rows(batch)
@@ -140,7 +140,7 @@ def test_every_optimizer_that_a_refusal_names_can_be_imported_by_that_name(kind:
 def test_options_that_choose_an_implementation_are_accepted() -> None:
     for option in ("foreach", "fused", "capturable"):
         rows = rows_of(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], **{option: True}))
-        assert (rows.rule, rows.states, rows.initial) == ("adam", ("exp_avg", "exp_avg_sq"), [0.0, 0.0])
+        assert (rows.rule, rows.states, rows.initial_values) == ("adam", ("exp_avg", "exp_avg_sq"), [0.0, 0.0])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from tierbed.engine.table.auto_budgets import AutoBudgets
 from tierbed.engine.table.stack import get_processor_factory
 
 sys.path.insert(0, str(BENCHMARKS))
-from disk.memory_limit import may_limit, memory_limit
+from disk.memory_limit import find_limit_problem, memory_limit
 
 LINE = re.compile(
     r"tierbed: embedding '(\w+)': (\w+)='auto' divides ([\d.]+) MiB free (on this machine|in the memory cgroup '[^']*')"
@@ -323,7 +323,7 @@ def test_where_proc_does_not_tell_nothing_is_known(tmp_path: Path, files: dict[s
 
 
 def test_this_process_in_a_group_of_its_own_has_what_the_limit_leaves() -> None:
-    if reason := may_limit():
+    if reason := find_limit_problem():
         pytest.skip(f"this user may make no memory cgroup: {reason}")
     code = "from tierbed.engine.host_memory import read_free_host_memory as f; m = f(); print(m.bytes, m.location)"
     limit = 192 << 20

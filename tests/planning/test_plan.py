@@ -60,12 +60,12 @@ def sample_of(batches: list[list[Row]], most: int = 1 << 20) -> Sample:
 
 @given(some_batches)
 def test_depths_are_those_of_the_definition(batches: list[list[Row]]) -> None:
-    uses = sample_of(batches).uses()
+    uses = sample_of(batches).collect_uses()
     found = compute_depths(uses)
     hashes = {naive.hash_row(*row): row for batch in batches for row in batch}  # the engine's
     numbered = [row for _, row in sorted(hashes.items())]  # as rows are numbered
     assert len(numbered) == len(set(uses.row.tolist()))
-    columns = uses.batch, uses.row, found.before, found.newer, found.tied
+    columns = uses.batch, uses.row, found.previous, found.num_newer, found.num_tied
     mine = {
         (batch, numbered[row]): None if before < 0 else (newer, tied)
         for batch, row, before, newer, tied in zip(*(column.tolist() for column in columns), strict=True)
@@ -79,7 +79,7 @@ def test_a_bounded_sample_keeps_all_uses_of_the_rows_that_it_keeps() -> None:
     random = np.random.default_rng(0)
     batches = [[(0, int(key)) for key in random.integers(0, 4000, 1000)] for _ in range(20)]
     sample = sample_of(batches, most=2000)
-    uses = sample.uses()
+    uses = sample.collect_uses()
     assert sample.rate < 1 / 4
     assert len(uses.row) <= 2000
     counts = Counter(key for batch in batches for _, key in set(batch))

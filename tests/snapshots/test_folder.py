@@ -106,12 +106,12 @@ def test_live_rows_and_their_mark_are_replaced_together_and_discarded_together(t
         for step, (fields, expected) in enumerate((({"store_id": "1"}, "1"), ({}, "1"), ({"store_id": "2"}, "2"))):
             store.incoming.mkdir()
             (store.incoming / str(step)).touch()
-            store.replace_live(store.incoming, MARK | {"step": step}, **fields)
+            store.replace_live_rows(store.incoming, MARK | {"step": step}, **fields)
             assert [file.name for file in store.live_path.iterdir()] == [str(step)]
             assert sorted(path.name for path in tmp_path.iterdir()) == ["LOCK", "MARK", store.live_path.name]
             assert (FolderState(tmp_path).mark.store_id, store.clean_marker) == (expected, MARK | {"step": step})
-        store.discard_live()
-        store.discard_live()
+        store.discard_live_rows()
+        store.discard_live_rows()
         assert not store.live_path.exists()
         assert store.clean_marker is None
 
@@ -137,9 +137,9 @@ def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Pat
         acts = [
             lambda: store.write_clean_marker(MARK),
             store.clear_clean_marker,
-            store.discard_live,
+            store.discard_live_rows,
             lambda: store.change(store_id="id"),
-            lambda: store.replace_live(store.incoming, MARK),
+            lambda: store.replace_live_rows(store.incoming, MARK),
         ]
         for act in acts:
             with pytest.raises(StoreError, match="users' was " + ("replaced by another" if replaced else "removed")):

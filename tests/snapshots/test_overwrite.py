@@ -36,7 +36,7 @@ from tierbed.snapshots import Snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.verify import find_chains, verify_all
-from tierbed.snapshots.files.writer import check_free
+from tierbed.snapshots.files.writer import check_name_free
 from tierbed.snapshots.store.group import Group
 
 
@@ -264,7 +264,7 @@ def test_a_snapshot_that_is_replaced_while_others_read_it_is_not_called_damaged(
 def test_asking_whether_a_snapshot_can_be_replaced_fails_no_save_that_replaces_it(tmp_path: Path) -> None:
     snapshots.save(tmp_path / "x")
     with ThreadPoolExecutor(2) as pool:
-        asked = [pool.submit(check_free, tmp_path / "x", True) for _ in range(100)]
+        asked = [pool.submit(check_name_free, tmp_path / "x", True) for _ in range(100)]
         for _ in range(20):
             write_snapshot(tmp_path / "x", description(), chunked(make_buckets(6, {3: 5})), overwrite=True)
         for answer in asked:

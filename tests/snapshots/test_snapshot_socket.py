@@ -130,7 +130,7 @@ def test_a_step_that_is_under_way_is_waited_for(tmp_path: Path, store: Path) -> 
 def test_a_step_that_failed_does_not_hold_a_snapshot_up(store: Path, embedding: MultiTableEmbedding) -> None:
     with a_step_under_way(embedding):
         answer = request_in_thread(store)
-        until(lambda: embedding.table_handle().open_table.step_gate.is_wanted)  # later than it is heard
+        until(lambda: embedding.table_handle().open_table.step_gate.has_reader)  # later than it is heard
     step(embedding)
     assert answer.result(60).description["step"] == 3
     holds(embedding, 4)

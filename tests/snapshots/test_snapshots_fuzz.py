@@ -39,7 +39,7 @@ from support.forked import in_process
 from support.refusals import check_refusal
 from support.stores import options
 from tierbed import OptimizerError, SnapshotError, StoreError, TierbedError
-from tierbed.engine.durable import MAX_RECORD_BYTES, seal, unseal
+from tierbed.engine.durable import MAX_SEALED_BYTES, seal, unseal
 from tierbed.engine.row_format import MAX_STEP
 from tierbed.snapshots import Manifest, Snapshot, list_snapshots
 from tierbed.snapshots.files.format import LAST_SEQUENCE, make_npy_header
@@ -200,7 +200,7 @@ def test_what_is_no_snapshot_is_listed_as_damaged_or_not_at_all(sounds: Sounds, 
     (folder / ".tmp-x").mkdir()
     (folder / "huge").mkdir()
     with (folder / "huge" / MANIFEST).open("wb") as file:
-        file.truncate(MAX_RECORD_BYTES + 1)
+        file.truncate(MAX_SEALED_BYTES + 1)
     (folder / "\udc80\n").mkdir()
     listing = allocating_less_than(MB, lambda: list_snapshots(folder))
     assert [s.name for s in listing.snapshots] == KINDS

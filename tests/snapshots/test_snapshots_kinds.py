@@ -22,7 +22,7 @@ from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files import reader
 from tierbed.snapshots.store import save as saving
 from tierbed.snapshots.store.folder import StoreFolder
-from tierbed.snapshots.store.status import store_status
+from tierbed.snapshots.store.status import read_store_status
 
 LogCapture = pytest.LogCaptureFixture
 Types = tuple[torch.dtype, torch.dtype]
@@ -193,7 +193,7 @@ def test_only_a_store_filled_from_elsewhere_goes_back_to_what_no_save_noted(tmp_
     with open_at(tmp_path, "host") as embedding:
         assert contents(embedding).tobytes() == states[0]
     caplog.clear()
-    assert store_status(new.parent).state == "new"
+    assert read_store_status(new.parent).state == "new"
     with open_at(tmp_path / "new", "host", open="error") as embedding:
         assert contents(embedding).tobytes() == states[1]
     assert [record for record in caplog.records if record.levelname == "WARNING"] == []

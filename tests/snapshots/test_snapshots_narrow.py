@@ -245,7 +245,7 @@ def test_a_number_is_narrowed_as_torch_does(type: str, bits: list[int]) -> None:
 def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np.void], RowFormat]:
     """The rows of a snapshot in another type, and their form."""
     selection = Selection(convert=True, types=types, **more)
-    form = RowFormat.from_description(selection.description(snapshot.description))
+    form = RowFormat.from_description(selection.describe(snapshot.description))
     chunks = [rows for _, rows in selection.read_rows(snapshot, LoadReport())]
     return np.concatenate([np.empty(0, form.dtype), *chunks]), form
 
@@ -269,7 +269,7 @@ def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, a
     snapshot = Snapshot.open(tmp_path / "s")
     found, new = converted(snapshot, after)
     assert new.dtype == form_of(6, after).dtype
-    assert Selection(types=after).description(snapshot.description) == description(6, after)
+    assert Selection(types=after).describe(snapshot.description) == description(6, after)
     for name, type in zip(("embedding", "sum"), after, strict=True):
         was = old.values(rows, name)
         same_numbers(new.values(found, name), was if type == "float32" else by_torch(was, type))

@@ -55,7 +55,7 @@ def test_tasks_are_done_in_order_and_none_after_one_that_failed() -> None:
     def run(*tasks: Callable[[], None], error: type[Exception] | None = None) -> None:
         with TaskThread("tierbed-behind") as behind:
             for task in tasks:
-                behind.do(task)
+                behind.submit(task)
             if error is not None:
                 raise error
 
@@ -88,7 +88,7 @@ def test_all_tasks_are_done_whether_they_are_slow_or_not(slow: bool) -> None:
 
 def test_a_block_that_was_cut_off_leaves_no_thread() -> None:
     behind = TaskThread("tierbed-behind")
-    behind.do(lambda: None)
+    behind.submit(lambda: None)
     thread = next(each for each in threading.enumerate() if each.name == "tierbed-behind")
     del behind  # as Ctrl-C does between its lines
     thread.join()
@@ -117,7 +117,7 @@ def last():
     done = []
     with read_ahead(number for number in range(4)) as items, TaskThread("tierbed-behind") as behind:
         for item in items:
-            behind.do(lambda item=item: done.append(item))
+            behind.submit(lambda item=item: done.append(item))
     print(done)
 
 atexit.register(last)
@@ -130,5 +130,5 @@ def test_no_thread_is_begun_that_would_never_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "is_finalizing", lambda: True)  # as where Ctrl-C put a close off until after atexit
     by: list[threading.Thread] = []
     with TaskThread("tierbed-behind") as behind:
-        behind.do(lambda: by.append(threading.current_thread()))
+        behind.submit(lambda: by.append(threading.current_thread()))
     assert by == [threading.current_thread()]

@@ -15,7 +15,7 @@ from support.refusals import check_refusal
 from support.rows import Table
 from support.stores import options
 from tierbed import ClosedError, OptionError, StoreError, make_cached_ssd_store_options, rocksdb_info
-from tierbed.engine.options.rocksdb_options import ALLOWED_OPTIONS, BLOCK_TABLE, format_allowed
+from tierbed.engine.options.rocksdb_options import ALLOWED_OPTIONS, BLOCK_TABLE, format_allowed_values
 from tierbed.engine.options.store_options import store_options_from_dict
 from tierbed.engine.store.rocksdb import RocksDB
 
@@ -149,7 +149,7 @@ def test_the_docs_list_the_options_that_are_allowed() -> None:
     docs = (Path(__file__).parents[2] / "docs" / "tiers.md").read_text()
     rows = re.findall(r"^\| (\w+) \| `([\w.]+)` \| (.+?) \|", docs, re.MULTILINE)
     assert [row for row in rows if row[0] in ALLOWED_OPTIONS] == [
-        (purpose, name, format_allowed(allowed))
+        (purpose, name, format_allowed_values(allowed))
         for purpose, options in ALLOWED_OPTIONS.items()
         for name, allowed in options.items()
     ]

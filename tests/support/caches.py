@@ -132,7 +132,7 @@ class HostCache(HostRows):
         for batch in batches:
             self.native.announce(batch)
 
-    def unpin(self, batch: _core.Batch, dirty: bool = True) -> None:
+    def unpin(self, batch: _core.Batch, is_dirty: bool = True) -> None:
         self.native.unpin(batch)
 
     def step(self, batch: _core.Batch) -> None:

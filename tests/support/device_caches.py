@@ -71,8 +71,8 @@ class DeviceCache:
     def pin(self, batch: Batch) -> None:
         self.store.pin(batch, None)
 
-    def unpin(self, batch: Batch, dirty: bool = True) -> None:
-        self.store.unpin(batch, dirty)
+    def unpin(self, batch: Batch, is_dirty: bool = True) -> None:
+        self.store.unpin(batch, is_dirty)
 
     def step(self, batch: Batch) -> None:
         self.pin(batch)

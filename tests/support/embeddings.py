@@ -46,7 +46,7 @@ def make(
 def ask_to_leave(table: OpenTable, keys: Sequence[int], cause: str = "deleted") -> None:
     """Rows of table 0 are to leave, and no tier has taken them out yet: as StoreError of a full disk leaves them."""
     there = np.array([len(keys)] + [0] * (table.spec.num_tables - 1))  # of each table
-    table.pending_erase = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64), there, cause
+    table.pending_erasure = np.zeros(len(keys), np.uint32), np.array(keys, np.uint64), there, cause
     table.counts.erasing_counts = there
 
 

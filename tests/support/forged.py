@@ -26,7 +26,7 @@ from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.format import make_npy_header
-from tierbed.snapshots.files.merging import changes_between
+from tierbed.snapshots.files.merging import find_changes
 from tierbed.snapshots.store.selection import Types
 
 MANIFEST = "manifest.msgpack"
@@ -56,7 +56,7 @@ def save_parts(sound: Path, folder: Path) -> Path:
     """The full one of `save_each_kind` in two parts, and an incremental one over it in three, by these names."""
     parent = in_parts(Snapshot.open(sound / "full"), folder / "full", 2)
     now = Snapshot.open(sound / "incremental")
-    changes = changes_between(parent.chunks(), now.chunks())
+    changes = find_changes(parent.chunks(), now.chunks())
     save_changes_in_parts(folder / "incremental", parent, now.description, now.manifest.rows, changes, 3)
     return folder
 

@@ -45,14 +45,14 @@ def all_name(found: Iterable[Heard], lost: int, how: str) -> None:
 
 def calls(world: World) -> int:
     """How many exchanges this rank has begun."""
-    assert world._peers is not None
-    return world._peers.last_call_number
+    assert world._peer_monitor is not None
+    return world._peer_monitor.last_call_number
 
 
 def until_told(world: World) -> None:
     """Compute until another rank has ended the group."""
-    assert world._peers is not None
-    while world._peers.aborted is None:
+    assert world._peer_monitor is not None
+    while world._peer_monitor.abort_error is None:
         sleep(0.001)
 
 

@@ -310,7 +310,7 @@ def catch_up(rows: F32, updates: U32, last: U32, dim: int, rule: str, hyperparam
         return
     assert found.kernel.catch_up is not None
     rates = PastRates(found.kernel, hyperparams)
-    misses = (updates != 0) | bool(found.kernel.catch_up.unwritten)
+    misses = (updates != 0) | bool(found.kernel.catch_up.unwritten_rows)
     for index in np.flatnonzero(misses & (last.astype(np.int64) + 1 < step)):
         named = _arguments(found, rows[index : index + 1], dim, hyperparams)
         of_row = {"first": updates[index] == 0, "last": int(last[index]), "missed": step - 1 - int(last[index])}

@@ -83,7 +83,7 @@ def random_ids(rng: np.random.Generator, count: int, table: Table) -> tuple[np.n
 def table_of(optimizer: RowOptimizer, dim: int, types: tuple[str, str] = ("float32", "float32")) -> Table:
     """types: of the embedding and of the states that elements have."""
     state = optimizer.make_row_state(dim, types[1])
-    narrow_type, narrow = state.states_16bit
+    state_type, count = state.states_16bit
     return Table(
-        [dim], optimizer.initial, state_widths=state.widths, types=(types[0], narrow_type), num_16bit_states=narrow
+        [dim], optimizer.initial_values, state_widths=state.widths, types=(types[0], state_type), num_16bit_states=count
     )

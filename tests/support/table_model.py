@@ -48,7 +48,7 @@ class Model:
 
     def __init__(self, optimizer: RowOptimizer) -> None:
         self.optimizer = optimizer
-        state = np.repeat(np.array(optimizer.initial, np.float32), optimizer.make_row_state(DIM).widths)
+        state = np.repeat(np.array(optimizer.initial_values, np.float32), optimizer.make_row_state(DIM).widths)
         self.initial = np.concatenate([initial_rows(), np.tile(state, (N, 1))], 1)
         self.values = self.initial.copy()  # of those that are there
         self.life = lifecycle_model.Model()

@@ -24,7 +24,7 @@ from support.stores import STORES, options
 from tierbed import StoreError
 from tierbed.engine import _core
 from tierbed.engine.row_format import ROW_KEY_DTYPE, row_dtype
-from tierbed.snapshots.files.merging import changes_between
+from tierbed.snapshots.files.merging import find_changes
 
 Rows = NDArray[np.void]
 
@@ -109,7 +109,7 @@ def test_changes_make_the_later_rows_of_the_earlier_ones(
 ) -> None:
     before, after = rows_by_bucket(buckets[0]), rows_by_bucket(buckets[1])
     found: dict[int, tuple[list[Row], list[Row]]] = {}
-    for bucket, rows, keys in changes_between(chunked(before, size), chunked(after, other_size)):
+    for bucket, rows, keys in find_changes(chunked(before, size), chunked(after, other_size)):
         assert keys.dtype == ROW_KEY_DTYPE
         assert by_name(rows).items() <= by_name(after.get(bucket, ())).items()
         changed, gone = found.setdefault(bucket, ([], []))

@@ -163,7 +163,7 @@ def test_an_error_while_rows_leave_loses_no_table(error: type[BaseException]) ->
         with pytest.raises(error):
             embedding.get([5], 0)
         assert table.failure is None
-        assert (table.pending_erase is None) == (error is KeyboardInterrupt)
+        assert (table.pending_erasure is None) == (error is KeyboardInterrupt)
         table.before_write = before
         assert embedding.get([5], 0).tolist() == [[1.0] * embedding.dim]
         assert embedding.size() == 7

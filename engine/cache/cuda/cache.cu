@@ -120,8 +120,8 @@ extern "C" __global__ void cancel_rows(Cache cache, Placement placement, const u
 }
 
 // Erases rows from the cache. Rows flagged in is_kept [n] stay, but count as absent from the lower tier.
-extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count,
-                                        const u8* is_kept) {
+extern "C" __global__ void erase_cached_rows(Cache cache, const u64* hashes, const u32* tables, const u32* count,
+                                             const u8* is_kept) {
     for_each_item<GROUP_WAYS>(*count, [&](Tile tile, u64 i) {
         const u32 slot = cache.find(tile, tables[i], hashes[i]);
         if (slot == NONE || tile.lane != 0) return;
@@ -133,8 +133,8 @@ extern "C" __global__ void erase_cached(Cache cache, const u64* hashes, const u3
 }
 
 // Looks up the first `count` rows. Sets lines [n]: 0 for a miss. Sets is_missing [n]: 1 for a miss, otherwise 0.
-extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
-                                       u64* lines, i32* is_missing) {
+extern "C" __global__ void find_cached_rows(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
+                                            u64* lines, i32* is_missing) {
     for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 i) {
         const u32 slot = i < *count ? cache.find(tile, tables[i], hashes[i]) : NONE;
         if (tile.lane != 0) return;
@@ -144,7 +144,7 @@ extern "C" __global__ void find_cached(Cache cache, const u64* hashes, const u32
 }
 
 // Sets flags [num_sets * WAYS]: 1 for a dirty slot, otherwise 0.
-extern "C" __global__ void find_dirty(Cache cache, u8* flags) {
+extern "C" __global__ void find_dirty_slots(Cache cache, u8* flags) {
     for_each(static_cast<u64>(cache.num_sets) * WAYS, [&](u64 slot) { flags[slot] = cache.is_dirty(slot); });
 }
 

@@ -1,8 +1,8 @@
 """The set-associative cache in device memory, a table's fastest tier. It evicts the same rows as the CPU cache.
 
 Kernels find rows and choose victims; `Cache` launches these kernels and copies no row itself. Look-ahead hides the time
-to fetch missing rows: the caller announces the batches of future steps, and a prefetch thread places and fetches their
-rows on its own stream, in step order. If a batch's rows are not resident yet, its step fetches them.
+to fetch missing rows. The caller announces the batches of future steps. A prefetch thread fetches the batches' rows in
+step order, on its own stream. If a batch's rows are not resident yet, its step fetches them.
 
 `CudaWindow` keeps the announced batches, and lets only one thread at a time use the cache and the staging memory. The
 table's lock is not enough, because the prefetch thread fetches rows without holding that lock. The lines of resident
@@ -55,7 +55,7 @@ class CudaWindow:
         self._device, self._cache = device, cache
         self._pinned: Placement | None = None
         self._announced: deque[_AnnouncedBatch] = deque()
-        self._changed = Condition()
+        self._condition = Condition()
         self._num_waiting_steps = 0  # steps that wait for a prefetch to end
         self.is_fetching = False  # True while a thread is in `fetch`
         # (event after a step's launches, last batch completed by then). A prefetch waits for the event.
@@ -79,7 +79,7 @@ class CudaWindow:
         """Keep prefetch from using the cache during a `with` block. Blocks may be nested."""
         with defer_signals():
             self._num_waiting_steps += 1
-            with self._changed:
+            with self._condition:
                 self._num_waiting_steps -= 1
                 try:
                     self._device.wait_event(self._prefetch_end)
@@ -88,7 +88,7 @@ class CudaWindow:
                     finally:
                         self._step_end = self._device.record_event(), self.last_completed
                 finally:
-                    self._changed.notify_all()
+                    self._condition.notify_all()
 
     def announce(self, batch: Batch) -> None:
         self._announced.append(_AnnouncedBatch(batch))
@@ -96,11 +96,11 @@ class CudaWindow:
     def fetch(self, batch: Batch, fetch_rows: Callable[[int], Placement | None]) -> bool:
         """Call `fetch_rows(last_completed)` to fetch an announced batch's rows before its step.
 
-        Returns False if `fetch_rows` returned None (it could not), or if another batch must be fetched first.
+        Returns False if another batch must be fetched first, or if `fetch_rows` could not fetch and returned None.
         Returns True if the rows were fetched or the batch was cancelled.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: not self._num_waiting_steps)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._num_waiting_steps)
             waiting = [entry for entry in tuple(self._announced) if entry.placement is None]
             if not any(entry.batch is batch for entry in waiting):
                 return True
@@ -207,7 +207,7 @@ class Cache:
             num_sets = num_sets // BUCKETS * BUCKETS
         device = layout.device.torch_device
         self._layout, self._num_sets, self._policy = layout, num_sets, POLICIES.index(policy)
-        self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
+        self._launch = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._tags = torch.zeros(num_sets * WAYS, dtype=torch.uint8, device=device)
         self._ways = torch.zeros(num_sets * WAYS, WAY_BYTES // 4, dtype=torch.int32, device=device)
         self._lines = torch.empty(num_sets * WAYS * layout.line_bytes, dtype=torch.uint8, device=device)
@@ -219,13 +219,13 @@ class Cache:
         """Choose a slot for each row; after a fault, only for resident rows. last_completed: see `CudaWindow`."""
         self.latest_number = (self.latest_number + 1) % (1 << 32)
         n, num_sets, set_keys = np.uint64(batch.num_positions), np.uint32(self._num_sets), batch.empty(torch.int32)
-        self._run("compute_set_keys", batch.num_positions, 1, batch.hashes, batch.count, n, num_sets, set_keys)
+        self._launch("compute_set_keys", batch.num_positions, 1, batch.hashes, batch.count, n, num_sets, set_keys)
         sorted_keys, order = torch.sort(set_keys, stable=True)
         slots, lines = batch.empty(torch.int32), batch.empty(torch.int64)
         is_hit, evictions = batch.empty(torch.uint8), batch.empty(torch.uint8)
         victim_ways = self._ways.new_empty(batch.num_positions, WAY_BYTES // 4)
         placement = Placement(batch, slots, lines, is_hit, evictions, victim_ways, self.latest_number)
-        self._run(
+        self._launch(
             "place_rows", batch.num_positions, GROUP_WAYS, self.as_struct(), np.uint32(self.latest_number),
             np.uint32(last_completed), np.uint32(self._policy), batch.hashes, batch.tables, sorted_keys, order, n,
             placement.as_struct(), self._counts, self.hit_counters.struct, batch.faults,
@@ -235,31 +235,31 @@ class Cache:
     def mark_fetched(self, placement: Placement) -> None:
         """Mark a placement's lines as clean, after they were filled from the lower tier."""
         batch = placement.batch
-        self._run("mark_fetched", batch.num_positions, 1, self.as_struct(), placement.as_struct(), batch.count)
+        self._launch("mark_fetched", batch.num_positions, 1, self.as_struct(), placement.as_struct(), batch.count)
 
     def cancel(self, placement: Placement, restore: bool) -> None:
         """Undo the latest placement. restore: True to put back victims that were not written back."""
-        batch, cache = placement.batch, self.as_struct()
-        self._run("cancel_rows", batch.num_positions, 1, cache, placement.as_struct(), batch.count, np.uint32(restore))
+        batch, structs = placement.batch, (self.as_struct(), placement.as_struct())
+        self._launch("cancel_rows", batch.num_positions, 1, *structs, batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
         """Set each row's line in `batch.lines`, 0 for a miss. Returns flags, int32 [positions]: 1 for a miss."""
         missing = batch.empty(torch.int32)
-        self._run(
-            "find_cached", batch.num_positions, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables, batch.count,
-            np.uint64(batch.num_positions), batch.lines, missing,
+        self._launch(
+            "find_cached_rows", batch.num_positions, GROUP_WAYS, self.as_struct(), batch.hashes, batch.tables,
+            batch.count, np.uint64(batch.num_positions), batch.lines, missing,
         )  # fmt: skip
         return missing
 
     def erase(self, batch: Batch, is_kept: Tensor) -> None:
-        """Erase rows. Rows flagged in `is_kept` [positions] bool stay, but count as absent from the lower tier."""
+        """Erase rows. is_kept [positions]: if True, the row stays, but counts as absent from the lower tier."""
         rows = batch.hashes, batch.tables, batch.count
-        self._run("erase_cached", batch.num_positions, GROUP_WAYS, self.as_struct(), *rows, is_kept)
+        self._launch("erase_cached_rows", batch.num_positions, GROUP_WAYS, self.as_struct(), *rows, is_kept)
 
-    def dirty_slots(self) -> Tensor:
+    def find_dirty_slots(self) -> Tensor:
         """Return the slots of dirty rows, ascending. Waits for the device."""
         flags = torch.empty_like(self._tags)
-        self._run("find_dirty", self.capacity, 1, self.as_struct(), flags)
+        self._launch("find_dirty_slots", self.capacity, 1, self.as_struct(), flags)
         return flags.nonzero().flatten()
 
     def rows(self, slots: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -271,12 +271,12 @@ class Cache:
         """Return the state of the row with this line, for `TierBase.locate`. last_completed: as in `place_batch`."""
         slot = (line - self._lines.data_ptr()) // self._layout.line_bytes
         last, stored = self._ways[slot, [3, 6]].tolist()
-        pinned = 0 < (last - last_completed) % (1 << 32) < 1 << 31
-        return {"slot": slot, "overflow": False, "pinned": pinned, "dirty": updates != stored % (1 << 32)}
+        is_pinned = 0 < (last - last_completed) % (1 << 32) < 1 << 31
+        return {"slot": slot, "overflow": False, "pinned": is_pinned, "dirty": updates != stored % (1 << 32)}
 
     def mark_clean(self, slots: Tensor) -> None:
         """Mark the rows in slots [n] as clean."""
-        self._run("mark_clean", len(slots), 1, self.as_struct(), slots, np.uint64(len(slots)))
+        self._launch("mark_clean", len(slots), 1, self.as_struct(), slots, np.uint64(len(slots)))
 
     def close(self) -> None:
         """Release the sets' memory. No kernel may be using the memory; the cache is unusable afterwards."""
@@ -292,7 +292,7 @@ class Cache:
 
     def metrics(self) -> dict[str, float]:
         """Return counters and sizes. Waits for the device."""
-        hits, misses = self.hit_counters.total().sum(0).tolist()
+        hits, misses = self.hit_counters.read_total().sum(0).tolist()
         counts = dict(zip(COUNT_NAMES, self._counts.tolist(), strict=True))
         used = int((self._tags != 0).sum())
         return {

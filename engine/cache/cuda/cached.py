@@ -26,7 +26,7 @@ class CudaCachedTier(DeviceCache):
 
     def __init__(self, layout: Layout, lower_tier: Tier, cache: Cache, faults: Faults) -> None:
         super().__init__(layout, lower_tier, cache, faults, Staging(layout))  # staging for write-back
-        self._run = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
+        self._launch = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._fetch_staging = Staging(layout)
         self._overflow_rows: tuple[Tensor, int] | None = None  # the pinned batch's rows that got no slot: flags, count
         self._read_counts: HitCounts = np.zeros((layout.num_tables, 2), np.int64)  # hits and misses counted by `peek`
@@ -50,14 +50,14 @@ class CudaCachedTier(DeviceCache):
             self._window.unpin(batch)
             raise
 
-    def unpin(self, batch: Batch, dirty: bool) -> None:
+    def unpin(self, batch: Batch, is_dirty: bool) -> None:
         if self._overflow_rows is None:
             self._window.unpin(batch)
             return
         with self._window.exclusive():
             self._window.unpin(batch)
             (flags, count), self._overflow_rows = self._overflow_rows, None
-            if dirty:
+            if is_dirty:
                 prefix_sums = flags.cumsum(0, dtype=torch.int32)
                 self._staging.reserve(count)  # the staging memory is free, because `pin` waited for the device
                 self._staging.copy_keys(batch.hashes, batch.tables, flags, prefix_sums)
@@ -111,7 +111,7 @@ class CudaCachedTier(DeviceCache):
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
-            return self._cache.hit_counters.total() + self._read_counts
+            return self._cache.hit_counters.read_total() + self._read_counts
 
     def _fetch(
         self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, is_prefetch: bool
@@ -125,7 +125,7 @@ class CudaCachedTier(DeviceCache):
         placement = self._cache.place_batch(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
         struct, n = placement.as_struct(), np.uint64(batch.num_positions)
-        self._run("flag_rows", batch.num_positions, 1, struct, batch.count, n, victims, absent, overflows)
+        self._launch("flag_rows", batch.num_positions, 1, struct, batch.count, n, victims, absent, overflows)
         victim_sums, prefix_sums = victims.cumsum(0, dtype=torch.int32), absent.cumsum(0, dtype=torch.int32)
         batch.lines.copy_(placement.lines)
         written = count_written(self._layout, batch, torch.where(placement.is_hit != 0, batch.lines, 0))
@@ -162,7 +162,7 @@ class CudaCachedTier(DeviceCache):
 
     def _write_back(self) -> None:
         with self._window.exclusive():
-            for slots in self._cache.dirty_slots().split(SCAN_ROWS):
+            for slots in self._cache.find_dirty_slots().split(SCAN_ROWS):
                 hashes, tables, lines = self._cache.rows(slots)
                 self._staging.read(lines)
                 self._staging.tables[: len(lines)] = tables

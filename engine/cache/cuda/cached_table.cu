@@ -9,7 +9,7 @@ using namespace tierbed;
 namespace {
 
 // counts [4]: hits and misses in the lower table, rows written back, lookups that the cache served
-enum CountIndex : u32 { LOWER_HIT, LOWER_MISS, WRITTEN, SERVED };
+enum CountIndex : u32 { LOWER_HIT, LOWER_MISS, WRITTEN, CACHE_HIT };
 
 using Counts = ThreadCounters<4>;
 
@@ -20,7 +20,7 @@ TIERBED_FN void write_row(Tile tile, const LineIndex& lower_table, const Way& wa
 }  // namespace
 
 // Writes back the victims of the first `count` rows. Runs before rows are fetched, since the batch may need a victim.
-extern "C" __global__ void write_back(LineIndex lower_table, Placement placement, const u32* count, u64* counts) {
+extern "C" __global__ void write_victims(LineIndex lower_table, Placement placement, const u32* count, u64* counts) {
     Counts thread_counts;
     for_each_item<COPY_LANES>(*count, [&](Tile tile, u64 i) {
         if (placement.evictions[i] != DIRTY) return;
@@ -73,7 +73,7 @@ extern "C" __global__ void look_up_rows(Cache cache, LineIndex table, const u64*
             if (slot != NONE) line = cache.line(slot);
             const u64 lower_line = line ? 0 : table.find(tile, hashes[i], tables[i]);
             const bool stored = lower_line && row_counters(lower_line, SHAPE)->updates != 0;
-            if (tile.lane == 0) ++thread_counts.values[line ? SERVED : stored ? LOWER_HIT : LOWER_MISS];
+            if (tile.lane == 0) ++thread_counts.values[line ? CACHE_HIT : stored ? LOWER_HIT : LOWER_MISS];
             if (tile.lane == 0) counter.add(hit_index(tables[i], line != 0));
             if (stored) line = lower_line;
         }

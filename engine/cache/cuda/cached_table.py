@@ -30,7 +30,7 @@ class CachedTable(DeviceCache):
     def __init__(self, layout: Layout, lower_tier: CudaFullTier, cache: Cache, faults: Faults) -> None:
         super().__init__(layout, lower_tier, cache, faults, lower_tier.staging)
         lower_tier.table.exclusive = self._window.exclusive
-        self._run = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
+        self._launch = partial(launch, layout.device, layout.program("cache/cuda/cached_table.cu"))
         # Counters of cached_table.cu: hits and misses in the lower table, rows written back, hits in the cache.
         self._counts = torch.zeros(4, dtype=torch.int64, device=layout.device.torch_device)
         self._peek_counts = torch.zeros_like(self._counts)  # the same counters for `peek`
@@ -43,9 +43,9 @@ class CachedTable(DeviceCache):
     def cancel(self) -> None:
         super().cancel()
         while self._inserted_flags:
-            batch, new = self._inserted_flags.popitem()
+            batch, is_new = self._inserted_flags.popitem()
             with self._window.exclusive():
-                self._lower_tier.table.erase(batch, torch.where(new, batch.lines, 0))
+                self._lower_tier.table.erase(batch, torch.where(is_new, batch.lines, 0))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch, as in `TopTier.pin`. Rows that do not fit in the lower table set a fault."""
@@ -53,13 +53,13 @@ class CachedTable(DeviceCache):
         self._inserted_flags.pop(batch, None)
         self._faults.post(batch)
 
-    def unpin(self, batch: Batch, dirty: bool) -> None:
+    def unpin(self, batch: Batch, is_dirty: bool) -> None:
         self._window.unpin(batch)
 
     def peek(self, batch: Batch, is_training: bool = False) -> None:
         with self._window.exclusive():
             n, absent = batch.num_positions, batch.empty(torch.int32)
-            self._run(
+            self._launch(
                 "look_up_rows", n, GROUP_WAYS, self._cache.as_struct(), self._lower_tier.table.make_index_struct(),
                 batch.hashes, batch.tables, batch.count, np.uint64(n), batch.lines, absent,
                 self._counts if is_training else self._peek_counts, self._hit_counters.struct,
@@ -70,8 +70,8 @@ class CachedTable(DeviceCache):
 
     def peek_counts(self) -> tuple[int, int, int]:
         with self._window.exclusive():
-            lower_hits, lower_misses, _, served = self._peek_counts.tolist()
-            return served, lower_hits, lower_misses
+            lower_hits, lower_misses, _, cache_hits = self._peek_counts.tolist()
+            return cache_hits, lower_hits, lower_misses
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
         with self._window.exclusive():
@@ -86,7 +86,7 @@ class CachedTable(DeviceCache):
     def _write_back(self) -> None:
         with self._window.exclusive():
             cache, index = self._cache.as_struct(), self._lower_tier.table.make_index_struct()
-            self._run("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
+            self._launch("flush_rows", self._cache.capacity, self._layout.copy_lanes, cache, index, self._counts)
 
     def start_change_source(self) -> ChangedLines:
         return self._lower_tier.start_change_source()
@@ -98,15 +98,15 @@ class CachedTable(DeviceCache):
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._window.exclusive():
             hits, misses, written, _ = (self._counts + self._peek_counts).tolist()
-            line = self._layout.stored_bytes
-            device = {**self._metrics(), "bytes_in": hits * line, "bytes_out": written * line}
-            traffic = {"hits": hits, "misses": misses, "bytes_in": written * line, "bytes_out": hits * line}
+            row_bytes = self._layout.stored_bytes
+            device = {**self._metrics(), "bytes_in": hits * row_bytes, "bytes_out": written * row_bytes}
+            traffic = {"hits": hits, "misses": misses, "bytes_in": written * row_bytes, "bytes_out": hits * row_bytes}
             return {"device": device, "host": {**self._lower_tier.metrics()["host"], **traffic}}
 
     def hit_counts(self) -> HitCounts:
         with self._window.exclusive():
-            counts = self._hit_counters.total()
-            counts[:, 0] += self._cache.hit_counters.total()[:, 0]
+            counts = self._hit_counters.read_total()
+            counts[:, 0] += self._cache.hit_counters.read_total()[:, 0]
             return counts
 
     def _fetch(self, batch: Batch, last_completed: int, is_prefetch: bool) -> Placement | None:
@@ -117,8 +117,8 @@ class CachedTable(DeviceCache):
         table = self._lower_tier.table
         prefix_sums = table.find(batch)
         if is_prefetch:
-            new = batch.lines == 0
-            self._inserted_flags[batch] = self._inserted_flags[batch] | new if batch in self._inserted_flags else new
+            flags, is_new = self._inserted_flags, batch.lines == 0
+            flags[batch] = flags[batch] | is_new if batch in flags else is_new
         table.insert_missing(batch, prefix_sums, record_only=True)
         placement = self._cache.place_batch(batch, last_completed)
         if is_prefetch and not placement.has_all_slots():
@@ -127,8 +127,8 @@ class CachedTable(DeviceCache):
             return None
         n, cache, index = batch.num_positions, self._cache.as_struct(), table.make_index_struct()
         struct = placement.as_struct()
-        self._run("write_back", n, self._layout.copy_lanes, index, struct, batch.count, self._counts)
-        self._run(
+        self._launch("write_victims", n, self._layout.copy_lanes, index, struct, batch.count, self._counts)
+        self._launch(
             "fetch", n, self._layout.copy_lanes, cache, struct, batch.hashes, batch.tables, batch.count, batch.lines,
             table.zero_line, self._layout.initial, SLOT_HASH, self._counts, self._hit_counters.struct,
         )  # fmt: skip

@@ -45,7 +45,7 @@ void bind_cache(nb::module_& m) {
         .def("cancel", &CachedTier::cancel, Unlocked())
         .def("peek", &CachedTier::peek, Unlocked())
         .def("flush", &CachedTier::flush, Unlocked())
-        .def("flush_some", &CachedTier::flush_some, "begin"_a, "rows"_a, Unlocked())
+        .def("flush_piece", &CachedTier::flush_piece, "begin"_a, "rows"_a, Unlocked())
         .def("close", &CachedTier::close, Unlocked())
         .def("locate", &locate, "table"_a, "key"_a)
         .def("metrics", &read_metrics<CachedTier>)

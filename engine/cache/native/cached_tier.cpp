@@ -10,7 +10,7 @@ namespace tierbed {
 namespace {
 
 constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the lower tier
-constexpr std::size_t GRAIN = 512, PREFETCH_DISTANCE = 4;
+constexpr std::size_t ROWS_PER_TASK = 512, PREFETCH_DISTANCE = 4;
 
 // Presents a batch's rows in bucket order. If the batch stores rows by linear id, this class copies the rows.
 class BatchRows {
@@ -98,7 +98,7 @@ void CachedTier::announce(std::shared_ptr<Batch> batch) {
 }
 
 bool CachedTier::prefetch(const Batch& batch) {
-    std::shared_ptr<Batch> owned;
+    std::shared_ptr<Batch> shared_batch;
     u32 batch_number;
     {
         std::unique_lock queue_lock(sync_->queue_mutex);
@@ -113,7 +113,7 @@ bool CachedTier::prefetch(const Batch& batch) {
         if (position == announced_.end() || !is_unfetched(*position)) return true;
         if (position != first) return false;
         position->state = AnnouncedBatch::fetching;
-        owned = position->batch;
+        shared_batch = position->batch;
         batch_number = position->batch_number;
     }
     const auto is_cancelled = [&] {
@@ -130,7 +130,7 @@ bool CachedTier::prefetch(const Batch& batch) {
     try {
         const std::lock_guard placement_lock(sync_->placement_mutex);
         if (is_cancelled()) return finish(true);
-        BatchRows batch_rows(*owned, false);
+        BatchRows batch_rows(*shared_batch, false);
         if (!place_batch(batch_rows.rows, batch_number, Purpose::prefetch)) return finish(false);
         batch_rows.set_lines();
         return finish(true);
@@ -158,10 +158,10 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
         }
     }
     const auto finish = [&](bool is_pinned) {
-        std::shared_ptr<Batch> ended;  // destroyed after the lock is released
+        std::shared_ptr<Batch> ended_batch;  // destroyed after the lock is released
         const std::lock_guard queue_lock(sync_->queue_mutex);
         if (!announced_.empty() && announced_.front().batch_number == batch_number) {
-            ended = std::move(announced_.front().batch);
+            ended_batch = std::move(announced_.front().batch);
             announced_.pop_front();
         }
         if (is_pinned) {
@@ -188,11 +188,11 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
 }
 
 void CachedTier::unpin(const Batch& batch) {
-    std::shared_ptr<Batch> ended;
+    std::shared_ptr<Batch> ended_batch;
     {
         const std::lock_guard queue_lock(sync_->queue_mutex);
         if (pinned_.get() != &batch) throw std::runtime_error("unpin of a batch that is not pinned");
-        ended.swap(pinned_);
+        ended_batch.swap(pinned_);
         update_last_completed();
     }
     if (!sync_->writer) return;
@@ -202,11 +202,11 @@ void CachedTier::unpin(const Batch& batch) {
 }
 
 void CachedTier::cancel() {
-    std::deque<AnnouncedBatch> ended;
+    std::deque<AnnouncedBatch> ended_batches;
     const std::lock_guard placement_lock(sync_->placement_mutex);  // no batch may end while its rows are being fetched
     const std::lock_guard directory_lock(sync_->directory_mutex);
     const std::lock_guard queue_lock(sync_->queue_mutex);
-    ended.swap(announced_);
+    ended_batches.swap(announced_);
     directory_.window.clear();
     update_last_completed();
 }
@@ -214,7 +214,7 @@ void CachedTier::cancel() {
 std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     BatchRows batch_rows(batch, false);
     const RequestedRows& rows = batch_rows.rows;
-    const std::vector<u64> lines = batch.allocate(batch.num_unique, layout_.shape);
+    const std::vector<u64> lines = batch.allocate_lines(batch.num_unique, layout_.shape);
     RowList missing;
     {
         const std::lock_guard placement_lock(sync_->placement_mutex);
@@ -277,10 +277,10 @@ void CachedTier::fetch(const RequestedRows& requested) {
     try {
         const std::vector<u32> updates = read_lower_tier(missing.rows(), true);
         const std::lock_guard directory_lock(sync_->directory_mutex);
-        directory_.set_fetched(updates.data());
+        directory_.set_stored_updates(updates.data());
     } catch (...) {
         const std::lock_guard directory_lock(sync_->directory_mutex);
-        directory_.drop_unfetched();
+        directory_.drop_unfetched_rows();
         throw;
     }
 }
@@ -294,7 +294,7 @@ std::vector<u32> CachedTier::read_lower_tier(const RowSpan& rows, bool should_to
         lower_tier_.read(rows, is_hit.get(), should_touch);
     }
     std::atomic<std::size_t> rows_found{0};
-    parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(rows.n, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t i = begin; i < end; ++i) {
             if (is_hit[i]) {
@@ -334,7 +334,7 @@ void CachedTier::write_back_overflow() {
                         [&](const RowSpan& dirty) { write_back(dirty); });
 }
 
-std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* dst, bool should_touch) {
+std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* out, bool should_touch) {
     const u32 batch_number = should_touch ? begin_internal_batch() : 0;
     const std::lock_guard directory_lock(sync_->directory_mutex);
     std::vector<std::size_t> missing;
@@ -346,11 +346,11 @@ std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requeste
         else
             requested.lines[miss.row] = directory_.overflow.line(miss.old_entry);
     });
-    parallel_ranges(requested.size(), GRAIN, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(requested.size(), ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
             if (const std::size_t k = i + PREFETCH_DISTANCE; k < end)
                 prefetch_bytes(requested.lines[k], layout_.shape.line_bytes);
-            if (requested.lines[i]) copy_line(THREAD, dst[i], requested.lines[i], layout_.shape);
+            if (requested.lines[i]) copy_line(THREAD, out[i], requested.lines[i], layout_.shape);
         }
     });
     directory_.count_hits(requested, hit_counts_);
@@ -401,7 +401,7 @@ void CachedTier::write(const RowSpan& rows) {
         end_internal_batch();
         throw;
     }
-    parallel_ranges(rows.n, GRAIN, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(rows.n, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) copy_line(THREAD, lines[i], rows.lines[i], layout_.shape);
     });
     end_internal_batch();
@@ -442,7 +442,7 @@ void CachedTier::flush() {
     flush_rows([&](const auto& body) { directory_.for_each_row(body); });
 }
 
-u32 CachedTier::flush_some(u32 begin, u32 max_rows) {
+u32 CachedTier::flush_piece(u32 begin, u32 max_rows) {
     const u32 num_slots = directory_.sets.num_slots();
     if (begin >= num_slots) {
         const auto for_each_overflow_row = [&](const auto& body) { directory_.for_each_in_overflow(body); };
@@ -492,7 +492,7 @@ Metrics CachedTier::metrics() const {
     const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
     const u64 rows_written_behind = sync_->writer ? sync_->writer->num_written : 0;
-    const std::size_t used = sets.count_used();
+    const std::size_t num_used = sets.count_used_slots();
     const auto [hits, misses] = hit_counts_.totals();
     Metrics metrics{{{"hits", hits},
                      {"misses", misses},
@@ -503,7 +503,7 @@ Metrics CachedTier::metrics() const {
                      {"bytes_in", bytes_in_},
                      {"bytes_out", bytes_out_ + rows_written_behind * compute_stored_bytes(layout_.shape.width)},
                      {"capacity", sets.num_slots()},
-                     {"resident_rows", used},
+                     {"resident_rows", num_used},
                      {"bytes", sets.bytes()},
                      {"overflow_rows", overflow.num_rows()},
                      {"overflow_peak_rows", overflow.peak_rows()},
@@ -512,7 +512,7 @@ Metrics CachedTier::metrics() const {
                      {"window_bytes", directory_.window.bytes()},
                      {"overflow_evictions", overflow.evictions()},
                      {"prefetch_waits", prefetch_waits_}},
-                    {{"fill", static_cast<double>(used) / sets.num_slots()}}};
+                    {{"fill", static_cast<double>(num_used) / sets.num_slots()}}};
     metrics.add("fetch", fetch_latency_);
     metrics.add("write", write_latency_);
     return metrics;

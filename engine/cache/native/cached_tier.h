@@ -12,8 +12,8 @@
 // Above a tier in memory, `place_batch` writes evicted rows back. The overflow area also holds rows without a slot.
 //
 // Threads lock three mutexes in this order: `placement_mutex` to place, copy, flush or erase rows; `directory_mutex` to
-// use the sets, the overflow area and the window; `queue_mutex` to use the queue of batches. A line, the
-// memory of a row, needs no lock: only the row's step uses a pinned line, and only the placing thread a missing row's.
+// use the sets, the overflow area and the window; `queue_mutex` to use the queue of batches. A line (a row's memory)
+// needs no lock. Only the row's step uses a pinned line. Only the placing thread uses the line of a missing row.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -68,7 +68,7 @@ public:
     void flush();
     // Writes at most `max_rows` dirty rows back: rows in the sets from slot `begin` on, then rows in the overflow area.
     // Returns `begin` for the next call, or 0 at the end.
-    u32 flush_some(u32 begin, u32 max_rows);
+    u32 flush_piece(u32 begin, u32 max_rows);
     // Ends the write-behind thread and drops all batches. Does not flush.
     void close();
 
@@ -90,7 +90,7 @@ private:
         u32 batch_number;
         enum { waiting, fetching, fetched } state;
     };
-    // Allocated on the heap, because a forked child must not destroy these objects and leaks them instead.
+    // Allocated on the heap, so that a forked child can leak these objects. A child must not destroy them.
     struct Synchronization {
         std::mutex placement_mutex, directory_mutex, queue_mutex;
         std::condition_variable batch_fetched;
@@ -98,8 +98,8 @@ private:
     };
     enum class Purpose { prefetch, step, write };
 
-    // The caller must hold `queue_mutex` for the next two functions.
-    AnnouncedBatch* find_announced(u32 batch_number);  // returns null if the batch was cancelled
+    // The caller must hold `queue_mutex` for these two functions. `find_announced` returns null for a cancelled batch.
+    AnnouncedBatch* find_announced(u32 batch_number);
     void update_last_completed();
     // The caller must hold `placement_mutex` for the next functions. `begin_internal_batch` gives a number to a
     // `write`, or to a `read` with `should_touch`. `end_internal_batch` ends this batch.
@@ -108,8 +108,8 @@ private:
     // Returns false if a prefetch might need too much of the overflow area now.
     bool place_batch(const RequestedRows& requested, u32 batch_number, Purpose purpose);
     void fetch(const RequestedRows& requested);
-    // Copies resident rows to the lines `dst`, and returns the missing rows.
-    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* dst, bool should_touch);
+    // Copies resident rows to the lines in `out`, and returns the missing rows.
+    std::vector<std::size_t> copy_resident(const RequestedRows& requested, const u64* out, bool should_touch);
     // The caller must hold `placement_mutex` and `directory_mutex` for the next three functions.
     void write_back_overflow();
     void write_back_victims();

@@ -19,14 +19,14 @@ CacheSets::CacheSets(const LineShape& shape, std::size_t budget_bytes, CachePoli
     lines_ = Pages(sets * WAYS * shape_.line_bytes);
 }
 
-std::size_t CacheSets::count_used() const {
+std::size_t CacheSets::count_used_slots() const {
     return num_slots() - static_cast<std::size_t>(std::count(tags(), tags() + num_slots(), 0));
 }
 
 namespace {
 
 constexpr u32 MAX_AGE = 1u << 30;              // limit for a row's age, in batches
-constexpr std::size_t PREFETCH_DISTANCE = 16;  // in rows, for ways; tags are prefetched from twice as far
+constexpr std::size_t PREFETCH_DISTANCE = 16;  // ways are prefetched this many rows ahead, tags twice as many
 
 }  // namespace
 
@@ -39,7 +39,7 @@ CacheCounts& CacheCounts::operator+=(const CacheCounts& other) {
 }
 
 void Directory::announce(const RequestedRows& batch, u32 batch_number) {
-    window.add(batch_number);
+    window.add_batch(batch_number);
     parallel_for(BUCKETS, [&](std::size_t b) {
         const u32 bucket = static_cast<u32>(b);
         const std::size_t end = batch.bucket_offsets[b + 1];
@@ -99,7 +99,7 @@ void Directory::probe(const RequestedRows& batch, u32 batch_number, bool should_
 
 void Directory::count_hits(const RequestedRows& batch, HitCounts& counts) const {
     parallel_for(BUCKETS, batch.size(), [&](std::size_t b) {
-        HitCounts::Part hits = counts.part(b);
+        HitCounts::TaskCounts hits = counts.task_counts(b);
         for (std::size_t i = batch.bucket_offsets[b]; i < batch.bucket_offsets[b + 1]; ++i)
             if (!batch.refused_lines || !batch.refused_lines[i]) hits.add(batch.tables[i], true);
         for (const Miss& miss : misses_[b])
@@ -127,8 +127,8 @@ std::size_t Directory::overflow_demand() const {
 }
 
 void Directory::choose_victims(const RequestedRows& batch, u32 batch_number, u32 last_completed) {
-    std::array<CacheCounts, BUCKETS> parts;
-    const auto choose_in = [&](std::size_t b) {
+    std::array<CacheCounts, BUCKETS> part_counts;
+    const auto choose_in_bucket = [&](std::size_t b) {
         std::vector<Miss>& misses = misses_[b];
         for (Miss& miss : misses) miss.next_batch = take_next_batch(batch, static_cast<u32>(b), miss.row, batch_number);
         if (has_later_batch_)
@@ -151,10 +151,10 @@ void Directory::choose_victims(const RequestedRows& batch, u32 batch_number, u32
             const bool stays_in_overflow = miss.old_entry != NONE && is_after(miss.last_batch, last_completed);
             miss.slot = stays_in_overflow ? NONE : sets.find_victim_slot(hash, batch_number, last_completed);
             if (miss.slot == NONE) {
-                ++parts[b].overflows;
+                ++part_counts[b].overflows;
                 continue;
             }
-            ++parts[b].insertions;
+            ++part_counts[b].insertions;
             miss.is_slot_free = sets.is_free(miss.slot);
             if (!miss.is_slot_free) miss.displaced_way = sets.way(miss.slot);
             sets.prefetch_counters(miss.slot);
@@ -163,15 +163,15 @@ void Directory::choose_victims(const RequestedRows& batch, u32 batch_number, u32
         for (Miss& miss : misses) {
             if (miss.slot == NONE || miss.is_slot_free) continue;
             miss.is_victim_dirty = is_dirty(sets.updates(miss.slot), miss.displaced_way.stored_updates);
-            ++(miss.is_victim_dirty ? parts[b].evictions_dirty : parts[b].evictions_clean);
+            ++(miss.is_victim_dirty ? part_counts[b].evictions_dirty : part_counts[b].evictions_clean);
         }
     };
     if (sets.has_one_bucket_per_set())
-        parallel_for(BUCKETS, choose_in);
+        parallel_for(BUCKETS, choose_in_bucket);
     else
-        for (std::size_t b = 0; b < BUCKETS; ++b) choose_in(b);
+        for (std::size_t b = 0; b < BUCKETS; ++b) choose_in_bucket(b);
     counts_ = {};
-    for (const CacheCounts& part : parts) counts_ += part;
+    for (const CacheCounts& part : part_counts) counts_ += part;
 }
 
 void Directory::undo_victims() {
@@ -217,14 +217,14 @@ void Directory::place_misses(const RequestedRows& batch, bool keep_victims) {
     }
 }
 
-void Directory::set_fetched(const u32* updates) {
+void Directory::set_stored_updates(const u32* updates) {
     for_each_miss([&](const Miss& miss) {
         if (miss.old_entry != NONE) return;
         (miss.slot == NONE ? overflow.at(miss.new_entry).way : sets.way(miss.slot)).stored_updates = *updates++;
     });
 }
 
-void Directory::drop_unfetched() {
+void Directory::drop_unfetched_rows() {
     for_each_miss([&](const Miss& miss) {
         if (miss.old_entry != NONE) return;
         if (miss.slot == NONE)

@@ -73,7 +73,7 @@ public:
     u32 num_slots() const { return num_sets_ * WAYS; }
     // True if each set belongs to one bucket.
     bool has_one_bucket_per_set() const { return num_sets_ >= BUCKETS; }
-    std::size_t count_used() const;
+    std::size_t count_used_slots() const;
     std::size_t bytes() const { return tags_.size() + ways_.size() + lines_.size(); }
 
 private:
@@ -96,8 +96,7 @@ public:
     // True if a batch after `batch_number` is announced.
     bool has_batch_after(u32 batch_number) const { return is_after(last_, batch_number); }
 
-    // Adds an announced batch.
-    void add(u32 batch_number) {
+    void add_batch(u32 batch_number) {
         if (empty()) first_ = batch_number;
         last_ = batch_number;
     }
@@ -131,7 +130,7 @@ public:
 
     TIERBED_INLINE void prefetch_slot(u32 bucket, u64 hash) const { maps_[bucket].prefetch_slot(hash); }
     void clear() { *this = Window(); }
-    std::size_t bytes() const { return total_bytes(maps_); }
+    std::size_t bytes() const { return sum_bytes(maps_); }
 
 private:
     bool empty() const { return is_after(first_, last_); }
@@ -152,7 +151,7 @@ struct RequestedRows {
     const u32* tables;
     const u64* hashes;
     u64* lines;                // [n], output
-    const u64* refused_lines;  // [n] lines of rows that admission refused, 0 for other rows; or null
+    const u64* refused_lines;  // null, or [n]: a row's line if admission refused the row, otherwise 0
     std::array<std::size_t, BUCKETS + 1> bucket_offsets;
 
     std::size_t size() const { return bucket_offsets[BUCKETS]; }
@@ -177,7 +176,7 @@ struct CacheCounts {
 };
 
 // To place a batch, call `probe`, `choose_victims` and `place_misses`. If `probe` does not pin, call `pin` next. If a
-// later call fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched` removes rows that were not fetched.
+// later call fails, `undo_victims` undoes `choose_victims`, and `drop_unfetched_rows` removes unfetched rows.
 class Directory {
 public:
     Directory(const LineShape& shape, std::size_t budget_bytes, CachePolicy policy, std::size_t overflow_rows)
@@ -200,8 +199,8 @@ public:
     // keep_victims: move dirty victims to the overflow area instead of overwriting them.
     void place_misses(const RequestedRows& batch, bool keep_victims);
     // Records how many updates each fetched row has in the lower tier.
-    void set_fetched(const u32* updates);
-    void drop_unfetched();
+    void set_stored_updates(const u32* updates);
+    void drop_unfetched_rows();
     // The counts of the last `choose_victims` call.
     const CacheCounts& counts() const { return counts_; }
     // Adds the batch's hits and misses to each table's counts.

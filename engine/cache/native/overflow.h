@@ -45,7 +45,7 @@ public:
     static std::size_t round_up_to_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
     std::size_t capacity() const { return capacity_; }
 
-    // `write_back` keeps up to `max_rows` rows, or up to `max_needed_rows` if announced batches need the rows.
+    // `write_back` shrinks the area to `max_rows` rows. At `max_needed_rows` rows, it keeps rows for announced batches.
     struct Limits {
         std::size_t max_rows, max_needed_rows;
     };
@@ -76,7 +76,7 @@ public:
     bool empty() const { return num_rows_ == 0; }
     std::size_t num_rows() const { return num_rows_; }
     std::size_t peak_rows() const { return peak_rows_; }
-    // Evictions from the overflow area, except rows whose eviction from a set was already counted.
+    // The number of rows evicted from the overflow area. Excludes rows whose eviction from a set was already counted.
     u64 evictions() const { return evictions_; }
     std::size_t bytes() const;
     // Upper bound for the memory per row, while the rows fit the capacity.
@@ -119,7 +119,7 @@ private:
     u64 evictions_ = 0;
     RowMap index_;                               // maps a row to its entry + 1
     std::vector<Chunk> chunks_;                  // entries up to number `capacity_`, then entries beyond this number
-    std::array<u32, 2> first_free_{NONE, NONE};  // first free entries: [0] up to `capacity_`, [1] beyond `capacity_`
+    std::array<u32, 2> first_free_{NONE, NONE};  // the first free entry up to `capacity_`, and the first one beyond it
     std::array<Chain, 2> chains_;                // first the rows that a batch may need, then the evictable rows
     u32 next_candidate_ = NONE;                  // where `claim_dirty` continues in the first chain
 };

@@ -7,7 +7,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t ROWS_AT_ONCE = 1 << 14;
+constexpr std::size_t MAX_ROWS_PER_WRITE = 1 << 14;
 
 }  // namespace
 
@@ -27,7 +27,7 @@ void WriteBehind::run(std::size_t threads) {
     std::unique_lock lock(mutex_);
     error_ = error;
     for (;;) {
-        work_.wait(lock, [&] { return is_stopping_ || (is_awake_ && !error_); });
+        work_ready_.wait(lock, [&] { return is_stopping_ || (is_awake_ && !error_); });
         if (is_stopping_) return;
         try {
             const auto write = [&](const RowSpan& dirty) {
@@ -40,31 +40,31 @@ void WriteBehind::run(std::size_t threads) {
                 const Timer timer(latency_);
                 lower_tier_.write(dirty);
             };
-            const std::size_t written = overflow_.write_back(last_completed_, ROWS_AT_ONCE, limits_, write);
+            const std::size_t written = overflow_.write_back(last_completed_, MAX_ROWS_PER_WRITE, limits_, write);
             is_awake_ = is_awake_ && written > 0;
             num_written += written;
         } catch (...) {
             error_ = std::current_exception();
         }
-        progress_.notify_all();
+        write_finished_.notify_all();
     }
 }
 
 void WriteBehind::wake(const Overflow::Limits& limits) {
     limits_ = limits;
     is_awake_ = true;
-    work_.notify_one();
+    work_ready_.notify_one();
 }
 
 void WriteBehind::wait_until(std::unique_lock<std::mutex>& lock, const Overflow::Limits& limits,
-                             const std::function<bool()>& is_enough) {
+                             const std::function<bool()>& is_satisfied) {
     wake(limits);
-    progress_.wait(lock, [&] { return is_enough() || error_ || !is_awake_ || is_stopping_; });
+    write_finished_.wait(lock, [&] { return is_satisfied() || error_ || !is_awake_ || is_stopping_; });
 }
 
 void WriteBehind::wait_for_write(std::unique_lock<std::mutex>& lock) {
     is_awake_ = false;
-    progress_.wait(lock, [&] { return !is_writing_; });
+    write_finished_.wait(lock, [&] { return !is_writing_; });
 }
 
 void WriteBehind::rethrow_error() {
@@ -85,8 +85,8 @@ void WriteBehind::stop() {
         const std::lock_guard lock(mutex_);
         is_stopping_ = true;
     }
-    work_.notify_one();
-    progress_.notify_all();
+    work_ready_.notify_one();
+    write_finished_.notify_all();
     if (thread_.joinable()) thread_.join();
 }
 

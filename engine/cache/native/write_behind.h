@@ -22,9 +22,9 @@ public:
 
     // Makes the thread write rows back until the limits hold.
     void wake(const Overflow::Limits& limits);
-    // Calls `wake`, then waits until `is_enough()` is true or no more rows can be written back now.
+    // Calls `wake`, then waits until `is_satisfied()` is true or no more rows can be written back now.
     void wait_until(std::unique_lock<std::mutex>& lock, const Overflow::Limits& limits,
-                    const std::function<bool()>& is_enough);
+                    const std::function<bool()>& is_satisfied);
     // Waits for the current write. No other write starts until `wake`.
     void wait_for_write(std::unique_lock<std::mutex>& lock);
     // Throws the thread's error, if there is one, and lets the thread try again.
@@ -45,7 +45,7 @@ private:
     Tier& lower_tier_;
     const std::atomic<u32>& last_completed_;
     Histogram& latency_;
-    std::condition_variable work_, progress_;
+    std::condition_variable work_ready_, write_finished_;
     Overflow::Limits limits_{0, 0};
     bool is_awake_ = false, is_writing_ = false, is_stopping_ = false;
     std::exception_ptr error_;

@@ -5,7 +5,7 @@
 namespace tierbed {
 namespace {
 
-Eviction eviction_named(const std::string& name) {
+Eviction parse_eviction(const std::string& name) {
     constexpr const char* names[] = {"none", "lru", "lfu", "ttl", "distance_lfu"};
     for (u32 i = 0; i < std::size(names); ++i)
         if (name == names[i]) return static_cast<Eviction>(i);
@@ -24,19 +24,19 @@ void bind_ledger(nb::module_& m) {
         .def(
             "__init__",
             [](Ledger* self, const std::string& eviction, std::optional<std::size_t> capacity, u64 ttl_steps,
-               u32 min_lookups, double chance, u64 seed) {
+               u32 min_lookups, double probability, u64 seed) {
                 new (self) Ledger(
-                    {eviction_named(eviction), capacity.value_or(SIZE_MAX), ttl_steps, min_lookups, chance, seed});
+                    {parse_eviction(eviction), capacity.value_or(SIZE_MAX), ttl_steps, min_lookups, probability, seed});
             },
-            nb::kw_only(), "eviction"_a, "capacity"_a.none(), "ttl_steps"_a, "min_lookups"_a, "chance"_a, "seed"_a)
+            nb::kw_only(), "eviction"_a, "capacity"_a.none(), "ttl_steps"_a, "min_lookups"_a, "probability"_a, "seed"_a)
         .def("admit", &Ledger::admit, Unlocked())
-        .def("commit", &Ledger::commit, Unlocked())
+        .def("record_write", &Ledger::record_write, Unlocked())
         .def("find_expired", [](Ledger& self, u32 step) { return to_arrays([&] { return self.find_expired(step); }); })
         .def(
-            "load",
+            "add_rows",
             [](Ledger& ledger, InVector<u32> tables, InVector<u64> keys, InVector<u32> updates, InVector<u32> steps) {
                 require_one_length(tables, keys, updates, steps);
-                ledger.load(tables.data(), keys.data(), updates.data(), steps.data(), keys.size());
+                ledger.add_rows(tables.data(), keys.data(), updates.data(), steps.data(), keys.size());
             },
             "tables"_a, "keys"_a, "updates"_a, "steps"_a, Unlocked())
         .def(
@@ -46,7 +46,7 @@ void bind_ledger(nb::module_& m) {
                 return ledger.erase(tables.data(), keys.data(), keys.size());
             },
             "tables"_a, "keys"_a, Unlocked())
-        .def_prop_ro("rows", &Ledger::num_rows)
+        .def_prop_ro("num_rows", &Ledger::num_rows)
         .def_prop_ro("bytes", &Ledger::bytes);
 }
 

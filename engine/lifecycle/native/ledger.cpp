@@ -14,7 +14,7 @@ constexpr std::size_t EVICTION_FRACTION = 64;  // evict at least capacity / 64 r
 constexpr std::size_t SPARE_CANDIDATES = 32;   // extra candidates per bucket, beyond its expected number of victims
 constexpr std::size_t MIN_ENTRIES = 16;        // initial number of entries in a bucket
 
-u64 age(u32 written, u32 step) { return step > written ? step - written : 0; }
+u64 get_age(u32 written, u32 step) { return step > written ? step - written : 0; }
 
 }  // namespace
 
@@ -55,9 +55,9 @@ bool Ledger::Bucket::erase(u64 hash, u32 table) {
 }
 
 void Ledger::Bucket::grow() {
-    std::vector<Entry> before(entries.size() + entries.size() / 4);
-    before.swap(entries);
-    for (const Entry& entry : before)
+    std::vector<Entry> old_entries(entries.size() + entries.size() / 4);
+    old_entries.swap(entries);
+    for (const Entry& entry : old_entries)
         if (entry.updates != 0) entries[find_slot(entry.hash, entry.table)] = entry;
 }
 
@@ -68,13 +68,13 @@ Ledger::Ledger(const Policy& policy) : policy_(policy) {
 
 bool Ledger::is_admitted(u64 hash, u32 table, u32 step) const {
     const u64 row_hash = slot_hash.row_hash(table, hash);
-    if (policy_.min_lookups > 1) return sketch_.estimate(row_hash, table) + 1 >= policy_.min_lookups;
+    if (policy_.min_lookups > 1) return sketch_.estimate_lookups(row_hash, table) + 1 >= policy_.min_lookups;
     const u64 draw = hash_row(table, row_hash ^ hash_row(step, policy_.seed));
-    return static_cast<double>(draw >> 11) * 0x1p-53 < policy_.chance;
+    return static_cast<double>(draw >> 11) * 0x1p-53 < policy_.probability;
 }
 
 Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_training) {
-    const bool has_admission_rule = is_training && (policy_.min_lookups > 1 || policy_.chance < 1);
+    const bool has_admission_rule = is_training && (policy_.min_lookups > 1 || policy_.probability < 1);
     const std::size_t num_rows_before = num_rows();
     Admission admission;
     const std::size_t num_free = policy_.capacity - std::min(num_rows_before, policy_.capacity);
@@ -113,7 +113,7 @@ Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_tr
         }
     }
     if (admission.num_refused == 0) return admission;
-    const std::vector<u64> lines = batch.allocate(admission.num_refused, layout.shape);
+    const std::vector<u64> lines = batch.allocate_lines(admission.num_refused, layout.shape);
     std::size_t next_line = 0;
     for (std::size_t i = 0; i < batch.num_unique; ++i)
         if (refused_lines[i]) refused_lines[i] = lines[next_line++];
@@ -126,7 +126,7 @@ Admission Ledger::admit(Batch& batch, const Layout& layout, u32 step, bool is_tr
     return admission;
 }
 
-void Ledger::commit(const Batch& batch, u32 step) {
+void Ledger::record_write(const Batch& batch, u32 step) {
     const BucketOrder& order = batch.buckets();
     parallel_for(BUCKETS, [&](std::size_t b) {
         Bucket& bucket = buckets_[b];
@@ -135,7 +135,7 @@ void Ledger::commit(const Batch& batch, u32 step) {
             if (k + PREFETCH_DISTANCE < end) bucket.prefetch_slot(batch.hashes[order.row(k + PREFETCH_DISTANCE)]);
             const std::size_t i = order.row(k);
             if (batch.refused_lines.size() && batch.refused_lines[i]) {
-                if (policy_.min_lookups > 1) sketch_.add(batch.row_hash(i), batch.tables[i]);
+                if (policy_.min_lookups > 1) sketch_.add_lookup(batch.row_hash(i), batch.tables[i]);
                 continue;
             }
             Entry& entry = bucket.find_or_insert(batch.hashes[i], batch.tables[i]);
@@ -145,12 +145,12 @@ void Ledger::commit(const Batch& batch, u32 step) {
     });
 }
 
-bool Ledger::is_expired(const Entry& entry, u32 step) const { return age(entry.step, step) > policy_.ttl_steps; }
+bool Ledger::is_expired(const Entry& entry, u32 step) const { return get_age(entry.step, step) > policy_.ttl_steps; }
 
-u64 Ledger::eviction_score(const Entry& entry, u32 step) const {
+u64 Ledger::compute_score(const Entry& entry, u32 step) const {
     if (policy_.eviction == Eviction::lfu) return static_cast<u64>(entry.updates) << 32 | entry.step;
     if (policy_.eviction != Eviction::distance_lfu) return entry.step;
-    const double distance = static_cast<double>(age(entry.step, step) + 1);
+    const double distance = static_cast<double>(get_age(entry.step, step) + 1);
     return as_bits(static_cast<double>(entry.updates) / (distance * distance));  // floats >= 0 sort like their bits
 }
 
@@ -163,7 +163,7 @@ std::vector<Ledger::Candidate> Ledger::find_candidates(u32 bucket, u32 step, con
     for (const Entry& entry : buckets_[bucket].entries) {
         if (entry.updates == 0 || entry.last_batch == last_batch_) continue;
         if (policy_.eviction == Eviction::ttl && !is_expired(entry, step)) continue;
-        const u64 score = eviction_score(entry, step);
+        const u64 score = compute_score(entry, step);
         if (score > highest.score) continue;
         const Candidate candidate{score, slot_hash.row_hash(entry.table, entry.hash), entry.hash, entry.table};
         if (!(highest < candidate)) candidates.push_back(candidate);
@@ -171,39 +171,39 @@ std::vector<Ledger::Candidate> Ledger::find_candidates(u32 bucket, u32 step, con
     return candidates;
 }
 
-RowKeys Ledger::choose_victims(std::size_t needed, u32 step) const {
+RowKeys Ledger::choose_victims(std::size_t num_needed, u32 step) const {
     if (policy_.eviction == Eviction::none) return {};
-    const std::size_t target = std::max(needed, policy_.capacity / EVICTION_FRACTION);
+    const std::size_t num_victims = std::max(num_needed, policy_.capacity / EVICTION_FRACTION);
     // Rows are spread evenly over buckets, so the first bucket suffices to estimate the highest score of all victims.
-    constexpr Candidate last{~u64{0}, ~u64{0}, ~u64{0}, ~u32{0}};
-    Candidate highest = last;
-    std::vector<Candidate> victims = find_candidates(0, step, last);
-    if (const std::size_t nth = target / BUCKETS * 5 / 4 + SPARE_CANDIDATES; nth < victims.size()) {
-        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(nth), victims.end());
-        highest = victims[nth];
+    constexpr Candidate worst{~u64{0}, ~u64{0}, ~u64{0}, ~u32{0}};
+    Candidate highest = worst;
+    std::vector<Candidate> victims = find_candidates(0, step, worst);
+    if (const std::size_t index = num_victims / BUCKETS * 5 / 4 + SPARE_CANDIDATES; index < victims.size()) {
+        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(index), victims.end());
+        highest = victims[index];
     }
     std::array<std::vector<Candidate>, BUCKETS> by_bucket;
-    const auto gather = [&] {
+    const auto collect_victims = [&] {
         parallel_for(BUCKETS, [&](u64 b) { by_bucket[b] = find_candidates(static_cast<u32>(b), step, highest); });
         victims.clear();
         for (const std::vector<Candidate>& part : by_bucket) victims.insert(victims.end(), part.begin(), part.end());
     };
-    gather();
-    if (victims.size() < target && highest < last) {
-        highest = last;
-        gather();
+    collect_victims();
+    if (victims.size() < num_victims && highest < worst) {
+        highest = worst;
+        collect_victims();
     }
-    if (victims.size() > target) {
-        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(target), victims.end());
-        victims.resize(target);
+    if (victims.size() > num_victims) {
+        std::nth_element(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(num_victims), victims.end());
+        victims.resize(num_victims);
     }
     std::sort(victims.begin(), victims.end(), [](const Candidate& a, const Candidate& b) { return a.hash < b.hash; });
-    RowKeys all;
+    RowKeys rows;
     for (const Candidate& victim : victims) {
-        all.tables.push_back(victim.table);
-        all.keys.push_back(get_key(victim.table, victim.slot_hash));
+        rows.tables.push_back(victim.table);
+        rows.keys.push_back(get_key(victim.table, victim.slot_hash));
     }
-    return all;
+    return rows;
 }
 
 RowKeys Ledger::find_expired(u32 step) const {
@@ -215,15 +215,15 @@ RowKeys Ledger::find_expired(u32 step) const {
             parts[b].keys.push_back(get_key(entry.table, entry.hash));
         }
     });
-    RowKeys all;
+    RowKeys rows;
     for (const RowKeys& part : parts) {
-        all.tables.insert(all.tables.end(), part.tables.begin(), part.tables.end());
-        all.keys.insert(all.keys.end(), part.keys.begin(), part.keys.end());
+        rows.tables.insert(rows.tables.end(), part.tables.begin(), part.tables.end());
+        rows.keys.insert(rows.keys.end(), part.keys.begin(), part.keys.end());
     }
-    return all;
+    return rows;
 }
 
-void Ledger::load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n) {
+void Ledger::add_rows(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) {
         const u64 hash = slot_hash(tables[i], keys[i]);
         Entry& entry = buckets_[get_bucket(hash)].find_or_insert(hash, tables[i]);
@@ -236,8 +236,8 @@ std::size_t Ledger::erase(const u32* tables, const u64* keys, std::size_t n) {
     std::size_t count = 0;
     for (std::size_t i = 0; i < n; ++i) {
         if (const std::size_t k = i + PREFETCH_DISTANCE; k < n) {
-            const u64 later = slot_hash(tables[k], keys[k]);
-            buckets_[get_bucket(later)].prefetch_slot(later);
+            const u64 next_hash = slot_hash(tables[k], keys[k]);
+            buckets_[get_bucket(next_hash)].prefetch_slot(next_hash);
         }
         const u64 hash = slot_hash(tables[i], keys[i]);
         count += buckets_[get_bucket(hash)].erase(hash, tables[i]);

@@ -22,14 +22,14 @@ public:
     void allocate() { counts_.assign(std::size_t{BUCKETS} * DEPTH * COLUMNS, 0); }
 
     // Returns an estimate of the row's lookups since the last halving. Estimates may be too high. Counts stop at 255.
-    u32 estimate(u64 hash, u32 table) const {
+    u32 estimate_lookups(u64 hash, u32 table) const {
         u32 lowest = MAX_COUNT;
         for (const std::size_t cell : find_cells(hash, table)) lowest = std::min<u32>(lowest, counts_[cell]);
         return lowest;
     }
-    // Counts a lookup of the row. Threads may call `add` in parallel for different buckets.
-    void add(u64 hash, u32 table) {
-        const u32 lowest = estimate(hash, table);
+    // Counts a lookup of the row. Threads may call `add_lookup` in parallel for different buckets.
+    void add_lookup(u64 hash, u32 table) {
+        const u32 lowest = estimate_lookups(hash, table);
         for (const std::size_t cell : find_cells(hash, table))
             if (counts_[cell] == lowest && lowest < MAX_COUNT) ++counts_[cell];
         const u32 bucket = get_bucket(hash);
@@ -45,10 +45,10 @@ private:
     static constexpr u32 MAX_COUNT = 255;
 
     std::array<std::size_t, DEPTH> find_cells(u64 hash, u32 table) const {
-        const u64 mixed = hash_row(table, hash);
+        const u64 cell_hash = hash_row(table, hash);
         std::array<std::size_t, DEPTH> cells;
         for (std::size_t k = 0; k < DEPTH; ++k)
-            cells[k] = (get_bucket(hash) * DEPTH + k) * COLUMNS + (mixed >> 16 * k & (COLUMNS - 1));
+            cells[k] = (get_bucket(hash) * DEPTH + k) * COLUMNS + (cell_hash >> 16 * k & (COLUMNS - 1));
         return cells;
     }
 
@@ -63,7 +63,7 @@ struct Policy {
     std::size_t capacity;  // maximum row count; SIZE_MAX for no limit
     u64 ttl_steps;         // 0 if rows do not expire
     u32 min_lookups;       // how many training steps must look up a new row before it is admitted
-    double chance;         // probability that a step admits a new row; used if < 1
+    double probability;    // probability that a step admits a new row; used if < 1
     u64 seed;
 };
 
@@ -83,12 +83,12 @@ public:
     // rows. A refused row gets a line in the batch with its initial values. Counts and ages do not change.
     Admission admit(Batch& batch, const Layout& layout, u32 step, bool is_training);
     // Counts a write of each admitted row in the batch, and a lookup of each refused row.
-    void commit(const Batch& batch, u32 step);
+    void record_write(const Batch& batch, u32 step);
     // Returns the rows whose last write was more than ttl_steps ago.
     RowKeys find_expired(u32 step) const;
 
     // Adds distinct stored rows.
-    void load(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n);
+    void add_rows(const u32* tables, const u64* keys, const u32* updates, const u32* steps, std::size_t n);
     // Erases distinct rows. Returns how many of these rows the ledger contained.
     std::size_t erase(const u32* tables, const u64* keys, std::size_t n);
 
@@ -105,7 +105,7 @@ private:
     };
 
     // A hash table with open addressing and linear probing. A row's home slot is proportional to the low half of its
-    // hash, so the number of entries need not be a power of two and can grow by a quarter.
+    // hash. This works for any number of entries, so the table can grow by a quarter.
     struct Bucket {
         std::vector<Entry> entries;
         std::size_t num_rows = 0;
@@ -123,7 +123,7 @@ private:
     // True if a training step admits a new row.
     bool is_admitted(u64 hash, u32 table, u32 step) const;
     bool is_expired(const Entry& entry, u32 step) const;
-    u64 eviction_score(const Entry& entry, u32 step) const;
+    u64 compute_score(const Entry& entry, u32 step) const;
     struct Candidate {
         u64 score;  // the lowest score is evicted first; ties are broken by table and hash
         u64 hash;   // the row's `hash_row`, the same in every process
@@ -133,8 +133,8 @@ private:
     };
     // Returns a bucket's evictable rows with a score up to `highest`.
     std::vector<Candidate> find_candidates(u32 bucket, u32 step, const Candidate& highest) const;
-    // Returns the lowest-scored rows that may be evicted: at least `needed`, or all if there are fewer.
-    RowKeys choose_victims(std::size_t needed, u32 step) const;
+    // Returns the lowest-scored rows that may be evicted: at least `num_needed`, or all if there are fewer.
+    RowKeys choose_victims(std::size_t num_needed, u32 step) const;
 
     Policy policy_;
     std::array<Bucket, BUCKETS> buckets_;

@@ -44,7 +44,7 @@ struct LegalIds {
 
 // Writes a lookup's hashes, tables and (unless null) output rows to the batch's arrays, from `first` on. Bags begin at
 // bag_offsets [bags + 1], or have `length` ids each. table_ids [bags]; if null, bag b belongs to table b % num_tables.
-// With feature_columns [features] (each feature's column or -1), there are features * batch_size bags.
+// feature_columns: each feature's column, or -1; null for a lookup without features. A feature has `batch_size` bags.
 extern "C" __global__ void hash_ids(const u64* keys, const i64* table_ids, const i64* bag_offsets, u64 bags, u64 length,
                                     u64 n, const __grid_constant__ LegalIds ids, const i32* feature_columns,
                                     u64 num_columns, u64 batch_size, u64 first, u64 first_output_row,

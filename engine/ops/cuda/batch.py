@@ -36,7 +36,7 @@ class Faults:
 
     def __init__(self, device: Device, name: str, num_tables: int, capacity: int | None) -> None:
         self.word = torch.zeros(1, dtype=torch.int32, device=device.torch_device)
-        self._host_word = device.host_memory(1, torch.int32)
+        self._host_word = device.allocate_host_memory(1, torch.int32)
         self._host_word.zero_()
         self._name, self._num_tables, self._capacity = name, num_tables, capacity
 
@@ -128,7 +128,7 @@ class PositionsByRow:
     rows: Tensor  # [positions] int32, each position's row, -1 for padding
     order: Tensor  # [positions] int64, positions
     positions: Tensor  # [positions] uint32 as int32, equal to `order`
-    output_rows: Tensor  # [positions], each position's output row; the same as `positions` without pooling
+    output_rows: Tensor  # [positions], each position's output row; equals the tensor `positions` if nothing is pooled
     offsets: Tensor  # [unique + 1], where each row's positions begin; allocated with positions + 1 elements
 
 
@@ -225,7 +225,7 @@ class Batch:
         self.faults = faults
         faults |= self.input_faults
         self.lines = torch.zeros_like(self.hashes)  # addresses
-        self.lookup_lines = self.lines  # lookups read these lines; `preview_catch_up` sets this to copies
+        self.lookup_lines = self.lines  # the lines that lookups read; `preview_catch_up` replaces them by copies
         self.has_float32_lines = False  # True if `lookup_lines` are float32 though the table stores 16-bit floats
         self._owned_memory: list[Tensor] = []
 

@@ -35,15 +35,15 @@ def launch(device: Device, program: Program, kernel: str, items: int, lanes: int
 
 
 def make_struct_type(*fields: str | tuple[Any, ...]) -> np.dtype[Any]:
-    """Return the NumPy dtype for a C++ struct. A field is a NumPy field, or a string: "uint32 count size"."""
-    declared: list[tuple[Any, ...]] = []
+    """Return a C++ struct's dtype. A field is a NumPy field; "uint32 count size" makes two fields of type uint32."""
+    numpy_fields: list[tuple[Any, ...]] = []
     for field in fields:
         if isinstance(field, tuple):
-            declared.append(field)
+            numpy_fields.append(field)
         else:
-            kind, *names = field.split()
-            declared += [(name, kind) for name in names]
-    return np.dtype(declared, align=True)
+            type_name, *names = field.split()
+            numpy_fields += [(name, type_name) for name in names]
+    return np.dtype(numpy_fields, align=True)
 
 
 def make_struct(dtype: np.dtype[Any], **fields: Any) -> np.ndarray:
@@ -102,7 +102,7 @@ class Device:
         cached = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return torch.cuda.mem_get_info(self.torch_device)[0] + cached
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+    def allocate_host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
         """Allocate a tensor [size] in page-locked host memory, which kernels can access. Raises MemoryError."""
         # torch's allocator would round up to a power of two
         cuda, bytes_ = self._cupy.cuda, max(size, 1) * dtype.itemsize
@@ -120,17 +120,17 @@ class Device:
             # Taken out of the cache while in use: a finalizer or signal handler may launch the same kernel meanwhile.
             call = self._calls.by_kernel.pop((program, kernel), None)
             if call is None:
-                call = _Call(self._function(program, kernel), arguments)
+                call = _Call(self._load_function(program, kernel), arguments)
             call.write(arguments)
             stream = torch._C._cuda_getCurrentRawStream(index)
             cuda.driver.launchKernel(call.function.ptr, blocks, 1, 1, THREADS, 1, 1, 0, stream, call.address, 0)
             self._calls.by_kernel[program, kernel] = call
 
-    def _function(self, program: Program, kernel: str) -> Any:
+    def _load_function(self, program: Program, kernel: str) -> Any:
         if (program, kernel) not in self._functions:
             code = compile_program(self._cupy.cuda.nvrtc, program, self._architecture)
             module = self._cupy.RawModule(path=os.fspath(code))
-            for name in program.kernels():
+            for name in program.list_kernels():
                 self._functions[program, name] = module.get_function(name).kernel
         return self._functions[program, kernel]
 

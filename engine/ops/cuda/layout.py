@@ -14,7 +14,7 @@ from .program import Program
 
 _VALUES = make_struct_type("uint32 kind", "float32 a b", "float64 q0 q1")
 _INITIAL_ROW = make_struct_type(
-    "uint64 seed values group_ends", "uint32 groups", "uint64 states state_ends", "uint32 state_count has_zero_key",
+    "uint64 seed values group_ends", "uint32 num_groups", "uint64 states state_ends", "uint32 num_states has_zero_key",
     "uint64 zero_key",
 )  # fmt: skip
 _COUNTERS, _COPIES = make_struct_type("uint64 counts size"), 64  # as in items.h
@@ -51,9 +51,9 @@ class Layout:
         values["q0"], values["q1"] = np.asarray(initial.quantiles).T
         group_ends, states = np.cumsum(initial.columns, dtype=np.uint32), np.asarray(initial.states, np.float32)
         arrays = {"values": values, "group_ends": group_ends, "states": states, "state_ends": ends[1:]}
-        memory = {name: self._tensor(array) for name, array in arrays.items()}
+        memory = {name: self._copy_to_device(array) for name, array in arrays.items()}
         self.initial = make_struct(
-            _INITIAL_ROW, seed=initial.seed, groups=len(initial.columns), state_count=len(initial.states),
+            _INITIAL_ROW, seed=initial.seed, num_groups=len(initial.columns), num_states=len(initial.states),
             has_zero_key=initial.zero_key is not None, zero_key=initial.zero_key, **memory,
         )  # fmt: skip
         self._memory = list(memory.values())
@@ -65,7 +65,7 @@ class Layout:
             self._programs[key] = Program(file, (*self._shape, *macros.items()))
         return self._programs[key]
 
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
+    def _copy_to_device(self, array: NDArray[np.generic]) -> Tensor:
         bytes_ = np.frombuffer(array.tobytes() or b"\0", np.uint8).copy()
         return torch.from_numpy(bytes_).to(self.device.torch_device)
 
@@ -81,6 +81,6 @@ class HitCounters:
         self._copies = torch.zeros(_COPIES, layout.num_tables, 2, dtype=torch.int64, device=layout.device.torch_device)
         self.struct = make_struct(_COUNTERS, counts=self._copies, size=2 * layout.num_tables)  # DeviceCounters
 
-    def total(self) -> NDArray[np.int64]:
+    def read_total(self) -> NDArray[np.int64]:
         """Return hits and misses [tables, 2]. Waits for the device."""
         return np.asarray(self._copies.sum(0).cpu())

@@ -37,11 +37,11 @@ extern "C" __global__ void pool(const u64* lines, PooledIds ids, Type::Stored* o
     });
 }
 
-// Writes each weight's gradient to out [n], from the output's gradient grads [bags, dim].
-extern "C" __global__ void weights_grad(const u64* lines, PooledIds ids, const Type::Stored* grads, float* out) {
+// Writes each weight's gradient to out [n], from the output's gradient grad [bags, dim].
+extern "C" __global__ void compute_weights_grad(const u64* lines, PooledIds ids, const Type::Stored* grad, float* out) {
     for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
-        pool_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.get_bag(bag),
-                                     grads + ids.bags.output_row(bag) * SHAPE.dim, SHAPE.dim);
+        compute_bag_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.get_bag(bag),
+                                            grad + ids.bags.output_row(bag) * SHAPE.dim, SHAPE.dim);
     });
 }
 

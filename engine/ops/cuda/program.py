@@ -1,8 +1,8 @@
 """Compiles CUDA programs: a .cu file with its headers inlined, specialised by macros.
 
-Machine code is compiled once per GPU architecture and kept in CuPy's kernel cache folder. The name of the cached file
-is a hash of the program's whole text, so headers are inlined. NVRTC compiles programs directly. CuPy's RawModule would
-add `-ftz=true`: denormal numbers would become zero, and rows would differ from rows on a CPU.
+Machine code is compiled once per GPU architecture and kept in CuPy's kernel cache folder. The file's name is a hash of
+the program's text. The hash covers the headers too, because they are inlined. NVRTC compiles programs directly. CuPy's
+RawModule would add `-ftz=true`: denormal numbers would become zero, and rows would differ from rows on a CPU.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Program:
     def _hash(self) -> int:
         return hash((self.file, self.macros))
 
-    def source(self) -> str:
+    def read_source(self) -> str:
         return "".join(f"#define {name} {value}\n" for name, value in self.macros) + _read_text(self.file)
 
-    def kernels(self) -> list[str]:
+    def list_kernels(self) -> list[str]:
         return re.findall(r'extern "C" __global__ void (\w+)\(', _read_text(self.file))
 
 
@@ -57,7 +57,7 @@ def _read_text(file: str) -> str:
         if path in included:
             return ""
         included.add(path)
-        # rules.h is generated from the rules' Python files: for the CPU by the build, for a GPU here at run time
+        # rules.h is generated from Python files. The build generates it for the CPU; this line generates it for a GPU
         text = generate_header() if path.name == "rules.h" else path.read_text(encoding="utf-8")
         text = text.replace("#pragma once\n", "")
         # an include names a header in the same folder, or gives a path relative to engine/
@@ -68,7 +68,7 @@ def _read_text(file: str) -> str:
 
 def compile_program(nvrtc: Any, program: Program, architecture: str) -> Path:
     """Return the path of a program's cubin for `architecture` ("sm_90"). Compiles a new cubin. Raises StoreError."""
-    source, options = program.source(), (*OPTIONS, f"--gpu-architecture={architecture}")
+    source, options = program.read_source(), (*OPTIONS, f"--gpu-architecture={architecture}")
     content = "\0".join([source, *options, str(nvrtc.getVersion())])
     folder = Path(os.environ.get("CUPY_CACHE_DIR") or "~/.cupy/kernel_cache").expanduser()
     path = folder / f"tierbed-{hashlib.sha256(content.encode()).hexdigest()[:40]}.cubin"

@@ -2,7 +2,7 @@
 //
 // One warp works on one row, and sums gradients in blocks of SUM_BLOCK occurrences. The kernel `sum_blocks` has already
 // summed blocks after the first, with one warp per block. Block sums are added in order, so the result equals a single
-// thread's. If a row's occurrences begin at `offset`, block b uses slot offset / SUM_BLOCK + b, distinct for b > 0.
+// thread's. If a row begins at occurrence `offset`, slot `offset / SUM_BLOCK + b` stores the sum of its block b > 0.
 #pragma once
 #include "items.h"
 #include "layout.h"
@@ -29,7 +29,7 @@ struct BatchGradients {
     }
 };
 
-// How many gradients a lane loads before it adds the first one: for rows, and in `sum_blocks`.
+// How many gradients a lane loads before it adds the first one. `sum_blocks` uses BLOCK_LOADS.
 constexpr u32 ROW_LOADS = 4, BLOCK_LOADS = 16;
 
 // The next N occurrences' output rows.
@@ -42,7 +42,7 @@ struct NextOutputRows {
     }
 };
 
-// Sums columns [begin, begin + VEC) over occurrences [first, last), in order, to sum [VEC]. `next` begins at `first`.
+// Sums columns [begin, begin + VEC) over occurrences [first, last), in order. Writes `sum`. `next` starts at `first`.
 template <u32 N>
 TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, const Occurrences& row, u32 first,
                                 u32 last, u32 begin, NextOutputRows<N> next) {
@@ -97,7 +97,7 @@ public:
 
     TIERBED_FN u32 num_occurrences() const { return input_.count; }
 
-    // Writes the sum of columns [begin, begin + VEC), times `scale`, to sum [VEC].
+    // Sums columns [begin, begin + VEC) over the row's occurrences. Writes the result, times `scale`, to `sum`.
     TIERBED_FN void operator()(float* sum, u32 begin, float scale) const {
         const Occurrences row = batch_.find_occurrences(input_.begin, input_.count);
         const u32 first = input_.count < SUM_BLOCK ? input_.count : SUM_BLOCK;
@@ -126,7 +126,7 @@ TIERBED_FN float* warp_memory(float* memory) {
 // Sums all blocks of each row except the first block. Writes each sum to row `slot` of sums [n / SUM_BLOCK + 1, dim].
 extern "C" __global__ void sum_blocks(const __grid_constant__ BatchGradients batch, float* sums) {
     for_each_item<WARP>(batch.n / SUM_BLOCK + 1, [&](Tile tile, u64 slot) {
-        // there is a block for this slot only if occurrences middle - 1 and middle have the same row
+        // this slot is used only if occurrence `middle` and the occurrence before it belong to the same row
         const u64 middle = slot * SUM_BLOCK;
         if (middle == 0 || middle >= batch.n || batch.rows[middle] < 0 || batch.rows[middle - 1] != batch.rows[middle])
             return;

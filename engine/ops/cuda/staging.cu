@@ -1,5 +1,5 @@
 // Copies lines between device memory and page-locked host memory, where lower tiers read and write lines. Row i is
-// copied if flags[i] is 1, to position prefix_sums[i] - 1 in host memory. prefix_sums [n]: the running sum of `flags`.
+// copied if flags[i] is 1. Its position in host memory is prefix_sums[i] - 1. prefix_sums: the running sum of `flags`.
 #include "layout.h"
 #include "ops/kernels/hash.h"
 

@@ -23,7 +23,7 @@ class Staging:
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._run = partial(launch, layout.device, layout.program("ops/cuda/staging.cu"))
+        self._launch = partial(launch, layout.device, layout.program("ops/cuda/staging.cu"))
         self.capacity = 0
         self.reserve(MIN_ROWS)
 
@@ -31,11 +31,11 @@ class Staging:
         """Make room for `rows`. Returns True if it reallocates; the device must not be using the old memory then."""
         if rows <= self.capacity:
             return False
-        memory = self._layout.device.host_memory
+        allocate = self._layout.device.allocate_host_memory
         self.capacity = max(rows, 2 * self.capacity)
-        self.tables, self.keys = memory(self.capacity, torch.int32), memory(self.capacity, torch.int64)
-        self.lines = memory(self.capacity * self._layout.line_bytes, torch.uint8)
-        self.hit_flags = memory(self.capacity, torch.uint8)
+        self.tables, self.keys = allocate(self.capacity, torch.int32), allocate(self.capacity, torch.int64)
+        self.lines = allocate(self.capacity * self._layout.line_bytes, torch.uint8)
+        self.hit_flags = allocate(self.capacity, torch.uint8)
         return True
 
     def rows(self, count: int) -> RowArrays:
@@ -47,7 +47,7 @@ class Staging:
     def copy_keys(self, hashes: Tensor, tables: Tensor, flags: Tensor, prefix_sums: Tensor) -> None:
         """Copy the flagged rows' tables and keys to the staging memory. prefix_sums: the running sum of flags [n]."""
         n, strides = len(flags), [np.uint64(tensor.stride(0)) for tensor in (hashes, tables)]
-        self._run(
+        self._launch(
             "copy_keys_to_host", n, 1, hashes, strides[0], tables, strides[1], flags, prefix_sums, np.uint64(n),
             np.uint64(self.capacity), self.tables, self.keys, SLOT_HASH,
         )  # fmt: skip
@@ -55,7 +55,7 @@ class Staging:
     def copy_lines(self, lines: Tensor, flags: Tensor, prefix_sums: Tensor) -> None:
         """Copy flagged lines [n] to the staging memory."""
         n, capacity = np.uint64(len(lines)), np.uint64(self.capacity)
-        self._run("copy_lines_to_host", len(lines), WARP, lines, flags, prefix_sums, n, capacity, self.lines)
+        self._launch("copy_lines_to_host", len(lines), WARP, lines, flags, prefix_sums, n, capacity, self.lines)
 
     def read(self, lines: Tensor) -> NDArray[np.uint8]:
         """Wait for lines [n] and return their bytes [n, line_bytes], valid until the next `read` or `copy_lines`."""
@@ -87,7 +87,7 @@ class Staging:
     def fill(self, batch: Batch, flags: Tensor, prefix_sums: Tensor, is_hit: NDArray[np.bool_]) -> None:
         """Fill a batch's flagged lines from the staging memory, or with initial values if `is_hit` is False."""
         self.hit_flags[: len(is_hit)].numpy()[:] = is_hit
-        self._run(
+        self._launch(
             "lines_from_host", len(flags), WARP, batch.lines, flags, prefix_sums, np.uint64(len(flags)), self.hit_flags,
             self.lines, batch.hashes, batch.tables, self._layout.initial, SLOT_HASH,
         )  # fmt: skip

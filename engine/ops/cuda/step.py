@@ -33,7 +33,7 @@ def gather(
 ) -> None:
     """Write a lookup's result to `out` [output rows, dim], float32, float16 or bfloat16. Pools bags, if any."""
     lookup = batch.lookups[index]
-    program = _lookup_program(layout, out.dtype, batch)
+    program = _make_lookup_program(layout, out.dtype, batch)
     if lookup.is_pooled:
         ids = _make_pooled_ids(batch, lookup, mean, weights)
         launch(layout.device, program, "pool", lookup.num_bags, layout.column_lanes, batch.lookup_lines, ids, out)
@@ -44,8 +44,8 @@ def gather(
 def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: Tensor, mean: bool = False) -> None:
     """Write the weights' gradients to `out` [n], float32; 0 for padding. grads [bags, dim]: the result's gradient."""
     lookup = batch.lookups[index]
-    program, ids = _lookup_program(layout, grads.dtype, batch), _make_pooled_ids(batch, lookup, mean, None)
-    launch(layout.device, program, "weights_grad", lookup.num_bags, WARP, batch.lookup_lines, ids, grads, out)
+    program, ids = _make_lookup_program(layout, grads.dtype, batch), _make_pooled_ids(batch, lookup, mean, None)
+    launch(layout.device, program, "compute_weights_grad", lookup.num_bags, WARP, batch.lookup_lines, ids, grads, out)
 
 
 def write_step_params(
@@ -54,14 +54,14 @@ def write_step_params(
     """Write the arguments of `Processor.set_hyperparams` to `params`, a `StepParams` that kernels read."""
     values = np.zeros((), _STEP_PARAMS)
     values["hyperparams"][: len(hyperparams)], values["scale"], values["step"] = hyperparams, scale, step
-    launch(layout.device, _update_program(layout, rule), "write_step_params", 1, WARP, values, params)
+    launch(layout.device, _make_update_program(layout, rule), "write_step_params", 1, WARP, values, params)
 
 
 def update(
     layout: Layout, rule: str, batch: Batch, gradients: LookupGradients, params: Tensor, counts: Tensor, faults: Tensor
 ) -> None:
     """Update a batch's rows, unless a fault bit is set. Counts first writes of rows in counts [tables], int64."""
-    program = _update_program(layout, rule, _gradient_dtype(gradients[0]))
+    program = _make_update_program(layout, rule, _get_dtype(gradients[0]))
     batch_gradients, sums, _keep_alive = _sum_blocks(program, layout, batch, gradients)
     launch(
         layout.device, program, "update_rows", batch.num_positions, WARP, batch_gradients, batch.lines, batch.tables,
@@ -82,13 +82,13 @@ def preview_catch_up(layout: Layout, rule: str, batch: Batch, params: Tensor) ->
 def catch_up(
     layout: Layout, rule: str, batch: Batch, params: Tensor, memory: Tensor | None = None, copies: Tensor | None = None
 ) -> None:
-    """Apply the steps that rows missed to their embeddings and states. `rule` must be able to apply missed steps.
+    """Apply each row's missed steps to its embedding and states. `rule` must be able to apply missed steps.
 
     With `copies` [positions], the lines do not change. Rows that missed steps are copied to `memory` and caught up
     there. `copies` gets the address of each row's current line.
     """
     arguments = (batch.lines, batch.count, params, memory, copies, _allocate_line_memory(layout, batch))
-    launch(layout.device, _update_program(layout, rule), "catch_up_lines", batch.num_positions, WARP, *arguments)
+    launch(layout.device, _make_update_program(layout, rule), "catch_up_lines", batch.num_positions, WARP, *arguments)
 
 
 def sum_gradients(layout: Layout, batch: Batch, gradients: LookupGradients, rows: Tensor | None, out: Tensor) -> None:
@@ -158,7 +158,7 @@ def decode_lines(batch: Batch, layout: Layout, positions: Tensor, memory_owner: 
     if not layout.has_16bit_floats:
         return batch.lookup_lines[inverse.to(torch.int64)]
     rows = torch.empty((len(inverse), layout.dim), dtype=torch.float32, device=batch.lines.device)
-    _gather(layout, _lookup_program(layout, torch.float32), batch, inverse, len(inverse), rows)
+    _gather(layout, _make_lookup_program(layout, torch.float32), batch, inverse, len(inverse), rows)
     return memory_owner.keep_alive(rows) + 4 * layout.dim * torch.arange(len(inverse), device=rows.device)
 
 
@@ -179,17 +179,17 @@ def _make_pooled_ids(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tens
     return make_struct(_POOLED_IDS, inverse=inverse, weights=weights, count=lookup.num_bags, is_mean=mean, bags=bags)
 
 
-def _update_program(layout: Layout, rule: str, dtype: torch.dtype = torch.float32) -> Program:
+def _make_update_program(layout: Layout, rule: str, dtype: torch.dtype = torch.float32) -> Program:
     macros = {"TIERBED_RULE": make_struct_name(rule), "TIERBED_GRADIENTS": _TYPE_STRUCTS[dtype]}
     return layout.program("ops/cuda/update.cu", **macros)
 
 
-def _gradient_dtype(grads: Sequence[Tensor]) -> torch.dtype:
+def _get_dtype(grads: Sequence[Tensor]) -> torch.dtype:
     return grads[0].dtype if grads else torch.float32
 
 
 def _reduce(kernel: str, layout: Layout, batch: Batch, gradients: LookupGradients, *arguments: Argument) -> None:
-    program = layout.program("ops/cuda/sums.cu", TIERBED_GRADIENTS=_TYPE_STRUCTS[_gradient_dtype(gradients[0])])
+    program = layout.program("ops/cuda/sums.cu", TIERBED_GRADIENTS=_TYPE_STRUCTS[_get_dtype(gradients[0])])
     batch_gradients, sums, _keep_alive = _sum_blocks(program, layout, batch, gradients)
     launch(layout.device, program, kernel, batch.num_positions, WARP, batch_gradients, batch.count, sums, *arguments)
 
@@ -199,7 +199,7 @@ def _sum_blocks(
 ) -> tuple[np.ndarray, Tensor, list[Any]]:
     """Launch `sum_blocks`. Returns (the `BatchGradients` argument, the blocks' sums, objects to keep alive)."""
     groups, grads = batch.positions_by_row, gradients[0]
-    n, scales = batch.num_positions, _compute_scales(_lookup_program(layout, _gradient_dtype(grads)), batch, gradients)
+    n, scales = batch.num_positions, _compute_scales(_make_lookup_program(layout, _get_dtype(grads)), batch, gradients)
     if len(grads) > MAX_OUTPUTS:
         grads = [torch.cat(list(grads))]
     grads = [grad if grad.data_ptr() % 16 == 0 else grad.clone() for grad in grads]  # lanes read up to 16 bytes
@@ -215,7 +215,7 @@ def _sum_blocks(
     return batch_gradients, sums, [grads, groups, scales]
 
 
-def _lookup_program(layout: Layout, dtype: torch.dtype, batch: Batch | None = None) -> Program:
+def _make_lookup_program(layout: Layout, dtype: torch.dtype, batch: Batch | None = None) -> Program:
     """Return the program for lookups with this output dtype. batch: needed if its lines may be decoded to float32."""
     row = "Float32" if batch is not None and batch.has_float32_lines else layout.type
     return layout.program(LOOKUPS, TIERBED_GRADIENTS=_TYPE_STRUCTS[dtype], TIERBED_ROW=row)

@@ -20,7 +20,7 @@ extern "C" __global__ void compute_squared_norms(const __grid_constant__ BatchGr
     for_each_row(batch, *count, nullptr, [&](Tile tile, u64 row, const RowInput& input) {
         const RowGradient gradient(batch, input, sums);
         const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, 1.0f); };
-        const float square = gradient.num_occurrences() ? square_row(tile, SHAPE.dim, sum, warp_memory(memory)) : 0.0f;
+        const float square = gradient.num_occurrences() ? sum_squares(tile, SHAPE.dim, sum, warp_memory(memory)) : 0.0f;
         if (tile.lane == 0) squares[row] = square;
     });
 }

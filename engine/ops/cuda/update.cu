@@ -68,7 +68,7 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients ba
         const auto update = [&](u64 line) {
             const auto sum = [&](float* g, u32 begin, u32) { gradient(g, begin, scale); };
             const bool is_first_write = apply_rule(tile, line, FLOAT32_SHAPE, sum, rule, step, warp_memory(memory));
-            if (rule.row_norm > 0.0f) limit_row(tile, line, SHAPE.dim, rule.row_norm);
+            if (rule.row_norm > 0.0f) limit_row_norm(tile, line, SHAPE.dim, rule.row_norm);
             if (is_first_write && tile.lane == 0) counter.add(tables[row]);
         };
         change_line(tile, input.line, float32_lines, update, [&](u64 line, u64 decoded) {
@@ -78,7 +78,7 @@ extern "C" __global__ void update_rows(const __grid_constant__ BatchGradients ba
     counter.flush();
 }
 
-// A template, because rules without missed steps lack the members that this function uses; it skips such rules.
+// A template, because rules that cannot catch up lack members that are used here. `catch_up_all` skips such rules.
 template <class Rule>
 TIERBED_FN void catch_up_line(Tile tile, u64 line, const Rule& rule, RowCounters before, u32 step, u64 float32_lines) {
     change_line(

@@ -58,7 +58,7 @@ TIERBED_FN void encode(Tile tile, u64 to, const float* from, u32 n, const Noise&
 
 // Calls body(type, address, column in the float32 line) for the embedding and 16-bit states. Returns the words.
 template <class Body>
-TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& body) {
+TIERBED_FN u32 for_each_encoded_part(u64 line, const LineShape& shape, const Body& body) {
     const u32 state_words = count_words(shape.states, shape.dim);
     u32 word = count_words(shape.embedding, shape.dim);
     body(shape.embedding, line, 0u);
@@ -67,22 +67,22 @@ TIERBED_FN u32 for_each_narrow(u64 line, const LineShape& shape, const Body& bod
     return word;
 }
 
-// to: a line shaped as `make_float32_shape(shape)`, including the counters
+// Decodes `line` to the float32 line `to`, whose shape is `make_float32_shape(shape)`. Copies the counters too.
 TIERBED_FN void decode_line(Tile tile, u64 to, u64 line, const LineShape& shape) {
-    const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
+    const u32 word = for_each_encoded_part(line, shape, [&](FloatType type, u64 from, u32 column) TIERBED_INLINE {
         with_type(type,
-                  [&](auto of) TIERBED_INLINE { decode<decltype(of)>(tile, floats(to) + column, from, shape.dim); });
+                  [&](auto tag) TIERBED_INLINE { decode<decltype(tag)>(tile, floats(to) + column, from, shape.dim); });
     });
     copy_bytes(tile, floats(to) + shape.dim * (1 + shape.num_16bit_states), floats(line) + word,
                (shape.width - word) * 4 + static_cast<u32>(sizeof(RowCounters)));
 }
 
-// from: a line shaped as `make_float32_shape(shape)`, including the counters
+// Encodes the float32 line `from`, whose shape is `make_float32_shape(shape)`, to `line`. Copies the counters too.
 template <class Noise>
 TIERBED_FN void encode_line(Tile tile, u64 line, u64 from, const LineShape& shape, const Noise& noise) {
-    const u32 word = for_each_narrow(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {
-        with_type(type, [&](auto of) TIERBED_INLINE {
-            encode<decltype(of)>(tile, to, floats(from) + column, shape.dim, noise, column);
+    const u32 word = for_each_encoded_part(line, shape, [&](FloatType type, u64 to, u32 column) TIERBED_INLINE {
+        with_type(type, [&](auto tag) TIERBED_INLINE {
+            encode<decltype(tag)>(tile, to, floats(from) + column, shape.dim, noise, column);
         });
     });
     copy_bytes(tile, floats(line) + word, floats(from) + shape.dim * (1 + shape.num_16bit_states),
@@ -95,7 +95,7 @@ TIERBED_FN void set_embedding(Tile tile, u64 line, const float* values, const Li
         copy_bytes(tile, floats(line), values, shape.dim * 4);
     else
         with_type(shape.embedding,
-                  [&](auto of) TIERBED_INLINE { encode<decltype(of)>(tile, line, values, shape.dim, NoNoise{}, 0); });
+                  [&](auto tag) TIERBED_INLINE { encode<decltype(tag)>(tile, line, values, shape.dim, NoNoise{}, 0); });
 }
 
 }  // namespace tierbed

@@ -1,4 +1,4 @@
-// Copies column ranges between matrices (`move_columns`), or adds them for the gradient (`add_columns`). `add_columns`
+// Copies column ranges between matrices (`copy_row`), or adds them for the gradient (`add_row`). `add_row`
 // sets the targets to zeros, then adds each move's columns in order. Each sum is rounded to the type.
 #pragma once
 #include "float_types.h"
@@ -37,14 +37,14 @@ TIERBED_FN void map_columns(const Matrix* sources, const Matrix* targets, const 
 }
 
 template <class Stored>
-TIERBED_FN void move_columns(const Matrix* sources, const Matrix* targets, const Move* moves, u64 count, u64 row) {
+TIERBED_FN void copy_row(const Matrix* sources, const Matrix* targets, const Move* moves, u64 count, u64 row) {
     for (u64 m = 0; m < count; ++m)
         map_columns<Stored>(sources, targets, moves[m], row, [](Stored& to, Stored from) TIERBED_INLINE { to = from; });
 }
 
 template <class Type>
-TIERBED_FN void add_columns(const Matrix* sources, const Matrix* targets, u64 matrices, const Move* moves, u64 count,
-                            u64 row) {
+TIERBED_FN void add_row(const Matrix* sources, const Matrix* targets, u64 matrices, const Move* moves, u64 count,
+                        u64 row) {
     using Stored = typename Type::Stored;
     for (u64 t = 0; t < matrices; ++t) {
         Stored* to = targets[t].row<Stored>(row);

@@ -1,7 +1,7 @@
 // Sums a row's gradient over its occurrences in a batch.
 //
-// An occurrence is an output's gradient row, scaled if its bag was weighted or averaged. Occurrences are added in
-// float32 by position, in blocks of 256; then the blocks' sums are added in order, so GPU warps can share a row.
+// An occurrence adds the gradient of its output row, times `scales` (for weights and means). Occurrences are summed in
+// float32 by position, in blocks of 256. Then the block sums are added in order. So GPU warps can share a row's blocks.
 #pragma once
 #include "float_types.h"
 #include "portable.h"
@@ -83,7 +83,7 @@ TIERBED_FN void prefetch_output_row(const OutputGradients& gradients, const Occu
                        gradients.dim * static_cast<u32>(sizeof(typename Type::Stored)));
 }
 
-// Sums columns [begin, begin + n) over occurrences [first, last) to sum [n].
+// Sums columns [begin, begin + n) over occurrences [first, last). Writes the result to the array `sum`.
 template <class Type>
 TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, const Occurrences& row, u32 first,
                                 u32 last, u32 begin, u32 n) {
@@ -98,7 +98,7 @@ TIERBED_FN void sum_occurrences(float* sum, const OutputGradients& gradients, co
     }
 }
 
-// Writes columns [begin, begin + n) of a row's gradient to sum [n]. row.count > 0. block [n]: scratch.
+// Writes columns [begin, begin + n) of a row's gradient to `sum`. Uses `block` [n] as scratch memory. row.count > 0.
 template <class Type>
 TIERBED_FN void sum_row_gradient(float* sum, float* block, const OutputGradients& gradients, const Occurrences& row,
                                  u32 begin, u32 n) {

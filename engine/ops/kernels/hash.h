@@ -14,11 +14,11 @@ namespace tierbed {
 constexpr u32 BUCKETS = 64;
 constexpr u32 MAX_RANKS = 1024;
 
-TIERBED_FN u64 table_offset(u32 table) { return (static_cast<u64>(table) + 1) * 0x9E3779B97F4A7C15ull; }
+TIERBED_FN u64 get_table_offset(u32 table) { return (static_cast<u64>(table) + 1) * 0x9E3779B97F4A7C15ull; }
 
 // splitmix64's finaliser over table and key, without its last shift
 TIERBED_FN u64 mix_key(u32 table, u64 key) {
-    u64 x = key ^ table_offset(table);
+    u64 x = key ^ get_table_offset(table);
     x ^= x >> 30;
     x *= 0xBF58476D1CE4E5B9ull;
     x ^= x >> 27;
@@ -41,12 +41,12 @@ TIERBED_FN u64 reverse_bytes(u64 x) {  // compilers recognise this pattern
 }
 
 // Multiplies `mix_key` by a random factor, folds the product and multiplies by a second factor. The top byte holds the
-// bucket and must not change. It is first rotated to the bottom. Factors that are 1 modulo 256 keep the bottom byte.
+// bucket and must not change. So the top byte first becomes the lowest byte. Factors that are 1 modulo 256 keep it.
 //
 // With a random odd factor, two keys agree in m leading bits with probability at most 2 / 2^m (Dietzfelbinger, Hagerup,
-// Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). This is not enough for
-// linear probing, since products keep arithmetic sequences (Patrascu, Thorup: On the k-independence required by linear
-// probing and minwise independence, 2010). `addend`, `fold` and `factor[1]` break such sequences.
+// Katajainen, Penttonen: A reliable randomized algorithm for the closest-pair problem, 1997). Linear probing needs
+// more: the products of evenly spaced keys are evenly spaced too (Patrascu, Thorup: On the k-independence required by
+// linear probing and minwise independence, 2010). `addend`, `fold` and `factor[1]` break such sequences.
 struct SlotHash {
     u64 addend, table_factor;   // multiples of 256
     u64 factor[2], inverse[2];  // modulo 2^64
@@ -64,7 +64,7 @@ struct SlotHash {
         x ^= x >> 27 ^ x >> 54;
         x *= 0x96DE1B173F119089ull;
         x ^= x >> 30 ^ x >> 60;
-        return x ^ table_offset(table);
+        return x ^ get_table_offset(table);
     }
 
 private:
@@ -76,7 +76,7 @@ private:
 };
 
 #ifndef TIERBED_GPU
-// This process's slot hash. The environment variable TIERBED_HASH_SEED, an integer, fixes it.
+// This process's slot hash: random, unless the environment variable TIERBED_HASH_SEED sets an integer seed.
 extern const SlotHash slot_hash __attribute__((visibility("hidden")));
 
 TIERBED_FN u64 get_key(u32 table, u64 hash) { return slot_hash.key(table, hash); }

@@ -42,15 +42,15 @@ struct InitialRow {
     u64 seed;
     const InitialValues* values;  // [tables * groups]
     const u32* group_ends;        // [groups], each column group's end column
-    u32 groups;
-    const float* states;    // [state_count], each optimizer state's initial value
-    const u32* state_ends;  // [state_count], each state's end, in words from the line's start
-    u32 state_count;
+    u32 num_groups;
+    const float* states;    // [num_states], each optimizer state's initial value
+    const u32* state_ends;  // [num_states], each state's end, in words from the line's start
+    u32 num_states;
     u32 has_zero_key;
     u64 zero_key;  // in every table, this key's embedding starts as zeros
 };
 
-TIERBED_FN float initial_value(const InitialValues& initial, u32 bits) {
+TIERBED_FN float make_initial_value(const InitialValues& initial, u32 bits) {
     if (initial.kind == Initial::constant) return initial.a;
     if (initial.kind == Initial::uniform) {
         const float u = static_cast<float>(bits >> 8) * 5.9604644775390625e-08f;  // 2^-24
@@ -74,7 +74,7 @@ TIERBED_FN void initialise_embedding(Tile tile, u64 line, const LineShape& shape
         for (u32 j = 0; j < 4 && block * 4 + j < random; ++j) {
             const u32 column = block * 4 + j;
             while (column >= row.group_ends[group]) ++group;
-            out[column] = Type::store(initial_value(row.values[table * row.groups + group], words.x[j]));
+            out[column] = Type::store(make_initial_value(row.values[table * row.num_groups + group], words.x[j]));
         }
     }
     for (u32 column = random + tile.lane; column < shape.dim; column += tile.size) out[column] = Type::store(0.0f);
@@ -93,7 +93,7 @@ TIERBED_FN void initialise_line(Tile tile, u64 line, const LineShape& shape, con
         initialise_embedding<decltype(type)>(tile, line, shape, row, table, key);
     });
     u32* const out = reinterpret_cast<u32*>(line);
-    for (u32 k = 0; k < row.state_count; ++k) {
+    for (u32 k = 0; k < row.num_states; ++k) {
         const bool is_16bit = k < shape.num_16bit_states;
         const u32 word = is_16bit ? pack_pair(shape.states, row.states[k]) : as_bits(row.states[k]);
         const u32 begin = k == 0 ? count_words(shape.embedding, shape.dim) : row.state_ends[k - 1];

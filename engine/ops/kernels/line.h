@@ -8,8 +8,8 @@
 namespace tierbed {
 
 struct LineShape {
-    u32 dim;         // embedding columns
-    u32 width;       // 4-byte words in embedding and states
+    u32 dim;         // the number of embedding columns
+    u32 width;       // how many 4-byte words the embedding and the states take
     u32 line_bytes;  // including counters and padding, a multiple of 16
     // The embedding's type, and the type of the first `num_16bit_states` states. Each has `dim` numbers, padded to a
     // whole 4-byte word. Other states are float32.
@@ -27,7 +27,7 @@ struct RowCounters {
 TIERBED_FN constexpr u32 compute_line_bytes(u32 width) {
     return (width * 4 + static_cast<u32>(sizeof(RowCounters)) + 15) / 16 * 16;
 }
-// Returns how many bytes a tier on disk stores: the line without padding.
+// Returns the size of a row in a tier on disk, in bytes: a line's size without padding.
 TIERBED_FN u32 compute_stored_bytes(u32 width) { return width * 4 + static_cast<u32>(sizeof(RowCounters)); }
 // Returns how many words n numbers take.
 TIERBED_FN constexpr u32 count_words(FloatType type, u32 n) { return type == FloatType::float32 ? n : (n + 1) / 2; }
@@ -46,7 +46,7 @@ TIERBED_FN constexpr LineShape make_float32_shape(const LineShape& shape) {
 
 // Copies `bytes` bytes. The memory must not overlap. `bytes` and both addresses must be multiples of 4.
 #ifdef TIERBED_GPU
-struct alignas(16) Sixteen {
+struct alignas(16) Bytes16 {
     u32 x[4];
 };
 
@@ -56,10 +56,10 @@ TIERBED_FN void copy_words(Tile tile, void* to, const void* from, u32 words) {
 }
 
 TIERBED_FN void copy_bytes(Tile tile, void* to, const void* from, u32 bytes) {
-    if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % sizeof(Sixteen))
+    if ((reinterpret_cast<u64>(to) | reinterpret_cast<u64>(from) | bytes) % sizeof(Bytes16))
         copy_words<u32>(tile, to, from, bytes / 4);
     else
-        copy_words<Sixteen>(tile, to, from, bytes / sizeof(Sixteen));
+        copy_words<Bytes16>(tile, to, from, bytes / sizeof(Bytes16));
 }
 #else
 TIERBED_FN void copy_bytes(Tile, void* to, const void* from, u32 bytes) {

@@ -30,7 +30,7 @@ TIERBED_FN double natural_log(double x) {
 }
 
 // c[0] + c[1] r + ... + c[7] r^7
-TIERBED_FN double horner(const double (&c)[8], double r) {
+TIERBED_FN double evaluate_polynomial(const double (&c)[8], double r) {
     double value = c[7];
     for (int i = 6; i >= 0; --i) value = value * r + c[i];
     return value;
@@ -48,7 +48,7 @@ TIERBED_FN double normal_quantile(double p) {
                              5.3941960214247511077e3, 2.1213794301586595867e4, 3.9307895800092710610e4,
                              2.8729085735721942674e4, 5.2264952788528545610e3};
         const double r = 0.180625 - q * q;
-        return horner(a, r) * q / horner(b, r);
+        return evaluate_polynomial(a, r) * q / evaluate_polynomial(b, r);
     }
     const double tail = q <= 0.0 ? p : 1.0 - p;
     const double r = square_root(-natural_log(tail));
@@ -60,7 +60,7 @@ TIERBED_FN double normal_quantile(double p) {
         const double d[8] = {1.0000000000000000000e0,   2.05319162663775882187e0,  1.67638483018380384940e0,
                              6.89767334985100004550e-1, 1.48103976427480074590e-1, 1.51986665636164571966e-2,
                              5.47593808499534494600e-4, 1.05075007164441684324e-9};
-        x = horner(c, r - 1.6) / horner(d, r - 1.6);
+        x = evaluate_polynomial(c, r - 1.6) / evaluate_polynomial(d, r - 1.6);
     } else {
         const double e[8] = {6.65790464350110377720e0,  5.46378491116411436990e0,  1.78482653991729133580e0,
                              2.96560571828504891230e-1, 2.65321895265761230930e-2, 1.24266094738807843860e-3,
@@ -68,7 +68,7 @@ TIERBED_FN double normal_quantile(double p) {
         const double f[8] = {1.0000000000000000000e0,   5.99832206555887937690e-1, 1.36929880922735805310e-1,
                              1.48753612908506148525e-2, 7.86869131145613259100e-4, 1.84631831751005468180e-5,
                              1.42151175831644588870e-7, 2.04426310338993978564e-15};
-        x = horner(e, r - 5.0) / horner(f, r - 5.0);
+        x = evaluate_polynomial(e, r - 5.0) / evaluate_polynomial(f, r - 5.0);
     }
     return q < 0.0 ? -x : x;
 }

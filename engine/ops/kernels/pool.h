@@ -2,7 +2,7 @@
 //
 // One tile (a thread, or part of a warp) works on one bag. Rows (times weights, if any) are added in float32, ordered
 // by position, starting from 0. A mean divides the sum by the row count. The result is rounded to the output type.
-// Padding does not count as a row; an empty bag yields zeros. `Row` is the embeddings' float type, `Type` the output's.
+// Padding does not count as a row; an empty bag yields zeros. `Row` is the rows' float type; `Type` is the output type.
 #pragma once
 #include "gradients.h"
 #include "float_types.h"
@@ -128,8 +128,8 @@ TIERBED_FN void gather_row(Tile tile, typename Type::Stored* out, u64 line, u32 
 // Writes a bag's weight gradients to out [count], 0 for padding. A gradient is the dot product of `grad` and the row.
 // For a mean, the product is divided by the row count.
 template <class Row, class Type>
-TIERBED_FN void pool_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
-                                  const typename Type::Stored* grad, u32 dim) {
+TIERBED_FN void compute_bag_weights_grad(Tile tile, float* out, const u64* lines, const Bag& bag,
+                                         const typename Type::Stored* grad, u32 dim) {
     const float rows = bag.is_mean ? static_cast<float>(count_rows(bag)) : 0.0f;
     for (u32 i = 0; i < bag.count; ++i) {
         float product = 0.0f;

@@ -1,8 +1,8 @@
 // Macros and functions with which the same kernel body compiles for CPU and GPU.
 //
 // A body processes one item (a row, a key, a set) with a *tile*: on a GPU a warp or part of it, on a CPU one thread.
-// A tile's lanes share inner loops: each lane starts at `tile.lane` and advances by `tile.size`. Bodies do not allocate
-// and call no library function but sqrt, so the same IEEE operations run everywhere (build with FP contraction off).
+// A tile's lanes share inner loops: each lane starts at `tile.lane` and advances by `tile.size`. Bodies allocate
+// nothing. They call one library function, sqrt. So all builds run the same IEEE operations, if FP contraction is off.
 #pragma once
 
 #if defined(__CUDACC__) || defined(__CUDACC_RTC__)
@@ -14,7 +14,7 @@
 #define TIERBED_INLINE
 #else
 #define TIERBED_FN inline __attribute__((always_inline))
-#define TIERBED_INLINE __attribute__((always_inline))  // written after a lambda's parameters
+#define TIERBED_INLINE __attribute__((always_inline))  // put this after a lambda's parameters
 #endif
 // Put this before a loop to promise the compiler that iterations access different floats, so it may vectorise.
 #if defined(TIERBED_GPU)

@@ -46,7 +46,7 @@ public:
         return b[-1] + (b[1] - b[-1]) * ((x - b[-2]) / (b[0] - b[-2]));
     }
     // Call after at(step). Returns the last step of the linear section of rates that contains `step`.
-    TIERBED_FN u32 last() const { return index_ < count_ ? static_cast<u32>(knots_[2 * index_]) : 0xFFFFFFFFu; }
+    TIERBED_FN u32 segment_end() const { return index_ < count_ ? static_cast<u32>(knots_[2 * index_]) : 0xFFFFFFFFu; }
 
 private:
     const double* knots_;
@@ -55,7 +55,7 @@ private:
 };
 
 // Returns the factor that limits a row's L2 norm to `limit`. squares: the squared norm.
-TIERBED_FN float norm_scale(float squares, float limit) {
+TIERBED_FN float compute_norm_scale(float squares, float limit) {
     const float norm = square_root(squares);
     return norm > limit ? limit / norm : 1.0f;
 }

@@ -26,11 +26,11 @@ TIERBED_FN bool is_behind(const RowCounters& counters, u32 step, bool misses_unw
 // later steps in groups; the learning rate is linear in each group. before: the row's counters before the catch-up.
 template <class Rule>
 TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rule& rule, const RowCounters& before,
-                               u32 missed) {
+                               u32 num_missed) {
     float w[VEC], states[Rule::ELEMENT_STATES][VEC];
     load_floats(w, line + begin, n);
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) load_floats(states[k], line + dim * (k + 1) + begin, n);
-    const auto for_elements = [&](const auto& body) TIERBED_INLINE {
+    const auto map_elements = [&](const auto& body) TIERBED_INLINE {
         for (u32 j = 0; j < n; ++j) {
             float state[Rule::ELEMENT_STATES];
             for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) state[k] = states[k][j];
@@ -42,25 +42,25 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
     values.last = before.step;
     rule.begin_missed(values);
     Rates rates = rule.rates();
-    const bool skips_single = Rule::RESTS_UNWRITTEN && before.updates == 0;
-    const u32 limit = static_cast<u32>(rule.limit()), single_steps = missed < limit ? missed : limit;
-    u32 done = 0;
-    for (; done < single_steps && !skips_single; ++done) {
-        values.rate = rates.at(before.step + 1 + done);
+    const bool skips_single_steps = Rule::RESTS_UNWRITTEN && before.updates == 0;
+    const u32 limit = static_cast<u32>(rule.limit()), single_steps = num_missed < limit ? num_missed : limit;
+    u32 num_done = 0;
+    for (; num_done < single_steps && !skips_single_steps; ++num_done) {
+        values.rate = rates.at(before.step + 1 + num_done);
         rule.missed_step(values);
-        for_elements([&](float& weight, float* state) TIERBED_INLINE { rule.missed_element(weight, state, values); });
+        map_elements([&](float& weight, float* state) TIERBED_INLINE { rule.missed_element(weight, state, values); });
     }
-    while (done < missed) {
-        const u32 from = before.step + 1 + done, remaining = missed - done;
-        const double first = rates.at(from);
-        const u32 on_segment = rates.last() - from + 1;
-        values.rest = done < single_steps ? 1 : on_segment < remaining ? on_segment : remaining;
-        const double last = rates.at(from + values.rest - 1);
-        values.rate = 0.5 * (first + last);
-        values.is_constant = first == last;
+    while (num_done < num_missed) {
+        const u32 from = before.step + 1 + num_done, remaining = num_missed - num_done;
+        const double first_rate = rates.at(from);
+        const u32 segment_steps = rates.segment_end() - from + 1;
+        values.rest = num_done < single_steps ? 1 : segment_steps < remaining ? segment_steps : remaining;
+        const double last_rate = rates.at(from + values.rest - 1);
+        values.rate = 0.5 * (first_rate + last_rate);
+        values.is_constant = first_rate == last_rate;
         rule.missed_rest(values);
-        for_elements([&](float& weight, float* state) TIERBED_INLINE { rule.rest_element(weight, state, values); });
-        done += values.rest;
+        map_elements([&](float& weight, float* state) TIERBED_INLINE { rule.rest_element(weight, state, values); });
+        num_done += values.rest;
     }
     store_floats(line + begin, w, n);
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) store_floats(line + dim * (k + 1) + begin, states[k], n);
@@ -69,9 +69,9 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
 // Applies a row's missed steps before `step` to its embedding and states. Does not change the counters.
 template <class Rule>
 TIERBED_FN void catch_up(Tile tile, float* line, u32 dim, const Rule& rule, RowCounters before, u32 step) {
-    const u32 missed = step - 1 - before.step;
+    const u32 num_missed = step - 1 - before.step;
     for_blocks(tile, dim,
-               [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, before, missed); });
+               [&](u32 begin, u32 n) TIERBED_INLINE { catch_up_block(line, dim, begin, n, rule, before, num_missed); });
 }
 
 // Columns [begin, begin + n) of a line, n <= VEC. `change` calls body(w, states, j) to change each column.
@@ -107,7 +107,7 @@ public:
     template <class Body>
     TIERBED_FN void change(u32 n, const Body& body) {
         float* const w = line_;
-        const u64 stride = dim_;  // distance from an element to its first state, and from state to state
+        const u64 stride = dim_;  // an element's states are 1, 2, ... strides after the element
         TIERBED_NO_OVERLAP
         for (u32 j = 0; j < n; ++j) {
             float state[Rule::ELEMENT_STATES + 1], element = w[j];
@@ -155,8 +155,8 @@ TIERBED_FN bool needs_whole_gradient(const Rule& rule) {
     return Rule::REDUCES || Rule::NORMS > 0 || rule.clip_norm > 0.0f;
 }
 
-// Applies one step to a row. sum(g, begin, n) must write the gradient of columns [begin, begin + n) to g [n]. gradient
-// [dim]: the tile's scratch memory, used if `needs_whole_gradient(rule)`. Returns true for a row's first write.
+// Applies one step to a row. Returns true for a row's first write. The callback sum(g, begin, n) must write columns
+// [begin, begin + n) of the gradient to `g`. If `needs_whole_gradient(rule)`, uses `gradient` [dim] as scratch memory.
 template <class Rule, class Sum>
 TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const Sum& sum, const Rule& rule, u32 step,
                            float* gradient) {
@@ -180,7 +180,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
         synchronise(tile);
         if (rule.clip_norm > 0.0f) {
             const float squares = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(gradient[c]); });
-            const float scale = norm_scale(squares, rule.clip_norm);
+            const float scale = compute_norm_scale(squares, rule.clip_norm);
             for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
                 float* block = gradient + begin;
                 for (u32 j = 0; j < n; ++j) block[j] *= scale;
@@ -217,10 +217,10 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
 }
 
 // Scales an updated row down to an L2 norm of at most `limit`.
-TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float limit) {
+TIERBED_FN void limit_row_norm(Tile tile, u64 address, u32 dim, float limit) {
     float* line = floats(address);
     const float scale =
-        norm_scale(sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(line[c]); }), limit);
+        compute_norm_scale(sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(line[c]); }), limit);
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
         for (u32 j = 0; j < n; ++j) line[begin + j] *= scale;
     });
@@ -228,7 +228,7 @@ TIERBED_FN void limit_row(Tile tile, u64 address, u32 dim, float limit) {
 
 // Returns a row's squared gradient norm. sum, gradient: as in `apply_rule`.
 template <class Sum>
-TIERBED_FN float square_row(Tile tile, u32 dim, const Sum& sum, float* gradient) {
+TIERBED_FN float sum_squares(Tile tile, u32 dim, const Sum& sum, float* gradient) {
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE { sum(gradient + begin, begin, n); });
     synchronise(tile);
     return sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return square(gradient[c]); });

@@ -12,7 +12,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t CHUNK = 4096;  // positions per task; fixed, so that the order does not depend on threads
+constexpr std::size_t CHUNK_POSITIONS = 4096;  // per task; fixed, so that the order does not depend on threads
 
 // Positions [begin, end) in a lookup. With features, all positions of a chunk belong to the same feature.
 struct Chunk {
@@ -65,39 +65,39 @@ public:
     BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables, std::optional<u64> padding,
                    i32* inverse, bool is_pooled, const LegalIds& legal, const OnIllegal& on_illegal);
 
-    BucketedRows grouped;
+    BucketedRows buckets;
     Buffer<u32> output_rows;  // the entries' output rows, if pooled
 
-    // Sets inverse[position] = first[bucket] + local_rows[entry] for all entries.
-    void invert(const std::size_t* first, const u32* local_rows, i32* inverse) const;
+    // Sets inverse[position] = first_rows[bucket] + local_rows[entry] for all entries.
+    void fill_inverse(const std::size_t* first_rows, const u32* local_rows, i32* inverse) const;
 
 private:
-    const Entry* entries(std::size_t c) const { return &hashed_[chunks_[c].first_position + chunks_[c].begin]; }
+    const Entry* entries(std::size_t c) const { return &entries_[chunks_[c].first_position + chunks_[c].begin]; }
 
     const std::vector<Chunk>& chunks_;
-    Buffer<Entry> hashed_;                   // a chunk's entries begin at its first position
+    Buffer<Entry> entries_;                  // all chunks' entries; chunk c's entries begin at `entries(c)`
     std::vector<std::size_t> entry_counts_;  // entries per chunk
-    Buffer<std::size_t> ends_;               // for each chunk and bucket, where the chunk's entries in the bucket end
+    Buffer<std::size_t> entry_ends_;         // for each chunk and bucket, where the chunk's entries in the bucket end
 };
 
 template <class OnIllegal>
 BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, u32 num_tables,
                                std::optional<u64> padding, i32* inverse, bool is_pooled, const LegalIds& legal,
                                const OnIllegal& on_illegal)
-    : chunks_(chunks), entry_counts_(chunks.size()), ends_(chunks.size() * BUCKETS) {
-    hashed_ = Buffer<Entry>(n);
+    : chunks_(chunks), entry_counts_(chunks.size()), entry_ends_(chunks.size() * BUCKETS) {
+    entries_ = Buffer<Entry>(n);
     Buffer<u32> position_output_rows(is_pooled ? n : 0);
     const u64* const max_ids = legal.max_ids.empty() ? nullptr : legal.max_ids.data();
     parallel_for(chunks.size(), [&](std::size_t c) {
         const Chunk chunk = chunks[c];
-        std::size_t* const counts = &ends_[c * BUCKETS];
+        std::size_t* const counts = &entry_ends_[c * BUCKETS];
         std::fill_n(counts, BUCKETS, std::size_t{0});
         const std::size_t start = chunk.first_position + chunk.begin;
-        Entry* const first_entry = hashed_.data() + start;
+        Entry* const first_entry = entries_.data() + start;
         Entry* entry = first_entry;
         u32* const chunk_output_rows = position_output_rows.data() + (is_pooled ? start : 0);
         const u64* keys = chunk.arrays->keys;
-        const auto add_id = [&](auto limited, std::size_t i, u32 table, std::size_t row) TIERBED_INLINE {
+        const auto add_id = [&](auto has_limits, std::size_t i, u32 table, std::size_t row) TIERBED_INLINE {
             const u32 position = static_cast<u32>(chunk.first_position + i);
             if (padding && keys[i] == *padding) {
                 inverse[position] = -1;
@@ -106,7 +106,7 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
             if (table >= num_tables)
                 throw std::out_of_range("table id " + std::to_string(table) + " at position " +
                                         std::to_string(position));
-            if constexpr (decltype(limited)::value)
+            if constexpr (decltype(has_limits)::value)
                 if (keys[i] > max_ids[table]) {
                     inverse[position] = -1;
                     on_illegal(table, keys[i], position);
@@ -117,9 +117,9 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
             *entry++ = Entry{hash, table, position};
             ++counts[get_bucket(hash)];
         };
-        const auto add_chunk = [&](auto limited) {
+        const auto add_chunk = [&](auto has_limits) {
             for_each_bag(chunk, num_tables, [&](std::size_t i, std::size_t end, u32 table, std::size_t row) {
-                for (; i < end; ++i) add_id(limited, i, table, row);
+                for (; i < end; ++i) add_id(has_limits, i, table, row);
             });
         };
         max_ids ? add_chunk(std::true_type{}) : add_chunk(std::false_type{});
@@ -127,36 +127,36 @@ BucketGrouping::BucketGrouping(const std::vector<Chunk>& chunks, std::size_t n, 
     });
     std::size_t total = 0;
     for (u32 bucket = 0; bucket < BUCKETS; ++bucket) {
-        grouped.bucket_offsets[bucket] = total;
+        buckets.bucket_offsets[bucket] = total;
         for (std::size_t c = 0; c < chunks.size(); ++c) {
-            const std::size_t count = ends_[c * BUCKETS + bucket];
-            ends_[c * BUCKETS + bucket] = total;
+            const std::size_t count = entry_ends_[c * BUCKETS + bucket];
+            entry_ends_[c * BUCKETS + bucket] = total;
             total += count;
         }
     }
-    grouped.bucket_offsets[BUCKETS] = total;
-    grouped.entries = Buffer<Entry>(total);
+    buckets.bucket_offsets[BUCKETS] = total;
+    buckets.entries = Buffer<Entry>(total);
     if (is_pooled) output_rows = Buffer<u32>(total);
     parallel_for(chunks.size(), [&](std::size_t c) {
-        std::size_t* next = &ends_[c * BUCKETS];
+        std::size_t* next = &entry_ends_[c * BUCKETS];
         const Entry* entry = entries(c);
         const u32* output_row = is_pooled ? &position_output_rows[chunks[c].first_position + chunks[c].begin] : nullptr;
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const std::size_t index = next[get_bucket(entry->hash)]++;
-            grouped.entries[index] = *entry;
+            buckets.entries[index] = *entry;
             if (output_row) output_rows[index] = output_row[i];
         }
     });
 }
 
-void BucketGrouping::invert(const std::size_t* first, const u32* local_rows, i32* inverse) const {
+void BucketGrouping::fill_inverse(const std::size_t* first_rows, const u32* local_rows, i32* inverse) const {
     parallel_for(chunks_.size(), [&](std::size_t c) {
         std::size_t next[BUCKETS];
-        std::copy_n(c ? &ends_[(c - 1) * BUCKETS] : grouped.bucket_offsets, BUCKETS, next);  // the previous ends
+        std::copy_n(c ? &entry_ends_[(c - 1) * BUCKETS] : buckets.bucket_offsets, BUCKETS, next);  // the previous ends
         const Entry* entry = entries(c);
         for (std::size_t i = 0; i < entry_counts_[c]; ++i, ++entry) {
             const u32 bucket = get_bucket(entry->hash);
-            inverse[entry->position] = static_cast<i32>(first[bucket] + local_rows[next[bucket]++]);
+            inverse[entry->position] = static_cast<i32>(first_rows[bucket] + local_rows[next[bucket]++]);
         }
     });
 }
@@ -164,8 +164,8 @@ void BucketGrouping::invert(const std::size_t* first, const u32* local_rows, i32
 // Appends positions [begin, end) of a lookup to `chunks`.
 void append_chunks(std::vector<Chunk>& chunks, const LookupArrays& arrays, std::size_t first, std::size_t output_row,
                    std::size_t begin, std::size_t end, u32 column = 0) {
-    for (; begin < end; begin += CHUNK)
-        chunks.push_back({&arrays, first, output_row, begin, std::min(end, begin + CHUNK), column});
+    for (; begin < end; begin += CHUNK_POSITIONS)
+        chunks.push_back({&arrays, first, output_row, begin, std::min(end, begin + CHUNK_POSITIONS), column});
 }
 
 // Appends the looked-up features' positions, in memory order. Sets `inverse` to -1 for other positions.
@@ -187,13 +187,13 @@ void append_features(std::vector<Chunk>& chunks, const LookupArrays& arrays, std
 }
 
 // Returns each table's chunks, ordered by position; empty if neighbouring bags may have different tables.
-std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks, u32 tables) {
-    std::vector<std::vector<Chunk>> table_chunks(tables);
+std::vector<std::vector<Chunk>> group_by_table(const std::vector<Chunk>& chunks, u32 num_tables) {
+    std::vector<std::vector<Chunk>> table_chunks(num_tables);
     for (const Chunk& chunk : chunks) {
         const LookupArrays& arrays = *chunk.arrays;
-        if (!arrays.bags.features && (arrays.tables || tables > 1)) return {};
+        if (!arrays.bags.features && (arrays.tables || num_tables > 1)) return {};
         const u32 table = arrays.bags.features ? arrays.tables[chunk.column] : 0;
-        if (table >= tables)
+        if (table >= num_tables)
             throw std::out_of_range("table id " + std::to_string(table) + " of column " + std::to_string(chunk.column));
         table_chunks[table].push_back(chunk);
     }
@@ -230,7 +230,7 @@ struct TablePart {
     u64 first, last;
     std::size_t num_positions;  // in the whole table
     Buffer<u64> memory;
-    const u64* sorted = nullptr;  // ids in the high words, their positions in the low words
+    const u64* entries = nullptr;  // ids in the high words, their positions in the low words
     u32 num_entries = 0, num_rows = 0;
     u32 first_occurrence = 0, first_row = 0;  // indexes in the whole batch
 };
@@ -269,13 +269,13 @@ UniqueRows::LookupSpan make_lookup_span(const LookupArrays& arrays, std::size_t 
     return span;
 }
 
-void check_size(std::size_t n, const char* unit) {
+void check_batch_size(std::size_t n, const char* unit) {
     if (n >= NONE / 4)
         throw std::invalid_argument("a batch of " + std::to_string(n) + " " + unit +
                                     " is too large; split it below 2^30");
 }
 
-void allocate(UniqueRows& out, std::size_t num_unique, std::size_t num_entries) {
+void allocate_rows(UniqueRows& out, std::size_t num_unique, std::size_t num_entries) {
     out.num_unique = num_unique;
     out.hashes = Buffer<u64>(num_unique);
     out.tables = Buffer<u32>(num_unique);
@@ -288,23 +288,23 @@ void allocate(UniqueRows& out, std::size_t num_unique, std::size_t num_entries) 
 // Finds each bucket's unique rows, ordered by first occurrence.
 void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
                          std::array<std::size_t, BUCKETS + 1>& bucket_offsets) {
-    const BucketedRows& grouped = grouping.grouped;
-    const std::size_t n = grouped.entries.size();
+    const BucketedRows& buckets = grouping.buckets;
+    const std::size_t n = buckets.entries.size();
     Buffer<u32> local_rows(n);
     Buffer<UniqueRow> rows(n);
     std::size_t unique_counts[BUCKETS];
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
-        const std::size_t begin = grouped.bucket_offsets[bucket], count = grouped.bucket_offsets[bucket + 1] - begin;
+        const std::size_t begin = buckets.bucket_offsets[bucket], count = buckets.bucket_offsets[bucket + 1] - begin;
         const u32 num_slots = 2u << (31 - __builtin_clz(static_cast<u32>(2 * count) | 1));  // a power of two
         Buffer<HashSlot> hash_slots(num_slots);
-        unique_counts[bucket] = deduplicate_bucket(&grouped.entries[begin], static_cast<u32>(count), hash_slots.data(),
+        unique_counts[bucket] = deduplicate_bucket(&buckets.entries[begin], static_cast<u32>(count), hash_slots.data(),
                                                    num_slots, &local_rows[begin], &rows[begin]);
     });
     bucket_offsets[0] = 0;
     for (u32 b = 0; b < BUCKETS; ++b) bucket_offsets[b + 1] = bucket_offsets[b] + unique_counts[b];
-    allocate(out, bucket_offsets[BUCKETS], n);
+    allocate_rows(out, bucket_offsets[BUCKETS], n);
     parallel_for(BUCKETS, n, [&](std::size_t bucket) {
-        const std::size_t begin = grouped.bucket_offsets[bucket], count = grouped.bucket_offsets[bucket + 1] - begin,
+        const std::size_t begin = buckets.bucket_offsets[bucket], count = buckets.bucket_offsets[bucket + 1] - begin,
                           base = bucket_offsets[bucket];
         u32 start = static_cast<u32>(begin);  // a bucket's occurrences begin at the same index as its entries
         for (std::size_t i = 0; i < unique_counts[bucket]; ++i) {
@@ -313,21 +313,21 @@ void deduplicate_by_hash(UniqueRows& out, const BucketGrouping& grouping,
             out.tables[base + i] = row.table;
             out.occurrence_offsets[base + i] = start;
             start += row.num_entries;
-            row.num_entries = out.occurrence_offsets[base + i];  // from here on, the index of the row's next occurrence
+            row.num_entries = out.occurrence_offsets[base + i];  // now used as the index of the row's next occurrence
         }
         for (std::size_t i = begin; i < begin + count; ++i) {
             const u32 index = rows[begin + local_rows[i]].num_entries++;
-            out.occurrences[index] = grouped.entries[i].position;
+            out.occurrences[index] = buckets.entries[i].position;
             if (out.is_pooled) out.occurrence_output_rows[index] = grouping.output_rows[i];
         }
     });
-    grouping.invert(bucket_offsets.data(), local_rows.data(), out.inverse.data());
+    grouping.fill_inverse(bucket_offsets.data(), local_rows.data(), out.inverse.data());
 }
 
 // Finds each part's unique rows by sorting its ids. One thread works on a part, so that its core caches the entries.
 template <class OnIllegal>
-void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
-                           const LegalIds& legal, const OnIllegal& on_illegal) {
+void deduplicate_by_sorting(UniqueRows& out, const std::vector<std::vector<Chunk>>& chunks, std::optional<u64> padding,
+                            const LegalIds& legal, const OnIllegal& on_illegal) {
     std::vector<TablePart> parts = make_parts(chunks, out.num_positions, out.linearizer);
     Buffer<u32> output_rows(out.is_pooled ? out.num_positions : 0);  // each position's output row
     parallel_for(parts.size(), out.num_positions, [&](std::size_t p) {
@@ -359,9 +359,9 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
         part.num_entries = static_cast<u32>(end - part.memory.data());
         if (part.num_entries == 0) return;
         const u32 bits = 64 - static_cast<u32>(__builtin_clzll(part.last | 1));
-        part.sorted = sort_entries(part.memory.data(), part.num_entries, bits);
+        part.entries = sort_entries(part.memory.data(), part.num_entries, bits);
         u32 rows = 1;
-        for (u32 k = 1; k < part.num_entries; ++k) rows += part.sorted[k] >> 32 != part.sorted[k - 1] >> 32;
+        for (u32 k = 1; k < part.num_entries; ++k) rows += part.entries[k] >> 32 != part.entries[k - 1] >> 32;
         part.num_rows = rows;
     });
     u32 num_unique = 0, num_entries = 0;
@@ -369,15 +369,15 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
         part.first_row = std::exchange(num_unique, num_unique + part.num_rows);
         part.first_occurrence = std::exchange(num_entries, num_entries + part.num_entries);
     }
-    allocate(out, num_unique, num_entries);
+    allocate_rows(out, num_unique, num_entries);
     out.linear_ids = Buffer<u32>(num_unique);
     parallel_for(parts.size(), out.num_positions, [&](std::size_t p) {
         const TablePart& part = parts[p];
         u32 row = part.first_row - 1, index = part.first_occurrence;
         u64 previous = ~u64{0};
         for (u32 k = 0; k < part.num_entries; ++k, ++index) {  // no branches: most would be mispredicted
-            const u64 key = part.sorted[k] >> 32;
-            const u32 position = static_cast<u32>(part.sorted[k]);
+            const u64 key = part.entries[k] >> 32;
+            const u32 position = static_cast<u32>(part.entries[k]);
             const bool is_first = key != previous;
             previous = key;
             row += is_first;
@@ -397,12 +397,12 @@ void deduplicate_by_number(UniqueRows& out, const std::vector<std::vector<Chunk>
 }  // namespace
 
 BucketedRows group_by_bucket(const u32* tables, const u64* keys, std::size_t n) {
-    check_size(n, "ids");
+    check_batch_size(n, "ids");
     const LookupArrays all{keys, tables, n, n, {}, 0, false};
     std::vector<Chunk> chunks;
     append_chunks(chunks, all, 0, 0, 0, n);
     const auto on_illegal = [](u32, u64, u32) {};
-    return std::move(BucketGrouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, on_illegal).grouped);
+    return std::move(BucketGrouping(chunks, n, NONE, std::nullopt, nullptr, false, {}, on_illegal).buckets);
 }
 
 UniqueRows::UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, std::optional<u64> padding,
@@ -412,19 +412,19 @@ UniqueRows::UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, 
         lookups.push_back(make_lookup_span(arrays, num_positions, num_output_rows));
         num_positions += arrays.num_ids;
         num_output_rows += arrays.num_bags;
-        check_size(num_output_rows, "bags");
+        check_batch_size(num_output_rows, "bags");
         is_pooled = is_pooled || arrays.is_pooled;
     }
-    check_size(num_positions, "ids");
+    check_batch_size(num_positions, "ids");
     inverse = Buffer<i32>(num_positions);
     std::mutex mutex;
-    u32 earliest = NONE;  // first position with an illegal id
+    u32 first_illegal_position = NONE;
     const auto on_illegal = [&](u32 table, u64 key, u32 position) {
         const std::lock_guard lock(mutex);
         if (legal.drops_illegal[table]) {
             ++dropped_counts[table];
-        } else if (position < earliest) {
-            earliest = position;
+        } else if (position < first_illegal_position) {
+            first_illegal_position = position;
             first_illegal_id.emplace(table, key);
         }
     };
@@ -446,7 +446,7 @@ UniqueRows::UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, 
             BucketGrouping(chunks, num_positions, num_tables, padding, inverse.data(), is_pooled, legal, on_illegal),
             buckets_.bucket_offsets);
     else
-        deduplicate_by_number(*this, table_chunks, padding, legal, on_illegal);
+        deduplicate_by_sorting(*this, table_chunks, padding, legal, on_illegal);
 }
 
 const BucketOrder& UniqueRows::buckets() const {
@@ -472,14 +472,14 @@ Batch::Batch(std::shared_ptr<const UniqueRows> shared) : shared_(std::move(share
 Buffer<u64>& Batch::keys() {
     if (keys_.size() != num_unique) {
         keys_ = Buffer<u64>(num_unique);
-        parallel_ranges(num_unique, CHUNK, [&](std::size_t begin, std::size_t end) {
+        parallel_ranges(num_unique, CHUNK_POSITIONS, [&](std::size_t begin, std::size_t end) {
             for (std::size_t row = begin; row < end; ++row) keys_[row] = key(row);
         });
     }
     return keys_;
 }
 
-std::vector<u64> Batch::allocate(std::size_t n, const LineShape& shape) {
+std::vector<u64> Batch::allocate_lines(std::size_t n, const LineShape& shape) {
     owned_.emplace_back(new char[n * shape.line_bytes + 16]);
     const u64 start = (reinterpret_cast<u64>(owned_.back().get()) + 15) / 16 * 16;
     std::vector<u64> addresses(n);

@@ -79,8 +79,8 @@ struct UniqueRows {
     Buffer<u32> tables;                  // [unique]
     Buffer<u32> linear_ids;              // [unique], the rows' linear ids; empty if rows are ordered by bucket
     Buffer<i32> inverse;                 // [positions], the row at each position; -1 if the position is padding
-    Buffer<u32> occurrences;             // [positions - padding], the positions without padding, grouped by row
-    Buffer<u32> occurrence_output_rows;  // [positions - padding], each occurrence's output row; empty without pooling
+    Buffer<u32> occurrences;             // the positions that are not padding, grouped by row
+    Buffer<u32> occurrence_output_rows;  // each occurrence's output row; empty if nothing is pooled
     Buffer<u32> occurrence_offsets;      // [unique + 1], the index in `occurrences` where each row's occurrences begin
     std::vector<u64> dropped_counts;     // [tables], how many ids were dropped; empty if all ids are legal
     std::optional<std::pair<u32, u64>> first_illegal_id;  // (table, key); an illegal id counts as padding
@@ -110,7 +110,7 @@ public:
     // Returns the keys [unique]. The first call computes them.
     Buffer<u64>& keys();
     // Allocates `n` lines that live as long as the batch. Returns their addresses.
-    std::vector<u64> allocate(std::size_t n, const LineShape& shape);
+    std::vector<u64> allocate_lines(std::size_t n, const LineShape& shape);
     // Replaces each row's line by the row's element in `refused_lines`, if this element is not 0.
     void use_refused_lines() {
         for (std::size_t row = 0; row < refused_lines.size(); ++row)
@@ -132,7 +132,7 @@ public:
     Buffer<u64> lines;               // [unique], addresses
     Buffer<u64> lookup_lines;        // [unique], the lines that lookups read; empty if lookups read `lines`
     bool has_float32_lines = false;  // true if `lines` are float32 though the table stores 16-bit floats
-    Buffer<u64> refused_lines;       // [unique], lines of rows that must not enter a tier, 0 for other rows; or empty
+    Buffer<u64> refused_lines;       // empty, or [unique]: a row's line if the row must not enter a tier, otherwise 0
 
 private:
     Buffer<u64> keys_;

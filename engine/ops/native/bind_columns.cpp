@@ -9,7 +9,7 @@
 namespace tierbed {
 namespace {
 
-constexpr u64 BYTES = 1 << 18;  // size of the rows that one task copies
+constexpr u64 TASK_BYTES = 1 << 18;  // size of the rows that one task copies
 
 // Parses (address, bytes from row to row, columns) for each matrix.
 std::vector<Matrix> parse_matrices(const std::vector<u64>& numbers) {
@@ -19,28 +19,28 @@ std::vector<Matrix> parse_matrices(const std::vector<u64>& numbers) {
     return all;
 }
 
-// True if all moves lie within the matrices. With `complete`, each target column must be written exactly once.
-bool are_valid(const std::vector<Move>& moves, const std::vector<Matrix>& sources, const std::vector<Matrix>& targets,
-               bool complete) {
-    const auto within = [](const std::vector<Matrix>& all, u32 matrix, u32 first, u32 count) {
+// True if all moves lie within the matrices. With `must_fill_targets`, each target column must be written exactly once.
+bool are_moves_valid(const std::vector<Move>& moves, const std::vector<Matrix>& sources,
+                     const std::vector<Matrix>& targets, bool must_fill_targets) {
+    const auto is_within = [](const std::vector<Matrix>& all, u32 matrix, u32 first, u32 count) {
         return matrix < all.size() && u64{first} + count <= all[matrix].columns;
     };
     for (const Move& move : moves)
-        if (!within(sources, move.source, move.source_column, move.num_columns) ||
-            !within(targets, move.target, move.target_column, move.num_columns))
+        if (!is_within(sources, move.source, move.source_column, move.num_columns) ||
+            !is_within(targets, move.target, move.target_column, move.num_columns))
             return false;
-    if (!complete) return true;
+    if (!must_fill_targets) return true;
     std::vector<Move> order = moves;
     std::sort(order.begin(), order.end(), [](const Move& a, const Move& b) {
         return std::tie(a.target, a.target_column, a.num_columns) < std::tie(b.target, b.target_column, b.num_columns);
     });
-    std::vector<u64> filled(targets.size());
+    std::vector<u64> num_filled(targets.size());
     for (const Move& move : order) {
-        if (filled[move.target] != move.target_column) return false;
-        filled[move.target] += move.num_columns;
+        if (num_filled[move.target] != move.target_column) return false;
+        num_filled[move.target] += move.num_columns;
     }
     for (std::size_t t = 0; t < targets.size(); ++t)
-        if (filled[t] != targets[t].columns) return false;
+        if (num_filled[t] != targets[t].columns) return false;
     return true;
 }
 
@@ -59,14 +59,14 @@ void bind_columns(nb::module_& m) {
             if (is_gradient) std::swap(numbers[0], numbers[1]), std::swap(numbers[2], numbers[3]);
             moves.push_back({numbers[0], numbers[1], numbers[2], numbers[3], numbers[4]});
         }
-        if (!are_valid(moves, sources, targets, !is_gradient)) return false;
+        if (!are_moves_valid(moves, sources, targets, !is_gradient)) return false;
         const ColumnsJob job{sources.data(), targets.data(), targets.size(), moves.data(), moves.size(), is_gradient};
-        const bool wide = dtype == "float64";
-        const auto run = loops().columns[wide ? FLOAT_TYPES : static_cast<u32>(parse_float_type(dtype))];
+        const bool is_float64 = dtype == "float64";
+        const auto run = loops().move_columns[is_float64 ? FLOAT_TYPES : static_cast<u32>(parse_float_type(dtype))];
         u64 columns = 1;
         for (const Matrix& matrix : targets) columns += matrix.columns;
         nb::gil_scoped_release unlocked;
-        parallel_ranges(rows, std::max<u64>(1, BYTES / (columns * (wide ? 8 : 4))),
+        parallel_ranges(rows, std::max<u64>(1, TASK_BYTES / (columns * (is_float64 ? 8 : 4))),
                         [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
         return true;
     });

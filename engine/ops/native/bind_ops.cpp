@@ -13,10 +13,10 @@ namespace {
 
 // Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `keep_alive`.
 //
-// table ids: one per bag; if there are features, one per column. None: bag i belongs to table i % num_tables.
-// bags: one length for all bags, or ascending offsets [bags + 1] from 0 to n. None: no pooling.
-// features [columns]: distinct features to look up. Offsets are then [features * batch + 1], feature by feature. Bag
-// b * columns + c is sample b of features[c].
+// The table ids are one per bag (with features, one per column), or None: bag i belongs to table i % num_tables.
+// `bags` is the length of all bags, or ascending offsets [bags + 1] from 0 to n, or None for no pooling.
+// `features` [columns] are the distinct features to look up. Offsets are then [features * batch + 1], ordered by
+// feature. Bag b * columns + c is sample b of features[c].
 LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive) {
     const auto array = [&](auto values) {
         keep_alive.push_back(nb::cast(values));
@@ -66,7 +66,7 @@ LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive)
 
 // Returns a NumPy view of a batch's Buffer, read-only if the Buffer is const.
 template <class Values>
-auto view(Values& values) {
+auto as_view(Values& values) {
     return Array<std::remove_pointer_t<decltype(values.data())>>(values.data(), {values.size()});
 }
 
@@ -104,15 +104,15 @@ void bind_batch(nb::module_& m) {
         .def_ro("num_unique", &Batch::num_unique)
         .def_prop_ro("dropped_counts", [](const Batch& batch) { return batch.shared()->dropped_counts; })
         .def_prop_ro("first_illegal_id", [](const Batch& batch) { return batch.shared()->first_illegal_id; })
-        .def_prop_ro("keys", [](Batch& batch) { return view(batch.keys()); })
-        .def_prop_ro("tables", [](const Batch& batch) { return view(batch.tables); })
-        .def_prop_ro("lines", [](Batch& batch) { return view(batch.lines); })
+        .def_prop_ro("keys", [](Batch& batch) { return as_view(batch.keys()); })
+        .def_prop_ro("tables", [](const Batch& batch) { return as_view(batch.tables); })
+        .def_prop_ro("lines", [](Batch& batch) { return as_view(batch.lines); })
         .def_prop_ro("lookup_lines",
-                     [](Batch& batch) { return view(batch.lookup_lines.size() ? batch.lookup_lines : batch.lines); })
-        .def_prop_ro("inverse", [](const Batch& batch) { return view(batch.inverse); })
-        .def_prop_ro("occurrences", [](const Batch& batch) { return view(batch.occurrences); })
-        .def_prop_ro("occurrence_offsets", [](const Batch& batch) { return view(batch.occurrence_offsets); })
-        .def_prop_ro("refused_lines", [](Batch& batch) { return view(batch.refused_lines); });
+                     [](Batch& batch) { return as_view(batch.lookup_lines.size() ? batch.lookup_lines : batch.lines); })
+        .def_prop_ro("inverse", [](const Batch& batch) { return as_view(batch.inverse); })
+        .def_prop_ro("occurrences", [](const Batch& batch) { return as_view(batch.occurrences); })
+        .def_prop_ro("occurrence_offsets", [](const Batch& batch) { return as_view(batch.occurrence_offsets); })
+        .def_prop_ro("refused_lines", [](Batch& batch) { return as_view(batch.refused_lines); });
 }
 
 using InRows = Exact<nb::ro, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
@@ -127,7 +127,7 @@ Pooling make_pooling(const Batch& batch, std::size_t lookup, bool mean, const st
     return {mean, weights ? weights->data() : nullptr, parse_float_type(dtype)};
 }
 
-// Checks that `rows` has shape [the lookup's output rows, dim] and dtype float32. 16-bit floats are passed as uint16.
+// Checks that `rows` is [output rows, dim], and that its dtype is float32, or uint16 for an output type of 16 bits.
 template <class RowSpan>
 void require_outputs(const Batch& batch, const Layout& layout, std::size_t lookup, const RowSpan& rows,
                      const Pooling& pooling) {
@@ -160,7 +160,7 @@ struct LookupGradients {
     }
 };
 
-// Checks that each unique row has an index below `rows`. If there are no `indices`, checks for `rows` unique rows.
+// Checks that each unique row has an index below `rows`. Without `indices`, the batch must have `rows` unique rows.
 void require_indices(const Batch& batch, const std::optional<InVector<i64>>& indices, std::size_t rows) {
     require(indices ? indices->size() == batch.num_unique : rows == batch.num_unique, "give one index per row");
     for (std::size_t row = 0; indices && row < batch.num_unique; ++row)
@@ -189,13 +189,13 @@ void bind_step(nb::module_& m) {
         "batch"_a, "layout"_a, "lookup"_a, "out"_a, "mean"_a = false, "weights"_a.none() = nb::none(),
         "dtype"_a = "float32", Unlocked());
     m.def(
-        "weights_grad",
+        "compute_weights_grad",
         [](const Batch& batch, const Layout& layout, std::size_t lookup, InRows grads, OutVector<float> out, bool mean,
            const std::string& dtype) {
             const Pooling pooling = make_pooling(batch, lookup, mean, std::nullopt, dtype);
             require_outputs(batch, layout, lookup, grads, pooling);
             require(out.size() == batch.lookups[lookup].arrays.num_ids, "out must be [positions]");
-            weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
+            compute_weights_grad(batch, layout, lookup, pooling, grads.data(), out.data());
         },
         "batch"_a, "layout"_a, "lookup"_a, "grads"_a, "out"_a, "mean"_a = false, "dtype"_a = "float32", Unlocked());
     m.def(
@@ -234,8 +234,8 @@ void bind_step(nb::module_& m) {
         },
         "batch"_a, "layout"_a, "grads"_a, "means"_a, "weights"_a, "out"_a, "indices"_a.none() = nb::none(),
         "dtype"_a = "float32");
-    // Sets the line of row u to rows[indices[u]]. If indices[u] is len(rows) + i, the line comes from another
-    // batch, `other`. Row u gets the line that a lookup reads at position `begin` + i of `other`.
+    // Sets the line of each unique row u to rows[i], where i is indices[u]. If i is at least len(rows), row u gets a
+    // line of the batch `other` instead: the line that lookups read at position begin + i - len(rows).
     m.def(
         "set_lookup_rows",
         [](Batch& batch, const Layout& layout, In<float, nb::ndim<2>> rows, InVector<i64> indices, const Batch* other,
@@ -284,7 +284,7 @@ void bind_step(nb::module_& m) {
             return assign(batch, layout, values.data(), step, require_counts(layout, first_write_counts));
         },
         "batch"_a, "layout"_a, "values"_a, "step"_a, "first_write_counts"_a.none() = nb::none(), Unlocked());
-    m.def("count_new", &count_new, Unlocked());
+    m.def("count_new_rows", &count_new_rows, Unlocked());
     m.def("count_written", [](const Batch& batch, const Layout& layout) {
         std::vector<u64> row_counts(layout.num_tables);
         without_gil([&] { count_written(batch, layout, row_counts.data()); });
@@ -367,7 +367,7 @@ void bind_hashes(nb::module_& m) {
 }  // namespace
 
 void bind_ops(nb::module_& m) {
-    m.def("set_threads", &set_threads);
+    m.def("set_num_threads", &set_num_threads);
     m.def("list_instruction_sets", &list_instruction_sets);
     m.def("use_instruction_set", &use_instruction_set, "name"_a);
     m.def("scratch", [](std::size_t bytes) { return to_numpy(Buffer<u8>(bytes)); });

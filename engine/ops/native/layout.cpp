@@ -17,13 +17,13 @@ IdLinearizer::IdLinearizer(const std::vector<u64>& max_ids) {
     u64 first = 0;
     for (const u64 id : max_ids) {
         if (id >= MAX_IDS - first) {
-            first_.clear();
+            starts_.clear();
             return;
         }
-        first_.push_back(static_cast<u32>(first));
+        starts_.push_back(static_cast<u32>(first));
         first += id + 1;
     }
-    if (first > 0) first_.push_back(static_cast<u32>(first));
+    if (first > 0) starts_.push_back(static_cast<u32>(first));
 }
 
 Layout::Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,

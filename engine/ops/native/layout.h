@@ -12,7 +12,7 @@ namespace tierbed {
 
 constexpr Tile THREAD{0, 1};
 
-// Numbers ids consecutively, table after table. It is empty if a table has no last id, or all have above MAX_IDS ids.
+// Numbers ids consecutively, table after table. Empty if a table is unlimited, or the limits' sum exceeds MAX_IDS.
 class IdLinearizer {
 public:
     static constexpr u32 MAX_IDS = 1u << 28;
@@ -21,24 +21,24 @@ public:
     // max_ids [tables]: each table's last id.
     explicit IdLinearizer(const std::vector<u64>& max_ids);
 
-    u32 num_ids(u32 table) const { return first_[table + 1] - first_[table]; }
-    u32 size() const { return first_.empty() ? 0 : first_.back(); }
-    bool has(u32 table, u64 key) const { return table + 1 < first_.size() && key < num_ids(table); }
-    u32 linearize(u32 table, u64 key) const { return first_[table] + static_cast<u32>(key); }
+    u32 num_ids(u32 table) const { return starts_[table + 1] - starts_[table]; }
+    u32 size() const { return starts_.empty() ? 0 : starts_.back(); }
+    bool contains(u32 table, u64 key) const { return table + 1 < starts_.size() && key < num_ids(table); }
+    u32 linearize(u32 table, u64 key) const { return starts_[table] + static_cast<u32>(key); }
     u32 find_table(u32 linear_id) const {
-        return static_cast<u32>(std::upper_bound(first_.begin(), first_.end(), linear_id) - first_.begin()) - 1;
+        return static_cast<u32>(std::upper_bound(starts_.begin(), starts_.end(), linear_id) - starts_.begin()) - 1;
     }
-    u64 find_key(u32 linear_id, u32 table) const { return linear_id - first_[table]; }
-    bool operator==(const IdLinearizer& other) const { return first_ == other.first_; }
+    u64 find_key(u32 linear_id, u32 table) const { return linear_id - starts_[table]; }
+    bool operator==(const IdLinearizer& other) const { return starts_ == other.starts_; }
 
 private:
-    std::vector<u32> first_;  // [tables + 1], each table's first linear id, then the last table's end
+    std::vector<u32> starts_;  // [tables + 1], each table's first linear id, then the last table's end
 };
 
 class Layout {
 public:
     // states: each optimizer state's initial value. state_widths: how many numbers each state has per row, 1 or `dim`.
-    // types: embedding type; type of the first `num_16bit_states` states. zero_key: its row starts as zeros.
+    // types: the type of embeddings, and of the first `num_16bit_states` states. zero_key: its row starts as zeros.
     Layout(u32 dim, std::vector<float> states, const std::vector<u32>& state_widths, u64 seed,
            const std::vector<u32>& columns, std::vector<InitialValues> values,
            std::pair<FloatType, FloatType> types = {FloatType::float32, FloatType::float32}, u32 num_16bit_states = 0,

@@ -26,7 +26,7 @@ std::size_t choose_prefetch_distance(u32 row_bytes) {
 }
 
 template <class Row, class Type>
-__attribute__((noinline)) void gather_from(const GatherJob& shared, std::size_t begin, std::size_t end) {
+__attribute__((noinline)) void gather_bags(const GatherJob& shared, std::size_t begin, std::size_t end) {
     const GatherJob job = shared;
     auto* out = static_cast<typename Type::Stored*>(job.out);
     const i32* const last = job.inverse + job.n;
@@ -47,24 +47,25 @@ __attribute__((noinline)) void gather_from(const GatherJob& shared, std::size_t 
 
 template <class Type>
 void gather(const GatherJob& job, std::size_t begin, std::size_t end) {
-    with_type(job.row_type, [&](auto row) { gather_from<decltype(row), Type>(job, begin, end); });
+    with_type(job.row_type, [&](auto row) { gather_bags<decltype(row), Type>(job, begin, end); });
 }
 
 template <class Row, class Type>
-__attribute__((noinline)) void weights_grad_from(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
+__attribute__((noinline)) void compute_bags_weights_grad(const WeightsGradJob& job, std::size_t begin,
+                                                         std::size_t end) {
     const auto* grads = static_cast<const typename Type::Stored*>(job.grads);
     for (std::size_t bag = begin; bag < end; ++bag) {
         const std::size_t first = job.lookup.bags.begin(bag), next = job.lookup.bags.end(bag);
         const Bag rows{job.lookup.inverse + first, nullptr, static_cast<u32>(next - first), job.lookup.is_mean,
                        nullptr};
-        pool_weights_grad<Row, Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows,
-                                     grads + job.lookup.bags.output_row(bag) * job.lookup.dim, job.lookup.dim);
+        compute_bag_weights_grad<Row, Type>(ONE_THREAD, job.out + first, job.lookup.lines, rows,
+                                            grads + job.lookup.bags.output_row(bag) * job.lookup.dim, job.lookup.dim);
     }
 }
 
 template <class Type>
-void weights_grad(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
-    with_type(job.lookup.row_type, [&](auto row) { weights_grad_from<decltype(row), Type>(job, begin, end); });
+void compute_weights_grad(const WeightsGradJob& job, std::size_t begin, std::size_t end) {
+    with_type(job.lookup.row_type, [&](auto row) { compute_bags_weights_grad<decltype(row), Type>(job, begin, end); });
 }
 
 void decode(const CodecJob& job, std::size_t begin, std::size_t end) {
@@ -133,39 +134,40 @@ std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, 
     }
     if (rule.row_norm > 0.0f)  // a separate loop, since a branch in the loop above would cost registers
         for (std::size_t row = begin; row < end; ++row)
-            limit_row(ONE_THREAD, job.lines[row], job.shape.dim, rule.row_norm);
+            limit_row_norm(ONE_THREAD, job.lines[row], job.shape.dim, rule.row_norm);
     return written;
 }
 
 template <class Type>
-void square(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, float* out) {
+void compute_squared_norms(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, float* out) {
     float block[VEC];
     for (std::size_t row = begin; row < end; ++row) {
         const Occurrences occurrences = find_occurrences(job, row);
         const auto sum_block = [&](float* g, u32 from, u32 n) TIERBED_INLINE {
             sum_row_gradient<Type>(g, block, job.gradients, occurrences, from, n);
         };
-        out[row] = occurrences.count == 0 ? 0.0f : square_row(ONE_THREAD, job.gradients.dim, sum_block, memory);
+        out[row] = occurrences.count == 0 ? 0.0f : sum_squares(ONE_THREAD, job.gradients.dim, sum_block, memory);
     }
 }
 
 template <class Type>
-void sum(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* positions, float* out) {
+void sum_gradients(const UpdateJob& job, std::size_t begin, std::size_t end, float* memory, const i64* indices,
+                   float* out) {
     for (std::size_t row = begin; row < end; ++row) {
         const Occurrences occurrences = find_occurrences(job, row);
-        const std::size_t position = positions ? static_cast<std::size_t>(positions[row]) : row;
-        sum_whole_row<Type>(out + position * job.gradients.dim, memory, job.gradients, occurrences);
+        const std::size_t index = indices ? static_cast<std::size_t>(indices[row]) : row;
+        sum_whole_row<Type>(out + index * job.gradients.dim, memory, job.gradients, occurrences);
     }
 }
 
 template <class Type>
-void columns(const ColumnsJob& shared, std::size_t begin, std::size_t end) {
+void move_columns(const ColumnsJob& shared, std::size_t begin, std::size_t end) {
     const ColumnsJob job = shared;
     for (std::size_t row = begin; row < end; ++row)
-        if (job.adds)
-            add_columns<Type>(job.sources, job.targets, job.num_targets, job.moves, job.num_moves, row);
+        if (job.should_add)
+            add_row<Type>(job.sources, job.targets, job.num_targets, job.moves, job.num_moves, row);
         else
-            move_columns<typename Type::Stored>(job.sources, job.targets, job.moves, job.num_moves, row);
+            copy_row<typename Type::Stored>(job.sources, job.targets, job.moves, job.num_moves, row);
 }
 
 template <class Rule>
@@ -193,26 +195,25 @@ constexpr RuleLoops make_rule_loops() {
 }
 
 template <class... Rule>
-struct Table {
-    static constexpr RuleLoops loops[] = {make_rule_loops<Rule>()...};
-};
+constexpr RuleLoops RULE_LOOPS[] = {make_rule_loops<Rule>()...};
 template <class... Rule>
 constexpr const RuleLoops* list_rule_loops(Rules<Rule...>) {
-    return Table<Rule...>::loops;
+    return RULE_LOOPS<Rule...>;
 }
 
 }  // namespace
 
-extern const Loops TIERBED_LOOPS;
-const Loops TIERBED_LOOPS{TIERBED_ISA,
-                          {gather<Float32>, gather<Float16>, gather<BFloat16>},
-                          {weights_grad<Float32>, weights_grad<Float16>, weights_grad<BFloat16>},
-                          decode,
-                          encode,
-                          {square<Float32>, square<Float16>, square<BFloat16>},
-                          {sum<Float32>, sum<Float16>, sum<BFloat16>},
-                          {columns<Float32>, columns<Float16>, columns<BFloat16>, columns<Float64>},
-                          list_rule_loops(AllRules{}),
-                          AllRules::COUNT};
+extern const Loops TIERBED_LOOPS = {
+    TIERBED_ISA,
+    {gather<Float32>, gather<Float16>, gather<BFloat16>},
+    {compute_weights_grad<Float32>, compute_weights_grad<Float16>, compute_weights_grad<BFloat16>},
+    decode,
+    encode,
+    {compute_squared_norms<Float32>, compute_squared_norms<Float16>, compute_squared_norms<BFloat16>},
+    {sum_gradients<Float32>, sum_gradients<Float16>, sum_gradients<BFloat16>},
+    {move_columns<Float32>, move_columns<Float16>, move_columns<BFloat16>, move_columns<Float64>},
+    list_rule_loops(AllRules{}),
+    AllRules::COUNT,
+};
 
 }  // namespace tierbed

@@ -10,7 +10,7 @@
 
 namespace tierbed {
 
-constexpr std::size_t ROWS = 1024;  // rows or bags per task
+constexpr std::size_t ROWS_PER_TASK = 1024;  // a row or a bag
 
 // Gathers a lookup's bags [begin, end).
 struct GatherJob {
@@ -66,13 +66,13 @@ struct CodecJob {
     u32 step;
 };
 
-// Copies columns from sources to targets in rows [begin, end). If `adds`, adds the columns instead (for gradients).
+// Copies columns from sources to targets in rows [begin, end). If `should_add`, adds to the targets (for gradients).
 struct ColumnsJob {
     const Matrix *sources, *targets;
     std::size_t num_targets;
     const Move* moves;
     std::size_t num_moves;
-    bool adds;
+    bool should_add;
 };
 
 struct RuleLoops {
@@ -89,16 +89,17 @@ struct Loops {
     const char* name;
     // These two arrays are indexed by output type.
     void (*gather[FLOAT_TYPES])(const GatherJob&, std::size_t begin, std::size_t end);
-    void (*weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
+    void (*compute_weights_grad[FLOAT_TYPES])(const WeightsGradJob&, std::size_t begin, std::size_t end);
     void (*decode)(const CodecJob&, std::size_t begin, std::size_t end);
     void (*encode)(const CodecJob&, std::size_t begin, std::size_t end);
     // Writes each row's squared gradient norm to out [unique]. Reads only the job's gradients.
-    void (*square[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, float* out);
-    // Writes row u's gradient to out[positions[u]], or to out[u] if `positions` is null. memory [dim]: scratch.
-    void (*sum[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory, const i64* positions,
-                             float* out);
+    void (*compute_squared_norms[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory,
+                                               float* out);
+    // Writes row u's gradient to out[indices[u]], or to out[u] if `indices` is null. memory [dim]: scratch.
+    void (*sum_gradients[FLOAT_TYPES])(const UpdateJob&, std::size_t begin, std::size_t end, float* memory,
+                                       const i64* indices, float* out);
     // Indexed by type; the last function is for float64.
-    void (*columns[FLOAT_TYPES + 1])(const ColumnsJob&, std::size_t begin, std::size_t end);
+    void (*move_columns[FLOAT_TYPES + 1])(const ColumnsJob&, std::size_t begin, std::size_t end);
     const RuleLoops* rules;
     u32 num_rules;
 };

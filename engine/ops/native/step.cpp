@@ -18,7 +18,7 @@ constexpr std::size_t PREFETCH_DISTANCE = 4;  // in rows
 // Calls body(row) for every unique row. For each range of rows, calls add(begin, end, how many results were true).
 template <class Body, class Add>
 void count_rows_if(const Batch& batch, const Body& body, const Add& add) {
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         std::size_t count = 0;
         for (std::size_t row = begin; row < end; ++row) {
             if (row + PREFETCH_DISTANCE < end) prefetch(floats(batch.lines[row + PREFETCH_DISTANCE]));
@@ -32,14 +32,14 @@ void count_rows_if(const Batch& batch, const Body& body, const Add& add) {
 template <class Fill>
 std::vector<u64> add_lines(Batch& batch, const std::vector<std::size_t>& rows, const LineShape& shape,
                            Buffer<u64>& lines, const Fill& fill) {
-    std::vector<u64> added = batch.allocate(rows.size(), shape);
-    parallel_ranges(rows.size(), ROWS, [&](std::size_t begin, std::size_t end) {
+    std::vector<u64> new_lines = batch.allocate_lines(rows.size(), shape);
+    parallel_ranges(rows.size(), ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         for (std::size_t i = begin; i < end; ++i) {
-            fill(added[i], rows[i]);
-            lines[rows[i]] = added[i];
+            fill(new_lines[i], rows[i]);
+            lines[rows[i]] = new_lines[i];
         }
     });
-    return added;
+    return new_lines;
 }
 
 GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t lookup) {
@@ -55,14 +55,14 @@ GatherJob make_gather_job(const Batch& batch, const Layout& layout, std::size_t 
     return job;
 }
 
-// Returns how many bags have about ROWS ids in total.
+// Returns how many bags have about ROWS_PER_TASK ids in total.
 std::size_t count_bags_per_task(const LookupArrays& arrays) {
-    return std::max<std::size_t>(ROWS * arrays.num_bags / std::max<std::size_t>({arrays.num_ids, arrays.num_bags, 1}),
-                                 1);
+    const std::size_t size = std::max<std::size_t>({arrays.num_ids, arrays.num_bags, 1});
+    return std::max<std::size_t>(ROWS_PER_TASK * arrays.num_bags / size, 1);
 }
 
 // Counts a batch's first writes. Adds each table's count to first_write_counts [layout.num_tables], unless it is null.
-struct FirstWrites {
+struct FirstWriteCounter {
     const Batch& batch;
     const Layout& layout;
     u64* const first_write_counts;
@@ -93,18 +93,18 @@ void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const 
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
-void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
-                  const void* grads, float* out) {
+void compute_weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
+                          const void* grads, float* out) {
     WeightsGradJob job{make_gather_job(batch, layout, lookup), grads, out};
     job.lookup.is_mean = pooling.is_mean;
-    const auto run = loops().weights_grad[static_cast<u32>(pooling.output_type)];
+    const auto run = loops().compute_weights_grad[static_cast<u32>(pooling.output_type)];
     const LookupArrays& arrays = batch.lookups[lookup].arrays;
     parallel_ranges(arrays.num_bags, count_bags_per_task(arrays),
                     [&](std::size_t begin, std::size_t end) { run(job, begin, end); });
 }
 
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* first_write_counts) {
-    FirstWrites first_writes{batch, layout, first_write_counts};
+    FirstWriteCounter first_writes{batch, layout, first_write_counts};
     const auto write = [&](std::size_t row) {
         const u32 last = batch.occurrences[batch.occurrence_offsets[row + 1] - 1];
         set_embedding(THREAD, batch.lines[row], values + static_cast<std::size_t>(last) * layout.shape.dim,
@@ -120,7 +120,7 @@ std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 
     return first_writes.total;
 }
 
-std::size_t count_new(const Batch& batch, const Layout& layout) {
+std::size_t count_new_rows(const Batch& batch, const Layout& layout) {
     std::atomic<std::size_t> total{0};
     const auto is_new = [&](std::size_t row) {
         return !batch.lines[row] || row_counters(batch.lines[row], layout.shape)->updates == 0;
@@ -161,15 +161,15 @@ const RuleLoops& find_rule(const std::string& name) {
 
 // Returns the factors for occurrences' gradients, or nothing if all are 1.
 Buffer<float> compute_occurrence_scales(const Batch& batch, const std::vector<LookupGradient>& grads) {
-    bool any = false;
-    for (const LookupGradient& grad : grads) any = any || grad.pooling.is_mean || grad.pooling.weights;
-    if (!any) return {};
+    bool has_scales = false;
+    for (const LookupGradient& grad : grads) has_scales = has_scales || grad.pooling.is_mean || grad.pooling.weights;
+    if (!has_scales) return {};
     Buffer<float> position_scales(batch.num_positions);
     for (std::size_t k = 0; k < grads.size(); ++k) {
         const Batch::LookupSpan& lookup = batch.lookups[k];
         const Pooling& pooling = grads[k].pooling;
         const Bags& bags = lookup.arrays.bags;
-        parallel_ranges(lookup.arrays.num_bags, ROWS, [&](std::size_t from, std::size_t to) {
+        parallel_ranges(lookup.arrays.num_bags, ROWS_PER_TASK, [&](std::size_t from, std::size_t to) {
             for (std::size_t bag = from; bag < to; ++bag) {
                 const std::size_t begin = bags.begin(bag), end = bags.end(bag);
                 const Bag rows{&batch.inverse[lookup.first_position + begin], nullptr, static_cast<u32>(end - begin),
@@ -222,7 +222,7 @@ public:
     LineShape shape() const { return make_float32_shape(job_.shape); }
 
     // Decodes lines [begin, end) block by block, calls body(first, n) for each block [first, first + n), and writes the
-    // block back. Rounds to nearest; with a batch, rounds stochastically by the rows' noise at `step`.
+    // block back. Rounds to nearest if `batch` is null, otherwise stochastically: `step` and row seed the noise.
     template <class Body>
     void change(std::size_t begin, std::size_t end, const Batch* batch, u32 step, const Body& body) {
         job_.tables = batch ? batch->tables.data() : nullptr;
@@ -239,14 +239,14 @@ public:
     }
 
 private:
-    static constexpr std::size_t MAX_LINES = 32, MEMORY = 4096;  // MEMORY in bytes: fits in the L1 cache
+    static constexpr std::size_t MAX_LINES = 32, MEMORY = 4096;  // MEMORY is in bytes, and fits in the L1 cache
 
     CodecJob job_;
     std::size_t capacity_;
     Buffer<u8> memory_;
 
 public:
-    u64 addresses[MAX_LINES];  // of the decoded lines
+    u64 addresses[MAX_LINES];  // the decoded lines' addresses
 };
 
 std::size_t update_16bit_lines(const Batch& batch, const Layout& layout, const BoundRule& rule, const UpdateJob& stored,
@@ -290,8 +290,8 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
     job.shape = layout.shape;
     job.hyperparams = rule.hyperparams.data();
     job.step = step;
-    FirstWrites first_writes{batch, layout, first_write_counts};
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    FirstWriteCounter first_writes{batch, layout, first_write_counts};
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});
         const std::size_t written = layout.shape.has_16bit_floats()
                                         ? update_16bit_lines(batch, layout, rule, job, begin, end, memory.data())
@@ -303,27 +303,27 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
 
 void compute_squared_norms(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, float* out) {
     const GradientJob gradients(batch, dim, grads);
-    const auto square = loops().square[static_cast<u32>(gradients.job.type)];
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    const auto run = loops().compute_squared_norms[static_cast<u32>(gradients.job.type)];
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
-        square(gradients.job, begin, end, memory.data(), out);
+        run(gradients.job, begin, end, memory.data(), out);
     });
 }
 
 void sum_gradients(const Batch& batch, u32 dim, const std::vector<LookupGradient>& grads, const i64* indices,
                    float* out) {
     const GradientJob gradients(batch, dim, grads);
-    const auto sum = loops().sum[static_cast<u32>(gradients.job.type)];
-    parallel_ranges(batch.num_unique, ROWS, [&](std::size_t begin, std::size_t end) {
+    const auto run = loops().sum_gradients[static_cast<u32>(gradients.job.type)];
+    parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(dim);
-        sum(gradients.job, begin, end, memory.data(), indices, out);
+        run(gradients.job, begin, end, memory.data(), indices, out);
     });
 }
 
 void catch_up(const Layout& layout, const u64* lines, std::size_t n, const BoundRule& rule, u32 step) {
     if (!rule.loops.catch_up) return;
     const CatchUpJob job{lines, layout.shape, rule.hyperparams.data(), step};
-    parallel_ranges(n, ROWS, [&](std::size_t begin, std::size_t end) {
+    parallel_ranges(n, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         if (!layout.shape.has_16bit_floats()) return rule.loops.catch_up(job, begin, end);
         DecodedLines decoded(layout, lines);
         const CatchUpJob part{decoded.addresses, decoded.shape(), job.hyperparams, step};
@@ -339,7 +339,7 @@ void preview_catch_up(Batch& batch, const Layout& layout, const BoundRule& rule,
         if (is_behind(counters, step, rule.loops.misses_unwritten)) stale_rows.push_back(row);
     }
     if (batch.lookup_lines.size() != batch.num_unique)
-        batch.lookup_lines = Buffer<u64>(batch.num_unique);  // reused, since Python may hold a view
+        batch.lookup_lines = Buffer<u64>(batch.num_unique);  // allocated once, because Python may hold a view
     std::copy_n(batch.lines.data(), batch.num_unique, batch.lookup_lines.data());
     const std::vector<u64> copies =
         add_lines(batch, stale_rows, layout.shape, batch.lookup_lines,

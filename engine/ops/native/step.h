@@ -18,14 +18,14 @@ struct Pooling {
 void gather(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling, void* out);
 // Writes each weight's gradient to out [positions]. It is the dot product of the position's row and the bag's gradient
 // in grads [bags, dim]. For a mean, the product is divided by the bag's row count.
-void weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
-                  const void* grads, float* out);
+void compute_weights_grad(const Batch& batch, const Layout& layout, std::size_t lookup, const Pooling& pooling,
+                          const void* grads, float* out);
 
 // Writes values [positions, dim] to the embeddings; a row's last occurrence wins. Returns how many rows
 // were written for the first time, and adds the counts to first_write_counts [layout.num_tables] unless it is null.
 std::size_t assign(Batch& batch, const Layout& layout, const float* values, u32 step, u64* first_write_counts);
 // Returns how many rows were never written. A row without a line counts as new.
-std::size_t count_new(const Batch& batch, const Layout& layout);
+std::size_t count_new_rows(const Batch& batch, const Layout& layout);
 // Counts rows with updates > 0 per table, and adds the counts to row_counts [layout.num_tables].
 void count_written(const Batch& batch, const Layout& layout, u64* row_counts);
 // Replaces the lines of `rows` by float32 copies owned by the batch. All other lines must be float32 already.
@@ -40,7 +40,7 @@ struct LookupGradient {
 };
 
 // An optimizer rule with its numbers, in order: the kernel's hyper-parameters (engine/optim), the clipping limits, and
-// optional numbers for Rates (ops/kernels/rule.h). Only rules that catch up have numbers for Rates.
+// for rules that catch up, optionally the past learning rates (`Rates` in ops/kernels/rule.h).
 struct BoundRule {
     // Throws std::invalid_argument if the rule is unknown, or does not fit the hyper-parameters or the lines.
     BoundRule(const Layout& layout, const std::string& name, std::vector<double> hyperparams);
@@ -49,7 +49,7 @@ struct BoundRule {
     std::vector<double> hyperparams;
 };
 
-// Applies the rule to rows. grads: one per lookup, of one type. scale: multiplies gradients. Counts like `assign`.
+// Updates rows by the rule. `grads` has one gradient per lookup, all of one type. Counts first writes like `assign`.
 std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupGradient>& grads, const BoundRule& rule,
                    u32 step, float scale, u64* first_write_counts);
 // Writes each row's squared gradient norm to out [unique].

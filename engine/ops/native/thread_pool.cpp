@@ -25,20 +25,20 @@ namespace {
 class DefaultArithmetic {
 public:
     DefaultArithmetic() {
-        std::fegetenv(&before_);
+        std::fegetenv(&saved_environment_);
         std::fesetenv(FE_DFL_ENV);
     }
-    ~DefaultArithmetic() { std::fesetenv(&before_); }
+    ~DefaultArithmetic() { std::fesetenv(&saved_environment_); }
 
 private:
-    std::fenv_t before_;
+    std::fenv_t saved_environment_;
 };
 
 // Distributes numbered tasks to threads. Each thread starts with the same range of tasks in every loop, because the
 // core's cache may still have these tasks' memory. Then the thread takes tasks from other threads' ranges.
-class Tasks {
+class TaskQueue {
 public:
-    Tasks(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& task)
+    TaskQueue(std::size_t count, std::size_t threads, const std::function<void(std::size_t)>& task)
         : ranges_(threads), task_(task) {
         for (std::size_t i = 0; i < threads; ++i) {
             ranges_[i].next = count * i / threads;
@@ -52,7 +52,7 @@ public:
     }
 
     void rethrow() const {
-        if (failure_) std::rethrow_exception(failure_);
+        if (error_) std::rethrow_exception(error_);
     }
 
 private:
@@ -67,7 +67,7 @@ private:
                 task_(i);
             } catch (...) {
                 const std::lock_guard lock(mutex_);
-                if (!failure_) failure_ = std::current_exception();
+                if (!error_) error_ = std::current_exception();
                 for (Range& other : ranges_) other.next = other.end;
             }
         }
@@ -76,7 +76,7 @@ private:
     std::vector<Range> ranges_;
     const std::function<void(std::size_t)>& task_;
     std::mutex mutex_;
-    std::exception_ptr failure_;
+    std::exception_ptr error_;
 };
 
 class Pool {
@@ -95,13 +95,13 @@ public:
             std::lock_guard lock(mutex_);
             is_stopping_ = true;
         }
-        wake_.notify_all();
+        round_started_.notify_all();
         for (auto& thread : threads_) thread.join();
     }
 
     std::size_t num_requested() const { return num_requested_; }
 
-    void run(Tasks& tasks) {
+    void run(TaskQueue& tasks) {
         bool has_sleeping;
         {
             std::lock_guard lock(mutex_);
@@ -110,30 +110,30 @@ public:
             ++round_;
             has_sleeping = num_sleeping_ > 0;
         }
-        if (has_sleeping) wake_.notify_all();
+        if (has_sleeping) round_started_.notify_all();
         tasks.run(0);
         spin([this] { return num_busy_ == 0; });
         std::unique_lock lock(mutex_);
-        done_.wait(lock, [this] { return num_busy_ == 0; });
+        round_done_.wait(lock, [this] { return num_busy_ == 0; });
     }
 
 private:
     void work(std::size_t number) {
         std::fesetenv(FE_DFL_ENV);
-        std::size_t seen = 0;
+        std::size_t last_round = 0;
         for (;;) {
-            spin([&] { return is_stopping_ || round_ != seen; });
+            spin([&] { return is_stopping_ || round_ != last_round; });
             std::unique_lock lock(mutex_);
             ++num_sleeping_;
-            wake_.wait(lock, [&] { return is_stopping_ || round_ != seen; });
+            round_started_.wait(lock, [&] { return is_stopping_ || round_ != last_round; });
             --num_sleeping_;
             if (is_stopping_) return;
-            seen = round_;
-            Tasks* const tasks = tasks_;
+            last_round = round_;
+            TaskQueue* const tasks = tasks_;
             lock.unlock();
             tasks->run(number);
             lock.lock();
-            if (--num_busy_ == 0) done_.notify_one();
+            if (--num_busy_ == 0) round_done_.notify_one();
         }
     }
 
@@ -147,8 +147,8 @@ private:
     const std::size_t num_requested_;
     std::vector<std::thread> threads_;
     std::mutex mutex_;
-    std::condition_variable wake_, done_;
-    Tasks* tasks_ = nullptr;
+    std::condition_variable round_started_, round_done_;
+    TaskQueue* tasks_ = nullptr;
     std::size_t num_sleeping_ = 0;
     std::atomic<std::size_t> num_busy_{0}, round_{0};
     std::atomic<bool> is_stopping_{false};
@@ -161,8 +161,8 @@ thread_local std::unique_ptr<Pool> own_pool;
 // OpenMP's entry point GOMP_parallel: calls run(data) on `threads` threads, including the caller.
 using RunParallel = void (*)(void (*run)(void*), void* data, unsigned threads, unsigned flags);
 
-// True if this process was started by exec. In a process forked without exec, libgomp's state names threads that exist
-// only in the parent, and a parallel region would wait for these threads forever. Linux marks such a process by flag
+// True if this process was started by exec. In a process that was only forked, libgomp still refers to threads of the
+// parent, and a parallel region would wait for these threads forever. Linux marks such a process by the flag
 // PF_FORKNOEXEC in the ninth field of /proc/self/stat. Some sandboxes show no flags; then false is the safe answer.
 bool was_started_by_exec() {
     constexpr unsigned long FORKED = 0x40;
@@ -177,8 +177,8 @@ bool was_started_by_exec() {
     return fields >> flags && flags != 0 && !(flags & FORKED);
 }
 
-// The pool for steps' loops. A forked child lacks the parent's threads, so the child leaks the parent's ProcessPool
-// (pool and mutex) and starts with a new ProcessPool.
+// The thread pool that runs the loops of steps. A forked child lacks the parent's threads, so the child leaks the
+// parent's ProcessPool (pool and mutex) and starts with a new ProcessPool.
 struct ProcessPool {
     bool may_use_openmp = false;  // true if torch's OpenMP threads may run tasks
     std::mutex mutex{};
@@ -189,70 +189,70 @@ ProcessPool* process_pool = new ProcessPool{was_started_by_exec()};
 [[maybe_unused]] const int fork_handler = pthread_atfork(nullptr, nullptr, [] { process_pool = new ProcessPool; });
 
 // Returns torch's OpenMP if its threads spin after their work. Spinning threads would keep other workers off the cores.
-// Returns null if OpenMP's threads sleep, if the calling thread runs no steps, and in a forked child.
+// Returns null if OpenMP's threads sleep, if the calling thread runs no steps, or if this process is a forked child.
 RunParallel find_openmp() {
 #ifdef __SANITIZE_THREAD__
     return nullptr;  // ThreadSanitizer does not see how OpenMP synchronises its threads
 #else
-    static const RunParallel entry = [] {
+    static const RunParallel gomp_parallel = [] {
         const char* policy = std::getenv("OMP_WAIT_POLICY");
         const bool is_passive = policy && (*policy == 'p' || *policy == 'P');
         return is_passive ? nullptr : reinterpret_cast<RunParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
     }();
-    return is_step_thread && process_pool->may_use_openmp ? entry : nullptr;
+    return is_step_thread && process_pool->may_use_openmp ? gomp_parallel : nullptr;
 #endif
 }
 
-void run_on_openmp(RunParallel parallel, std::size_t threads, Tasks& tasks) {
+void run_on_openmp(RunParallel run_parallel, std::size_t threads, TaskQueue& tasks) {
     const auto run = [](void* data) {
         const DefaultArithmetic arithmetic;
         static const auto number = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "omp_get_thread_num"));
-        static_cast<Tasks*>(data)->run(number ? static_cast<std::size_t>(number()) : 0);
+        static_cast<TaskQueue*>(data)->run(number ? static_cast<std::size_t>(number()) : 0);
     };
-    parallel(run, &tasks, static_cast<unsigned>(threads), 0);
+    run_parallel(run, &tasks, static_cast<unsigned>(threads), 0);
 }
 
 }  // namespace
 
 void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::max<std::size_t>(threads, 1) - 1); }
 
-void set_threads(std::size_t threads) {
+void set_num_threads(std::size_t num_threads) {
     if (own_pool) return;  // this thread does not run steps
     is_step_thread = true;
-    num_step_threads = std::max<std::size_t>(threads, 1);
+    num_step_threads = std::max<std::size_t>(num_threads, 1);
 }
 
-void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task) {
+void parallel_for(std::size_t num_tasks, const std::function<void(std::size_t)>& task) {
     const DefaultArithmetic arithmetic;
-    if (own_pool && tasks > 1) {
-        Tasks all(tasks, own_pool->num_requested() + 1, task);
-        own_pool->run(all);
-        return all.rethrow();
+    if (own_pool && num_tasks > 1) {
+        TaskQueue queue(num_tasks, own_pool->num_requested() + 1, task);
+        own_pool->run(queue);
+        return queue.rethrow();
     }
     const std::size_t workers = num_step_threads - 1;
-    if (workers > 0 && tasks > 1) {
-        Tasks all(tasks, workers + 1, task);
+    if (workers > 0 && num_tasks > 1) {
+        TaskQueue queue(num_tasks, workers + 1, task);
         std::unique_lock lock(process_pool->mutex, std::try_to_lock);
         if (lock.owns_lock()) {
-            if (const RunParallel parallel = find_openmp()) {
-                run_on_openmp(parallel, workers + 1, all);
-                return all.rethrow();
+            if (const RunParallel run_parallel = find_openmp()) {
+                run_on_openmp(run_parallel, workers + 1, queue);
+                return queue.rethrow();
             }
             std::unique_ptr<Pool>& pool = process_pool->pool;
             if (pool && pool->num_requested() != workers) pool.reset();
             if (!pool) pool = std::make_unique<Pool>(workers);
-            pool->run(all);
-            return all.rethrow();
+            pool->run(queue);
+            return queue.rethrow();
         }
     }
-    for (std::size_t i = 0; i < tasks; ++i) task(i);
+    for (std::size_t i = 0; i < num_tasks; ++i) task(i);
 }
 
-void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task) {
+void parallel_for(std::size_t num_tasks, std::size_t num_items, const std::function<void(std::size_t)>& task) {
     constexpr std::size_t MAX_SERIAL_ITEMS = 2048;
-    if (items > MAX_SERIAL_ITEMS) return parallel_for(tasks, task);
+    if (num_items > MAX_SERIAL_ITEMS) return parallel_for(num_tasks, task);
     const DefaultArithmetic arithmetic;
-    for (std::size_t i = 0; i < tasks; ++i) task(i);
+    for (std::size_t i = 0; i < num_tasks; ++i) task(i);
 }
 
 void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body) {

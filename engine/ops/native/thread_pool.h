@@ -9,17 +9,17 @@
 
 namespace tierbed {
 
-// Sets how many threads run steps' loops, and marks the calling thread as one that runs steps.
-void set_threads(std::size_t threads);
+// Sets how many threads run the loops of a step. Marks the calling thread as a thread that runs steps.
+void set_num_threads(std::size_t num_threads);
 
 // Gives the calling thread its own pool, so that its loops do not compete for the steps' pool.
 void use_own_pool(std::size_t threads);
 
-// Calls task(i) for i in [0, tasks).
-void parallel_for(std::size_t tasks, const std::function<void(std::size_t)>& task);
+// Calls task(i) for i in [0, num_tasks).
+void parallel_for(std::size_t num_tasks, const std::function<void(std::size_t)>& task);
 
-// Calls task(i) for i in [0, tasks). items: total size of the tasks. If it is small, the caller runs all tasks itself.
-void parallel_for(std::size_t tasks, std::size_t items, const std::function<void(std::size_t)>& task);
+// Calls task(i) for i in [0, num_tasks). num_items: the tasks' total size. If it is small, the caller runs all.
+void parallel_for(std::size_t num_tasks, std::size_t num_items, const std::function<void(std::size_t)>& task);
 
 // Divides [0, n) into ranges of at most `grain` items, and calls body(begin, end) for each range.
 void parallel_ranges(std::size_t n, std::size_t grain, const std::function<void(std::size_t, std::size_t)>& body);

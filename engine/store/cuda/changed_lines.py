@@ -14,7 +14,7 @@ from .full_table import CudaFullTable
 
 
 class ChangedLines:
-    """Flags the changed lines of a full table. The batches must have lines in that table.
+    """Keeps one flag per line of a full table: True if the line changed. Batches must have lines in that table.
 
     If a row is erased, its line keeps the flag. So the line's next row counts as changed. This does no harm: a row that
     was never written has `updates` 0, and callers of `list_keys` treat such a row as missing.

@@ -33,7 +33,7 @@ class SortedRows:
     tables: TableIds
     keys: Keys
     lines: Tensor
-    numbers: Tensor  # line numbers
+    line_numbers: Tensor
     bounds: NDArray[np.int64]  # [BUCKETS + 1]
 
 
@@ -55,7 +55,7 @@ class CudaTableImage:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         # For each line number + 1: the row's position in `_rows`; -1 once the row was read or its before-image saved.
         self._positions = torch.full((self._table.num_lines + 1,), -1, dtype=torch.int64, device=device)
-        self._positions[self._rows.numbers + 1] = torch.arange(len(self._rows.keys), device=device)
+        self._positions[self._rows.line_numbers + 1] = torch.arange(len(self._rows.keys), device=device)
         self._before_images: list[list[BeforeImages]] = [[] for _ in range(BUCKETS)]
         self._bucket = self._position = 0
         self.before_image_bytes = 0
@@ -70,18 +70,18 @@ class CudaTableImage:
             positions = positions[unsaved].sort().values
             if len(positions) == 0:
                 return
-            before = self._staging.read(self._rows.lines[positions])[:, : self._layout.stored_bytes]
+            saved_lines = self._staging.read(self._rows.lines[positions])[:, : self._layout.stored_bytes]
             host_positions = positions.cpu().numpy()
             bounds = np.searchsorted(host_positions, self._rows.bounds)
             parts = [  # copies, so that each bucket's memory can be freed alone
-                (bucket, (host_positions[begin:end].copy(), before[begin:end].copy()))
+                (bucket, (host_positions[begin:end].copy(), saved_lines[begin:end].copy()))
                 for bucket, (begin, end) in enumerate(itertools.pairwise(bounds.tolist()))
                 if begin < end
             ]
             self._positions[numbers[unsaved]] = -1
             for bucket, part in parts:
                 self._before_images[bucket].append(part)
-            self.before_image_bytes += host_positions.nbytes + before.nbytes
+            self.before_image_bytes += host_positions.nbytes + saved_lines.nbytes
 
     def save_before_images_by_key(self, tables: TableIds, keys: Keys) -> None:
         self.save_before_images(make_row_batch(self._layout.device, tables, keys, self._faults))
@@ -108,10 +108,10 @@ class CudaTableImage:
         # Run on the training thread's stream, after that thread's earlier launches and before its later ones.
         with torch.cuda.stream(self._stream):
             lines = self._staging.pack(source.tables[part], source.keys[part], source.lines[part], packed)
-            self._positions[source.numbers[part] + 1] = -1
-        for positions, before in self._before_images[self._bucket]:
+            self._positions[source.line_numbers[part] + 1] = -1
+        for positions, saved_lines in self._before_images[self._bucket]:
             part = slice(*np.searchsorted(positions, (begin, end)))
-            lines[positions[part] - begin] = before[part]
+            lines[positions[part] - begin] = saved_lines[part]
         self._position = end
         return end - begin
 
@@ -140,7 +140,7 @@ class CudaFullTier(TopTier[Batch]):
         self._faults.post(batch)
         self._pinned = batch
 
-    def unpin(self, batch: Batch, dirty: bool) -> None:
+    def unpin(self, batch: Batch, is_dirty: bool) -> None:
         """Forget the pinned batch. A full table never moves its lines."""
         self._pinned = None
 
@@ -237,4 +237,4 @@ class CudaFullTier(TopTier[Batch]):
         return {self._tier: {**counts, **traffic, **sizes, "index_bytes": self.table.index_bytes}}
 
     def hit_counts(self) -> HitCounts:
-        return self.table.hit_counters.total()
+        return self.table.hit_counters.read_total()

@@ -14,7 +14,7 @@ namespace {
 enum Count : u32 { USED, ERASED, INSERTIONS };
 
 TIERBED_FN void claim_slot(const IndexView& index, const Slot& slot) {
-    u32 position = home_slot(index, slot.hash);
+    u32 position = get_home_slot(index, slot.hash);
     while (atomicCAS(&index.slots[position].value, 0u, slot.value) != 0) position = (position + 1) & index.mask;
     index.slots[position].hash = slot.hash;
     index.slots[position].table = slot.table;
@@ -37,8 +37,8 @@ extern "C" __global__ void find_rows(LineIndex index, const u64* hashes, const u
 }
 
 // Gives each missing row a line: the most recently erased lines first, then unused lines. prefix_sums [n]: the running
-// sum of `missing`. Initialises new lines. If `record_only` is set, only marks new lines as never written. `*erased`:
-// the free lines' numbers + 1. If a fault is set or not all rows fit, inserts no row; missing rows get `zero_line`.
+// sum of `missing`. Initialises new lines. If `record_only` is set, only marks new lines as never written. The array
+// `*erased` holds erased lines' numbers + 1. After a fault, or without room for all, missing rows just get `zero_line`.
 extern "C" __global__ void insert_rows(LineIndex index, const u64* counts, const u32* const* erased, const u64* hashes,
                                        const u32* tables, const u32* count, const i32* prefix_sums, u64 n, u64* lines,
                                        InitialRow initial, const __grid_constant__ SlotHash slot_hash, u32 record_only,
@@ -92,14 +92,14 @@ extern "C" __global__ void count_lookups(const u32* tables, const u32* count, co
 extern "C" __global__ void find_clusters(LineIndex index, const u64* hashes, const u64* lines, const u32* count, u64 n,
                                          i64* clusters) {
     for_each(n, [&](u64 i) {
-        u32 position = home_slot(index.view, hashes[i]);
+        u32 position = get_home_slot(index.view, hashes[i]);
         const bool is_stored = i < *count && lines[i];
         while (is_stored && index.view.slots[position].value) position = (position - 1) & index.view.mask;
         clusters[i] = is_stored ? static_cast<i64>(position) : static_cast<i64>(index.view.mask) + 1;
     });
 }
 
-// Erases rows. clusters [n] is the sorted output of `find_clusters`. clusters[i] belongs to row order[i]. One thread
+// Erases rows. clusters [n] is the sorted output of `find_clusters`. order [n]: the row of each cluster. One thread
 // erases all rows with the same cluster. Writes erased [n]: line number + 1, or 0 if the row was absent.
 extern "C" __global__ void erase_rows(LineIndex index, const u64* hashes, const u32* tables, const i64* clusters,
                                       const i64* order, u64 n, u32* erased) {

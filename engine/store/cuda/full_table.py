@@ -103,7 +103,7 @@ class CudaFullTable:
     def read_counts(self) -> dict[str, int]:
         """Return the counters of `metrics`. Waits for the device."""
         used, erased, insertions = self._counts.tolist()
-        hits, misses = self.hit_counters.total().sum(0).tolist()
+        hits, misses = self.hit_counters.read_total().sum(0).tolist()
         return {"resident_rows": used - erased, "hits": hits, "misses": misses, "insertions": insertions}
 
     @property
@@ -163,7 +163,7 @@ class CudaFullTable:
     def _add_segment(self, lines: int) -> None:
         size = lines * self._layout.line_bytes
         if self._is_on_host:
-            segment = self.device.host_memory(size, torch.uint8)
+            segment = self.device.allocate_host_memory(size, torch.uint8)
         else:
             segment = torch.empty(size, dtype=torch.uint8, device=self.device.torch_device)
         self._addresses[len(self._segments)] = segment.data_ptr()

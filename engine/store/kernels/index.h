@@ -19,11 +19,11 @@ struct IndexView {
     u32 mask;  // slots - 1; the number of slots is a power of two
 };
 
-TIERBED_FN u32 home_slot(const IndexView& index, u64 hash) { return static_cast<u32>(hash) & index.mask; }
+TIERBED_FN u32 get_home_slot(const IndexView& index, u64 hash) { return static_cast<u32>(hash) & index.mask; }
 
 // Returns the row's value, or 0 if the row is absent.
 TIERBED_FN u32 find_value(Tile tile, const IndexView& index, u64 hash, u32 table) {
-    for (u32 base = home_slot(index, hash);; base = (base + tile.size) & index.mask) {
+    for (u32 base = get_home_slot(index, hash);; base = (base + tile.size) & index.mask) {
         const Slot& slot = index.slots[(base + tile.lane) & index.mask];
         const u32 stops = ballot(tile, slot.value == 0 || (slot.hash == hash && slot.table == table));
         if (stops) return index.slots[(base + lowest_bit(stops)) & index.mask].value;
@@ -32,7 +32,7 @@ TIERBED_FN u32 find_value(Tile tile, const IndexView& index, u64 hash, u32 table
 
 // Inserts a row that is not in the index.
 TIERBED_FN void insert_row(const IndexView& index, const Slot& slot) {
-    u32 position = home_slot(index, slot.hash);
+    u32 position = get_home_slot(index, slot.hash);
     while (index.slots[position].value != 0) position = (position + 1) & index.mask;
     index.slots[position] = slot;
 }
@@ -40,13 +40,13 @@ TIERBED_FN void insert_row(const IndexView& index, const Slot& slot) {
 // Erases a row and returns its value, or 0 if the row is absent. For one thread or lane. Later rows whose probe
 // sequence crosses the free slot move back, so no tombstones remain.
 TIERBED_FN u32 erase_row(const IndexView& index, u64 hash, u32 table) {
-    u32 hole = home_slot(index, hash);
+    u32 hole = get_home_slot(index, hash);
     while (index.slots[hole].value != 0 && (index.slots[hole].hash != hash || index.slots[hole].table != table))
         hole = (hole + 1) & index.mask;
     const u32 value = index.slots[hole].value;
     if (value == 0) return 0;
     for (u32 next = (hole + 1) & index.mask; index.slots[next].value != 0; next = (next + 1) & index.mask) {
-        const u32 from_home = (next - home_slot(index, index.slots[next].hash)) & index.mask;
+        const u32 from_home = (next - get_home_slot(index, index.slots[next].hash)) & index.mask;
         if (from_home < ((next - hole) & index.mask)) continue;  // the row's home slot is after the hole
         index.slots[hole] = index.slots[next];
         hole = next;

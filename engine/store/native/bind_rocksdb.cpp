@@ -14,7 +14,7 @@ namespace tierbed {
 #ifdef TIERBED_ROCKSDB
 namespace {
 
-nb::dict info_dict(const RocksTier& tier) {
+nb::dict read_info(const RocksTier& tier) {
     const RocksInfo info = tier.info();
     nb::dict result;
     result["async_io"] = info.async_io;
@@ -86,7 +86,7 @@ void bind_rocksdb(nb::module_& m) {
                  return counters ? std::optional(to_dict(*counters)) : std::nullopt;
              })
         .def("metrics", &read_metrics<RocksTier>)
-        .def("info", &info_dict)
+        .def("info", &read_info)
         .def(
             "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),
             nb::rv_policy::take_ownership);

@@ -34,13 +34,13 @@ void erase_tier(Tier& tier, InVector<u32> tables, InVector<u64> keys) {
     tier.erase(HashedRows(tables.data(), keys.data(), nullptr, keys.size()).rows());
 }
 
-std::size_t gather_few(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> max_ids,
-                       Out<float, nb::ndim<2>> out) {
+std::size_t gather_rows(FullTable& table, InVector<u64> keys, std::optional<InVector<u64>> max_ids,
+                        Out<float, nb::ndim<2>> out) {
     const LineShape& shape = table.shape();
-    require(keys.size() <= FullTable::MAX_FEW_IDS, "too many ids");
+    require(keys.size() <= FullTable::GATHER_LIMIT, "too many ids");
     require(shape.embedding == FloatType::float32, "rows must be float32");
     require(out.shape(0) == keys.size() && out.shape(1) == shape.dim, "rows must be [ids, dim]");
-    return table.gather_few(keys.data(), keys.size(), max_ids ? *max_ids->data() : ~u64{0}, out.data());
+    return table.gather_rows(keys.data(), keys.size(), max_ids ? *max_ids->data() : ~u64{0}, out.data());
 }
 
 void bind_tiers(nb::module_& m) {
@@ -52,7 +52,7 @@ void bind_tiers(nb::module_& m) {
     nb::class_<FullTable, Tier>(m, "FullTable")
         .def(nb::init<const Layout&>())
         .def("look_up_rows", &FullTable::look_up_rows, Unlocked())
-        .def("gather_few", &gather_few, "keys"_a, "max_ids"_a.none(), "out"_a, Unlocked())
+        .def("gather_rows", &gather_rows, "keys"_a, "max_ids"_a.none(), "out"_a, Unlocked())
         .def("insert_missing", &FullTable::insert_missing, Unlocked())
         .def("scan", [](const FullTable& table,
                         u32 bucket) { return to_numpy(without_gil([&] { return table.scan(bucket); })); })
@@ -115,38 +115,38 @@ void bind_changes(nb::module_& m) {
         .def_prop_ro("before_image_bytes", &TableImage::before_image_bytes);
 }
 
-PackedRows packed(const InVector<u8>& rows, std::size_t row_bytes) {
+PackedRows parse_rows(const InVector<u8>& rows, std::size_t row_bytes) {
     require(row_bytes >= KEY_BYTES && rows.size() % row_bytes == 0, "the size of rows is not a multiple of row_bytes");
     return {rows.data(), row_bytes, rows.size() / row_bytes};
 }
 
 void bind_packed_rows(nb::module_& m) {
     nb::class_<RowValidator>(m, "RowValidator")
-        .def(nb::init<u32, u32, bool, u32, u32, u32>(), "bucket"_a, "tables"_a, "is_int32"_a, "last_step"_a,
-             "part"_a, "parts"_a)
+        .def(nb::init<u32, u32, bool, u32, u32, u32>(), "bucket"_a, "num_tables"_a, "is_int32"_a, "last_step"_a,
+             "rank"_a, "num_ranks"_a)
         .def(
             "find_problem",
             [](RowValidator& check, InVector<u8> rows, std::size_t row_bytes) -> std::optional<std::string> {
-                const PackedRows next = packed(rows, row_bytes);
+                const PackedRows next = parse_rows(rows, row_bytes);
                 const char* const problem = without_gil([&] { return check.find_problem(next); });
                 return problem ? std::optional<std::string>(problem) : std::nullopt;
             },
             "rows"_a, "row_bytes"_a);
     m.def(
         "diff_rows",
-        [](InVector<u8> before, InVector<u8> after, std::size_t row_bytes) {
+        [](InVector<u8> older_rows, InVector<u8> newer_rows, std::size_t row_bytes) {
             require(row_bytes >= packed_row_bytes(0), "row_bytes is too small for a row with its counters");
-            const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes);
+            const PackedRows older = parse_rows(older_rows, row_bytes), newer = parse_rows(newer_rows, row_bytes);
             RowDiff diff = without_gil([&] { return diff_rows(older, newer); });
             return std::make_pair(to_numpy(std::move(diff.removed)), to_numpy(std::move(diff.states)));
         },
-        "before"_a, "after"_a, "row_bytes"_a);
+        "older_rows"_a, "newer_rows"_a, "row_bytes"_a);
     m.def(
         "merge_parts",
         [](const std::vector<InVector<u8>>& parts, const std::vector<bool>& has_more, std::size_t row_bytes) {
             require_one_length(parts, has_more);
             std::vector<PackedRows> sides;
-            for (const InVector<u8>& part : parts) sides.push_back(packed(part, row_bytes));
+            for (const InVector<u8>& part : parts) sides.push_back(parse_rows(part, row_bytes));
             MergedRows merged = without_gil([&] { return merge_parts(sides, has_more); });
             return std::make_pair(to_numpy(std::move(merged.rows)), merged.rows_read);
         },
@@ -154,8 +154,8 @@ void bind_packed_rows(nb::module_& m) {
     m.def(
         "merge_rows",
         [](InVector<u8> before, InVector<u8> after, InVector<u8> erased_keys, std::size_t row_bytes) {
-            const PackedRows older = packed(before, row_bytes), newer = packed(after, row_bytes),
-                             erased = packed(erased_keys, KEY_BYTES);
+            const PackedRows older = parse_rows(before, row_bytes), newer = parse_rows(after, row_bytes),
+                             erased = parse_rows(erased_keys, KEY_BYTES);
             MergedRows merged = without_gil([&] { return merge_rows(older, newer, erased); });
             const auto& read = merged.rows_read;
             return std::make_tuple(to_numpy(std::move(merged.rows)), read[0], read[1], read[2], merged.has_conflict);

@@ -27,7 +27,7 @@ namespace {
 
 constexpr std::size_t PREFETCH_DISTANCE = 16;         // in rows
 constexpr std::size_t LINEAR_PREFETCH_DISTANCE = 64;  // rows with linear ids are faster to locate
-constexpr std::size_t ROWS = 1024;                    // rows per task
+constexpr std::size_t ROWS_PER_TASK = 1024;
 
 // Calls body(bucket, begin, end) for each bucket's rows.
 template <class Body>
@@ -78,10 +78,10 @@ std::size_t FullTable::look_up_rows(Batch& batch) {
     if (batch.linear_ids.size()) {
         if (!(batch.shared()->linearizer == linear.linearizer))
             throw std::invalid_argument("the batch's linear ids do not match the table's linear ids");
-        const std::size_t grain = std::max(ROWS, (batch.num_unique + BUCKETS - 1) / BUCKETS);  // at most BUCKETS tasks
+        const std::size_t grain = std::max(ROWS_PER_TASK, (batch.num_unique + BUCKETS - 1) / BUCKETS);  // <= 64 tasks
         parallel_ranges(batch.num_unique, grain, [&](std::size_t begin, std::size_t end) {
-            HitCounts::Part counter = hit_counts_.part(begin / grain);
-            u64 counts[2] = {0, 0};  // counts of the current table; a table's rows are contiguous
+            HitCounts::TaskCounts counter = hit_counts_.task_counts(begin / grain);
+            u64 counts[2] = {0, 0};  // misses and hits of one table; rows are ordered by table
             for (std::size_t i = begin; i < end; ++i) {
                 if (const auto k = i + LINEAR_PREFETCH_DISTANCE; k < end) prefetch(&linear.entry(linear_ids[k]));
                 if (refused_lines && refused_lines[i]) {
@@ -103,7 +103,7 @@ std::size_t FullTable::look_up_rows(Batch& batch) {
         const auto find_bucket = [&, refused_lines, hashes, tables, lines](std::size_t b, const auto& index) {
             const LinePool& line_pool = pools_[b];
             const std::size_t begin = offsets[b], end = offsets[b + 1];
-            HitCounts::Part counter = hit_counts_.part(b);
+            HitCounts::TaskCounts counter = hit_counts_.task_counts(b);
             std::size_t misses = 0;
             for (std::size_t i = begin; i < end; ++i) {
                 if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(hashes[k], tables[k]);
@@ -126,27 +126,27 @@ std::size_t FullTable::look_up_rows(Batch& batch) {
     return missing;
 }
 
-std::size_t FullTable::gather_few(const u64* keys, std::size_t n, u64 max_id, float* out) {
+std::size_t FullTable::gather_rows(const u64* keys, std::size_t n, u64 max_id, float* out) {
     const std::lock_guard lock(mutex_);
-    u64 hashes[MAX_FEW_IDS], lines[MAX_FEW_IDS];
+    u64 hashes[GATHER_LIMIT], lines[GATHER_LIMIT];
     for (std::size_t i = 0; i < n; ++i) {
         hashes[i] = slot_hash(0, keys[i]);
         index_.reader(get_bucket(hashes[i])).prefetch_row(hashes[i], 0);
     }
-    u16 first[2 * MAX_FEW_IDS] = {};  // a hash table of the distinct ids, each stored as index + 1
+    u16 first[2 * GATHER_LIMIT] = {};  // a hash table of the distinct ids, each stored as index + 1
     std::size_t unique = 0;
     for (std::size_t i = 0; i < n; ++i) {
         const u32 bucket = get_bucket(hashes[i]), line_ref = index_.reader(bucket).find(hashes[i], 0);
         if (!line_ref || keys[i] > max_id) return 0;
         lines[i] = line_address(bucket, line_ref);
         prefetch_bytes(lines[i], shape_.dim * 4);
-        std::size_t slot = hashes[i] % (2 * MAX_FEW_IDS);
-        while (first[slot] && hashes[first[slot] - 1] != hashes[i]) slot = (slot + 1) % (2 * MAX_FEW_IDS);
+        std::size_t slot = hashes[i] % (2 * GATHER_LIMIT);
+        while (first[slot] && hashes[first[slot] - 1] != hashes[i]) slot = (slot + 1) % (2 * GATHER_LIMIT);
         unique += first[slot] == 0;
         first[slot] = static_cast<u16>(i + 1);
     }
     for (std::size_t i = 0; i < n; ++i) std::memcpy(out + i * shape_.dim, floats(lines[i]), shape_.dim * 4);
-    hit_counts_.part(0).add(0, true, unique);
+    hit_counts_.task_counts(0).add(0, true, unique);
     return unique;
 }
 
@@ -182,7 +182,7 @@ void FullTable::read(const RowSpan& rows, bool* is_hit, bool) {
     const std::lock_guard lock(mutex_);
     for_each_bucket(rows, [&](u32 bucket, std::size_t begin, std::size_t end) {
         const RowIndex::Reader index = index_.reader(bucket);
-        HitCounts::Part counter = hit_counts_.part(bucket);
+        HitCounts::TaskCounts counter = hit_counts_.task_counts(bucket);
         for (std::size_t i = begin; i < end; ++i) {
             if (const auto k = i + PREFETCH_DISTANCE; k < end) index.prefetch_row(rows.hashes[k], rows.tables[k]);
             const u32 line_ref = index.find(rows.hashes[i], rows.tables[i]);

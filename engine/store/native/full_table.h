@@ -14,8 +14,8 @@
 
 namespace tierbed {
 
-// The index of rows with linear ids (tables with `num_embeddings`): an array that holds for each linear id the row's
-// line_ref: the line's index + 1, or 0 if the row is absent. Threads may change different buckets at the same time.
+// The index of rows with linear ids (tables with `num_embeddings`). An array holds each linear id's line_ref: the row's
+// line index + 1, or 0 if the row is absent. Threads may change different buckets at the same time.
 class LinearIdIndex {
 public:
     explicit LinearIdIndex(const IdLinearizer& linearizer) : linearizer(linearizer) {
@@ -30,9 +30,8 @@ public:
     u32* find_entry(u64 hash, u32 table) const {
         if (linearizer.size() == 0) return nullptr;
         const u64 key = get_key(table, hash);
-        return linearizer.has(table, key) ? &entry(linearizer.linearize(table, key)) : nullptr;
+        return linearizer.contains(table, key) ? &entry(linearizer.linearize(table, key)) : nullptr;
     }
-    // entry: the result of `find_entry`.
     void insert(u32 bucket, u32* entry, u32 line_ref);
 
     // Calls body(table, key, line_ref) for all rows in a bucket, in any order.
@@ -68,7 +67,7 @@ public:
 
         // Returns the row's line_ref, or 0 if the row is absent.
         u32 find(u64 hash, u32 table) const { return find_value(THREAD, slots, hash, table); }
-        TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[home_slot(slots, hash)]); }
+        TIERBED_INLINE void prefetch_row(u64 hash, u32) const { prefetch(&slots.slots[get_home_slot(slots, hash)]); }
     };
     // Finds all rows in a bucket.
     struct Reader {
@@ -105,7 +104,7 @@ public:
         linear_.for_each(bucket, body);
         hashed_[bucket].for_each([&](const Slot& s) { body(s.table, get_key(s.table, s.hash), s.value); });
     }
-    std::size_t bytes() const { return linear_.bytes() + total_bytes(hashed_); }
+    std::size_t bytes() const { return linear_.bytes() + sum_bytes(hashed_); }
 
 private:
     LinearIdIndex linear_;
@@ -148,10 +147,10 @@ public:
 
     // Sets the batch's lines, 0 for missing rows. Returns how many rows are missing. Skips refused rows.
     std::size_t look_up_rows(Batch& batch);
-    static constexpr std::size_t MAX_FEW_IDS = 256;
-    // Copies the float32 embeddings of n <= MAX_FEW_IDS ids in table 0 to `out` [n, dim]. Counts hits too.
+    static constexpr std::size_t GATHER_LIMIT = 256;
+    // Copies the float32 embeddings of n <= GATHER_LIMIT ids in table 0 to `out` [n, dim]. Counts hits too.
     // Returns the number of distinct ids, or 0 with `out` undefined if a row is missing or an id is above `max_id`.
-    std::size_t gather_few(const u64* keys, std::size_t n, u64 max_id, float* out);
+    std::size_t gather_rows(const u64* keys, std::size_t n, u64 max_id, float* out);
     void insert_missing(Batch& batch, const Layout& layout);
     void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;

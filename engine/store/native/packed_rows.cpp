@@ -15,10 +15,10 @@ const char* RowValidator::find_problem(const PackedRows& rows) {
         if (last_key_ && !(*last_key_ < row_key)) return "its rows are not in strictly ascending order of (table, key)";
         last_key_ = row_key;
         const auto [table, key] = row_key;
-        if (table >= tables_) return "it has rows of tables that do not exist";
+        if (table >= num_tables_) return "it has rows of tables that do not exist";
         const u64 hash = hash_row(table, key);
         if (get_bucket(hash) != bucket_) return "it has rows of another bucket";
-        if (find_owner(hash, parts_) != part_) return "it has rows of another part";
+        if (find_owner(hash, num_ranks_) != rank_) return "it has rows of another part";
         if (is_int32_ && static_cast<u64>(static_cast<i64>(static_cast<i32>(key))) != key)
             return "it has keys that are not int32";
         if (has_record) {
@@ -50,14 +50,14 @@ RowDiff diff_rows(const PackedRows& older, const PackedRows& newer) {
     return diff;
 }
 
-MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& erased_keys) {
-    const PackedRows sides[] = {before, after, erased_keys};
+MergedRows merge_rows(const PackedRows& base, const PackedRows& changes, const PackedRows& erased_keys) {
+    const PackedRows sides[] = {base, changes, erased_keys};
     MergedRows merged{{}, std::vector<std::size_t>(3)};
     std::vector<std::size_t>& read = merged.rows_read;
-    std::optional<RowKey> last;  // the smallest of the inputs' last keys; this input's later rows come in another call
+    std::optional<RowKey> last;  // the smallest of the inputs' last keys; rows beyond this key wait for another call
     for (const PackedRows& side : sides)
         if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
-    merged.rows.reserve((before.count + after.count) * before.row_bytes);
+    merged.rows.reserve((base.count + changes.count) * base.row_bytes);
     for (;;) {
         std::optional<RowKey> least, keys[3];
         for (int i = 0; i < 3; ++i) {

@@ -27,18 +27,19 @@ struct PackedRows {
     }
 };
 
-// Validates a snapshot's bucket, passed in pieces of rows or row keys. tables: the number of tables.
-// is_int32: true if keys are int32. last_step: the table's step. part: the rank that owns the rows. parts: the number of ranks.
+// Validates a snapshot's bucket, passed in pieces. A piece is packed rows, or row keys alone.
+// is_int32: true if keys are int32. last_step: the table's step. rank: the rank that owns the rows.
 class RowValidator {
 public:
-    RowValidator(u32 bucket, u32 tables, bool is_int32, u32 last_step, u32 part, u32 parts)
-        : bucket_(bucket), tables_(tables), last_step_(last_step), part_(part), parts_(parts), is_int32_(is_int32) {}
+    RowValidator(u32 bucket, u32 num_tables, bool is_int32, u32 last_step, u32 rank, u32 num_ranks)
+        : bucket_(bucket), num_tables_(num_tables), last_step_(last_step), rank_(rank), num_ranks_(num_ranks),
+          is_int32_(is_int32) {}
 
     // Returns a text that says what is wrong with the next rows, or null.
     const char* find_problem(const PackedRows& rows);
 
 private:
-    const u32 bucket_, tables_, last_step_, part_, parts_;
+    const u32 bucket_, num_tables_, last_step_, rank_, num_ranks_;
     const bool is_int32_;
     std::optional<RowKey> last_key_;
 };
@@ -58,8 +59,8 @@ struct MergedRows {
     bool has_conflict = false;           // a row key is both changed and erased
 };
 
-// Applies the changes `after` and `erased_keys` to the rows `before`. Stops at the smallest of the inputs' last keys.
-MergedRows merge_rows(const PackedRows& before, const PackedRows& after, const PackedRows& erased_keys);
+// Adds or replaces `changes` in `base`, and removes `erased_keys`. Stops at the smallest of the inputs' last keys.
+MergedRows merge_rows(const PackedRows& base, const PackedRows& changes, const PackedRows& erased_keys);
 
 // Merges parts that share no rows. Stops at the end of part i if has_more[i]: its other rows come in a later call.
 MergedRows merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& has_more);

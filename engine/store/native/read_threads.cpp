@@ -9,14 +9,14 @@
 namespace tierbed {
 namespace {
 
-std::uint64_t now(clockid_t clock) {
+std::uint64_t read_clock(clockid_t clock) {
     timespec time;
     clock_gettime(clock, &time);
     return static_cast<std::uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<std::uint64_t>(time.tv_nsec);
 }
 
 // Returns how many blocks this thread has read from disk. A task that reads no block may only have waited for a core.
-long blocks_read() {
+long count_blocks_read() {
     rusage usage;
     getrusage(RUSAGE_THREAD, &usage);
     return usage.ru_inblock;
@@ -41,26 +41,26 @@ ReadThreadPool::~ReadThreadPool() {
 
 void ReadThreadPool::run(std::size_t num_tasks, const std::function<void(std::size_t)>& task) {
     Call call{task, num_tasks, std::min<std::size_t>(thread_target_, std::max<std::size_t>(num_tasks, 1)) - 1};
-    if (call.num_open_places == 0 || process_id_ != getpid()) {
+    if (call.num_missing_helpers == 0 || process_id_ != getpid()) {
         run_tasks(call);
     } else {
         {
             const std::lock_guard lock(mutex_);
             calls_.push_back(&call);
-            wake(call.num_open_places);
+            wake_threads(call.num_missing_helpers);
         }
         run_tasks(call);
         std::unique_lock lock(mutex_);
-        if (call.num_open_places) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
+        if (call.num_missing_helpers) calls_.erase(std::find(calls_.begin(), calls_.end(), &call));
         call_done_.wait(lock, [&] { return call.num_helpers == 0; });
     }
     if (call.error) std::rethrow_exception(call.error);
-    adapt(call);
+    adapt_thread_target(call);
 }
 
 // Call with the lock held. Starts fewer threads if the system cannot start more.
-void ReadThreadPool::wake(std::size_t num_threads) {
-    for (std::size_t asleep = num_idle_; asleep < num_threads; ++asleep) {
+void ReadThreadPool::wake_threads(std::size_t num_threads) {
+    for (std::size_t num_asleep = num_idle_; num_asleep < num_threads; ++num_asleep) {
         if (threads_.size() + 1 >= max_threads_) break;
         try {
             threads_.emplace_back([this] { run_thread(); });
@@ -79,7 +79,7 @@ void ReadThreadPool::run_thread() {
         --num_idle_;
         if (is_stopping_) return;
         Call& call = *calls_.front();
-        if (--call.num_open_places == 0) calls_.pop_front();
+        if (--call.num_missing_helpers == 0) calls_.pop_front();
         ++call.num_helpers;
         lock.unlock();
         run_tasks(call);
@@ -90,25 +90,25 @@ void ReadThreadPool::run_thread() {
 
 void ReadThreadPool::run_tasks(Call& call) {
     std::uint64_t wait = 0, work = 0;
-    for (std::size_t i; (i = call.next.fetch_add(1)) < call.num_tasks;) {
-        const std::uint64_t began = now(CLOCK_MONOTONIC), cpu_began = now(CLOCK_THREAD_CPUTIME_ID);
-        const long blocks_before = blocks_read();
+    for (std::size_t i; (i = call.next_task.fetch_add(1)) < call.num_tasks;) {
+        const std::uint64_t start = read_clock(CLOCK_MONOTONIC), cpu_start = read_clock(CLOCK_THREAD_CPUTIME_ID);
+        const long blocks_before = count_blocks_read();
         try {
             call.task(i);
         } catch (...) {
             const std::lock_guard lock(mutex_);
             if (!call.error) call.error = std::current_exception();
-            call.next = call.num_tasks;
+            call.next_task = call.num_tasks;
         }
-        const std::uint64_t busy = now(CLOCK_THREAD_CPUTIME_ID) - cpu_began;
+        const std::uint64_t busy = read_clock(CLOCK_THREAD_CPUTIME_ID) - cpu_start;
         work += busy;
-        if (blocks_read() != blocks_before) wait += std::max(now(CLOCK_MONOTONIC) - began, busy) - busy;
+        if (count_blocks_read() != blocks_before) wait += std::max(read_clock(CLOCK_MONOTONIC) - start, busy) - busy;
     }
     call.wait_ns += wait;
     call.work_ns += work;
 }
 
-void ReadThreadPool::adapt(const Call& call) {
+void ReadThreadPool::adapt_thread_target(const Call& call) {
     if (call.num_tasks < num_cores_) return;  // too few tasks to measure wait and work times
     const double ratio = static_cast<double>(call.wait_ns) / std::max(1.0, static_cast<double>(call.work_ns));
     const double target = static_cast<double>(num_cores_) * (1 + std::min(ratio, static_cast<double>(max_threads_)));

@@ -2,8 +2,8 @@
 //
 // The caller and some threads run numbered tasks until all are done. Several callers may run at a time. The number of
 // threads adapts to the wait and work times of recent tasks, up to a limit. cores * (1 + wait / work) threads keep all
-// cores busy while other threads wait (Goetz et al., "Java Concurrency in Practice", section 8.2). If all rows are in
-// memory, one thread per core is enough. A forked child has none of the threads: callers in the child run all tasks
+// cores busy while other threads wait (Goetz et al., "Java Concurrency in Practice", section 8.2). If all rows are
+// in memory, one thread per core is enough. A forked child has none of the threads: callers in the child run all tasks
 // themselves, and the child must not destroy this object.
 #pragma once
 #include <atomic>
@@ -38,17 +38,17 @@ private:
     struct Call {
         const std::function<void(std::size_t)>& task;
         const std::size_t num_tasks;
-        std::size_t num_open_places;  // how many more threads may join
-        std::size_t num_helpers = 0;  // threads at work, without the caller
-        std::atomic<std::size_t> next{0};
+        std::size_t num_missing_helpers;  // how many more threads may join
+        std::size_t num_helpers = 0;      // threads at work, without the caller
+        std::atomic<std::size_t> next_task{0};
         std::atomic<std::uint64_t> wait_ns{0}, work_ns{0};
         std::exception_ptr error;
     };
 
     void run_thread();
     void run_tasks(Call& call);
-    void wake(std::size_t num_threads);
-    void adapt(const Call& call);
+    void wake_threads(std::size_t num_threads);
+    void adapt_thread_target(const Call& call);
 
     const std::size_t num_cores_, max_threads_;
     const pid_t process_id_;

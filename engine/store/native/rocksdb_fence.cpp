@@ -28,12 +28,12 @@ namespace {
 // between aligned blocks, so `ChecksummedFile` computes the checksum.
 class PendingChecksums {
 public:
-    Checksum begin(const std::string& path) {
+    Checksum add(const std::string& path) {
         const std::lock_guard lock(mutex_);
         return files_[path] = make_checksum_generator();
     }
     // Returns null for a file without a pending checksum.
-    Checksum end(const std::string& path) {
+    Checksum take(const std::string& path) {
         const std::lock_guard lock(mutex_);
         const auto file = files_.extract(path);
         return file.empty() ? nullptr : file.mapped();
@@ -51,8 +51,8 @@ public:
         : FSWritableFileOwnerWrapper(std::move(file)),
           pending_(std::move(pending)),
           path_(path),
-          checksum_(pending_->begin(path)) {}
-    ~ChecksummedFile() override { pending_->end(path_); }
+          checksum_(pending_->add(path)) {}
+    ~ChecksummedFile() override { pending_->take(path_); }
 
     IOStatus Append(const rocksdb::Slice& data, const IOOptions& io, Debug* debug) override {
         checksum_->Update(data.data(), data.size());
@@ -91,7 +91,7 @@ public:
         const rocksdb::FileChecksumGenContext& context) override {
         const std::string& name = context.requested_checksum_func_name;
         if (!name.empty() && name != rocksdb::kStandardDbFileChecksumFuncName) return nullptr;
-        Checksum checksum = pending_->end(context.file_name);
+        Checksum checksum = pending_->take(context.file_name);
         if (!checksum) return make_checksum_generator();
         return std::make_unique<WrittenChecksum>(std::move(checksum));
     }
@@ -102,13 +102,13 @@ private:
     const std::shared_ptr<PendingChecksums> pending_;
 };
 
-IOStatus closed_error() { return IOStatus::IOError("the database failed inside a call"); }
+IOStatus make_closed_error() { return IOStatus::IOError("the database failed inside a call"); }
 
 }  // namespace
 
-class Fence::Files : public rocksdb::FileSystemWrapper {
+class Fence::FencedFileSystem : public rocksdb::FileSystemWrapper {
 public:
-    Files() : FileSystemWrapper(rocksdb::FileSystem::Default()) {}
+    FencedFileSystem() : FileSystemWrapper(rocksdb::FileSystem::Default()) {}
 
     const char* Name() const override { return "tierbed"; }
 
@@ -123,7 +123,7 @@ public:
 
     IOStatus NewWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
                              Debug* debug) override {
-        if (!is_open_) return closed_error();
+        if (!is_open_) return make_closed_error();
         const IOStatus status = target()->NewWritableFile(path, options, file, debug);
         if (status.ok() && std::filesystem::path(path).extension() == ".sst" && !options.use_direct_writes)
             *file = std::make_unique<ChecksummedFile>(std::move(*file), pending, path);
@@ -131,40 +131,40 @@ public:
     }
     IOStatus ReopenWritableFile(const std::string& path, const FileOptions& options, WritableFile* file,
                                 Debug* debug) override {
-        return is_open_ ? target()->ReopenWritableFile(path, options, file, debug) : closed_error();
+        return is_open_ ? target()->ReopenWritableFile(path, options, file, debug) : make_closed_error();
     }
     IOStatus ReuseWritableFile(const std::string& path, const std::string& old, const FileOptions& options,
                                WritableFile* file, Debug* debug) override {
-        return is_open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : closed_error();
+        return is_open_ ? target()->ReuseWritableFile(path, old, options, file, debug) : make_closed_error();
     }
     IOStatus NewRandomRWFile(const std::string& path, const FileOptions& options,
                              std::unique_ptr<rocksdb::FSRandomRWFile>* file, Debug* debug) override {
-        return is_open_ ? target()->NewRandomRWFile(path, options, file, debug) : closed_error();
+        return is_open_ ? target()->NewRandomRWFile(path, options, file, debug) : make_closed_error();
     }
     IOStatus DeleteFile(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return is_open_ ? target()->DeleteFile(path, io, debug) : closed_error();
+        return is_open_ ? target()->DeleteFile(path, io, debug) : make_closed_error();
     }
     IOStatus CreateDir(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return is_open_ ? target()->CreateDir(path, io, debug) : closed_error();
+        return is_open_ ? target()->CreateDir(path, io, debug) : make_closed_error();
     }
     IOStatus CreateDirIfMissing(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return is_open_ ? target()->CreateDirIfMissing(path, io, debug) : closed_error();
+        return is_open_ ? target()->CreateDirIfMissing(path, io, debug) : make_closed_error();
     }
     IOStatus DeleteDir(const std::string& path, const IOOptions& io, Debug* debug) override {
-        return is_open_ ? target()->DeleteDir(path, io, debug) : closed_error();
+        return is_open_ ? target()->DeleteDir(path, io, debug) : make_closed_error();
     }
     IOStatus RenameFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
-        return is_open_ ? target()->RenameFile(from, to, io, debug) : closed_error();
+        return is_open_ ? target()->RenameFile(from, to, io, debug) : make_closed_error();
     }
     IOStatus LinkFile(const std::string& from, const std::string& to, const IOOptions& io, Debug* debug) override {
-        return is_open_ ? target()->LinkFile(from, to, io, debug) : closed_error();
+        return is_open_ ? target()->LinkFile(from, to, io, debug) : make_closed_error();
     }
     IOStatus Truncate(const std::string& path, std::size_t bytes, const IOOptions& io, Debug* debug) override {
-        return is_open_ ? target()->Truncate(path, bytes, io, debug) : closed_error();
+        return is_open_ ? target()->Truncate(path, bytes, io, debug) : make_closed_error();
     }
     IOStatus LockFile(const std::string& path, const IOOptions& io, rocksdb::FileLock** lock, Debug* debug) override {
         const std::lock_guard guard(mutex_);
-        if (!is_open_) return closed_error();
+        if (!is_open_) return make_closed_error();
         locks_.reserve(locks_.size() + 1);  // reserve first, so that nothing can fail once the lock is taken
         const IOStatus status = target()->LockFile(path, io, lock, debug);
         if (status.ok()) locks_.push_back(*lock);
@@ -173,7 +173,7 @@ public:
     IOStatus UnlockFile(rocksdb::FileLock* lock, const IOOptions& io, Debug* debug) override {
         const std::lock_guard guard(mutex_);
         const auto position = std::find(locks_.begin(), locks_.end(), lock);
-        if (position == locks_.end()) return closed_error();
+        if (position == locks_.end()) return make_closed_error();
         locks_.erase(position);
         return target()->UnlockFile(lock, io, debug);
     }
@@ -184,11 +184,11 @@ private:
     std::vector<rocksdb::FileLock*> locks_;
 };
 
-Fence::Fence() : files_(std::make_shared<Files>()), env_(rocksdb::NewCompositeEnv(files_)) {}
+Fence::Fence() : files_(std::make_shared<FencedFileSystem>()), env_(rocksdb::NewCompositeEnv(files_)) {}
 
 Fence::~Fence() = default;
 
-std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::checksums() const {
+std::shared_ptr<rocksdb::FileChecksumGenFactory> Fence::make_checksum_factory() const {
     return std::make_shared<ChecksumFactory>(files_->pending);
 }
 

@@ -21,14 +21,14 @@ public:
     // The file system to open the database with.
     rocksdb::Env* env() const { return env_.get(); }
     // Returns a factory of checksums. For a file written through `env`, the checksum was computed during the write.
-    std::shared_ptr<rocksdb::FileChecksumGenFactory> checksums() const;
+    std::shared_ptr<rocksdb::FileChecksumGenFactory> make_checksum_factory() const;
     // May be called more than once.
     void close() noexcept;
 
 private:
-    class Files;
+    class FencedFileSystem;
 
-    std::shared_ptr<Files> files_;
+    std::shared_ptr<FencedFileSystem> files_;
     std::unique_ptr<rocksdb::Env> env_;
 };
 

@@ -13,24 +13,24 @@ namespace tierbed {
 Metrics RocksTier::metrics() const {
     require_open();
     const std::shared_lock lock(open_mutex_);
-    const auto sum_of = [&](const std::string& property) {  // sums over shards
+    const auto sum_property = [&](const std::string& property) {  // sums over shards
         u64 total = 0, value = 0;
         for (const auto& shard : shards_)
             total += call([&] { return shard->db->GetIntProperty(property, &value); }) ? value : 0;
         return total;
     };
-    const auto ticker = [&](u32 type) { return statistics_->getTickerCount(type); };
+    const auto read_ticker = [&](u32 type) { return statistics_->getTickerCount(type); };
     const u64 row_bytes = compute_stored_bytes(shape_.width), written = counts_.rows_written * row_bytes;
-    const u64 flushed = ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = ticker(rocksdb::COMPACT_WRITE_BYTES);
-    const u64 memtables = sum_of("rocksdb.size-all-mem-tables");
-    const u64 readers = sum_of("rocksdb.estimate-table-readers-mem");
+    const u64 flushed = read_ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = read_ticker(rocksdb::COMPACT_WRITE_BYTES);
+    const u64 memtables = sum_property("rocksdb.size-all-mem-tables");
+    const u64 readers = sum_property("rocksdb.estimate-table-readers-mem");
     const u64 blocks = cache_ ? cache_->GetUsage() : 0;
     Metrics metrics;
     metrics.counts = {
         {"hits", counts_.hits},
         {"misses", counts_.misses},
         {"insertions", counts_.rows_written},
-        {"resident_rows", sum_of("rocksdb.estimate-num-keys")},
+        {"resident_rows", sum_property("rocksdb.estimate-num-keys")},
         {"rows_written", counts_.rows_written},
         {"rows_erased", counts_.rows_erased},
         {"bytes_in", written},
@@ -40,21 +40,21 @@ Metrics RocksTier::metrics() const {
         {"memtable_bytes", memtables},
         {"index_filter_bytes", readers},
         {"block_cache_bytes", blocks},
-        {"block_cache_hits", ticker(rocksdb::BLOCK_CACHE_HIT)},
-        {"block_cache_misses", ticker(rocksdb::BLOCK_CACHE_MISS)},
-        {"bloom_useful", ticker(rocksdb::BLOOM_FILTER_USEFUL)},
-        {"sst_bytes", sum_of("rocksdb.total-sst-files-size")},
-        {"live_data_bytes", sum_of("rocksdb.estimate-live-data-size")},
+        {"block_cache_hits", read_ticker(rocksdb::BLOCK_CACHE_HIT)},
+        {"block_cache_misses", read_ticker(rocksdb::BLOCK_CACHE_MISS)},
+        {"bloom_useful", read_ticker(rocksdb::BLOOM_FILTER_USEFUL)},
+        {"sst_bytes", sum_property("rocksdb.total-sst-files-size")},
+        {"live_data_bytes", sum_property("rocksdb.estimate-live-data-size")},
         {"flush_bytes", flushed},
-        {"compaction_read_bytes", ticker(rocksdb::COMPACT_READ_BYTES)},
+        {"compaction_read_bytes", read_ticker(rocksdb::COMPACT_READ_BYTES)},
         {"compaction_bytes", compacted},
-        {"pending_compaction_bytes", sum_of("rocksdb.estimate-pending-compaction-bytes")},
-        {"running_flushes", sum_of("rocksdb.num-running-flushes")},
-        {"running_compactions", sum_of("rocksdb.num-running-compactions")},
-        {"background_errors", sum_of("rocksdb.background-errors")},
+        {"pending_compaction_bytes", sum_property("rocksdb.estimate-pending-compaction-bytes")},
+        {"running_flushes", sum_property("rocksdb.num-running-flushes")},
+        {"running_compactions", sum_property("rocksdb.num-running-compactions")},
+        {"background_errors", sum_property("rocksdb.background-errors")},
     };
     metrics.reals = {
-        {"stall_seconds", static_cast<double>(ticker(rocksdb::STALL_MICROS)) * 1e-6},
+        {"stall_seconds", static_cast<double>(read_ticker(rocksdb::STALL_MICROS)) * 1e-6},
         {"write_amplification",
          written ? static_cast<double>(flushed + compacted) / static_cast<double>(written) : 0.0},
     };

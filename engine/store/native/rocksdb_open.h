@@ -7,7 +7,7 @@
 
 namespace tierbed {
 
-// Calls open(&db). db is a DB* before RocksDB 9.11, a std::unique_ptr<DB> from 11.0 on, and may be either in between.
+// Calls open(&db). Before RocksDB 9.11, db is a DB*. From 11.0 on, it is a std::unique_ptr<DB>. In between, try both.
 template <class Open>
 rocksdb::Status open_into(std::unique_ptr<rocksdb::DB>& db, const Open& open) {
     if constexpr (std::is_invocable_v<const Open&, std::unique_ptr<rocksdb::DB>*>) {

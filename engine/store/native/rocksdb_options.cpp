@@ -63,13 +63,13 @@ public:
 };
 
 // Returns the open file limit per shard. All shards together get half of the process's limit.
-int max_open_files(u32 shards) {
+int compute_max_open_files(u32 shards) {
     rlimit limit{};
     if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return -1;
     return static_cast<int>(std::clamp<rlim_t>(limit.rlim_cur / 2 / shards, 16, 1 << 20));
 }
 
-rocksdb::Options tier_options(const RocksOptions& options) {
+rocksdb::Options make_tier_options(const RocksOptions& options) {
     rocksdb::BlockBasedTableOptions table;
     table.block_size = options.block_bytes;
     table.no_block_cache = !uses_block_cache(options);
@@ -79,7 +79,7 @@ rocksdb::Options tier_options(const RocksOptions& options) {
     rocksdb::Options database;
     database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
     database.create_if_missing = options.create_if_missing;
-    database.max_open_files = max_open_files(options.num_shards);
+    database.max_open_files = compute_max_open_files(options.num_shards);
     database.compression = rocksdb::kNoCompression;
     // Small memtables fit in the CPU cache, so inserts are several times faster. A flush merges several memtables.
     database.write_buffer_size =
@@ -171,7 +171,7 @@ bool uses_block_cache(const RocksOptions& options) {
 }
 
 rocksdb::Options make_shard_options(const RocksOptions& options, std::size_t row_bytes) {
-    rocksdb::Options database = tier_options(options);
+    rocksdb::Options database = make_tier_options(options);
     apply_user_options(database, options.user_options);
     align_blocks(database, row_bytes, options.user_options);
     // One flush at a time: RocksDB 7 loses a flush that starts while another flush of the same database fails.

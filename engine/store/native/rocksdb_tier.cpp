@@ -65,7 +65,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     rocksdb::Options& database = *options_;
     database.env = fence_->env();
     if (database.file_checksum_gen_factory)  // files carry checksums, so a checkpoint need not read them
-        database.file_checksum_gen_factory = fence_->checksums();
+        database.file_checksum_gen_factory = fence_->make_checksum_factory();
     database.env->IncBackgroundThreadsIfNeeded(count_background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
     if (uses_block_cache(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.block_cache_bytes);
@@ -74,7 +74,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     info_ = {count_background_threads(database),
              database.write_buffer_size * static_cast<u64>(database.max_write_buffer_number) * options.num_shards,
              options.async_io && has_async_io()};
-    // Shards fill evenly. Each shard flushes early once, at its own fill level, so that shards never all flush at once.
+    // Shards fill evenly. Each shard's first flush is early, at its own fill level. So shards never all flush together.
     const u64 cycle = database.write_buffer_size * static_cast<u64>(database.min_write_buffer_number_to_merge);
     try {
         for (u32 i = 0; i < options.num_shards; ++i) {
@@ -161,7 +161,7 @@ constexpr std::size_t KEY_BYTES = 13;
 constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys per MultiGet
 constexpr std::size_t BATCH_BYTES = 256u << 10;        // bytes per WriteBatch
 constexpr std::chrono::milliseconds POLL_INTERVAL(2);
-constexpr char RELOAD[] = "load the last snapshot";
+constexpr char RELOAD_REMEDY[] = "load the last snapshot";
 
 struct Key {
     char bytes[KEY_BYTES];
@@ -178,7 +178,7 @@ struct Key {
 void check_size(const char* what, std::size_t bytes, std::size_t expected, const std::string& folder) {
     if (bytes != expected)
         throw std::runtime_error("RocksDB in " + folder + ": a stored " + what + " has " + std::to_string(bytes) +
-                                 " bytes, and " + std::to_string(expected) + " are expected; " + RELOAD);
+                                 " bytes, and " + std::to_string(expected) + " are expected; " + RELOAD_REMEDY);
 }
 
 u64 read_property(rocksdb::DB& db, const std::string& name) {
@@ -479,7 +479,7 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
     }
     for (const auto& view : *views_)
         if (view.iterator->Valid())
-            throw std::runtime_error("RocksDB in " + folder + ": a shard has rows of another; " + RELOAD);
+            throw std::runtime_error("RocksDB in " + folder + ": a shard has rows of another; " + RELOAD_REMEDY);
     return 0;
 }
 

@@ -67,7 +67,7 @@ public:
     void make_writable();
     // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
     void compact();
-    // Flushes, and returns the files with all rows, to one caller at a time. Files are kept until `release_files`.
+    // Flushes, and returns the files that hold all rows. Keeps the files until `release_files`. One caller at a time.
     std::vector<DatabaseFile> hold_files();
     void release_files();
     void close();  // before `close`, close all scans; after `close`, call no other method
@@ -101,7 +101,7 @@ public:
     };
 
 private:
-    struct SortedRow;  // a row of a call; sorts in RocksDB's key order
+    struct SortedRow;  // a row to read or write; operator< is RocksDB's key order
 
     struct Shard {
         std::string folder;

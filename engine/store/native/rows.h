@@ -69,8 +69,8 @@ public:
 
     // Returns the rows by bucket, in the order of `add` within a bucket. Valid until the list changes.
     RowSpan rows() {
-        const auto earlier = [](const Row& a, const Row& b) { return get_bucket(a.hash) < get_bucket(b.hash); };
-        if (!std::is_sorted(list_.begin(), list_.end(), earlier)) std::stable_sort(list_.begin(), list_.end(), earlier);
+        const auto is_less = [](const Row& a, const Row& b) { return get_bucket(a.hash) < get_bucket(b.hash); };
+        if (!std::is_sorted(list_.begin(), list_.end(), is_less)) std::stable_sort(list_.begin(), list_.end(), is_less);
         tables_.clear(), hashes_.clear(), lines_.clear();
         for (const Row& row : list_) {
             tables_.push_back(row.table);
@@ -134,7 +134,7 @@ public:
         return value;
     }
 
-    TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(&view().slots[home_slot(view(), hash)]); }
+    TIERBED_INLINE void prefetch_slot(u64 hash) const { prefetch(&view().slots[get_home_slot(view(), hash)]); }
     template <class Body>
     void for_each(const Body& body) const {
         for (std::size_t i = 0; i < num_slots(); ++i)
@@ -151,7 +151,7 @@ private:
     // Returns the row's slot, or the free slot at the end of its probe sequence.
     Slot& find_slot(u64 hash, u32 table) {
         const IndexView index = view();
-        u32 position = home_slot(index, hash);
+        u32 position = get_home_slot(index, hash);
         for (;; position = (position + 1) & index.mask) {
             Slot& slot = index.slots[position];
             if (slot.value == 0 || (slot.hash == hash && slot.table == table)) return slot;
@@ -170,7 +170,7 @@ inline void reserve_rows(RowMap& map, u32 bucket, std::size_t rows) {
     map.reserve(rows * 3 * BUCKETS / (2 * BUCKETS + bucket));
 }
 
-inline std::size_t total_bytes(const std::array<RowMap, BUCKETS>& maps) {
+inline std::size_t sum_bytes(const std::array<RowMap, BUCKETS>& maps) {
     return std::accumulate(maps.begin(), maps.end(), std::size_t{0},
                            [](std::size_t total, const RowMap& map) { return total + map.bytes(); });
 }

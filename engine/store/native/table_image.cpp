@@ -13,7 +13,7 @@ constexpr std::size_t PREFETCH_DISTANCE = 8;  // in rows
 }  // namespace
 
 bool TableImage::is_read(u32 bucket, u64 hash, u32 table) const {
-    if (bucket != bucket_ || !is_listed_) return bucket < bucket_;
+    if (bucket != bucket_ || !has_rows_) return bucket < bucket_;
     if (next_ == rows_.size()) return true;
     const TableRow& next = rows_[next_];
     return next_ > 0 && (table != next.table ? table < next.table : get_key(table, hash) < next.key);
@@ -65,7 +65,7 @@ void TableImage::save_before_images(const u32* tables, const u64* keys, std::siz
     }
     const RowSpan rows = unsaved.rows();
     const auto is_hit = std::make_unique<bool[]>(rows.n);
-    top_.read(rows, is_hit.get(), false);
+    top_tier_.read(rows, is_hit.get(), false);
     for (std::size_t i = 0; i < rows.n; ++i)
         save_before_image(get_bucket(rows.hashes[i]), rows.hashes[i], rows.tables[i],
                           is_hit[i] ? floats(rows.lines[i]) : nullptr);
@@ -88,7 +88,7 @@ void TableImage::open_bucket(u32 bucket) {
         const auto [table, key] = saved.row_key(i);
         rows_.push_back({key, 0, table});
     }
-    is_listed_ = true;
+    has_rows_ = true;
 }
 
 void TableImage::sort_bucket() { std::sort(rows_.begin(), rows_.end()); }

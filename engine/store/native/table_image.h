@@ -10,12 +10,12 @@
 
 namespace tierbed {
 
-// Not thread-safe, but `sort_bucket` may run while before-images are saved. Must not outlive the table or `top`.
-// `top` has the latest rows: the table itself, or a cache above the table.
+// Not thread-safe, but `sort_bucket` may run while before-images are saved. Must not outlive the table or `top_tier`.
+// `top_tier` has the latest rows: the table itself, or a cache above the table.
 class TableImage {
 public:
-    TableImage(const FullTable& table, const Layout& layout, Tier& top)
-        : table_(table), top_(top), shape_(layout.shape) {}
+    TableImage(const FullTable& table, const Layout& layout, Tier& top_tier)
+        : table_(table), top_tier_(top_tier), shape_(layout.shape) {}
     TableImage(const TableImage&) = delete;
 
     // Call before a batch's lines are written.
@@ -45,13 +45,13 @@ private:
     void save_before_image(u32 bucket, u64 hash, u32 table, const void* stored);
 
     const FullTable& table_;
-    Tier& top_;
+    Tier& top_tier_;
     LineShape shape_;
     std::array<BeforeImages, BUCKETS> before_images_;
     std::vector<TableRow> rows_;  // the current bucket's rows; a row from a before-image has `line` 0
     std::size_t next_ = 0;        // the next row to read
     u32 bucket_ = 0;
-    bool is_listed_ = false;
+    bool has_rows_ = false;
 };
 
 }  // namespace tierbed

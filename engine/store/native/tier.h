@@ -50,11 +50,11 @@ class HitCounts {
 public:
     explicit HitCounts(u32 num_tables) : num_tables_(num_tables) {}
 
-    struct Part {
+    struct TaskCounts {
         u64* counts;
         u32 num_tables;
-        void add(u32 table, bool hit, u64 rows = 1) {
-            if (table < num_tables) counts[2 * std::size_t{table} + hit] += rows;
+        void add(u32 table, bool is_hit, u64 num_rows = 1) {
+            if (table < num_tables) counts[2 * std::size_t{table} + is_hit] += num_rows;
         }
         // Subtracts a hit that `add` has counted, and adds a miss.
         void turn_into_miss(u32 table) {
@@ -64,15 +64,15 @@ public:
         }
     };
     // Returns a task's counts. A task's number is below BUCKETS.
-    Part part(std::size_t task) {
-        parts_[task].resize(2 * std::size_t{num_tables_} + PADDING);
-        return {parts_[task].data(), num_tables_};
+    TaskCounts task_counts(std::size_t task) {
+        task_counts_[task].resize(2 * std::size_t{num_tables_} + PADDING);
+        return {task_counts_[task].data(), num_tables_};
     }
 
     // Returns hits and misses [tables, 2]. No task may add to its counts meanwhile.
     std::vector<u64> sums() const {
         std::vector<u64> all(2 * std::size_t{num_tables_});
-        for (const std::vector<u64>& counts : parts_)
+        for (const std::vector<u64>& counts : task_counts_)
             for (std::size_t i = 0; i < all.size() && !counts.empty(); ++i) all[i ^ 1] += counts[i];
         return all;
     }
@@ -88,7 +88,7 @@ private:
     static constexpr std::size_t PADDING = 16;  // unused counts, so that tasks share no CPU cache line
 
     u32 num_tables_;
-    std::array<std::vector<u64>, BUCKETS> parts_;  // for each task: misses and hits [tables, 2]; empty until used
+    std::array<std::vector<u64>, BUCKETS> task_counts_;  // for each task: misses and hits [tables, 2]; empty until used
 };
 
 }  // namespace tierbed

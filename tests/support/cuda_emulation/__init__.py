@@ -39,7 +39,7 @@ class EmulatedDevice(Device):
     def read_free_memory(self) -> int:
         return self.memory
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_host_memory(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(size, dtype=dtype)
 
     def start(self, program: Program, kernel: str, blocks: int, arguments: Sequence[np.generic | np.ndarray]) -> None:
@@ -83,5 +83,5 @@ class EmulatedDevice(Device):
 
 @cache
 def _library(program: Program) -> ctypes.CDLL:
-    exports = "".join(f"TIERBED_EXPORT({kernel})\n" for kernel in program.kernels())
-    return library(program.source() + exports)
+    exports = "".join(f"TIERBED_EXPORT({kernel})\n" for kernel in program.list_kernels())
+    return library(program.read_source() + exports)

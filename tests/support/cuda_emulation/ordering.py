@@ -74,8 +74,8 @@ class OrderedDevice(EmulatedDevice):
         for tensor in constants:
             self.find(tensor).constant = True
 
-    def host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
-        memory = super().host_memory(size, dtype)
+    def allocate_host_memory(self, size: int, dtype: torch.dtype) -> Tensor:
+        memory = super().allocate_host_memory(size, dtype)
         self.find(memory).owner = None
         return memory
 
@@ -125,7 +125,7 @@ class OrderedDevice(EmulatedDevice):
 
 @cache
 def _const(program: Program, kernel: str) -> list[bool]:
-    found = re.search(rf" {kernel}\(([^)]*)\)", program.source())
+    found = re.search(rf" {kernel}\(([^)]*)\)", program.read_source())
     assert found is not None
     return [parameter.strip().startswith("const ") for parameter in found[1].split(",")]
 
