@@ -15,6 +15,7 @@ from support.embeddings import contents, make, train
 from tierbed import CapacityError, MultiTableEmbedding
 from tierbed.engine.row_format import ROW_KEY_DTYPE, Change, row_dtype
 from tierbed.engine.table import change_observers
+from tierbed.snapshots import Snapshot
 
 Row = tuple[int, int]  # table, key as 64 bits without sign
 FIRST, SECOND = "1" * 32, "2" * 32
@@ -107,3 +108,10 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
         touched = go(during)
         assert table.observers.read_changes(FIRST) is None
         check(kept, SECOND, touched)
+
+
+def check_saved(embedding: Any, name: str) -> None:
+    """A snapshot in the store folder has all rows, bit for bit."""
+    snapshot = Snapshot.open(embedding.table_handle().store.snapshots / name)
+    rows = [row for _, part in snapshot.chunks() for row in part]
+    assert by_name(rows) == by_name(contents(embedding))

@@ -13,12 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.changed_rows import Row, by_name, call, some_rows
-from support.embeddings import contents, make, train
+from support.changed_rows import Row, call, check_saved, some_rows
+from support.embeddings import make, train
 from support.examples import examples
 from support.stores import STORES, options
 from tierbed.engine.row_format import ROW_KEY_DTYPE
-from tierbed.snapshots import Snapshot
 from tierbed.snapshots.store import save
 from tierbed.snapshots.store.changed_keys import read_changed_keys, write_changed_keys
 from tierbed.snapshots.store.folder_state import FolderState
@@ -38,21 +37,15 @@ events = st.lists(
 @contextmanager
 def counted_comparisons() -> Iterator[list[int]]:
     """Counts the incremental saves that compare all rows with their parent."""
-    count, compare = [0], save.changes_between
+    count, compare = [0], save.find_changes
 
     def counted(*arguments: Any) -> Any:
         count[0] += 1
         return compare(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(save, "changes_between", counted)
+        patch.setattr(save, "find_changes", counted)
         yield count
-
-
-def check_saved(embedding: Any, name: str) -> None:
-    snapshot = Snapshot.open(embedding.table_handle().store.snapshots / name)
-    rows = [row for _, part in snapshot.chunks() for row in part]
-    assert by_name(rows) == by_name(contents(embedding))
 
 
 @stores
