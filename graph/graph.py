@@ -1,4 +1,8 @@
-"""`Graph`, the class that users subclass to write a step."""
+"""`Graph`, the class that users subclass to write a step.
+
+A call looks up a compiled step by the call's signature. A new signature is traced (trace/) and compiled (run/). The
+step then runs on the call's tensors. Traced Python values are compared again before each call (`ValueGuards`).
+"""
 
 from __future__ import annotations
 
@@ -68,7 +72,7 @@ class Graph(ModelSnapshots, HasBuild):
     """A training or evaluation step that is traced once per input signature and then runs without autograd.
 
     Subclass `Graph` like an `nn.Module`: create modules and call `add_optimizer` in `__init__`, and write the step
-    in `build`. `build` computes a loss, calls `loss.backward()` and reaches parameters through `self`.
+    in `build`. `build` computes a loss, calls `loss.backward()` and finds its modules and parameters in `self`.
 
     Calling the graph runs one step: forward, backward, the updates of embedding rows, and `step()` of every
     optimizer. The call returns the result of `build` with tensors detached. After a training step, `grad` is None for
@@ -195,8 +199,7 @@ class Graph(ModelSnapshots, HasBuild):
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
         """Unscale the gradients of every step with `scaler`, and then let `scaler` adapt its scale.
 
-        `build` must scale the loss itself: `scaler.scale(loss).backward()`. A step with a non-finite gradient updates
-        nothing and lowers the scale.
+        Scale the loss in `build`: `scaler.scale(loss).backward()`. A non-finite gradient only lowers the scale.
 
         Args:
             scaler: The gradient scaler, or None to remove it.
@@ -283,10 +286,9 @@ class Graph(ModelSnapshots, HasBuild):
         and fetches their rows into the cache. The cache keeps these rows until their step, and evicts other rows.
 
         Args:
-            batches: A DataLoader or another iterable. A list or tuple holds the arguments of `build`; any other batch
-                is the single argument of `build`.
-            ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. A single
-                process on a CPU draws 8 batches ahead while the caches of an SSD store miss rows, otherwise none.
+            batches: A DataLoader or iterable. A batch is a list or tuple of `build`'s arguments, or its only argument.
+            ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. A single CPU
+                process uses 8 while an SSD store's caches miss rows, and 0 otherwise.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
             uneven: If the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
                 "join", a rank without a batch joins the steps of the other ranks. Default: "stop".
@@ -330,8 +332,7 @@ class Graph(ModelSnapshots, HasBuild):
         """Write a checkpoint: a folder with `state_dict()` and the rows of all embeddings.
 
         The checkpoint is durable when the call returns. An embedding with a persistent_path also gets a snapshot in
-        its store folder; the snapshot shares files with the checkpoint if the file system can. A failed save leaves no
-        files behind and keeps the old checkpoint.
+        its store folder; both share files if the file system can. A failed save changes no files.
 
         Args:
             path: The new folder.

@@ -1,4 +1,8 @@
-"""The embedding modules: `MultiTableMultiColumnEmbedding` and `MultiTableEmbedding`."""
+"""The embedding modules: `MultiTableMultiColumnEmbedding` and `MultiTableEmbedding`.
+
+The rows are in a store, outside torch. At its first use, the module opens the store and keeps it in a handle. The
+module's only parameter, the shadow, stands for the rows in optimizers and autograd. `EmbeddingBase` documents methods.
+"""
 
 from __future__ import annotations
 
@@ -126,8 +130,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
     ) -> Tensor:
         """Look up rows by id, or pool the rows of bags.
 
-        An unknown id gets its initial row; only training inserts it. Outside a `Graph`, an `EagerOptimizer` trains the
-        rows that a lookup read.
+        An unknown id gets its initial row; only training inserts it. Outside a `Graph`, train with an `EagerOptimizer`.
 
         Args:
             ids: Integers of any shape, of `key_type` or a dtype that fits into it.
@@ -223,12 +226,11 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
         Args:
             weights: Floats [rows, dim], by table index or name.
-            states: Optimizer states, by table and then by name: [rows, dim], or [rows] for a state with one number
-                per row. If None, the optimizer starts with new state.
-            step: How many steps trained the rows, for Adam's bias correction. If some tables keep their rows, `step`
-                must be the embedding's current step. If None, the largest `step` (torch) or `iter` (FBGEMM) in
-                `states`. If `states` is empty and `weights` has all tables, None means 0. Otherwise None means the
-                current step, with a warning if the optimizer counts steps.
+            states: Optimizer states by table and name: [rows, dim], or [rows] for one number per row. None: new state.
+            step: The number of steps that trained the rows; Adam's bias correction needs it. Default: the largest
+                `step` (torch) or `iter` (FBGEMM) in `states`. Without either: 0 if `states` is empty and every table is
+                replaced, otherwise the current step, with a warning if the optimizer counts steps. If some tables keep
+                their rows, `step` must equal the current step.
 
         Raises:
             InputError: If a table, shape or dtype is wrong, or the optimizer counts steps and no step is known.
@@ -459,9 +461,8 @@ class MultiTableEmbedding(MultiTableMultiColumnEmbedding):
         default_initializer: Initial rows if `tables` is None. Default: normal(0, 0.05).
         padding_idx: An id without a row. Lookups of this id return zeros, and the id gets no gradient.
         seed: Initial rows depend only on (seed, table, id, column), so embeddings with one seed start with equal rows.
-            Default: the seed of rows already stored, otherwise the CRC-32 of the name. If the name is None, the seed
-            depends on how many unnamed embeddings were used before this one. Embeddings with a `world` have their own
-            count, so all ranks choose the same seeds.
+            Default: the seed of rows already stored, otherwise the CRC-32 of the name. Unnamed embeddings are seeded by
+            the order of their first use; those with a `world` are counted separately, so all ranks get the same seed.
         output_dtype: The dtype of lookup results and their gradients: torch.float32, float16 or bfloat16.
         world: A `World` whose ranks share the rows. Default: all rows are in this process.
         state_dtype: The dtype of optimizer states with one number per element: torch.float32 or bfloat16.

@@ -82,7 +82,7 @@ METRICS: dict[str, Metric] = {
     "evictions_clean": _counter("unchanged rows evicted from the cache, without write-back"),
     "evictions_dirty": _counter("changed rows evicted from the cache and written back"),
     "too_small": _gauge("1 if the cache misses over half of the rows because it evicts rows that are needed again"),
-    "overflows": _counter("rows that did not fit in their cache set, because batches need all rows of that set"),
+    "overflows": _counter("rows that did not fit in their set of 64: current or announced batches need all its rows"),
     "overflow_rows": _gauge("rows in the overflow area now"),
     "overflow_peak_rows": _gauge("the peak of `overflow_rows`"),
     "overflow_capacity": _gauge("prefetch and steps wait if `overflow_rows` would exceed it", "overflow_capacity_rows"),

@@ -202,8 +202,7 @@ class Embedding(TorchTable, nn.Embedding):  # type: ignore[misc, override]
     Args:
         num_embeddings: The number of ids; ids start at 0. None for a table that takes any id and grows.
         embedding_dim: How many elements a row has.
-        padding_idx: Id whose row gets no gradient from lookups. The row starts as zeros; as in torch, you may load
-            other values into it.
+        padding_idx: Id whose row gets no gradient from lookups. The row starts as zeros, unless you load it.
         sparse: Ignored; gradients always cover only the rows that were looked up.
         device: Where lookups run: "cpu", "cuda" or "meta".
         dtype: The dtype of rows and results, torch.float32, float16 or bfloat16. Default: torch's default dtype.

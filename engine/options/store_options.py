@@ -255,9 +255,9 @@ class CachedHostMemOptions(StoreOptions, _CacheFields):
         cache_policy: Which row to evict from a full cache set: "lru" (the least recently used row) or "lfu" (the row
             used in the fewest steps). A row that an announced step needs is not evicted.
         overflow_mb: The size in MiB of the overflow area, in addition to the cache. The area holds rows that do not fit
-            into their set. With RocksDB, up to half of the area may hold rows that wait to be written to disk. If the
-            area is full, prefetch and eviction wait; a step gets the memory it needs, even beyond the limit. Default:
-            the cache size, at most 64 MiB (192 MiB with RocksDB), or two batches if these are larger.
+            into their set. In a cached_ssd store, up to half of it may hold rows waiting to be written to disk. When it
+            is full, prefetch and eviction wait; a step may exceed the limit. Default: the cache size, but at most
+            64 MiB (192 MiB for cached_ssd). The default grows to two batches if they need more.
     """
 
     store: str = field(default="cached_host_mem", init=False)
@@ -298,8 +298,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         read_mode: "buffered" reads files through the page cache. "mmap" maps files, and is faster if files are in
             memory, but a disk read error kills the process. "direct" bypasses the page cache.
         io_threads: The maximum number of threads for each of three tasks: reading rows, prefetch, and write-back. By
-            default, up to 64 threads read rows, depending on the disk. Prefetch uses min(4, cores / 2) threads, and
-            write-back uses the same number.
+            default, up to 64 threads read rows, depending on the disk. Prefetch and write-back use min(4, cores / 2).
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.
