@@ -328,7 +328,7 @@ class Graph(ModelSnapshots, HasBuild):
         finally:
             self.__profiled_forward = None
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False, kind: str | None = None) -> None:
         """Write a checkpoint: a folder with `state_dict()` and the rows of all embeddings.
 
         The checkpoint is durable when the call returns. An embedding with a persistent_path also gets a snapshot in
@@ -337,17 +337,20 @@ class Graph(ModelSnapshots, HasBuild):
         Args:
             path: The new folder.
             overwrite: Atomically replace an existing checkpoint, once the new checkpoint is durable. Default: False.
+            kind: How to save rows. "full" writes every row. "checkpoint" hard-links the RocksDB files of `cached_ssd`
+                stores. Default: None for "checkpoint" where possible, and otherwise "full".
 
         Raises:
             SnapshotError: If `path` exists or cannot be written.
             GraphError: If a checkpoint cannot hold the state.
             InputError: If `path` is not a path.
+            OptionError: If `kind` is unknown, or a store has no RocksDB files to link.
         """
-        folder = checkpoint.parse_new_folder(self, path, overwrite)
+        folder = checkpoint.parse_new_folder(self, path, overwrite, kind)
         extra_state.check_nothing_accumulated(self.__epilogue)
         with exclude_rows():
             state = self.state_dict()
-        checkpoint.save(self, state, folder, overwrite)
+        checkpoint.save(self, state, folder, overwrite, kind)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Useful before a long training."""

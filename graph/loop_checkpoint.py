@@ -38,6 +38,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None = None,
     *,
     overwrite: bool = False,
+    kind: str | None = None,
 ) -> None:
     """Write a checkpoint of a plain training loop: a folder with the model, all its rows and its optimizers.
 
@@ -53,11 +54,13 @@ def save_checkpoint(
         scaler: A `torch.amp.GradScaler`, or None. Default: None.
         extra: A dict of other plain values and tensors, such as the epoch. `load_checkpoint` returns it.
         overwrite: Replace an existing checkpoint atomically. Default: False.
+        kind: How to save rows, as in `Graph.save`. Default: None.
 
     Raises:
         SnapshotError: If `path` exists or cannot be written.
         GraphError: If a checkpoint cannot hold the state, or row gradients still wait for `step()`.
         InputError: If an argument is of the wrong type.
+        OptionError: If `kind` is unknown, or a store has no RocksDB files to link.
     """
     model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
     for m in model.modules():
@@ -69,10 +72,10 @@ def save_checkpoint(
             )
     if extra is not None and not isinstance(extra, Mapping):
         raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
-    folder = checkpoint.parse_new_folder(model, path, overwrite)
+    folder = checkpoint.parse_new_folder(model, path, overwrite, kind)
     with exclude_rows():
         state = _collect_state(model, training_state, extra or {})
-    checkpoint.save(model, state, folder, overwrite, "loop")
+    checkpoint.save(model, state, folder, overwrite, kind, "loop")
 
 
 def load_checkpoint(

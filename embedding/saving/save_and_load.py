@@ -29,7 +29,7 @@ def save_together(
     world: World,
     managers: SnapshotManagers,
     name: str,
-    kind: str = "full",
+    kind: str | None = "full",
     overwrite: bool = False,
     background: bool = False,
     progress: ProgressCallback | None = None,
@@ -37,8 +37,9 @@ def save_together(
     """Save each table's rows as snapshot `name` in the table's store folder, between two steps. All ranks call this.
 
     On an error, no snapshot exists, unless the error says otherwise. If several tables are saved as incremental, tables
-    without a parent snapshot are saved in full. If `background` is True, this returns at once, and threads save the
-    rows. `progress` is called with the row count of each written chunk. Raises SnapshotError, StoreError, OptionError.
+    without a parent snapshot are saved in full. If `kind` is None, each table uses its `cheapest_kind`. If `background`
+    is True, this returns at once, and threads save the rows. `progress` is called with the row count of each written
+    chunk. Raises SnapshotError, StoreError, OptionError.
     """
     op, *others = [manager.name_call(f"saving snapshot {name!r}") for manager in managers]
     count_text = f"{len(managers)} embeddings" if others else ""
@@ -47,7 +48,7 @@ def save_together(
         manager.before_save(background)  # may complete a background save, whose snapshot becomes the parent
     with ExitStack() as locks, NewSnapshots() as new_snapshots:
         locks.enter_context(lock_between_steps(managers, awaits_step=world.size == 1))
-        kinds = [kind] * len(managers)
+        kinds = [manager.cheapest_kind if kind is None else kind for manager in managers]
         if count_text and kind == "incremental" and not background:
             kinds = world.call_on_rank_0(op, lambda: [_choose_kind(manager) for manager in managers])
         pairs = [*zip(managers, kinds, strict=True)]

@@ -9,6 +9,7 @@ marked "Local" may be called by a single rank.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from pathlib import Path
@@ -110,6 +111,16 @@ class SnapshotManager:
             raise no_folder_error(self.name)
         self.store.check()
         return self.store
+
+    @property
+    def cheapest_kind(self) -> str:
+        """The cheapest kind of a snapshot that loads without other snapshots. Equal on all ranks."""
+        stack, store = self.local.table.stack, self.store
+        has_files = stack is not None and isinstance(stack.bottom, RocksDB) and self._shard is None
+        if not has_files or store is None:
+            return "full"
+        can_link = os.stat(store.live_path).st_dev == os.stat(store.snapshots.parent.resolve()).st_dev
+        return "checkpoint" if can_link else "full"
 
     def name_call(self, action: str) -> str:
         """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""

@@ -104,13 +104,13 @@ class ModelSnapshots(RowLoadingMixin):
         return [embedding.table_handle(for_load).snapshots for embedding in self._require_embeddings()]
 
 
-def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path]) -> None:
-    """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step."""
+def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], kind: str | None = None) -> None:
+    """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step. kind: None for the cheapest kind."""
     world = _find_world(embeddings)
     managers = [embedding.table_handle().snapshots for embedding in embeddings]
     have_folders = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(have_folders):
-        save_together(world, [*compress(managers, have_folders)], paths[0].name)
+        save_together(world, [*compress(managers, have_folders)], paths[0].name, kind)
     for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
         (manager.link_rows if has_folder else manager.save_rows)(path)
 

@@ -50,7 +50,7 @@ from ...embedding.optim.resumed_rows import remember_run_ids
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
 from ...embedding.tables.names import strip_wrappers
-from ...engine.checks import check_flags, is_folder_name
+from ...engine.checks import check_choice, check_flags, is_folder_name
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
 from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
 from ...engine.ops.embedding_base import EmbeddingBase
@@ -203,17 +203,19 @@ def select_random_state(world: World, rank_0_states: RandomStates, other_states:
     return other_states[world.rank - 1] if world.rank <= len(other_states) else [torch.get_rng_state()]
 
 
-def parse_new_folder(root: nn.Module, path: Any, overwrite: bool) -> Path:
-    """Check a new checkpoint's path and return it. Raises SnapshotError, InputError or GraphError."""
+def parse_new_folder(root: nn.Module, path: Any, overwrite: bool, kind: Any = None) -> Path:
+    """Check a new checkpoint's path and return it. Raises SnapshotError, InputError, OptionError or GraphError."""
     world, label = get_world(_find_saved_embeddings(root)), "checking a checkpoint"
-    folder: Path = world.call_on_all_ranks(f"{label}: its path", lambda: _parse_folder(path, overwrite))
+    folder: Path = world.call_on_all_ranks(f"{label}: its path", lambda: _parse_folder(path, overwrite, kind))
     world.call_on_all_ranks(f"{label}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
     world.call_on_rank_0(f"{label}: its folder", lambda: _check_can_write(folder, overwrite))
     return folder
 
 
-def _parse_folder(path: Any, overwrite: Any) -> Path:
+def _parse_folder(path: Any, overwrite: Any, kind: Any) -> Path:
     check_flags(InputError, overwrite=overwrite)
+    if kind is not None:
+        check_choice("kind", kind, ("full", "checkpoint"))
     folder = as_path(path).absolute()
     if not is_folder_name(folder.name) or len(folder.name.encode()) > 200 - 9:
         raise SnapshotError(
@@ -238,12 +240,20 @@ def _check_can_write(folder: Path, overwrite: bool) -> None:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be overwritten: {error}. Use another path") from error
 
 
-def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: bool = False, kind: str = "graph") -> None:
+def save(
+    root: nn.Module,
+    state: Mapping[str, Any],
+    folder: Path,
+    overwrite: bool = False,
+    rows_kind: str | None = None,
+    kind: str = "graph",
+) -> None:
     """Write `state` and the rows of all embeddings under `root`. The checkpoint is durable on return.
 
-    kind: "graph", or "loop" if the state consists of `model` and `training`. With `overwrite`, the old checkpoint's
-    snapshots in store folders are replaced too. Raises SnapshotError if the checkpoint cannot be written, and
-    GraphError for a state that a checkpoint cannot hold or that differs between ranks.
+    rows_kind: the kind of the rows' snapshots; None for the cheapest. kind: "graph", or "loop" if the state consists of
+    `model` and `training`. With `overwrite`, the old checkpoint's snapshots in store folders are replaced too. Raises
+    SnapshotError if the checkpoint cannot be written, and GraphError for a state that a checkpoint cannot hold or that
+    differs between ranks.
     """
     embeddings = _find_saved_embeddings(root)
     world, label = get_world(embeddings), f"saving checkpoint {folder.name!r}"
@@ -267,7 +277,7 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
     try:
         with _open_atomic_folder(world, label, folder, overwrite) as temporary:
             world.call_on_rank_0(f"{label}: parameters", lambda: _write_files(temporary, contents, tensors, folder))
-            save_rows([*embeddings.values()], _list_row_folders(temporary, snapshot_name, embeddings))
+            save_rows([*embeddings.values()], _list_row_folders(temporary, snapshot_name, embeddings), rows_kind)
         is_complete = True
     finally:
         # Ctrl-C may arrive after the checkpoint is renamed; its snapshots must then stay

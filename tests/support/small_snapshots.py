@@ -136,8 +136,11 @@ def joined(chunks: Iterable[Chunk]) -> dict[int, bytes]:
 def save(
     folder: Path, counts: dict[int, int] | None = None, width: int = 6, types: Types = TYPES[0], **changes: Any
 ) -> Manifest:
+    described = description(width, types, **changes)
     buckets = make_buckets(width, {0: 20, 5: 1, 63: 9} if counts is None else counts, types)
-    return write_snapshot(folder, description(width, types, **changes), chunked(buckets))
+    for rows in buckets.values():
+        rows["step"] = np.minimum(rows["step"], described["step"])
+    return write_snapshot(folder, described, chunked(buckets))
 
 
 def flip_bit(path: Path, bit: int) -> None:
