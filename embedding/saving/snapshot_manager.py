@@ -167,12 +167,12 @@ class SnapshotManager:
         self.local.table.require_top_tier()
         self.local.table.raise_deferred_error()
 
-    def before_save(self, background: bool) -> None:
-        """Prepare for a save. The caller does not hold the table's lock."""
+    def before_save(self, flushes: bool) -> None:
+        """Prepare for a save. The caller does not hold the table's lock. flushes: True if the save will flush rows."""
         self.try_complete()
         if self._shard is None:
             self.require_store()
-            if not background:
+            if flushes:
                 self.local.table.flush_ahead()
 
     def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new_snapshots: NewSnapshots) -> TableSave:
@@ -233,7 +233,7 @@ class SnapshotManager:
         """
         op = self.name_call("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
-        self.before_save(background=False)
+        self.before_save(flushes=True)
         with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new_snapshots:
             self.world.call_on_all_ranks(op, self.local.table.raise_deferred_error)
             inputs = self._make_inputs(new_snapshots.make_id())
