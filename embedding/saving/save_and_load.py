@@ -45,7 +45,8 @@ def save_together(
     count_text = f"{len(managers)} embeddings" if others else ""
     op = f"saving snapshot {name!r} of {count_text}" if others else op
     for manager in managers:
-        manager.before_save(flushes=not background and kind != "incremental")  # may complete a background save, whose snapshot becomes the parent
+        # may complete a background save, whose snapshot then becomes the parent
+        manager.before_save(flushes=not background and kind != "incremental")
     with ExitStack() as locks, NewSnapshots() as new_snapshots:
         locks.enter_context(lock_between_steps(managers, awaits_step=world.size == 1))
         kinds = [manager.cheapest_kind if kind is None else kind for manager in managers]
