@@ -4,8 +4,7 @@ The training group's record contains an entry for each store. The entry says whi
 snapshot, or no rows. A clean shutdown writes the live rows and a clean marker. `plan_open` turns the entry into an
 `OpenPlan`. The plan contains the clean marker if the store opens its live rows, and otherwise the snapshot. A store
 that was not closed cleanly always loads a snapshot or starts empty. A warning then names the snapshot and the lost
-steps. The warning also names a later snapshot of this store that recovery cannot use. Recovery cannot use a snapshot if
-the group's other stores lack a snapshot from the same moment.
+steps. Recovery cannot use a snapshot if the group's other stores lack one from the same moment; the warning says so.
 """
 
 from __future__ import annotations
@@ -93,11 +92,15 @@ def make_log_entry(
     contents: FolderContents,
     member: Member,
     snapshot: Snapshot | None,
-    live_versions: Mapping[int, str | None],  # if the store is sharded: the live rows' versions by rank
-    live_step: int | None,  # the last step of the live rows, if known
-    ranks_prefix: str = "",  # text that names the ranks
+    live_versions: Mapping[int, str | None],
+    live_step: int | None,
+    ranks_prefix: str = "",
 ) -> tuple[int, str] | None:
-    """Return the level and text to log if a store does not open its live rows. Returns None for a new store."""
+    """Return the level and text to log if a store does not open its live rows. Return None for a new store.
+
+    `live_versions` contains the versions of the live rows by rank; it is empty if the store is not sharded. `live_step`
+    is the last step of the live rows, or None if unknown. `ranks_prefix` is text that names the ranks.
+    """
     where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
     if not contents.has_rows_or_snapshots:
         return None
@@ -113,11 +116,11 @@ def make_log_entry(
     unclosed = [str(rank) for rank, live in sorted(live_versions.items()) if live is None or not live.startswith(run)]
     reason = "was not closed by its last run"
     if unclosed:
-        reason = f"was not closed by rank {', '.join(unclosed)} of its {folder.num_ranks}"
+        reason = f"was not closed by rank{'s' * (len(unclosed) > 1)} {', '.join(unclosed)} (of {folder.num_ranks})"
     elif len({*live_versions.values()}) > 1:
         reason = "was closed by its ranks at different steps"
     elif len(record.entries) > 1 and (live_versions or marker):
-        reason = "is trained together with others that were not closed by their last run"
+        reason = "belongs to a training group in which other stores were not closed by their last run"
     lost, unused = describe_lost_steps(snapshot, live_step), _describe_unused_snapshot(folder, member, snapshot)
     return logging.WARNING, f"{where} {reason}; {ranks_prefix}{restored}; {lost}{unused}"
 
@@ -130,8 +133,8 @@ def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapsho
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
     return (
-        f"; its later snapshot {last.name!r}, of step {_read_step(last)}, is not used, since embeddings that are "
-        "trained together with it have no snapshot of that moment"
+        f"; the later snapshot {last.name!r} (step {_read_step(last)}) was not used, because other embeddings of the "
+        "same training group have no snapshot from that moment"
     )
 
 
@@ -146,22 +149,22 @@ def _read_step(snapshot: Snapshot | None) -> int:
 def describe_recovery(base: Snapshot | None) -> str:
     """Return the log text about the rows that the store opens instead of its live rows."""
     if base is None:
-        return "started empty: it has no snapshot of its own"
+        return "started empty, because it has no snapshot of its own"
     return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
 
 
 def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
-    """Return log text about the steps after `base` that are lost. The last lost step is `live_step`, if known."""
-    base_step = _read_step(base)
+    """Return log text about the writes after `base` that are lost. The last lost step is `live_step`, if known."""
+    base_step, writes = _read_step(base), "earlier writes" if base is None else "writes after the snapshot"
     if live_step is None or live_step < base_step:
-        return "what was written since is lost"
+        return f"all {writes} are lost"
     if live_step == base_step:
-        return "no later step; rows put or deleted since are lost"
-    return f"what was written since, steps {base_step + 1} to {live_step}, is lost"
+        return f"no training step is lost, but {writes} by put or delete are lost"
+    return f"all {writes} are lost (steps {base_step + 1} to {live_step})"
 
 
 def describe_next_rows(folder: FolderState, member: Member | None, step: int) -> str:
-    """Return a log text: which rows the next run gets if this run ends at `step` without a clean marker."""
+    """Return log text about the next run's rows, if this run ends at `step` without a clean marker."""
     if member is None:
         return "all ranks recover from a snapshot in the next run"
     try:
@@ -170,7 +173,7 @@ def describe_next_rows(folder: FolderState, member: Member | None, step: int) ->
     except TierbedError as error:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
-        return "the next run starts empty: it has no snapshot of its own"
+        return "the next run starts empty, because the embedding has no snapshot of its own"
     lost = describe_lost_steps(base, step)
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
@@ -203,11 +206,11 @@ def check_shards_unlocked(path: Path, num_ranks: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """Identifies the shard of one rank. num_ranks_on_host: how many ranks share the host."""
+    """Identifies the shard of one rank."""
 
     rank: int
     num_ranks: int
-    num_ranks_on_host: int = 1
+    num_ranks_on_host: int = 1  # how many ranks share the host
 
     def folder(self, store_path: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
@@ -238,7 +241,7 @@ class RowsVersion:
         self._version_at_writes = num_writes, version
 
     def count_write(self, num_earlier: int | None = None) -> None:
-        """Add 1 to the number of writes. num_earlier: how many writes came before; default: this shard's count."""
+        """Count a write that came after `num_earlier` writes. Default: this shard's number of writes."""
         self.num_writes = 1 + (self.num_writes if num_earlier is None else num_earlier)
 
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:

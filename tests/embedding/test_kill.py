@@ -60,7 +60,7 @@ def test_kills_at_random_instants_never_serve_mixed_rows(tmp_path, end, kills, t
 @every_store
 @pytest.mark.parametrize(
     ("saves", "last", "source"),
-    [([3, 6], 6, "restored snapshot 's6', of step 6"), ([], 0, "started empty: it has no snapshot")],
+    [([3, 6], 6, "restored snapshot 's6', of step 6"), ([], 0, "started empty, because it has no snapshot")],
 )
 @pytest.mark.parametrize("first", ["adagrad", None])
 @pytest.mark.rotated("first")
@@ -78,7 +78,7 @@ def test_a_killed_run_resumes_from_its_last_snapshot_and_says_which(
         holds(embedding, last)
         (said,) = remarks(caplog)
         assert re.search(rf"'rows'.*rows was not closed by its last run; {source}", said)
-        assert said.endswith(f"what was written since, steps {last + 1} to 10, is lost")
+        assert said.endswith(f"are lost (steps {last + 1} to 10)")
         steps(embedding, 3 if first else 0)
     for count in (last + 3 if first else last, last + 4 if first else last + 1):
         with embedding_at(tmp_path, store, open="error") as embedding:

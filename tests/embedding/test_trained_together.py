@@ -51,8 +51,8 @@ def test_later_saves_of_one_do_not_move_what_all_go_back_to(tmp_path, stores, ca
     said = remarks(caplog)
     assert len(said) == 2
     for one in said:
-        assert "restored snapshot 'all', of step 4; what was written since, steps 5 to " in one
-        assert "its later snapshot 'latest', of step " in one
+        assert "restored snapshot 'all', of step 4; all writes after the snapshot are lost (steps 5 to " in one
+        assert "the later snapshot 'latest' (step " in one
     assert [member.last_snapshot for member in model.members] == ["all", "all"]
     model.steps(2)
     for _ in range(3):  # over the name that the last run gave: at every instant both have rows of one step
