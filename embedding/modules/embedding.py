@@ -376,9 +376,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._handle is not None:
             self._handle.forget_announced()
 
-    def release(self) -> None:
+    def unpin_rows(self) -> None:
         if self._handle is not None:
-            self._handle.release()
+            self._handle.unpin_rows()
 
     def _require_trainable(self) -> OpenTable | ShardedTable:
         table = self.table_handle().table

@@ -79,7 +79,7 @@ class SnapshotManager:
         return self._folder
 
     @property
-    def last_name(self) -> str | None:
+    def last_snapshot_name(self) -> str | None:
         """The name of the snapshot that was last saved, loaded or restored by recovery; None without one. Local."""
         if self._folder is None:
             return None
@@ -156,7 +156,7 @@ class SnapshotManager:
         self.local.table.require_top_tier()
         self.local.table.raise_deferred_error()
 
-    def before_save(self, background: bool) -> None:
+    def prepare_save(self, background: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock."""
         self.try_complete()
         if self._shard is None:
@@ -205,7 +205,7 @@ class SnapshotManager:
         on_saved = self.local.make_save_callback()
         return TableSave(self.local.table, pending_save, path, kind, inputs, None, self._shard, True, on_saved)
 
-    def save_rows(self, path: Path) -> None:
+    def save_snapshot_at(self, path: Path) -> None:
         """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
         op = self.name_call(f"saving rows as {path.name!r}")
         with ExitStack() as locks, NewSnapshots() as new_snapshots:
@@ -214,7 +214,7 @@ class SnapshotManager:
             save = self._begin_snapshot(op, path, inputs, new_snapshots, "full", None)
             write_and_commit(self.world, op, [save], new_snapshots, locks)
 
-    def save_for_state(self, keep: int | None) -> RowsReference:
+    def save_state_dict_snapshot(self, keep: int | None) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none holds the rows.
 
         The saved snapshot never becomes the parent of a user's snapshot. `keep` is the number of older state_dict
@@ -222,7 +222,7 @@ class SnapshotManager:
         """
         op = self.name_call("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
-        self.before_save(background=False)
+        self.prepare_save(background=False)
         with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new_snapshots:
             self.world.call_on_all_ranks(op, self.local.table.raise_deferred_error)
             inputs = self._make_inputs(new_snapshots.make_id())
@@ -255,9 +255,9 @@ class SnapshotManager:
 
     # saves in the background
 
-    def set_background_save(self, saving: BackgroundSnapshotJob) -> None:
+    def set_background_save(self, job: BackgroundSnapshotJob) -> None:
         """Remember a background save that includes these rows."""
-        self._background_save = saving if self._shard is not None else None
+        self._background_save = job if self._shard is not None else None
 
     def try_complete(self) -> None:
         """Complete a background save if all ranks have written their rows. Called between two steps."""
@@ -299,16 +299,18 @@ class SnapshotManager:
         snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.open_by_name(name))
         return self.load(snapshot, selection, strict)
 
-    def load_rows(self, path: Path, selection: Selection = ALL) -> None:
-        """Replace the rows by the snapshot `path`, already checked by `check_rows`.
+    def load_snapshot_at(self, path: Path, selection: Selection = ALL) -> None:
+        """Replace the rows by the snapshot `path`, already checked by `check_snapshot_at`.
 
         Links the snapshot into the store folder, if there is one, so that recovery can load the snapshot. Makes no
         link if the load drops state or converts rows, because recovery would load the snapshot unchanged.
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.wait_for_save()
-        with lock_between_steps([self], replaces_rows=True), ExitStack() as linking:
-            path = self.link_into_store(path, linking) if self._folder is not None and selection.can_recover else path
+        with lock_between_steps([self], replaces_rows=True), ExitStack() as link_stack:
+            path = (
+                self.link_into_store(path, link_stack) if self._folder is not None and selection.can_recover else path
+            )
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
     def _name_load(self, name: str) -> str:
@@ -369,10 +371,12 @@ class SnapshotManager:
         """Write to the group's record that rows are replaced. Called once every rank has verified its shard."""
         world, member, id = self.world, self.member, snapshot.manifest.id if is_whole else None
         check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
-        with ExitStack() as recording:
+        with ExitStack() as record_stack:
             if id is not None:  # from here on, the next run loads the snapshot even after a kill
                 loads = {} if member is None else {member: id}
-                world.call_on_all_ranks(f"{op} (record the load)", lambda: recording.enter_context(record_load(loads)))
+                world.call_on_all_ranks(
+                    f"{op} (record the load)", lambda: record_stack.enter_context(record_load(loads))
+                )
             mark = f"{op} (mark stores as loading)"
             writes = world.all_gather_object(mark, lambda: self.local.begin_load(records_change=not is_whole))
             self.local.count_load(max(writes), id)  # a rank that failed may have missed writes
@@ -387,14 +391,14 @@ class SnapshotManager:
 
     def _close_all(self, problem: str) -> None:
         """Close the rows after a load that only some ranks completed. Every rank calls this."""
-        next_run = f"recovers from snapshot {self.last_name!r}" if self.last_name else "begins empty"
+        next_run = f"recovers from snapshot {self.last_snapshot_name!r}" if self.last_snapshot_name else "begins empty"
         log.error("%s. The embedding is closed on all ranks. If you create it again, it %s", problem, next_run)
         _, error = try_call(self._close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 
-    def check_rows(self, path: Path, selection: Selection = ALL) -> None:
-        """Read and check the snapshot `path` for `load_rows`. Raises the same errors as `check_snapshot`."""
+    def check_snapshot_at(self, path: Path, selection: Selection = ALL) -> None:
+        """Read and check the snapshot `path` for `load_snapshot_at`. Raises the same errors as `check_snapshot`."""
         op = f"checking snapshot {path.name!r} of embedding {self.name!r}"
         snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(path))
         self.check_snapshot(snapshot, selection)
@@ -428,11 +432,14 @@ class SnapshotManager:
     def make_rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        If the snapshot `self.last_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
+        If the snapshot `self.last_snapshot_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
         """
         step = self.local.step
         return make_reference(
-            step, self._folder, self.last_name, None if self._folder is None else self.local.persistence.version
+            step,
+            self._folder,
+            self.last_snapshot_name,
+            None if self._folder is None else self.local.persistence.version,
         )
 
     def restore(self, pending: RowsReference) -> bool:
@@ -452,24 +459,24 @@ class SnapshotManager:
 
     # linking and removing snapshots
 
-    def link_rows(self, path: Path) -> None:
+    def create_snapshot_link(self, path: Path) -> None:
         """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
         op, snapshot_path = self.name_call(f"linking snapshot {path.name!r}"), self.folder / path.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(snapshot_path), path))
 
-    def link_into_store(self, path: Path, linking: ExitStack) -> Path:
+    def link_into_store(self, path: Path, link_stack: ExitStack) -> Path:
         """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""
         op = f"linking snapshot {path.name!r} of embedding {self.name!r}"
-        self._on_rank_0(op, lambda store: linking.enter_context(link_temporarily(path, store)))
+        self._on_rank_0(op, lambda store: link_stack.enter_context(link_temporarily(path, store)))
         return self.folder / path.name
 
-    def drop_rows(self, snapshot: Snapshot) -> None:
+    def remove_replaced_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a replaced checkpoint's snapshot if nothing needs it. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
             with self.local.table.lock:
                 remove_if_unreferenced(self.store, snapshot)
 
-    def discard_rows(self, name: str) -> None:
+    def remove_failed_snapshot(self, name: str) -> None:
         """Remove a failed checkpoint's snapshot. Recovery then uses an earlier snapshot. Local, on rank 0."""
         if self.store is not None:
             remove_snapshot(self.store.snapshots / name)
@@ -485,8 +492,8 @@ class SnapshotManager:
         """Remove old snapshots and return their names. Not collective: only rank 0 calls this."""
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
-            saving = table.observers.last_save
-            if self._background_save is None and (saving is None or saving.done):  # no temporary folder is in use
+            last_save = table.observers.last_save
+            if self._background_save is None and (last_save is None or last_save.done):  # no temporary folder is in use
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 

@@ -281,12 +281,12 @@ class TablePersistence:
             return "no stored row is lost by it"
         return describe_next_rows(self.folder, self.member, table.step)
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Unlock the folder without writing, and release the memory that automatic budgets reserved."""
         self._budgets.release()
         self._leave_group()
         if self.folder is not None:
-            self.folder.release()
+            self.folder.unlock()
 
     def check_row(self, optimizer: RowOptimizer) -> None:
         """Raise OptionError if the row size in the options differs from the size that the optimizer needs."""

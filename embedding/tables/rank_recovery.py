@@ -41,10 +41,10 @@ class _Decision(NamedTuple):
     log_text: str  # the log message; "" if nothing is logged
 
 
-class RecoveryDecision:
+class RecoveryNegotiation:
     """One rank's part in a joint decision: all ranks decide together which rows to open.
 
-    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `end`. The constructor
+    Every rank creates a RecoveryNegotiation, opens its shard with `decide`, and then calls `end`. The constructor
     raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
 
     Args:

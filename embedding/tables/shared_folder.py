@@ -68,7 +68,7 @@ class SharedFolder:
             self.folder.discard_live_rows()
         member.move_to(self.snapshot_store, ShardLayout(num_ranks))
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Unlock the folder. May be called again."""
         if self.folder is not None:
-            self.folder.release()
+            self.folder.unlock()

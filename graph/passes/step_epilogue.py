@@ -230,7 +230,7 @@ def apply_gradients(
         _update_scaler(scaler, is_finite)
     if not is_finite:
         for batch, *_ in row_grads:
-            batch.release()
+            batch.unpin_rows()
         return False
     if epilogue.max_norm is not None:
         squared_norm = sum_squares(grads) + sum(r.batch.compute_squared_norm(r.grads, r.weights) for r in row_grads)
@@ -272,7 +272,7 @@ def accumulate(
         return apply_gradients(epilogue, *pinned_grads)
     except BaseException:
         for embedding in epilogue.embeddings:
-            embedding.release()
+            embedding.unpin_rows()
         raise
     finally:
         epilogue.clear()

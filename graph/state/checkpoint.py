@@ -274,11 +274,11 @@ def save(root: nn.Module, state: Mapping[str, Any], folder: Path, overwrite: boo
         if not is_complete and all(snapshot.name != snapshot_name for snapshot in _read_row_snapshots(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # raise the first error only
-                    embedding.table_handle().snapshots.discard_rows(snapshot_name)
+                    embedding.table_handle().snapshot_manager.remove_failed_snapshot(snapshot_name)
     for path, snapshot in replaced_snapshots.items():  # drop the old checkpoint's snapshots from store folders
         try:
             if path in embeddings:
-                embeddings[path].table_handle().snapshots.drop_rows(snapshot)
+                embeddings[path].table_handle().snapshot_manager.remove_replaced_snapshot(snapshot)
         except TierbedError as error:
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
@@ -356,7 +356,7 @@ def load(
     try:
         world.call_on_all_ranks(f"{label}: state", lambda: check_state(state))
         for embedding, path in zip(embeddings.values(), row_folders, strict=True):
-            embedding.table_handle(for_load=True).snapshots.check_rows(path, selection)
+            embedding.table_handle(for_load=True).snapshot_manager.check_snapshot_at(path, selection)
         backup = copy_state(get_current_state())
         try:
             world.call_on_all_ranks(f"{label}: loading its state", apply_rank_state)

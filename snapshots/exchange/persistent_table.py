@@ -100,7 +100,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         """Drop the rows without making a snapshot. Later calls do nothing."""
         self._closed = True
         self._sorter.close()
-        self._folder.release()
+        self._folder.unlock()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -200,7 +200,7 @@ def make_persistent_table_writer(
             description = drop_state(description)
         return PersistentTableWriter(folder, snapshot_name, description)
     except BaseException:
-        folder.release()
+        folder.unlock()
         raise
 
 

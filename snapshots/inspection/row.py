@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
 from ...engine.options.table_names import describe_table, find_table, format_choices, read_table_names
-from ...engine.row_format import ROW_KEY_DTYPE as ROW_NAME
+from ...engine.row_format import ROW_KEY_DTYPE
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
@@ -113,5 +113,5 @@ def read_row(tier: Tier | TopTier[Any], row_format: RowFormat, table: int, key: 
     """Read a row from a tier or a stack of tiers. Returns None if the row was never written."""
     row = np.zeros(1, row_format.dtype)
     row["table"], row["key"] = table, key
-    line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # the address of the row's values
+    line = np.array([row.ctypes.data + ROW_KEY_DTYPE.itemsize], np.uint64)  # the address of the row's values
     return row if tier.read(row["table"].copy(), row["key"].copy(), line, should_touch=False)[0] else None

@@ -271,11 +271,11 @@ class Group:
             del self.members[member.id]
         if not self.members:
             _groups.discard(self)
-            self._release()
+            self._unlock()
         if not self.is_locked and self.rows.get(member.id) is member:
             del self.rows[member.id]
 
-    def _release(self) -> None:
+    def _unlock(self) -> None:
         lock, self._lock, self.is_locked = self._lock, None, False
         if lock is not None:
             lock.release()
@@ -334,7 +334,7 @@ class Group:
                 self.file = file
             self._recover()
         except BaseException:
-            self._release()
+            self._unlock()
             raise
 
     def _recover(self) -> None:

@@ -337,7 +337,9 @@ def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
         embedding.save_snapshot("a")
         embedding.put([7], torch.full((1, 5), 2.0), 0)
         save_rows([embedding], [folder / "checkpoint" / "b"])
-        embedding.table_handle().snapshots.discard_rows("b")  # as where the checkpoint fails after that
+        embedding.table_handle().snapshot_manager.remove_failed_snapshot(
+            "b"
+        )  # as where the checkpoint fails after that
 
 
 def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:

@@ -142,7 +142,7 @@ def load_killed(path: Path) -> None:
     """Killed in a load of all, once the record says it: the rows of neither are replaced."""
     model = Model(path, TWO)
     model.counts()
-    table = model.members[0].table_handle().snapshots
+    table = model.members[0].table_handle().snapshot_manager
     table.load = lambda snapshot: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
     model.load_snapshot("s3")
 
@@ -271,7 +271,7 @@ def test_forwards_that_a_backward_pass_repeats_are_no_sign_of_a_failed_one(tmp_p
 def shell_amid_load(path: Path) -> str:
     model = Model(path, TWO)
     model.counts()
-    second = model.members[1].table_handle().snapshots
+    second = model.members[1].table_handle().snapshot_manager
     load = second.load  # type: ignore[attr-defined]
     said = []
 

@@ -33,13 +33,13 @@ def test_a_new_folder_has_one_holder_who_may_release_it_twice(tmp_path: Path) ->
     path = tmp_path / "a" / "users"
     first = StoreFolder(path)
     assert not first.live_path.exists()
-    first.release()
+    first.unlock()
     with StoreFolder(path):
-        first.release()
+        first.unlock()
         for _ in range(2):  # being refused does not disturb the holder
             with pytest.raises(StoreError, match=rf"users.*in use by process {os.getpid()} \(this process\)\. Close a"):
                 StoreFolder(path)
-    StoreFolder(path).release()
+    StoreFolder(path).unlock()
 
 
 def hold(path: Path, pipe: Connection) -> None:
@@ -70,7 +70,7 @@ def test_what_cannot_be_a_store_folder_is_refused_and_not_locked(tmp_path: Path)
         check_refusal((lambda path=path: StoreFolder(path), StoreError, str(path), "persistent_path must be a folder"))
     assert file.read_text() == "mine"
     (tmp_path / "incoming").unlink()
-    StoreFolder(tmp_path).release()
+    StoreFolder(tmp_path).unlock()
 
 
 def test_mark_is_read_back_until_it_is_cleared_and_stays_where_another_cannot_be_stored(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Pat
     if other is not None:
         assert (path / "LOCK").read_text().split() == [str(os.getpid())]
         assert os.listdir(path) == ["LOCK"]
-        other.release()
+        other.unlock()
 
 
 def fill(folder: Path, parents: list[int | None]) -> list[Snapshot]:

@@ -120,7 +120,9 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one(tmp_path: Path, embed
 
     embedding.save_snapshot("monday")
     with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
-        save_together(World.single(), [embedding.table_handle().snapshots], "final", overwrite=True, progress=stop)
+        save_together(
+            World.single(), [embedding.table_handle().snapshot_manager], "final", overwrite=True, progress=stop
+        )
     assert embedding.last_snapshot == "monday"
     assert (step_of(tmp_path, "final"), names(tmp_path)) == (1, {"final", "monday"})
     assert embedding.prune_snapshots(2) == []
