@@ -211,7 +211,7 @@ def load(
     with lock_stores([*stores], as_json) as folders:
         snapshots = [open_snapshot(path, name) for path in stores]
         check_one_moment([path.name for path in stores], snapshots)
-        selection = Selection(tables=parse_tables(table, snapshots[0]), state=not weights_only, convert=convert)
+        selection = Selection(parse_tables(table, snapshots[0]), includes_state=not weights_only, converts=convert)
         with output.show_progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
             manifests, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
     left_out = {"left_out": selections[0].left_out} if is_single else {}

@@ -277,15 +277,10 @@ class ShardedTable:
     ) -> None:
         """local: this rank's `LocalTable`. capacity: maximum rows over all ranks; None if each rank has its own limit.
 
-        before_step: called on all ranks before a step. request_handler: the `RankRequestHandler` that all ranks serve together.
+        before_step: called on all ranks before a step. request_handler: the ranks' common `RankRequestHandler`.
         """
-        self.world, self.capacity, self._before_step, self._request_handler = (
-            world,
-            capacity,
-            before_step,
-            request_handler,
-        )
-        self.local, self.traffic = local, Traffic()
+        self.world, self.local, self.capacity, self.traffic = world, local, capacity, Traffic()
+        self._before_step, self._request_handler = before_step, request_handler
         self.pinned: ShardedBatch | None = None
         self._divergence = ""  # describes an update that failed on this rank alone; "" if there is none
         self.id_prefetcher = IdPrefetcher(

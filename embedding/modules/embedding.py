@@ -414,7 +414,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 self._handle.local.move(device)
             handle = self._handle
         if self._pending_references and not for_load:
-            self._load_pending()
+            self._load_pending_reference()
         if self._open_callbacks and not for_load:
             calls, self._open_callbacks = self._open_callbacks, []
             for call in calls:

@@ -39,13 +39,10 @@ def read_plain_row(local: LocalTable, label: int | str, key: int) -> dict[str, A
 
 
 class LocalRequestHandler:
-    """Serves requests for rows that only this process has, in the server's thread.
+    """Serves requests for this process's rows in the server's thread. find_handle: finds a store's handle by path."""
 
-    find: returns a store's handle by its real path.
-    """
-
-    def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
-        self._handle, self._find_handle = handle, find
+    def __init__(self, handle: Handle, find_handle: Callable[[str], Handle]) -> None:
+        self._handle, self._find_handle = handle, find_handle
 
     def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
         others = [self._find_handle(path) for path in save.stores]
@@ -53,7 +50,7 @@ class LocalRequestHandler:
 
         def save_now() -> Manifest:
             for handle in others or handles:
-                check_not_pending(handle.name, handle.pending)
+                check_not_pending(handle.name, handle.pending_references)
             save.progress(0)
             managers = [handle.snapshot_manager for handle in handles]
             save_together(self._handle.world, managers, save.name, save.kind, save.overwrite, progress=save.progress)
@@ -98,8 +95,8 @@ class RankRequestHandler(LocalRequestHandler):
     all ranks then serve the request in the training thread.
     """
 
-    def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
-        super().__init__(handle, find)
+    def __init__(self, world: World, handle: Handle, find_handle: Callable[[str], Handle]) -> None:
+        super().__init__(handle, find_handle)
         self._world = world
         self._request: _PendingRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
@@ -134,9 +131,8 @@ class RankRequestHandler(LocalRequestHandler):
             case ["save", name, kind, overwrite, stores]:
                 managers, find = [self._handle.snapshot_manager], self._find_handle
                 if stores:
-                    managers = self._world.call_on_all_ranks(
-                        op, lambda: [find(path).snapshot_manager for path in stores]
-                    )
+                    handles = self._world.call_on_all_ranks(op, lambda: [find(path) for path in stores])
+                    managers = [handle.snapshot_manager for handle in handles]
                 progress = None if request is None else request.progress
                 save_together(self._world, managers, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
@@ -148,7 +144,7 @@ class RankRequestHandler(LocalRequestHandler):
         store_paths = list(save.stores) if len(save.stores) > 1 else []
         handles = [self._find_handle(path) for path in store_paths] or [self._handle]
         for handle in handles:
-            check_not_pending(handle.name, handle.pending)
+            check_not_pending(handle.name, handle.pending_references)
         call = ["save", save.name, save.kind, save.overwrite, store_paths]
         if self._submit(_PendingRequest(call, handles, save.is_given_up, save.progress)) is None:
             return None
@@ -178,10 +174,7 @@ class RankRequestHandler(LocalRequestHandler):
         return request if request.is_begun else None
 
     def _take_request(self, begin: bool = False) -> _PendingRequest | None:
-        """Remove the request.
-
-        Returns the request if `begin` is True and the client still waits. Otherwise marks the request as done.
-        """
+        """Remove the request. Returns it if `begin` is True and the client still waits, else marks it as done."""
         with self._take_lock:
             request, self._request = self._request, None
             if request is not None:

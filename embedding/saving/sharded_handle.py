@@ -36,8 +36,9 @@ from .table_handle import claim_folder, find_handle, register_handle
 class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
-    local: this rank's rows, with their own tiers and folder. shared_folder: the common store folder; None for rows in
-    memory. All ranks make the same calls, except calls on a rank's own rows. Errors are raised on every rank.
+    local: this rank's rows, with their own tiers and folder. table: the rows of all ranks. shared_folder: the common
+    store folder; None for rows in memory. All ranks make the same calls, except calls on a rank's own rows. Errors are
+    raised on every rank.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class ShardedTableHandle:
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-        pending: Sequence[RowsReference] = (),
+        pending_references: Sequence[RowsReference] = (),
     ) -> None:
-        self.world, self.pending = world, pending
+        self.world, self.pending_references = world, pending_references
         self.shared_folder: SharedFolder | None = None
         op = f"opening embedding {spec.name!r}"
-        settings, error = try_call(lambda: _settings(world, spec, options, optimizer))
+        settings, error = try_call(lambda: _collect_settings(world, spec, options, optimizer))
         world.handshake(op, error, settings)
 
         def claim() -> str | None:
@@ -89,14 +90,11 @@ class ShardedTableHandle:
         register_handle(folder, self)
         store = None if shared_folder is None or shared_folder.folder is None else shared_folder.snapshot_store
         snapshots_path = None if shared_folder is None else shared_folder.snapshots
-        self.snapshot_manager = SnapshotManager(
-            local, world, snapshots_path, store, HashShard(world.rank, world.size), self.close
-        )
+        hash_shard = HashShard(world.rank, world.size)
+        self.snapshot_manager = SnapshotManager(local, world, snapshots_path, store, hash_shard, self.close)
         self.request_handler = RankRequestHandler(world, self, find_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(
-            world, local, capacity, self.snapshot_manager.try_complete, self.request_handler
-        )  # all rows
+        self.table = ShardedTable(world, local, capacity, self.snapshot_manager.try_complete, self.request_handler)
         local.serve(self.request_handler, None if shared_folder is None else shared_folder.folder)
 
     @property
@@ -198,7 +196,9 @@ class ShardedTableHandle:
             self.shared_folder.unlock()
 
 
-def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
+def _collect_settings(
+    world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None
+) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks. The keys are names for error messages."""
     state = None if optimizer is None else spec.make_row_state(optimizer)
     rule = None if state is None else [state.rule, list(state.names), list(state.initial_values)]

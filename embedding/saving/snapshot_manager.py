@@ -26,7 +26,7 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Member, PendingSave, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linking import STATE_PREFIX, check_linked, link_snapshot, link_temporarily, remove_snapshot
-from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, make_snapshot_version
+from ...snapshots.store.recovery_rule import EMPTY_ID, EMPTY_RECORD, NO_ENTRY, make_snapshot_version
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
 from ...snapshots.store.save import SaveInputs, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -75,7 +75,7 @@ class SnapshotManager:
     def folder(self) -> Path:
         """The snapshots' folder. Raises SnapshotError for rows in memory. Local."""
         if self._folder is None:
-            raise no_folder_error(self.name)
+            raise make_no_folder_error(self.name)
         return self._folder
 
     @property
@@ -90,11 +90,11 @@ class SnapshotManager:
             file = GroupFile(FolderState(self._folder.parent))
             record, store_id = file.record, file.store_id
             is_as_opened = self.local.persistence.version == make_snapshot_version(restored)
-        id = record.parents.get(store_id, EMPTY)
-        is_restored = not record.changed_stores and record.entries.get(store_id, NOTHING).snapshot == restored
+        id = record.parents.get(store_id, EMPTY_ID)
+        is_restored = not record.changed_stores and record.entries.get(store_id, NO_ENTRY).snapshot == restored
         if restored and is_as_opened and not is_restored:
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
-        return None if id == EMPTY else find_snapshot_name(self._folder, id)
+        return None if id == EMPTY_ID else find_snapshot_name(self._folder, id)
 
     def open_by_name(self, name: str) -> Snapshot:
         """Open a snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
@@ -107,7 +107,7 @@ class SnapshotManager:
     def require_store(self) -> StoreFolder:
         """Return rank 0's store folder. Raises SnapshotError without a folder, StoreError if it was removed. Local."""
         if self.store is None:
-            raise no_folder_error(self.name)
+            raise make_no_folder_error(self.name)
         self.store.check()
         return self.store
 
@@ -152,7 +152,7 @@ class SnapshotManager:
                 f"background=True, kind={kind!r}: only kind='full' can be saved in the background; leave background out"
             )
         if self._folder is None:
-            raise no_folder_error(self.name)
+            raise make_no_folder_error(self.name)
         self.local.table.require_top_tier()
         self.local.table.raise_deferred_error()
 
@@ -230,7 +230,7 @@ class SnapshotManager:
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
                 assert self.member is not None
-                if self.member.current_entry.snapshot == EMPTY:  # without rows, no snapshot is needed
+                if self.member.current_entry.snapshot == EMPTY_ID:  # without rows, no snapshot is needed
                     return "", False
                 path = link_state_snapshot(self.require_store(), self.member.current_entry.snapshot, keep)
                 return (f"{STATE_PREFIX}{inputs.id}", True) if path is None else (path.name, False)
@@ -249,7 +249,7 @@ class SnapshotManager:
         table.require_top_tier()
         assert table.stack is not None
         rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
-        record, store_id = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
+        record, store_id = (EMPTY_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
         scan, num_rows = table.scan, table.counts.num_rows
         return SaveInputs(table.describe(), num_rows, scan, record, store_id, rocksdb, observers.read_changes, id)
 
@@ -308,9 +308,8 @@ class SnapshotManager:
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.wait_for_save()
         with lock_between_steps([self], replaces_rows=True), ExitStack() as link_stack:
-            path = (
-                self.link_into_store(path, link_stack) if self._folder is not None and selection.can_recover else path
-            )
+            if self._folder is not None and selection.can_recover:
+                path = self.link_into_store(path, link_stack)
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
     def _name_load(self, name: str) -> str:
@@ -326,29 +325,29 @@ class SnapshotManager:
         if self._shard is None:
             return self.local.load_part(snapshot, selection, strict)
         op = self._name_load(snapshot.name)
-        world, snapshot, has_voted = self.world, self._restrict_to_shard(snapshot), False
+        world, snapshot, has_verified = self.world, self._restrict_to_shard(snapshot), False
         tables = selection.tables  # not checked yet: errors in the selection are raised below
         shared_values = {
             "the snapshot's id": snapshot.manifest.id,
             "strict": bool(strict),
             "tables": sorted(map(str, tables)) if isinstance(tables, Collection) else repr(tables),
             "where": selection.where is not None,
-            "weights_only": not selection.state,
-            "convert": selection.convert,
+            "weights_only": not selection.includes_state,
+            "convert": selection.converts,
         }
         world.handshake(op, shared_values=shared_values)
 
         def on_verified() -> None:
-            nonlocal has_voted
-            has_voted = True
+            nonlocal has_verified
+            has_verified = True
             self._record_load(op, snapshot, selection.is_whole)
 
         report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, on_verified))
-        if error is not None and has_voted and not world.must_report(error):
+        if error is not None and has_verified and not world.must_report(error):
             if error is not world.shared_error:
                 self._mark_load_failed(snapshot.name)
             raise error
-        if error is not None and not has_voted:
+        if error is not None and not has_verified:
             world.handshake(f"{op} (verify rows)", error)
 
         def report_counts() -> list[int]:
@@ -371,12 +370,10 @@ class SnapshotManager:
         """Write to the group's record that rows are replaced. Called once every rank has verified its shard."""
         world, member, id = self.world, self.member, snapshot.manifest.id if is_whole else None
         check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
-        with ExitStack() as record_stack:
+        with ExitStack() as stack:
             if id is not None:  # from here on, the next run loads the snapshot even after a kill
                 loads = {} if member is None else {member: id}
-                world.call_on_all_ranks(
-                    f"{op} (record the load)", lambda: record_stack.enter_context(record_load(loads))
-                )
+                world.call_on_all_ranks(f"{op} (record the load)", lambda: stack.enter_context(record_load(loads)))
             mark = f"{op} (mark stores as loading)"
             writes = world.all_gather_object(mark, lambda: self.local.begin_load(records_change=not is_whole))
             self.local.count_load(max(writes), id)  # a rank that failed may have missed writes
@@ -416,7 +413,7 @@ class SnapshotManager:
         def check() -> dict[str, int]:
             fit = self.local.fit_selection(shard, selection)
             shard.verify()
-            if fit.types is not None:
+            if fit.target_dtypes is not None:
                 for _ in fit.read_rows(shard, LoadReport()):
                     pass
             return shard.shard_rows
@@ -432,15 +429,11 @@ class SnapshotManager:
     def make_rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        If the snapshot `self.last_snapshot_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
+        If snapshot `last_snapshot_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
         """
         step = self.local.step
-        return make_reference(
-            step,
-            self._folder,
-            self.last_snapshot_name,
-            None if self._folder is None else self.local.persistence.version,
-        )
+        version = None if self._folder is None else self.local.persistence.version
+        return make_reference(step, self._folder, self.last_snapshot_name, version)
 
     def restore(self, pending: RowsReference) -> bool:
         """Load the rows that a state_dict names, if they are not present. Returns False if no snapshot holds them."""
@@ -512,7 +505,7 @@ def open_snapshot(path: Path) -> Snapshot:
     return Snapshot.open(path)
 
 
-def no_folder_error(name: str) -> SnapshotError:
+def make_no_folder_error(name: str) -> SnapshotError:
     """Return the error for an embedding without a store folder."""
     return SnapshotError(
         f"embedding {name!r} has no persistent_path, so it has no folder for snapshots; set persistent_path in its "

@@ -30,7 +30,7 @@ _handles_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDic
 class TableHandle(LocalTable):
     """The open rows of an embedding, all in this process. Each folder has at most one handle.
 
-    pending: references to rows that a loaded state_dict names, as long as the embedding does not have these rows.
+    pending_references: name the rows of a loaded state_dict, as long as the embedding does not have these rows.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class TableHandle(LocalTable):
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-        pending: Sequence[RowsReference] = (),
+        pending_references: Sequence[RowsReference] = (),
     ) -> None:
-        self.world, self.pending = World.single(), pending
+        self.world, self.pending_references = World.single(), pending_references
         folder = claim_folder(spec, options)
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
         snapshots_path = None if self.store is None else self.store.snapshots

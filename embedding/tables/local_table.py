@@ -239,7 +239,7 @@ class LocalTable:
         """Return the selection restricted to this table. Raises SnapshotError or OptimizerError if rows do not fit."""
         optimizer = self.table.optimizer
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
-        if selection.convert:
+        if selection.converts:
             return fit_selection(spec, snapshot.description, optimizer, selection, True, label)[0]
         check_stored_rows(spec, selection.describe(snapshot.description), optimizer, SnapshotError, label)
         return selection

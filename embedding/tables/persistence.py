@@ -44,7 +44,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.closed_store import check_live, scan_live_rows
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, remove_other_shards, snapshot_folder
+from ...snapshots.store.folder_state import FolderState, locate_snapshots, remove_other_shards
 from ...snapshots.store.group import Member, open_store, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import read_live_version
@@ -101,7 +101,7 @@ class TablePersistence:
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
             if shard is None:
-                self.folder = StoreFolder(path, user, snapshot_folder(options.snapshot_path, spec.name))
+                self.folder = StoreFolder(path, user, locate_snapshots(options.snapshot_path, spec.name))
             else:
                 self.folder = StoreFolder(shard.folder(path), user)
         self.member: Member | None = None  # with several ranks, set only on rank 0

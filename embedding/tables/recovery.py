@@ -22,10 +22,10 @@ from ...engine.options.store_options import StoreOptions
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot, find_snapshot, list_snapshots
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, find_holder, read_last_step, read_shard_versions, shard_folder
+from ...snapshots.store.folder_state import FolderState, find_holder, locate_shard, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import read_live_version
-from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
+from ...snapshots.store.recovery_rule import EMPTY_ID, make_snapshot_version
 
 
 class FolderContents(NamedTuple):
@@ -85,7 +85,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
             f"Only a run with {owner} can open the live rows. Start such a run, and save a snapshot. To discard the "
             'live rows instead, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
         )
-    return None if member.entry.snapshot == EMPTY else find_snapshot(folder.snapshots, member.entry.snapshot)
+    return None if member.entry.snapshot == EMPTY_ID else find_snapshot(folder.snapshots, member.entry.snapshot)
 
 
 def make_log_entry(
@@ -166,7 +166,7 @@ def describe_next_rows(folder: FolderState, member: Member | None, step: int) ->
         return "all ranks recover from a snapshot in the next run"
     try:
         commit = member.group.record.commit[member.id]
-        base = None if commit == EMPTY else find_snapshot(folder.snapshots, commit)
+        base = None if commit == EMPTY_ID else find_snapshot(folder.snapshots, commit)
     except TierbedError as error:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
@@ -193,7 +193,7 @@ def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
 def check_shards_unlocked(path: Path, num_ranks: int) -> None:
     """Raise StoreError if a process, such as a rank that outlives rank 0, has one of the ranks' shards open."""
     for rank in range(num_ranks):
-        shard = shard_folder(path, rank, num_ranks)
+        shard = locate_shard(path, rank, num_ranks)
         if shard.is_dir() and (process := find_holder(shard)) is not None:
             raise StoreError(
                 f"{str(shard)!r}, the shard of rank {rank} of {num_ranks}, is in use by process "
@@ -211,7 +211,7 @@ class RankShard:
 
     def folder(self, store_path: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
-        return shard_folder(store_path, self.rank, self.num_ranks)
+        return locate_shard(store_path, self.rank, self.num_ranks)
 
     def make_options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""

@@ -9,7 +9,7 @@ from pathlib import Path
 from ...engine.errors import StoreError
 from ...engine.options.store_options import StoreOptions
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, snapshot_folder
+from ...snapshots.store.folder_state import FolderState, locate_snapshots
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import ShardLayout
 
@@ -21,7 +21,7 @@ class SharedFolder:
 
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
         assert options.persistent_path is not None
-        snapshots = snapshot_folder(options.snapshot_path, name)
+        snapshots = locate_snapshots(options.snapshot_path, name)
         self.path = Path(options.persistent_path).absolute() / name
         self.folder = StoreFolder(self.path, f"embedding {name!r}", snapshots) if rank == 0 else None
         self.snapshots = snapshots or FolderState(self.path).snapshot_store.snapshots

@@ -87,14 +87,14 @@ class RowFile:
     crc32: int
 
 
-def bucket_file(bucket: int, shard: int | None = None) -> str:
+def make_bucket_name(bucket: int, shard: int | None = None) -> str:
     """Returns the name of the file with a bucket's rows. With `shard`, the file has only the rows of this shard."""
     return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
-def deleted_file(bucket: int, shard: int | None = None) -> str:
+def make_deleted_name(bucket: int, shard: int | None = None) -> str:
     """Returns the name of the file with a bucket's deleted keys. With `shard`, it has only the keys of this shard."""
-    return bucket_file(bucket, shard).replace("bucket", "deleted")
+    return make_bucket_name(bucket, shard).replace("bucket", "deleted")
 
 
 def is_deletion(name: str) -> bool:

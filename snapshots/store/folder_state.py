@@ -128,15 +128,15 @@ def find_holder(path: Path) -> int | None:
         raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
 
 
-def shard_folder(store: Path, rank: int, num_ranks: int) -> Path:
+def locate_shard(store: Path, rank: int, num_ranks: int) -> Path:
     """Returns the folder of a rank's shard, inside the store folder `store`."""
     return store / RANKS / f"{rank}-of-{num_ranks}"
 
 
 def find_shards(store: Path, num_ranks: int, ranks: Iterable[int] | None = None) -> dict[int, FolderState]:
     """Returns the shard folders on this host, by rank. ranks: the ranks to look for. Default: all ranks."""
-    folders = ((rank, shard_folder(store, rank, num_ranks)) for rank in (range(num_ranks) if ranks is None else ranks))
-    return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
+    paths = ((rank, locate_shard(store, rank, num_ranks)) for rank in (range(num_ranks) if ranks is None else ranks))
+    return {rank: FolderState(path) for rank, path in paths if path.is_dir()}
 
 
 def read_clean_markers(store: Path, num_ranks: int, ranks: Iterable[int] | None = None) -> dict[int, Marker | None]:
@@ -168,7 +168,7 @@ def remove_other_shards(store: Path, num_ranks: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
+def locate_snapshots(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
     """Returns where the option `snapshot_path` puts snapshots of embedding `name`; None if the option is not set."""
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 

@@ -26,7 +26,7 @@ from .folder_state import SNAPSHOTS, FolderState, read_shard_versions
 from .initial_records import GROUP_FILE_PREFIX, MISSING_SNAPSHOT_ID, OldGroup, make_group_record, make_store_record
 from .lock import FileLock, InUseError
 from .mark import Link, read_live_version
-from .recovery_rule import EMPTY, NOTHING, Entry, Record, StoreFiles, choose_entries, drop_lost_rows
+from .recovery_rule import EMPTY_ID, NO_ENTRY, Entry, Record, StoreFiles, choose_entries, drop_lost_rows
 
 PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
 Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
@@ -154,7 +154,7 @@ class GroupFile:
     def last_snapshot(self) -> str | None:
         """The name of the store's snapshot in the record's `commit`, or None if the commit is empty."""
         id = self.record.commit[self.store_id]
-        return None if id == EMPTY else find_snapshot_name(self.folder.snapshots, id)
+        return None if id == EMPTY_ID else find_snapshot_name(self.folder.snapshots, id)
 
     def find_members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the folders of the group's members, by store id.
@@ -257,8 +257,8 @@ class GroupFile:
         if chosen is None or any(e.snapshot != commit[id] and not e.live_version for id, e in chosen.items()):
             _check_damage(members.values())
         if chosen is not None:
-            was_saved = any(record.parents.get(id, EMPTY) != EMPTY for id in members)
-            starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {id: record.entries[id] for id in chosen}
+            was_saved = any(record.parents.get(id, EMPTY_ID) != EMPTY_ID for id in members)
+            starts_over = {*chosen.values()} == {Entry(EMPTY_ID)} and chosen != {x: record.entries[x] for x in chosen}
             if not (was_saved and starts_over):
                 return chosen
         in_order = sorted(members.items(), key=lambda item: item[1].path.name)
@@ -274,7 +274,7 @@ class GroupFile:
     def _describe_missing_commit(self, id: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
         """Describe the snapshot that `commit` names for the store, if it is missing on disk; otherwise return ""."""
         commit = self.record.commit[id]
-        if commit in (EMPTY, MISSING_SNAPSHOT_ID) or commit in self.read_files(folder).snapshots:
+        if commit in (EMPTY_ID, MISSING_SNAPSHOT_ID) or commit in self.read_files(folder).snapshots:
             return ""
         snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots).snapshots]
         same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == commit[:16]]
@@ -287,18 +287,18 @@ class GroupFile:
         return self.copy_with(record=replace(self.record, entries=entries)).choose_entries()
 
     def choose_own_entry(self) -> Entry:
-        """Choose the rows for opening this store while another process trains its group. Returns NOTHING if unknown."""
+        """Choose the rows for opening this store while another process trains its group; NO_ENTRY if unknown."""
         return drop_lost_rows(self.record.entries[self.store_id], self.read_files(self.folder))
 
     def choose_newest(self) -> dict[str, Entry]:
         """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
         chosen = {}
         for id, folder in self.find_members(lenient=True).items():
-            ids = [EMPTY, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots)]
+            ids = [EMPTY_ID, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots)]
             files = self.read_files(folder)
             parent = Entry(self.record.parents.get(id, self.record.commit[id]))
             entries = (drop_lost_rows(entry, files) for entry in (self.record.entries[id], parent))
-            chosen[id] = next((entry for entry in entries if entry != NOTHING), Entry(ids[-1]))
+            chosen[id] = next((entry for entry in entries if entry != NO_ENTRY), Entry(ids[-1]))
         return chosen
 
 
@@ -323,7 +323,7 @@ def lock_group(file: GroupFile) -> FileLock:
     """Lock the group that `file` describes. Raises StoreError if another process has locked the group."""
     assert file.path is not None
     try:
-        return FileLock(lock_path(file.path), f"the group of {file.folder.path.name!r}")
+        return FileLock(make_lock_path(file.path), f"the group of {file.folder.path.name!r}")
     except InUseError as error:
         names = ", ".join(sorted(repr(location.name) for location in file.record.locations.values()))
         raise StoreError(
@@ -333,7 +333,7 @@ def lock_group(file: GroupFile) -> FileLock:
         ) from None
 
 
-def lock_path(path: Path) -> Path:
+def make_lock_path(path: Path) -> Path:
     """Returns a record file's lock file. Lock this file before writing the record or any member's rows."""
     return path.with_name(f"{path.name}.LOCK")
 
@@ -350,7 +350,7 @@ def remove_record(path: Path) -> None:
     """Remove a record file that no store's MARK names any more, and its lock file. Errors are ignored."""
     with suppress(OSError):
         path.unlink()
-        lock_path(path).unlink()
+        make_lock_path(path).unlink()
 
 
 def _describe_rows(folder: FolderState) -> str:

@@ -28,7 +28,7 @@ from ..files.writer import (
 )
 from .folder import StoreFolder
 from .linking import remove_snapshot
-from .recovery_rule import EMPTY, Record, find_needed_ids
+from .recovery_rule import EMPTY_ID, Record, find_needed_ids
 from .retention import find_reusable_names, is_state_snapshot, link_backup, remove_backups
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SaveInputs(NamedTuple):
     """The rows to save, how to read them, and the group's record."""
 
     description: dict[str, Any]
-    rows: int
+    num_rows: int
     scan: Callable[[], Chunks]  # yields all rows
     record: Record  # the record of the store's group
     store_id: str
@@ -51,8 +51,8 @@ class SaveInputs(NamedTuple):
 
     @property
     def parent(self) -> str:
-        """The id of the snapshot that an incremental save continues, or EMPTY if there is none."""
-        return self.record.parents.get(self.store_id, EMPTY)
+        """The id of the snapshot that an incremental save continues, or EMPTY_ID if there is none."""
+        return self.record.parents.get(self.store_id, EMPTY_ID)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, inputs: SaveInputs, overwrite: bool) -> None:
@@ -90,9 +90,9 @@ def begin_save(
 
 
 class WrittenFiles(NamedTuple):
-    """The files that one rank or process wrote. rows: the number of rows in the table, or in the writer's shard."""
+    """The files that one rank or process wrote. num_rows: the number of rows in the table, or in the writer's shard."""
 
-    rows: int
+    num_rows: int
     files: RowFiles
     rocksdb: RocksDBFiles | None = None
 
@@ -117,20 +117,20 @@ def write_files(
             from ..files.rocksdb_files import write_rocksdb  # needs RocksDB
 
             assert inputs.rocksdb is not None
-            rocksdb = write_rocksdb(temporary, folder.name, inputs.rows, inputs.rocksdb, progress)
-            return WrittenFiles(inputs.rows, {}, rocksdb)
+            rocksdb = write_rocksdb(temporary, folder.name, inputs.num_rows, inputs.rocksdb, progress)
+            return WrittenFiles(inputs.num_rows, {}, rocksdb)
         if parent is not None:
             changes = inputs.changes(parent.manifest.id)
             if changes is None:
                 changes = find_changes(parent.chunks(), inputs.scan())
-            rows, files = inputs.rows, write_changes(temporary, inputs.description, changes, progress, shard)
+            num_rows, files = inputs.num_rows, write_changes(temporary, inputs.description, changes, progress, shard)
         else:
             chunks = inputs.scan() if chunks is None else chunks
             files = write_rows(temporary, inputs.description, chunks, progress, shard)
-            rows = sum(file.rows for file in files.values())
+            num_rows = sum(file.rows for file in files.values())
         if shard is not None:  # another process, perhaps on another host, renames the folder
             fsync_dir(temporary)
-        return WrittenFiles(rows, files)
+        return WrittenFiles(num_rows, files)
 
 
 def check_kind(kind: str) -> None:
@@ -142,7 +142,7 @@ def find_parent(store: StoreFolder, name: str, inputs: SaveInputs) -> Snapshot |
 
     Returns None, and logs a warning, if the chain would be too long or if `state_dict()` made the parent.
     """
-    if inputs.parent == EMPTY:
+    if inputs.parent == EMPTY_ID:
         raise SnapshotError(
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save a snapshot "
             "with kind='full' first"

@@ -93,7 +93,7 @@ def test_every_way_to_look_reads_the_same_numbers(tmp_path: Path, types: Types) 
     with make_persistent_table_reader(tmp_path / "rows", "s", *kinds, storage_dim=6, table_ids=True) as reader:
         chunks = list(reader)
     assert np.concatenate([values for _, values, _ in chunks]).tobytes() == wanted.tobytes()
-    assert summarise(snapshot).not_finite == (~np.isfinite(wanted[:, :3])).any(axis=1).sum()
+    assert summarise(snapshot).num_not_finite == (~np.isfinite(wanted[:, :3])).any(axis=1).sum()
     for row, values in zip(rows, wanted, strict=True):
         table, key = int(row["table"]), int(row["key"])
         for found in (read, of_parts):
@@ -244,7 +244,7 @@ def test_a_number_is_narrowed_as_torch_does(type: str, bits: list[int]) -> None:
 
 def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np.void], RowFormat]:
     """The rows of a snapshot in another type, and their form."""
-    selection = Selection(convert=True, types=types, **more)
+    selection = Selection(converts=True, target_dtypes=types, **more)
     form = RowFormat.from_description(selection.describe(snapshot.description))
     chunks = [rows for _, rows in selection.read_rows(snapshot, LoadReport())]
     return np.concatenate([np.empty(0, form.dtype), *chunks]), form
@@ -269,7 +269,7 @@ def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, a
     snapshot = Snapshot.open(tmp_path / "s")
     found, new = converted(snapshot, after)
     assert new.dtype == form_of(6, after).dtype
-    assert Selection(types=after).describe(snapshot.description) == description(6, after)
+    assert Selection(target_dtypes=after).describe(snapshot.description) == description(6, after)
     for name, type in zip(("embedding", "sum"), after, strict=True):
         was = old.values(rows, name)
         same_numbers(new.values(found, name), was if type == "float32" else by_torch(was, type))
