@@ -103,7 +103,7 @@ class TablePersistence:
             if shard is None:
                 self.folder = StoreFolder(path, user, locate_snapshots(options.snapshot_path, spec.name))
             else:
-                self.folder = StoreFolder(shard.folder(path), user)
+                self.folder = StoreFolder(shard.locate_folder(path), user)
         self.member: Member | None = None  # with several ranks, set only on rank 0
         self._is_on_disk = isinstance(options, CachedSsdOptions)
         self._open_mode = options.open
@@ -404,7 +404,7 @@ class TablePersistence:
             report = LoadReport(snapshot.manifest.rows)
         else:
             chunks = ids.remember_padding(snapshot.chunks())
-            for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
+            for _ in selection.select_chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
         loaded = {**selection.describe(description), "rows": report.rows}
         selected = ids.count(selection.read_rows(snapshot, LoadReport()))

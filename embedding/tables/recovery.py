@@ -209,7 +209,7 @@ class RankShard:
     num_ranks: int
     num_ranks_on_host: int = 1
 
-    def folder(self, store_path: Path) -> Path:
+    def locate_folder(self, store_path: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
         return locate_shard(store_path, self.rank, self.num_ranks)
 

@@ -186,7 +186,7 @@ class Service:
         match request:
             case {"do": "status"}:
                 save = self._save
-                saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.total_rows}
+                saving = None if save is None else {"name": save.name, "rows": save.num_rows, "of": save.num_total_rows}
                 return {"status": {**self._handler.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
                 return self._save_for(client, pid, name, kind, more.get("overwrite") is True)
@@ -240,9 +240,9 @@ class ClientSaveRequest:
     name: str
     kind: str
     overwrite: bool
-    stores: Sequence[str]  # real paths of all stores to save together; if empty, only the target's own store is saved
-    rows: int = 0
-    total_rows: int | None = None  # the total number of rows; known once a full save of one store has started
+    stores: Sequence[str]  # real paths of all stores to save together; if empty, only the handler's own store is saved
+    num_rows: int = 0  # how many rows are written
+    num_total_rows: int | None = None  # the total number of rows; known once a full save of one store has started
     _next_progress_time: float = 0.0
 
     def __post_init__(self) -> None:
@@ -270,12 +270,12 @@ class ClientSaveRequest:
     def progress(self, count: int) -> None:
         if self._stop_event.is_set():
             raise self.make_undone_error()
-        if self.total_rows is None and self.kind == "full" and not self.stores:
-            self.total_rows = self._handler.status()["rows"]
-        self.rows += count
+        if self.num_total_rows is None and self.kind == "full" and not self.stores:
+            self.num_total_rows = self._handler.status()["rows"]
+        self.num_rows += count
         if monotonic() >= self._next_progress_time:
             self._next_progress_time = monotonic() + _PROGRESS_SECONDS
-            self.send({"rows": self.rows, "of": self.total_rows})
+            self.send({"rows": self.num_rows, "of": self.num_total_rows})
 
     def send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the client has exited or does not receive; the save continues

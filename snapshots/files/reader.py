@@ -237,9 +237,9 @@ class Snapshot:
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
         """Yields the rows in some of the snapshot's files, like `chunks`. A SnapshotError names the damaged file."""
-        return self._detect_replacement(self._file_rows(files, max_rows))
+        return self._detect_replacement(self._read_file_rows(files, max_rows))
 
-    def _file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
+    def _read_file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
             self._open_file(name, entry).close()
         if self.manifest.num_shards is None:

@@ -216,14 +216,14 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     from ...engine.options.rocksdb_options import format_options  # needs RocksDB
     from ...engine.store.rocksdb import RocksDB
 
-    def file_bytes() -> int:
+    def sum_file_bytes() -> int:
         return sum(file.stat().st_size for file in store.live_path.glob("shard-*/*.sst"))
 
-    bytes_before = file_bytes()
+    bytes_before = sum_file_bytes()
     with closing(RocksDB(store.live_path, marker["width"], marker["shards"], options=format_options(options))) as tier:
         check_live(store, marker, tier)
         tier.compact()
-    return bytes_before, file_bytes()
+    return bytes_before, sum_file_bytes()
 
 
 @contextmanager

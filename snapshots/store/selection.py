@@ -114,9 +114,9 @@ class Selection:
             from ...engine.table.row_scan import catch_up_rows  # loads torch
 
             chunks = catch_up_rows(snapshot.description, chunks)
-        return self.chunks(report_progress(chunks, progress), snapshot.description, report)
+        return self.select_chunks(report_progress(chunks, progress), snapshot.description, report)
 
-    def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
+    def select_chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """Yields the selected rows among `chunks`, and counts them in `report`."""
         signed = description["key_type"] != "uint64"
         stored, loaded = (RowFormat.from_description(table) for table in (description, self.describe(description)))

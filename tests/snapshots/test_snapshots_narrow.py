@@ -313,7 +313,7 @@ def test_a_number_beyond_the_largest_is_named_with_its_key_where_it_is_loaded(tm
     rows["values"] = [[1.0, 2.0, 3.0, 3.4e38, 1.0, 1.0]]  # rounds to infinity in bfloat16
     write_snapshot(tmp_path / "t", description(6), [(0, rows)])
     other, narrow = Snapshot.open(tmp_path / "t"), ("bfloat16", "bfloat16")
-    bare, form = converted(other, narrow, state=False)
+    bare, form = converted(other, narrow, includes_state=False)
     assert list(form.counts) == ["embedding"]
     assert form.values(bare, "embedding").tolist() == [[1.0, 2.0, 3.0]]
     check_refusal((lambda: converted(other, narrow), InputError, "sum of key", "holds 3.4e+38", "overflows bfloat16"))
@@ -404,11 +404,11 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
     for name, said in {"wide": "float32 with states of float32", "half": "float16 with states of bfloat16"}.items():
         own = "of bfloat16 with states of bfloat16"
         check_refusal((partial(load, name), SnapshotError, f"dtype {said}", own, "convert=True"))
-        live, report = load(name, convert=True)
+        live, report = load(name, converts=True)
         assert (live.row_format.dtype, report.rows) == (form_like(PAIRS[0]).dtype, 20)
     assert last_snapshot(closed.path) == "narrow"
-    assert list(load("wide", state=False, convert=True)[0].row_format.counts) == ["embedding"]
+    assert list(load("wide", includes_state=False, converts=True)[0].row_format.counts) == ["embedding"]
     load("narrow")  # rows without states take those of any
-    assert load("narrow", convert=True)[0].description == Snapshot.open(closed.snapshots / "narrow").description
+    assert load("narrow", converts=True)[0].description == Snapshot.open(closed.snapshots / "narrow").description
     closed.clear_clean_marker()
-    check_refusal((lambda: load("wide", convert=True), SnapshotError, "convert=True", "has no clean live rows"))
+    check_refusal((lambda: load("wide", converts=True), SnapshotError, "convert=True", "has no clean live rows"))
