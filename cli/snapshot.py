@@ -49,7 +49,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
         with output.show_progress("merging", snapshot.manifest.rows) as advance:
             id = snapshot.manifest.id  # keep the id: recovery finds rows by snapshot id
             contents = snapshot.description, snapshot.chunks()
-            manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
+            manifest = write_snapshot(folder.snapshots_path / new, *contents, advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
 
 

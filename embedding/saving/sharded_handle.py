@@ -89,7 +89,7 @@ class ShardedTableHandle:
         self.local: LocalTable = local
         register_handle(folder, self)
         store = None if shared_folder is None or shared_folder.folder is None else shared_folder.snapshot_store
-        snapshots_path = None if shared_folder is None else shared_folder.snapshots
+        snapshots_path = None if shared_folder is None else shared_folder.snapshots_path
         hash_shard = HashShard(world.rank, world.size)
         self.snapshot_manager = SnapshotManager(local, world, snapshots_path, store, hash_shard, self.close)
         self.request_handler = RankRequestHandler(world, self, find_handle)

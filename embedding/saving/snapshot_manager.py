@@ -400,7 +400,7 @@ class SnapshotManager:
         snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(path))
         self.check_snapshot(snapshot, selection)
         if self._folder is not None and selection.can_recover:
-            self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots / path.name))
+            self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots_path / path.name))
 
     def check_snapshot(self, snapshot: Snapshot, selection: Selection = ALL) -> None:
         """Read and check a snapshot before a load.
@@ -472,7 +472,7 @@ class SnapshotManager:
     def remove_failed_snapshot(self, name: str) -> None:
         """Remove a failed checkpoint's snapshot. Recovery then uses an earlier snapshot. Local, on rank 0."""
         if self.store is not None:
-            remove_snapshot(self.store.snapshots / name)
+            remove_snapshot(self.store.snapshots_path / name)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""

@@ -46,7 +46,7 @@ class TableHandle(LocalTable):
         self.world, self.pending_references = World.single(), pending_references
         folder = claim_folder(spec, options)
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
-        snapshots_path = None if self.store is None else self.store.snapshots
+        snapshots_path = None if self.store is None else self.store.snapshots_path
         self.snapshot_manager = SnapshotManager(self, self.world, snapshots_path, self.store)
         register_handle(folder, self)
         self.request_handler = LocalRequestHandler(self, find_handle)

@@ -102,7 +102,7 @@ class RecoveryNegotiation:
         plan = OpenPlan(run_id=self._token, version=version, unusable_reason=reason, log_entry=log_entry)
         if self.snapshot_id == EMPTY_ID:
             return plan
-        whole = Snapshot.open(self._shared_folder.snapshots / decision.snapshot_name)
+        whole = Snapshot.open(self._shared_folder.snapshots_path / decision.snapshot_name)
         snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
         return plan._replace(snapshot=snapshot, on_verified=lambda: self._check_row_count(snapshot))
 

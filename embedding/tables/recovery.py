@@ -76,7 +76,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
     Raises StoreError if the entry names only live rows. Only a run with the same number of ranks can open live rows.
     """
     if member.entry.snapshot is None:
-        record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
+        record, saved = member.group.record, list_snapshots(folder.snapshots_path).snapshots
         bases = (s for ids in (record.commit, record.previous_commit) for s in saved if s.manifest.id == ids[member.id])
         base, owner = next(bases, None), _describe_owner(folder)
         last = "there is none" if base is None else f"the last is {base.name!r}, from step {_read_step(base)}"
@@ -85,7 +85,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
             f"Only a run with {owner} can open the live rows. Start such a run, and save a snapshot. To discard the "
             'live rows instead, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
         )
-    return None if member.entry.snapshot == EMPTY_ID else find_snapshot(folder.snapshots, member.entry.snapshot)
+    return None if member.entry.snapshot == EMPTY_ID else find_snapshot(folder.snapshots_path, member.entry.snapshot)
 
 
 def make_log_entry(
@@ -125,7 +125,7 @@ def make_log_entry(
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
     """Return text about the store's last snapshot if recovery uses `base`, an earlier snapshot; otherwise ""."""
     record = member.group.record
-    saved = list_snapshots(folder.snapshots).snapshots if len(record.entries) > 1 else ()
+    saved = list_snapshots(folder.snapshots_path).snapshots if len(record.entries) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
@@ -166,7 +166,7 @@ def describe_next_rows(folder: FolderState, member: Member | None, step: int) ->
         return "all ranks recover from a snapshot in the next run"
     try:
         commit = member.group.record.commit[member.id]
-        base = None if commit == EMPTY_ID else find_snapshot(folder.snapshots, commit)
+        base = None if commit == EMPTY_ID else find_snapshot(folder.snapshots_path, commit)
     except TierbedError as error:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
@@ -186,7 +186,7 @@ def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     cause = str(error).partition("; free space")[0]  # leave out RocksDB's advice: it is for open stores
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
-        f"{str(folder.snapshots)!r} that recovery does not need"
+        f"{str(folder.snapshots_path)!r} that recovery does not need"
     )
 
 

@@ -24,7 +24,7 @@ class SharedFolder:
         snapshots = locate_snapshots(options.snapshot_path, name)
         self.path = Path(options.persistent_path).absolute() / name
         self.folder = StoreFolder(self.path, f"embedding {name!r}", snapshots) if rank == 0 else None
-        self.snapshots = snapshots or FolderState(self.path).snapshot_store.snapshots
+        self.snapshots_path = snapshots or FolderState(self.path).snapshot_store.snapshots_path
 
     @property
     def snapshot_store(self) -> StoreFolder:
@@ -46,7 +46,7 @@ class SharedFolder:
 
     def check_token(self, token: str) -> None:
         """Raise StoreError if this rank does not see rank 0's token, because the ranks then see different folders."""
-        folder = self.snapshots.parent
+        folder = self.snapshots_path.parent
         if not (folder / token).exists():
             raise StoreError(
                 f"{str(folder)!r} is another folder here than on rank 0, so ranks would not see each other's "

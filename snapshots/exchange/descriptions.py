@@ -70,8 +70,8 @@ def read_description(store: StoreFolder) -> dict[str, Any] | None:
     if marker is not None:
         stored = make_description(marker)
     elif (commit := file.record.commit[file.store_id]) != EMPTY_ID:
-        stored = find_snapshot(store.snapshots, commit).description
-    elif snapshots := list_snapshots(store.snapshots).snapshots:
+        stored = find_snapshot(store.snapshots_path, commit).description
+    elif snapshots := list_snapshots(store.snapshots_path).snapshots:
         stored = snapshots[-1].description
     else:
         return None

@@ -63,10 +63,10 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
 
     def __init__(self, folder: StoreFolder, name: str, description: Mapping[str, Any]) -> None:
         self._folder = folder
-        self._target = folder.snapshots / name
+        self._target = folder.snapshots_path / name
         self._description = dict(description)
         self._columns = Columns(description)
-        self._sorter = RowSorter(folder.snapshots, self._columns.row_format.dtype)
+        self._sorter = RowSorter(folder.snapshots_path, self._columns.row_format.dtype)
         self._closed = False
 
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
@@ -192,7 +192,7 @@ def make_persistent_table_writer(
         description = validate_description(description, "description")
     folder = StoreFolder(to_path(path, "path"), "a PersistentTableWriter")
     try:
-        check_name_free(folder.snapshots / snapshot_name, None)
+        check_name_free(folder.snapshots_path / snapshot_name, None)
         description = description or read_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
         _check_types(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")

@@ -166,7 +166,7 @@ def load_into_stores(
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
     """Check a load, but read no rows. Adds dtypes to `selection`. Raises StoreError, SnapshotError."""
     marker = store.clean_marker
-    linked_stores = [] if store.live_path.exists() else read_linked_stores(store.snapshots)
+    linked_stores = [] if store.live_path.exists() else read_linked_stores(store.snapshots_path)
     if linked_stores:
         raise StoreError(
             f"{str(store.path)!r} contains only the snapshots of other store folders, and no live rows. Give a folder "

@@ -50,7 +50,7 @@ class StoreFolder(FolderState):
                 self.snapshot_store = StoreFolder(path, self.user)
                 if snapshots is not None:
                     with self._convert_errors("link to other snapshots from"), defer_signals():
-                        symlink_snapshots(self.snapshots, snapshots)
+                        symlink_snapshots(self.snapshots_path, snapshots)
             self.clear_incoming()
             with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error
                 self.clear_snapshots()
@@ -108,9 +108,9 @@ class StoreFolder(FolderState):
     def clear_snapshots(self) -> None:
         """Remove files that killed or failed saves left. Call this only while no save runs. Raises SnapshotError."""
         try:
-            remove_leftovers(self.snapshots)
+            remove_leftovers(self.snapshots_path)
         except OSError as error:
-            problem = f"{str(self.snapshots)!r} cannot be cleared of unfinished snapshots: {error}"
+            problem = f"{str(self.snapshots_path)!r} cannot be cleared of unfinished snapshots: {error}"
             raise SnapshotError(problem) from error
 
     def change(self, **fields: Any) -> None:

@@ -30,7 +30,7 @@ class FolderState:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.snapshots = path / SNAPSHOTS
+        self.snapshots_path = path / SNAPSHOTS
         self._mark_file = path / "MARK"
 
     @cached_property
@@ -54,8 +54,8 @@ class FolderState:
     @cached_property
     def snapshot_store(self) -> FolderState:
         """The store folder that contains the snapshots. This is another store folder if `snapshots` is a link."""
-        target = Path(os.path.realpath(self.snapshots)).parent
-        is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
+        target = Path(os.path.realpath(self.snapshots_path)).parent
+        is_linked = self.snapshots_path.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
 
     @property
@@ -73,7 +73,7 @@ class FolderState:
     @property
     def sharing_stores(self) -> list[FolderState]:
         """All store folders on this host that share this store's snapshots, beginning with this folder."""
-        stores, folder = [self], self.snapshot_store.snapshots
+        stores, folder = [self], self.snapshot_store.snapshots_path
         with self._convert_errors("read which stores have their snapshots in"):
             for store in read_linked_stores(folder):
                 with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class FolderState:
     def has_rows_or_snapshots(self) -> bool:
         """True if a run ever wrote rows or snapshots in this folder. If False, the store is new."""
         with self._convert_errors("list the snapshots of"):
-            return self._mark_file.exists() or self.live_path.exists() or has_snapshots(self.snapshots)
+            return self._mark_file.exists() or self.live_path.exists() or has_snapshots(self.snapshots_path)
 
     @property
     def had_live_rows(self) -> bool:

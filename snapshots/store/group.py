@@ -419,7 +419,7 @@ class StoreGroup:
             if snapshots == self.record.commit:
                 break
             folders = self.file.find_members(lenient=True)
-            present_ids = {id: self.file.read_files(folder).snapshots for id, folder in folders.items()}
+            present_ids = {id: self.file.read_files(folder).snapshot_ids for id, folder in folders.items()}
             missing = [x for x, id in snapshots.items() if id != EMPTY_ID and id not in present_ids.get(x, ())]
             if not missing:
                 break
@@ -547,7 +547,7 @@ def _have_common_rows(entry: Entry, other: Entry) -> bool:
 
 def _find_skipped_range(folder: FolderState, entry: Entry) -> tuple[int, int]:
     """Returns the sequence numbers, as (low, high], of the snapshots that recovery skips when it restores `entry`."""
-    manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
+    manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots_path).snapshots]
     sequences = {manifest.id: manifest.sequence for manifest in manifests}
     high = max(sequences.values(), default=0)
     return sequences.get(entry.snapshot or "", high if entry.live_version else 0), high

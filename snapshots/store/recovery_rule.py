@@ -113,7 +113,7 @@ class StoreFiles(NamedTuple):
     """What recovery needs to know about a store's files."""
 
     live_versions: Sequence[str | None]  # the version in each shard's clean marker
-    snapshots: Collection[str]  # the ids of the store's snapshots
+    snapshot_ids: Collection[str]
 
     @property
     def common_version(self) -> str | None:
@@ -136,7 +136,7 @@ class Interval:
 
 def drop_lost_rows(entry: Entry, files: StoreFiles) -> Entry:
     """Returns the entry without unusable rows, that is, a missing snapshot, or live rows that some shard lacks."""
-    has_snapshot = entry.snapshot == EMPTY_ID or entry.snapshot in files.snapshots
+    has_snapshot = entry.snapshot == EMPTY_ID or entry.snapshot in files.snapshot_ids
     has_live = entry.live_version is not None and all(version == entry.live_version for version in files.live_versions)
     return Entry(entry.snapshot if has_snapshot else None, entry.live_version if has_live else None)
 

@@ -59,8 +59,8 @@ def check_save(store: StoreFolder, name: str, kind: str, inputs: SaveInputs, ove
     """Raises OptionError or SnapshotError if rows cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
     remove_backups(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
-    folder = store.snapshots / name
-    reusable = find_reusable_names(store.snapshots, inputs.record, inputs.store_id)
+    folder = store.snapshots_path / name
+    reusable = find_reusable_names(store.snapshots_path, inputs.record, inputs.store_id)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
         check_name_free(folder, overwrite or name in reusable)
     if kind == "checkpoint" and inputs.rocksdb is None:
@@ -74,13 +74,13 @@ def begin_save(
 
     Returns (final folder, parent). The save creates the folder at its end. Only incremental snapshots have a parent.
     """
-    folder = store.snapshots / name
+    folder = store.snapshots_path / name
     parent = find_parent(store, name, inputs) if kind == "incremental" else None
     if parent is not None:
         check_parent(folder, parent, inputs.description)
     store.clear_snapshots()
-    if name in find_reusable_names(store.snapshots, inputs.record, inputs.store_id):
-        for other in reversed(list_snapshots(store.snapshots).snapshots):
+    if name in find_reusable_names(store.snapshots_path, inputs.record, inputs.store_id):
+        for other in reversed(list_snapshots(store.snapshots_path).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
     if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(inputs.record, inputs.store_id):
@@ -147,7 +147,7 @@ def find_parent(store: StoreFolder, name: str, inputs: SaveInputs) -> Snapshot |
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save a snapshot "
             "with kind='full' first"
         )
-    parent = find_snapshot(store.snapshots, inputs.parent)
+    parent = find_snapshot(store.snapshots_path, inputs.parent)
     if is_state_snapshot(parent):
         reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:

@@ -137,7 +137,7 @@ def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int
     if id is None or id == EMPTY_ID:
         return None, None if id is None else 0
     try:
-        snapshot = find_snapshot(folder.snapshots, id)
+        snapshot = find_snapshot(folder.snapshots_path, id)
     except SnapshotError:
         return f"{id} (missing)", None
     return snapshot.name, int(snapshot.description["step"])
@@ -150,7 +150,7 @@ def _choose_restart(file: GroupFile, marker: dict[str, Any] | None, recorded_ste
         return Restart("live", marker["step"])
     if entry.snapshot == EMPTY_ID:
         return Restart("empty", lost_steps=recorded_step)
-    snapshot = find_snapshot(file.folder.snapshots, str(entry.snapshot))
+    snapshot = find_snapshot(file.folder.snapshots_path, str(entry.snapshot))
     step = int(snapshot.description["step"])
     reached = marker["step"] if marker is not None else recorded_step
     return Restart("snapshot", step, snapshot.name, None if reached is None else max(0, reached - step))

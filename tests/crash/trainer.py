@@ -203,7 +203,7 @@ class Trainer(Writer):
 
     def command_save(self) -> None:
         file = GroupFile(FolderState(self.store_path))
-        parent = find_snapshot_name(file.folder.snapshots, file.record.parents.get(file.store_id, EMPTY_ID))
+        parent = find_snapshot_name(file.folder.snapshots_path, file.record.parents.get(file.store_id, EMPTY_ID))
         kind = self.any_kind(parent)
         parent = parent if kind == "incremental" else None
         name = self.any_name(parent)

@@ -204,7 +204,7 @@ def test_whatever_is_left_at_any_instant_can_be_read(
 ) -> None:
     with StoreFolder(tmp_path_factory.mktemp("store")) as store:
         earlier = [parent if parent is not None and parent < n else None for n, parent in enumerate(parents)]
-        snapshots = fill(store.snapshots, earlier)
+        snapshots = fill(store.snapshots_path, earlier)
         note_snapshot(store, f"s{base % len(parents)}")
         plan = plan_prune(snapshots, keep_last, keep_every, [f"s{base % len(parents)}"])
         rename = os.rename
@@ -212,7 +212,7 @@ def test_whatever_is_left_at_any_instant_can_be_read(
             left = [after]
 
             def killed(self: Path, target: Path) -> Path:
-                if self.parent == store.snapshots:
+                if self.parent == store.snapshots_path:
                     if left[0] == 0:
                         raise KeyboardInterrupt
                     left[0] -= 1
@@ -225,24 +225,24 @@ def test_whatever_is_left_at_any_instant_can_be_read(
                     prune(store, keep_last, keep_every)
             else:
                 prune(store, keep_last, keep_every)
-        there = list_snapshots(store.snapshots).snapshots
+        there = list_snapshots(store.snapshots_path).snapshots
         assert len(there) == len(snapshots) - min(after, len(plan.removed))
         assert set(names(plan.retained)) <= set(names(there))
         for snapshot in there:
             snapshot.verify()
         assert names(prune(store, keep_last, keep_every).retained) == names(plan.retained)
-        assert names(list_snapshots(store.snapshots).snapshots) == names(plan.retained)
+        assert names(list_snapshots(store.snapshots_path).snapshots) == names(plan.retained)
 
 
 def test_nothing_is_removed_where_a_manifest_is_damaged_or_an_argument_is_wrong(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
-        fill(store.snapshots, PARENTS)
+        fill(store.snapshots_path, PARENTS)
         for arguments, named in (((0, None), "keep_last=0"), ((1, 0), "keep_every=0")):
             check_refusal((partial(prune, store, *arguments), OptionError, named, "from 1"))
-        flip_bit(store.snapshots / "s5" / "manifest.msgpack", 80)
+        flip_bit(store.snapshots_path / "s5" / "manifest.msgpack", 80)
         with pytest.raises(SnapshotError, match=r"nothing is pruned while a snapshot cannot be read: .*s5"):
             prune(store, 1)
-        assert len(list(store.snapshots.iterdir())) == len(PARENTS)
+        assert len(list(store.snapshots_path.iterdir())) == len(PARENTS)
 
 
 def test_a_running_table_prunes_its_snapshots(tmp_path: Path) -> None:

@@ -398,7 +398,7 @@ def closed(tmp_path: Path) -> Iterator[StoreFolder]:
 
 def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: StoreFolder) -> None:
     def load(name: str, **more: Any) -> tuple[Manifest, LoadReport]:
-        [found] = load_into_stores([closed], [Snapshot.open(closed.snapshots / name)], selection=Selection(**more))
+        [found] = load_into_stores([closed], [Snapshot.open(closed.snapshots_path / name)], selection=Selection(**more))
         return found
 
     for name, said in {"wide": "float32 with states of float32", "half": "float16 with states of bfloat16"}.items():
@@ -409,6 +409,6 @@ def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: 
     assert last_snapshot(closed.path) == "narrow"
     assert list(load("wide", includes_state=False, converts=True)[0].row_format.counts) == ["embedding"]
     load("narrow")  # rows without states take those of any
-    assert load("narrow", converts=True)[0].description == Snapshot.open(closed.snapshots / "narrow").description
+    assert load("narrow", converts=True)[0].description == Snapshot.open(closed.snapshots_path / "narrow").description
     closed.clear_clean_marker()
     check_refusal((lambda: load("wide", converts=True), SnapshotError, "convert=True", "has no clean live rows"))
