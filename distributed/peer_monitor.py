@@ -195,7 +195,7 @@ def _find_own_address() -> str:
     return "127.0.0.1"
 
 
-class GroupAborted(Exception):
+class GroupAbortedError(Exception):
     """Another rank aborted the group. reasons: what is known about each unresponsive rank."""
 
     def __init__(self, rank: int, reasons: Mapping[int, str]) -> None:
@@ -212,7 +212,7 @@ class PeerMonitor:
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_lost_rank: Callable[[int, str], None]) -> None:
-        self.abort_error: GroupAborted | None = None  # set when another rank aborted the group
+        self.abort_error: GroupAbortedError | None = None  # set when another rank aborted the group
         self.last_call_number = 0  # number of the call that this rank began last
         self._connections = dict(connections)
         self._condition = Condition()
@@ -307,6 +307,6 @@ class PeerMonitor:
             case {"here": last_call_number}:
                 self._reached_calls[rank] = last_call_number
             case {"left": aborting_rank, "why": why}:
-                self.abort_error = self.abort_error or GroupAborted(aborting_rank, dict(why))
+                self.abort_error = self.abort_error or GroupAbortedError(aborting_rank, dict(why))
             case {"closed": why, "at": last_call_number}:
                 self._exit_reasons[rank], self._final_calls[rank] = why, last_call_number

@@ -21,10 +21,10 @@ from ...engine.options.store_options import StoreOptions
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot, find_snapshot, list_snapshots
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, find_holder, read_last_step, read_shard_versions, shard_folder
+from ...snapshots.store.folder_state import FolderState, find_holder, locate_shard, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import read_live_version
-from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
+from ...snapshots.store.recovery_rule import EMPTY_ID, make_snapshot_version
 
 
 class FolderContents(NamedTuple):
@@ -75,7 +75,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
     Raises StoreError if the entry names only live rows. Only a run with the same number of ranks can open live rows.
     """
     if member.entry.snapshot is None:
-        record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
+        record, saved = member.group.record, list_snapshots(folder.snapshots_path).snapshots
         bases = (s for ids in (record.commit, record.previous_commit) for s in saved if s.manifest.id == ids[member.id])
         base, owner = next(bases, None), _describe_owner(folder)
         last = "there is none" if base is None else f"the last is {base.name!r}, from step {_read_step(base)}"
@@ -84,7 +84,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
             f"Only a run with {owner} can open the live rows. Start such a run, and save a snapshot. To discard the "
             'live rows instead, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
         )
-    return None if member.entry.snapshot == EMPTY else find_snapshot(folder.snapshots, member.entry.snapshot)
+    return None if member.entry.snapshot == EMPTY_ID else find_snapshot(folder.snapshots_path, member.entry.snapshot)
 
 
 def make_log_entry(
@@ -128,7 +128,7 @@ def make_log_entry(
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
     """Return text about the store's last snapshot if recovery uses `base`, an earlier snapshot; otherwise ""."""
     record = member.group.record
-    saved = list_snapshots(folder.snapshots).snapshots if len(record.entries) > 1 else ()
+    saved = list_snapshots(folder.snapshots_path).snapshots if len(record.entries) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
@@ -169,7 +169,7 @@ def describe_next_rows(folder: FolderState, member: Member | None, step: int) ->
         return "all ranks recover from a snapshot in the next run"
     try:
         commit = member.group.record.commit[member.id]
-        base = None if commit == EMPTY else find_snapshot(folder.snapshots, commit)
+        base = None if commit == EMPTY_ID else find_snapshot(folder.snapshots_path, commit)
     except TierbedError as error:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
@@ -189,14 +189,14 @@ def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     cause = str(error).partition("; free space")[0]  # leave out RocksDB's advice: it is for open stores
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
-        f"{str(folder.snapshots)!r} that recovery does not need"
+        f"{str(folder.snapshots_path)!r} that recovery does not need"
     )
 
 
 def check_shards_unlocked(path: Path, num_ranks: int) -> None:
     """Raise StoreError if a process, such as a rank that outlives rank 0, has one of the ranks' shards open."""
     for rank in range(num_ranks):
-        shard = shard_folder(path, rank, num_ranks)
+        shard = locate_shard(path, rank, num_ranks)
         if shard.is_dir() and (process := find_holder(shard)) is not None:
             raise StoreError(
                 f"{str(shard)!r}, the shard of rank {rank} of {num_ranks}, is in use by process "
@@ -212,9 +212,9 @@ class RankShard:
     num_ranks: int
     num_ranks_on_host: int = 1  # how many ranks share the host
 
-    def folder(self, store_path: Path) -> Path:
+    def locate_folder(self, store_path: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
-        return shard_folder(store_path, self.rank, self.num_ranks)
+        return locate_shard(store_path, self.rank, self.num_ranks)
 
     def make_options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""

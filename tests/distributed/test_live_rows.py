@@ -41,7 +41,7 @@ from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState, read_clean_markers
 from tierbed.snapshots.store.group_file import GroupFile
-from tierbed.snapshots.store.recovery_rule import EMPTY, Entry
+from tierbed.snapshots.store.recovery_rule import EMPTY_ID, Entry
 
 Capture = pytest.CaptureFixture[str]
 
@@ -337,7 +337,7 @@ def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
         embedding.save_snapshot("a")
         embedding.put([7], torch.full((1, 5), 2.0), 0)
         save_rows([embedding], [folder / "checkpoint" / "b"])
-        embedding.table_handle().snapshots.discard_rows("b")  # as where the checkpoint fails after that
+        embedding.table_handle().snapshot_manager.remove_failed_snapshot("b")  # as if the checkpoint then failed
 
 
 def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:
@@ -455,9 +455,9 @@ def test_a_fresh_open_forgets_ranks_and_their_snapshot_at_once(tmp_path: Path, m
     with opened(None, tmp_path, open="fresh") as embedding:
         assert embedding.size() == 0
     last = Snapshot.open(tmp_path / "rows" / "snapshots" / "s1").manifest.id
-    began = seen.index(Entry(EMPTY))
+    began = seen.index(Entry(EMPTY_ID))
     assert {*seen[:began]} <= {Entry(last)}
-    assert {entry.snapshot for entry in seen[began:]} == {EMPTY}
+    assert {entry.snapshot for entry in seen[began:]} == {EMPTY_ID}
 
 
 def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: Capture) -> None:

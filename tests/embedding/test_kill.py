@@ -137,7 +137,7 @@ def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_bac
         obstacle = next(live for live in (store / "live", store / "live-2") if not live.exists())
         obstacle.write_text("")
         with pytest.raises(StoreError, match="cannot replace the live rows"):
-            embedding.table_handle().snapshots.load_rows(place)
+            embedding.table_handle().snapshot_manager.load_snapshot_at(place)
         assert embedding.last_snapshot == place.name
     obstacle.unlink()
     with make(options("ssd", tmp_path / "two"), "adagrad", tables=1) as embedding:

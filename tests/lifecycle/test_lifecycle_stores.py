@@ -172,7 +172,7 @@ def test_a_step_that_is_released_changes_no_row_that_stays(tmp_path: Path, polic
         others = torch.arange(1000, 1060)
         pinned = embedding.pin([Lookup(others, others % 3)])
         assert torch.equal(pinned.gather(0), embedding.get(others, others % 3))
-        embedding.release()
+        embedding.unpin_rows()
         after = contents(embedding)
         assert {row.tobytes() for row in after} <= before
         assert embedding.metrics()["table"]["refused"] == sights
