@@ -161,8 +161,8 @@ def format_time(created_ns: int) -> str:
 
 
 @contextmanager
-def show_progress(title: str, rows: int | None = None) -> Iterator[ProgressCallback]:
-    """Show progress. Yields a function to call with each count of processed rows. rows: the total count, if known.
+def show_progress(title: str, num_rows: int | None = None) -> Iterator[ProgressCallback]:
+    """Show progress. Yields a function to call with each count of processed rows. num_rows: the total count, if known.
 
     If stderr is a terminal, a progress bar appears there after a second, with the rate and the remaining time.
     """
@@ -175,7 +175,7 @@ def show_progress(title: str, rows: int | None = None) -> Iterator[ProgressCallb
         nonlocal num_done, bar
         num_done += count
         if bar is None and time.monotonic() - start > BAR_DELAY:
-            bar = _start_bar(title, rows)
+            bar = _start_bar(title, num_rows)
         if bar is not None:
             speed = bar.tasks[0].speed
             bar.update(bar.task_ids[0], completed=num_done, rate=f"{speed:,.0f}/s" if speed else "")
@@ -187,16 +187,16 @@ def show_progress(title: str, rows: int | None = None) -> Iterator[ProgressCallb
             bar.stop()
 
 
-def _start_bar(title: str, rows: int | None) -> Progress:
+def _start_bar(title: str, num_rows: int | None) -> Progress:
     """Start and return a progress bar on stderr that disappears when it is stopped."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    count = TextColumn("{task.completed:,.0f}" + ("" if rows is None else " of {task.total:,.0f}") + " rows")
-    clock = TimeElapsedColumn() if rows is None else TimeRemainingColumn(compact=True)
+    count = TextColumn("{task.completed:,.0f}" + ("" if num_rows is None else " of {task.total:,.0f}") + " rows")
+    clock = TimeElapsedColumn() if num_rows is None else TimeRemainingColumn(compact=True)
     columns = TextColumn("{task.description}"), BarColumn(), count, TextColumn("{task.fields[rate]}"), clock
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    bar.add_task(title, total=rows, rate="")
+    bar.add_task(title, total=num_rows, rate="")
     bar.start()
     return bar
 

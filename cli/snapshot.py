@@ -49,7 +49,7 @@ def merge(store: Store, name: Name, new: NewName, overwrite: Overwrite = False, 
         with output.show_progress("merging", snapshot.manifest.rows) as advance:
             id = snapshot.manifest.id  # keep the id: recovery finds rows by snapshot id
             contents = snapshot.description, snapshot.chunks()
-            manifest = write_snapshot(folder.snapshots / new, *contents, advance, overwrite, id)
+            manifest = write_snapshot(folder.snapshots_path / new, *contents, advance, overwrite, id)
     output.report("merged", new, {"": manifest}, begin, as_json)
 
 
@@ -211,7 +211,7 @@ def load(
     with lock_stores([*stores], as_json) as folders:
         snapshots = [open_snapshot(path, name) for path in stores]
         check_one_moment([path.name for path in stores], snapshots)
-        selection = Selection(tables=parse_tables(table, snapshots[0]), state=not weights_only, convert=convert)
+        selection = Selection(parse_tables(table, snapshots[0]), includes_state=not weights_only, converts=convert)
         with output.show_progress("loading", sum(snapshot.manifest.rows for snapshot in snapshots)) as advance:
             manifests, selections = zip(*load_into_stores(folders, snapshots, advance, selection), strict=True)
     left_out = {"left_out": selections[0].left_out} if is_single else {}

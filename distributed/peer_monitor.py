@@ -37,6 +37,7 @@ GREETING = struct.Struct("32si")  # the greeting: the listener's token, and the 
 RESOURCE_ERRORS = errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM  # accept() lacks descriptors or memory
 ANSWER_SECONDS = 3.0  # how long to wait for other ranks' answers
 EXIT_REASON = "its process ended"
+SILENT_REASON = f"it was silent for {ANSWER_SECONDS:g} seconds"
 LATE_REASON = "it runs, but has not reached this call"
 
 
@@ -48,9 +49,9 @@ class Connections(NamedTuple):
 
 
 def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], timeout: float) -> Connections:
-    """Connect this rank to all others within `timeout` seconds. Raises GroupError if a rank cannot be reached.
+    """Connect this rank to all others. Raises GroupError if a rank cannot be reached within `timeout` seconds.
 
-    exchange: sends bytes to all ranks, and returns the bytes that each rank sent.
+    `exchange` sends bytes to all ranks, and returns the bytes that each rank sent.
     """
     deadline = monotonic() + timeout
     host = _find_own_address()
@@ -60,7 +61,7 @@ def connect(rank: int, size: int, exchange: Callable[[bytes], list[bytes]], time
         own_address = json.dumps([*listener.getsockname()[:2], token]).encode()
         addresses = [json.loads(data) for data in exchange(own_address)]
         sockets = _connect_to_all(rank, addresses, exchange, deadline, stack)  # others accept later
-        sockets |= _accept_ranks(listener, token, range(rank + 1, size), deadline, stack)
+        sockets |= _accept_ranks(listener, token, range(rank + 1, size), deadline, timeout, stack)
         stack.pop_all()
     return Connections(sockets, sum(host == addresses[rank][0] for host, *_ in addresses))
 
@@ -100,7 +101,7 @@ def _connect_to(other: int, address: tuple[str, int, str], rank: int, deadline: 
 
 
 def _accept_ranks(
-    listener: socket.socket, token: str, ranks: Sequence[int], deadline: float, stack: ExitStack
+    listener: socket.socket, token: str, ranks: Sequence[int], deadline: float, timeout: float, stack: ExitStack
 ) -> dict[int, socket.socket]:
     """Accept one connection from each of `ranks`, and add it to `stack`. Close and log all other connections.
 
@@ -145,8 +146,8 @@ def _accept_ranks(
     unknown_hosts.update(candidates.values())
     unknown = _describe_unknown_hosts(unknown_hosts, listener)
     if missing := [rank for rank in ranks if rank not in sockets]:
-        remedy = unknown or "see the logs of these ranks"
-        raise GroupError(f"ranks {missing} did not connect in time; {remedy}", missing)
+        problem = f"ranks {missing} did not connect within {timeout:g} seconds"
+        raise GroupError(f"{problem}; {unknown or 'see the logs of these ranks'}", missing)
     if unknown:
         logging.getLogger("tierbed").warning("while the ranks connected: %s", unknown)
     for connection in candidates:
@@ -194,7 +195,7 @@ def _find_own_address() -> str:
     return "127.0.0.1"
 
 
-class GroupAborted(Exception):
+class GroupAbortedError(Exception):
     """Another rank aborted the group. reasons: what is known about each unresponsive rank."""
 
     def __init__(self, rank: int, reasons: Mapping[int, str]) -> None:
@@ -205,13 +206,13 @@ class GroupAborted(Exception):
 class PeerMonitor:
     """This rank's connections to the others, and the thread that answers on these connections.
 
-    When a process ends, its connections close, and the other ranks notice immediately. Before that, a rank reports why
-    it leaves: ranks did not answer, it closed its world, or its script ended. A rank that reports nothing was killed.
-    For a killed rank, the thread calls `on_lost_rank` with the rank and what is known about it.
+    When a process ends, its connections close, and the other ranks notice immediately. Before a rank exits, it reports
+    the reason: other ranks did not answer, the user closed the world, or the script ended. A rank that reports nothing
+    was killed. For a killed rank, the thread calls `on_lost_rank` with the rank and what is known about it.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], on_lost_rank: Callable[[int, str], None]) -> None:
-        self.abort_error: GroupAborted | None = None  # set when another rank aborted the group
+        self.abort_error: GroupAbortedError | None = None  # set when another rank aborted the group
         self.last_call_number = 0  # number of the call that this rank began last
         self._connections = dict(connections)
         self._condition = Condition()
@@ -240,7 +241,7 @@ class PeerMonitor:
             )
             if self.abort_error is not None:
                 raise self.abort_error
-            silent = dict.fromkeys(others - self._reached_calls.keys() - self._exit_reasons.keys(), "no sign of it")
+            silent = dict.fromkeys(others - self._reached_calls.keys() - self._exit_reasons.keys(), SILENT_REASON)
             lost = {r: why for r, why in self._exit_reasons.items() if self._final_calls.get(r, 0) < call_number}
             late = {rank: LATE_REASON for rank, number in self._reached_calls.items() if number < call_number}
             return silent | lost or late or dict(self._exit_reasons)
@@ -306,6 +307,6 @@ class PeerMonitor:
             case {"here": last_call_number}:
                 self._reached_calls[rank] = last_call_number
             case {"left": aborting_rank, "why": why}:
-                self.abort_error = self.abort_error or GroupAborted(aborting_rank, dict(why))
+                self.abort_error = self.abort_error or GroupAbortedError(aborting_rank, dict(why))
             case {"closed": why, "at": last_call_number}:
                 self._exit_reasons[rank], self._final_calls[rank] = why, last_call_number

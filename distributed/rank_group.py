@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..engine.errors import GroupError, OptionError
 from ..engine.ops.batch import empty
 from ..engine.signals import defer_signals, list_deferred_signals
-from .peer_monitor import GroupAborted, PeerMonitor, connect
+from .peer_monitor import GroupAbortedError, PeerMonitor, connect
 
 ERROR_FILE_VARIABLE = "TORCHELASTIC_ERROR_FILE"  # torchrun reads a rank's error from this file
 POLL_INTERVAL = timedelta(seconds=0.1)  # how often a wait checks for signals and aborts
@@ -263,7 +263,7 @@ class RankGroup:
         if self._peer_monitor is not None:
             try:
                 reasons = self._peer_monitor.find_unresponsive_ranks(call_number)
-            except GroupAborted as aborted:
+            except GroupAbortedError as aborted:
                 return self._abort_by_peer(op, aborted)
             self._peer_monitor.broadcast_abort(self.rank, reasons)
         return self._abort(f"{op}: {_describe_unresponsive(reasons) or reason}", reasons)
@@ -274,7 +274,7 @@ class RankGroup:
             self._peer_monitor.broadcast_abort(self.rank, {self.rank: reason})
         return self._abort(f"{op}: {reason}", {})
 
-    def _abort_by_peer(self, op: str, aborted: GroupAborted) -> GroupError:
+    def _abort_by_peer(self, op: str, aborted: GroupAbortedError) -> GroupError:
         if self._peer_monitor is not None:
             self._peer_monitor.broadcast_abort(aborted.rank, aborted.reasons)
         text = _describe_unresponsive(aborted.reasons)

@@ -41,7 +41,7 @@ class RankBuffers:
         self.blocks[world.rank] = own
 
     @property
-    def remote_rows_as_bytes(self) -> Tensor:
+    def remote_row_bytes(self) -> Tensor:
         """All blocks except this rank's own, as bytes [rows, row bytes], since Gloo does not support every dtype."""
         return self.rows[: sum(self.remote_counts)].view(torch.uint8)
 
@@ -50,7 +50,7 @@ def start_exchange(
     world: World, op: str, source: RankBuffers, target: RankBuffers, traffic: Traffic
 ) -> PendingAllToAll:
     """Start to send `source`'s blocks to the other ranks and to receive `target`'s blocks."""
-    sent_bytes, received_bytes = source.remote_rows_as_bytes, target.remote_rows_as_bytes
+    sent_bytes, received_bytes = source.remote_row_bytes, target.remote_row_bytes
     traffic.bytes_sent += sent_bytes.numel()
     traffic.bytes_received += received_bytes.numel()
     return world.start_all_to_all(op, sent_bytes, source.remote_counts, target.remote_counts, received_bytes)

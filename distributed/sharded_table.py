@@ -210,9 +210,9 @@ class ShardedBatch:
         if self._table.pinned is self:
             self._table.mark_diverged(self._op, error)
 
-    def release(self) -> None:
+    def unpin_rows(self) -> None:
         """Unpin the rows without changing them."""
-        self._table.release()
+        self._table.unpin_rows()
 
     def _prepare(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> PinnedBatch:
         """Send the gradients if `send` was not called, and return the pinned rows that this rank owns."""
@@ -230,7 +230,7 @@ class ShardedBatch:
         try:
             return call()
         except BaseException:
-            self.release()
+            self.unpin_rows()
             raise
 
     @contextmanager
@@ -273,14 +273,14 @@ class ShardedTable:
     """All rows of an embedding. Each rank's local table holds the rows that the rank owns."""
 
     def __init__(
-        self, world: World, local: Any, capacity: int | None, before_step: Callable[[], None], requests: Any
+        self, world: World, local: Any, capacity: int | None, before_step: Callable[[], None], request_handler: Any
     ) -> None:
         """local: this rank's `LocalTable`. capacity: maximum rows over all ranks; None if each rank has its own limit.
 
-        before_step: called on all ranks before a step. requests: the `RankRequests` that all ranks serve together.
+        before_step: called on all ranks before a step. request_handler: the ranks' common `RankRequestHandler`.
         """
-        self.world, self.capacity, self._before_step, self._requests = world, capacity, before_step, requests
-        self.local, self.traffic = local, Traffic()
+        self.world, self.local, self.capacity, self.traffic = world, local, capacity, Traffic()
+        self._before_step, self._request_handler = before_step, request_handler
         self.pinned: ShardedBatch | None = None
         self._divergence = ""  # describes an update that failed on this rank alone; "" if there is none
         self.id_prefetcher = IdPrefetcher(
@@ -306,7 +306,7 @@ class ShardedTable:
     def pin(self, lookups: list[Lookup], dtype: torch.dtype = torch.float32, sibling: Any = None) -> ShardedBatch:
         """Begin a training step on all ranks, as `OpenTable.pin` does. The batch's rows are in flight on return."""
         op = f"embedding {self.name!r}, step {self.open_table.step + 1}"
-        self.release()
+        self.unpin_rows()
         self._before_step()
         local_batch, requested_lookups, has_pooling = self._request(op, lookups, sibling, dtype)
         owner_sibling = None if sibling is None else sibling.owner_batch
@@ -354,7 +354,7 @@ class ShardedTable:
         local_batch, error = try_call(prepare)
         counts = [0] * world.size if local_batch is None else local_batch.counts
         try:
-            needs_call = self._requests.can_serve()
+            needs_call = self._request_handler.can_serve()
             payload = 2 * number + has_pooling
             answer = world.handshake(op, error, shared_values, counts=counts, payload=payload, needs_call=needs_call)
         finally:
@@ -363,7 +363,7 @@ class ShardedTable:
         if is_step:
             self.id_prefetcher.advance()  # after the handshake, because a failed rank makes no further collective
         if answer.needs_call:
-            self._requests.serve()
+            self._request_handler.serve()
         has_pooling = any(payload & 1 for payload in answer.payloads)
         if sibling is not None:
             self.id_prefetcher.skip(number)
@@ -503,7 +503,7 @@ class ShardedTable:
 
     def mark_diverged(self, op: str, error: BaseException) -> None:
         """Called after this rank failed in an update. No rank can use the rows until a load."""
-        try_call(self.release)  # this may raise: after a failure the pin cannot end normally
+        try_call(self.unpin_rows)  # this may raise: after a failure the pin cannot end normally
         self._divergence = f"{op} raised {error!r} on this rank during its updates, and other ranks made theirs"
         self.local.mark_failed(error)
 
@@ -511,8 +511,8 @@ class ShardedTable:
         if self._divergence and self.open_table.failure is not None:  # a load replaces the failed table by a new one
             raise StoreError(f"{self._divergence}; on all ranks, load snapshots of all embeddings from the same step")
 
-    def release(self) -> None:
+    def unpin_rows(self) -> None:
         """Unpin the batch that a failed step may have left pinned."""
         self.pinned = None
         if (table := self.local.table_if_open) is not None:
-            table.release()
+            table.unpin_rows()

@@ -38,7 +38,7 @@ from .passes.step_epilogue import StepEpilogue
 from .run.compiled_step import CompiledStep, Forward, compile_step
 from .run.loop import Run, RunProgress, forget_announced, get_iterator
 from .run.rank_step import RankStepState, raise_on_ranks
-from .run.rollback import DynamicStepFailed
+from .run.rollback import DynamicStepError
 from .run.step_cache import StepCache
 from .show.listing import draw
 from .show.profile import Profile, Timer, profile
@@ -264,7 +264,7 @@ class Graph(ModelSnapshots, HasBuild):
             raise
         try:
             return step.run(tensors, self.__profiled_forward)
-        except DynamicStepFailed as failure:
+        except DynamicStepError as failure:
             shared_error = failure.shared_error
             cause = failure.cause.with_traceback(None)  # its frames would keep the failed step's results alive
         if shared_error is not None:  # the other ranks raise this error and do not retry
@@ -386,7 +386,7 @@ class Graph(ModelSnapshots, HasBuild):
             self.load_state_dict(extra_state.drop_row_state(self, state, optimizers))
 
         with exclude_rows():
-            selection = Selection(state=optimizers, convert=convert)
+            selection = Selection(includes_state=optimizers, converts=convert)
             checkpoint.load(self, as_path(path), check_state, apply_state, self.state_dict, selection)
 
     def get_extra_state(self) -> Any:

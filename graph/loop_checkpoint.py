@@ -123,7 +123,7 @@ def load_checkpoint(
     extra: dict[str, Any] = {}
     with exclude_rows():
         current_state = partial(_collect_state, model, training_state, {})
-        selection = Selection(convert=convert)
+        selection = Selection(converts=convert)
         checkpoint.load(model, as_path(path), check_state, apply_state, current_state, selection, kind="loop")
     return extra
 

@@ -29,12 +29,12 @@ CHUNK_ROWS = 1 << 16  # rows per chunk
 _FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def copy_rows(embedding: KeyedRows, table_id: int, rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the first `rows` rows of table `table_id`, [rows, dim]. Unwritten rows have their initial values."""
+def copy_rows(embedding: KeyedRows, table_id: int, num_rows: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a table's first rows, [num_rows, dim]. Unwritten rows have their initial values."""
     with torch.inference_mode(False):
-        weights = torch.empty(rows, embedding.dim, dtype=dtype, device=embedding.device)
-    for first in range(0, rows, CHUNK_ROWS):
-        keys = torch.arange(first, min(first + CHUNK_ROWS, rows)).to(embedding.spec.key_type)
+        weights = torch.empty(num_rows, embedding.dim, dtype=dtype, device=embedding.device)
+    for first in range(0, num_rows, CHUNK_ROWS):
+        keys = torch.arange(first, min(first + CHUNK_ROWS, num_rows)).to(embedding.spec.key_type)
         weights[first : first + CHUNK_ROWS] = embedding.get(keys, table_id)
     return weights
 
@@ -195,7 +195,7 @@ def _check_rows(spec: TableSpec, table_id: int, rows: Any) -> None:
         )
 
 
-def _check_states(table: OpenTable, table_id: int, states: Mapping[str, Tensor], rows: int) -> None:
+def _check_states(table: OpenTable, table_id: int, states: Mapping[str, Tensor], num_rows: int) -> None:
     where, names = f"states of table {table.spec.labels[table_id]}", table.state.names
     if not names:
         raise OptimizerError(
@@ -206,7 +206,7 @@ def _check_states(table: OpenTable, table_id: int, states: Mapping[str, Tensor],
     for name, state in states.items():
         if name not in widths:
             raise InputError(f"{where}: {name!r} is no state of {table.state.rule}, which has {', '.join(names)}")
-        shapes = [(rows, widths[name])] + [(rows,)] * _find_scalar_states(table)[name]
+        shapes = [(num_rows, widths[name])] + [(num_rows,)] * _find_scalar_states(table)[name]
         if not isinstance(state, Tensor) or state.shape not in shapes:
             actual = list(state.shape) if isinstance(state, Tensor) else type(state).__name__
             raise InputError(f"{where}: {name!r} is {actual}; give a tensor {list(shapes[-1])}")

@@ -378,9 +378,9 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         if self._handle is not None:
             self._handle.forget_announced()
 
-    def release(self) -> None:
+    def unpin_rows(self) -> None:
         if self._handle is not None:
-            self._handle.release()
+            self._handle.unpin_rows()
 
     def _require_trainable(self) -> OpenTable | ShardedTable:
         table = self.table_handle().table
@@ -416,7 +416,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
                 self._handle.local.move(device)
             handle = self._handle
         if self._pending_references and not for_load:
-            self._load_pending()
+            self._load_pending_reference()
         if self._open_callbacks and not for_load:
             calls, self._open_callbacks = self._open_callbacks, []
             for call in calls:

@@ -18,9 +18,9 @@ from ...snapshots.files.format import check_name
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
+from ...snapshots.store.recovery_rule import EMPTY_ID, make_snapshot_version
 
-NO_ROWS = make_snapshot_version(EMPTY)  # the version of rows that were never written
+EMPTY_VERSION = make_snapshot_version(EMPTY_ID)  # the version of rows that were never written
 
 
 class RowsReference(NamedTuple):
@@ -41,7 +41,7 @@ class RowsReference(NamedTuple):
         step, snapshot, version = fields["step"], fields["snapshot"], fields.get("version")
         match version:
             case [str(epoch), int(writes)]:  # written by an earlier version of tierbed
-                version = f"{epoch or EMPTY}:{writes}"
+                version = f"{epoch or EMPTY_ID}:{writes}"
         reference = cls(step, snapshot, fields.get("digest"), version)
         if type(step) not in (int, type(None)) or not all(isinstance(name, str | None) for name in reference[1:]):
             raise ValueError(fields)
@@ -95,7 +95,7 @@ def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
     """Return a reference to the rows that the next open of a closed store folder would use. Raises StoreError."""
     entry = None if is_fresh else GroupFile(FolderState(store_path)).choose_own_entry()
     if entry is None:
-        return RowsReference(None, version=NO_ROWS)
+        return RowsReference(None, version=EMPTY_VERSION)
     return RowsReference(None, version=entry.live_version or (entry.snapshot and make_snapshot_version(entry.snapshot)))
 
 
@@ -106,9 +106,9 @@ def compare_references(pending: RowsReference, current: RowsReference, saved: Ro
     return True if current.version == saved.version or current.may_match(pending) else None
 
 
-def check_not_pending(name: str, pending: Sequence[RowsReference]) -> None:
+def check_not_pending(name: str, pending_references: Sequence[RowsReference]) -> None:
     """Raise StoreError if an embedding lacks the rows that the last loaded state_dict names."""
-    if pending:
+    if pending_references:
         raise StoreError(
             f"embedding {name!r} was not saved, because it lacks the rows that the last loaded state_dict names. In "
             "the embedding's process, load another state, or accept the present rows by keep_rows()"
@@ -130,7 +130,7 @@ def make_mismatch_text(
     remedy = "load another state"
     if pending == UNLOADABLE_ROWS:
         state = "has rows that cannot be loaded, or names none"
-    elif pending.version == NO_ROWS:
+    elif pending.version == EMPTY_VERSION:
         state = "is of no rows, as of an embedding that was never trained"
         remedy = 'make the embedding again with open="fresh" in its store options, or ' + remedy
     else:

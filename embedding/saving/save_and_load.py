@@ -46,7 +46,7 @@ def save_together(
     op = f"saving snapshot {name!r} of {count_text}" if others else op
     for manager in managers:
         # may complete a background save, whose snapshot then becomes the parent
-        manager.before_save(flushes=not background and kind != "incremental")
+        manager.prepare_save(flushes=not background and kind != "incremental")
     with ExitStack() as locks, NewSnapshots() as new_snapshots:
         locks.enter_context(lock_between_steps(managers, awaits_step=world.size == 1))
         kinds = [manager.cheapest_kind if kind is None else kind for manager in managers]
@@ -63,17 +63,17 @@ def save_together(
         saves = [manager.begin_save(op, name, k, overwrite, new_snapshots) for manager, k in pairs]
         if background:
             label = f"snapshot {name!r}" + (f" of {count_text}" if count_text else "")
-            saving = BackgroundSnapshotJob(world, op, label, saves, new_snapshots.pop_all())
+            job = BackgroundSnapshotJob(world, op, label, saves, new_snapshots.pop_all())
             for manager in managers:
-                manager.set_background_save(saving)
-            return saving
+                manager.set_background_save(job)
+            return job
         write_and_commit(world, op, saves, new_snapshots, locks, progress)
     return None
 
 
 def _choose_kind(manager: Any) -> str:
     """Return "incremental", or "full" for a table without a parent snapshot."""
-    if manager.last_name:
+    if manager.last_snapshot_name:
         return "incremental"
     log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", manager.name)
     return "full"
@@ -98,11 +98,11 @@ def load_together(world: World, managers: SnapshotManagers, name: str) -> list[L
 
 
 def load_rows_together(world: World, managers: SnapshotManagers, paths: Sequence[Path]) -> None:
-    """Load the snapshots `paths`, already checked by `check_rows`, and link them into the store folders."""
+    """Load the snapshots `paths`, already checked by `check_snapshot_at`, and link them into the store folders."""
     op = f"loading {len(managers)} embeddings"
     _wait_for_save(world, op, managers)
-    with lock_between_steps(managers, replaces_rows=True), ExitStack() as linking:
-        linked = [manager.link_into_store(path, linking) for manager, path in zip(managers, paths, strict=True)]
+    with lock_between_steps(managers, replaces_rows=True), ExitStack() as link_stack:
+        linked = [manager.link_into_store(path, link_stack) for manager, path in zip(managers, paths, strict=True)]
         _load(world, op, managers, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
 
 
@@ -118,8 +118,8 @@ def _load(world: World, op: str, managers: SnapshotManagers, snapshots: Sequence
     pairs = [*zip(managers, snapshots, strict=True)]
     loads = {manager.member: snapshot.manifest.id for manager, snapshot in pairs if manager.member}
     reports = []
-    with ExitStack() as recording:
-        world.call_on_all_ranks(op, lambda: recording.enter_context(record_load(loads)) if loads else None)
+    with ExitStack() as record_stack:
+        world.call_on_all_ranks(op, lambda: record_stack.enter_context(record_load(loads)) if loads else None)
         try:
             for manager, snapshot in pairs:
                 reports.append(manager.load(snapshot))

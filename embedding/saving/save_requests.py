@@ -38,14 +38,11 @@ def read_plain_row(local: LocalTable, label: int | str, key: int) -> dict[str, A
     return {} if row is None else to_plain_row(row[0], description)
 
 
-class LocalRequests:
-    """Serves requests for rows that only this process has, in the server's thread.
+class LocalRequestHandler:
+    """Serves requests for this process's rows in the server's thread. find_handle: finds a store's handle by path."""
 
-    find: returns a store's handle by its real path.
-    """
-
-    def __init__(self, handle: Handle, find: Callable[[str], Handle]) -> None:
-        self._handle, self._find_handle = handle, find
+    def __init__(self, handle: Handle, find_handle: Callable[[str], Handle]) -> None:
+        self._handle, self._find_handle = handle, find_handle
 
     def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
         others = [self._find_handle(path) for path in save.stores]
@@ -53,19 +50,19 @@ class LocalRequests:
 
         def save_now() -> Manifest:
             for handle in others or handles:
-                check_not_pending(handle.name, handle.pending)
+                check_not_pending(handle.name, handle.pending_references)
             save.progress(0)
-            managers = [handle.snapshots for handle in handles]
+            managers = [handle.snapshot_manager for handle in handles]
             save_together(self._handle.world, managers, save.name, save.kind, save.overwrite, progress=save.progress)
             return managers[0].open_by_name(save.name).manifest
 
         return self._visit(save_now, save.is_given_up, others)
 
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        snapshots = self._handle.snapshots
-        return snapshots.prune_on_rank_0(keep_last, keep_every), snapshots.list_names()
+        manager = self._handle.snapshot_manager
+        return manager.prune_on_rank_0(keep_last, keep_every), manager.list_names()
 
-    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+    def read_row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         return self._visit(lambda: read_plain_row(self._handle.local, table, key), give_up)
 
     def status(self) -> dict[str, Any]:
@@ -91,15 +88,15 @@ class LocalRequests:
         return list({id(handle.local.table): handle.local.table for handle in handles}.values())
 
 
-class RankRequests(LocalRequests):
+class RankRequestHandler(LocalRequestHandler):
     """Serves requests for an embedding that is sharded across ranks. Only rank 0 receives requests.
 
     The server's thread stores a request in this object. Rank 0 sets a flag in the header of the next collective, and
     all ranks then serve the request in the training thread.
     """
 
-    def __init__(self, world: World, handle: Handle, find: Callable[[str], Handle]) -> None:
-        super().__init__(handle, find)
+    def __init__(self, world: World, handle: Handle, find_handle: Callable[[str], Handle]) -> None:
+        super().__init__(handle, find_handle)
         self._world = world
         self._request: _PendingRequest | None = None
         self._take_lock, self._request_lock = Lock(), Lock()
@@ -132,9 +129,10 @@ class RankRequests(LocalRequests):
     def _execute(self, op: str, call: list[Any], request: _PendingRequest | None) -> None:
         match call:
             case ["save", name, kind, overwrite, stores]:
-                managers, find = [self._handle.snapshots], self._find_handle
+                managers, find = [self._handle.snapshot_manager], self._find_handle
                 if stores:
-                    managers = self._world.call_on_all_ranks(op, lambda: [find(path).snapshots for path in stores])
+                    handles = self._world.call_on_all_ranks(op, lambda: [find(path) for path in stores])
+                    managers = [handle.snapshot_manager for handle in handles]
                 progress = None if request is None else request.progress
                 save_together(self._world, managers, name, kind, overwrite, progress=progress)
             case ["get", table, key]:
@@ -146,13 +144,13 @@ class RankRequests(LocalRequests):
         store_paths = list(save.stores) if len(save.stores) > 1 else []
         handles = [self._find_handle(path) for path in store_paths] or [self._handle]
         for handle in handles:
-            check_not_pending(handle.name, handle.pending)
+            check_not_pending(handle.name, handle.pending_references)
         call = ["save", save.name, save.kind, save.overwrite, store_paths]
         if self._submit(_PendingRequest(call, handles, save.is_given_up, save.progress)) is None:
             return None
-        return Snapshot.open(self._handle.snapshots.folder / save.name).manifest
+        return Snapshot.open(self._handle.snapshot_manager.folder / save.name).manifest
 
-    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+    def read_row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         request = self._submit(_PendingRequest(["get", table, key], [self._handle], give_up))
         return None if request is None else request.row
 
@@ -176,10 +174,7 @@ class RankRequests(LocalRequests):
         return request if request.is_begun else None
 
     def _take_request(self, begin: bool = False) -> _PendingRequest | None:
-        """Remove the request.
-
-        Returns the request if `begin` is True and the client still waits. Otherwise marks the request as done.
-        """
+        """Remove the request. Returns it if `begin` is True and the client still waits, else marks it as done."""
         with self._take_lock:
             request, self._request = self._request, None
             if request is not None:

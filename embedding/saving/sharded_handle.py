@@ -22,13 +22,13 @@ from ...engine.version import __version__
 from ...snapshots.files.format import HashShard
 from ...snapshots.store.folder_state import remove_other_shards
 from ..tables.local_table import LocalTable
-from ..tables.rank_recovery import RecoveryDecision
+from ..tables.rank_recovery import RecoveryNegotiation
 from ..tables.recovery import RankShard
 from ..tables.row_tensors import ON_OTHER_RANK_FIELD, RowTensors
 from ..tables.shared_folder import SharedFolder
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
-from .save_requests import RankRequests
+from .save_requests import RankRequestHandler
 from .snapshot_manager import SnapshotManager
 from .table_handle import claim_folder, find_handle, register_handle
 
@@ -36,8 +36,9 @@ from .table_handle import claim_folder, find_handle, register_handle
 class ShardedTableHandle:
     """The open rows of an embedding that ranks share.
 
-    local: this rank's rows, with their own tiers and folder. shared_folder: the common store folder; None for rows in
-    memory. All ranks make the same calls, except calls on a rank's own rows. Errors are raised on every rank.
+    local: this rank's rows, with their own tiers and folder. table: the rows of all ranks. shared_folder: the common
+    store folder; None for rows in memory. All ranks make the same calls, except calls on a rank's own rows. Errors are
+    raised on every rank.
     """
 
     def __init__(
@@ -49,12 +50,12 @@ class ShardedTableHandle:
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-        pending: Sequence[RowsReference] = (),
+        pending_references: Sequence[RowsReference] = (),
     ) -> None:
-        self.world, self.pending = world, pending
+        self.world, self.pending_references = world, pending_references
         self.shared_folder: SharedFolder | None = None
         op = f"opening embedding {spec.name!r}"
-        settings, error = try_call(lambda: _settings(world, spec, options, optimizer))
+        settings, error = try_call(lambda: _collect_settings(world, spec, options, optimizer))
         world.handshake(op, error, settings)
 
         def claim() -> str | None:
@@ -67,8 +68,8 @@ class ShardedTableHandle:
         with ExitStack() as rollback:
             recovery = None
             if shared_folder is not None:
-                rollback.callback(shared_folder.release)
-                recovery = RecoveryDecision(world, op, shared_folder, options.open, for_load, group)
+                rollback.callback(shared_folder.unlock)
+                recovery = RecoveryNegotiation(world, op, shared_folder, options.open, for_load, group)
                 rollback.callback(recovery.leave)
             shard = RankShard(world.rank, world.size, world.num_ranks_on_host)
             planner = None if recovery is None else recovery.decide
@@ -88,12 +89,13 @@ class ShardedTableHandle:
         self.local: LocalTable = local
         register_handle(folder, self)
         store = None if shared_folder is None or shared_folder.folder is None else shared_folder.snapshot_store
-        snapshots = None if shared_folder is None else shared_folder.snapshots
-        self.snapshots = SnapshotManager(local, world, snapshots, store, HashShard(world.rank, world.size), self.close)
-        self.requests = RankRequests(world, self, find_handle)
+        snapshots_path = None if shared_folder is None else shared_folder.snapshots_path
+        hash_shard = HashShard(world.rank, world.size)
+        self.snapshot_manager = SnapshotManager(local, world, snapshots_path, store, hash_shard, self.close)
+        self.request_handler = RankRequestHandler(world, self, find_handle)
         capacity = options.capacity if options.eviction == "none" else None
-        self.table = ShardedTable(world, local, capacity, self.snapshots.try_complete, self.requests)  # all rows
-        local.serve(self.requests, None if shared_folder is None else shared_folder.folder)
+        self.table = ShardedTable(world, local, capacity, self.snapshot_manager.try_complete, self.request_handler)
+        local.serve(self.request_handler, None if shared_folder is None else shared_folder.folder)
 
     @property
     def name(self) -> str:
@@ -168,33 +170,35 @@ class ShardedTableHandle:
         self.table.id_prefetcher.skip_all()
         self.local.forget_announced()
 
-    def release(self) -> None:
-        """Release the rows that a failed step left pinned."""
-        self.table.release()
+    def unpin_rows(self) -> None:
+        """Unpin the rows that a failed step left pinned."""
+        self.table.unpin_rows()
 
     def close(self) -> None:
         """Close this rank's rows, without waiting for other ranks."""
-        self.snapshots.drop_background_save()
+        self.snapshot_manager.drop_background_save()
         try:
             self.local.close()
         finally:
             if not self.local.is_open:
-                self._release_folder()
+                self._unlock_folder()
 
     def close_and_log(self) -> None:
         """Close when the embedding or the process ends, without waiting for other ranks. Errors are logged."""
-        self.snapshots.drop_background_save()
+        self.snapshot_manager.drop_background_save()
         self.local.close_and_log()
-        self._release_folder()
+        self._unlock_folder()
 
-    def _release_folder(self) -> None:
+    def _unlock_folder(self) -> None:
         if self.local.member is not None:
             self.local.member.leave()
         if self.shared_folder is not None:
-            self.shared_folder.release()
+            self.shared_folder.unlock()
 
 
-def _settings(world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None) -> dict[str, Any]:
+def _collect_settings(
+    world: World, spec: TableSpec, options: StoreOptions, optimizer: RowOptimizer | None
+) -> dict[str, Any]:
     """Return the settings that must be equal on all ranks. The keys are names for error messages."""
     state = None if optimizer is None else spec.make_row_state(optimizer)
     rule = None if state is None else [state.rule, list(state.names), list(state.initial_values)]

@@ -27,7 +27,7 @@ from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Member, PendingSave, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linking import STATE_PREFIX, check_linked, link_snapshot, link_temporarily, remove_snapshot
-from ...snapshots.store.recovery_rule import EMPTY, NO_RECORD, NOTHING, make_snapshot_version
+from ...snapshots.store.recovery_rule import EMPTY_ID, EMPTY_RECORD, NO_ENTRY, make_snapshot_version
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
 from ...snapshots.store.save import SaveInputs, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
@@ -76,11 +76,11 @@ class SnapshotManager:
     def folder(self) -> Path:
         """The snapshots' folder. Raises SnapshotError for rows in memory. Local."""
         if self._folder is None:
-            raise no_folder_error(self.name)
+            raise make_no_folder_error(self.name)
         return self._folder
 
     @property
-    def last_name(self) -> str | None:
+    def last_snapshot_name(self) -> str | None:
         """The name of the snapshot that was last saved, loaded or restored by recovery; None without one. Local."""
         if self._folder is None:
             return None
@@ -91,11 +91,11 @@ class SnapshotManager:
             file = GroupFile(FolderState(self._folder.parent))
             record, store_id = file.record, file.store_id
             is_as_opened = self.local.persistence.version == make_snapshot_version(restored)
-        id = record.parents.get(store_id, EMPTY)
-        is_restored = not record.changed_stores and record.entries.get(store_id, NOTHING).snapshot == restored
+        id = record.parents.get(store_id, EMPTY_ID)
+        is_restored = not record.changed_stores and record.entries.get(store_id, NO_ENTRY).snapshot == restored
         if restored and is_as_opened and not is_restored:
             id = restored  # recovery used this snapshot; the record names it only after the first change or save
-        return None if id == EMPTY else find_snapshot_name(self._folder, id)
+        return None if id == EMPTY_ID else find_snapshot_name(self._folder, id)
 
     def open_by_name(self, name: str) -> Snapshot:
         """Open a snapshot in the store folder, with the rows of all ranks. Raises SnapshotError, StoreError. Local."""
@@ -108,7 +108,7 @@ class SnapshotManager:
     def require_store(self) -> StoreFolder:
         """Return rank 0's store folder. Raises SnapshotError without a folder, StoreError if it was removed. Local."""
         if self.store is None:
-            raise no_folder_error(self.name)
+            raise make_no_folder_error(self.name)
         self.store.check()
         return self.store
 
@@ -119,7 +119,7 @@ class SnapshotManager:
         has_files = stack is not None and isinstance(stack.bottom, RocksDB) and self._shard is None
         if not has_files or store is None:
             return "full"
-        can_link = os.stat(store.live_path).st_dev == os.stat(store.snapshots.parent.resolve()).st_dev
+        can_link = os.stat(store.live_path).st_dev == os.stat(store.snapshots_path.parent.resolve()).st_dev
         return "checkpoint" if can_link else "full"
 
     def name_call(self, action: str) -> str:
@@ -163,11 +163,11 @@ class SnapshotManager:
                 f"background=True, kind={kind!r}: only kind='full' can be saved in the background; leave background out"
             )
         if self._folder is None:
-            raise no_folder_error(self.name)
+            raise make_no_folder_error(self.name)
         self.local.table.require_top_tier()
         self.local.table.raise_deferred_error()
 
-    def before_save(self, flushes: bool) -> None:
+    def prepare_save(self, flushes: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock. flushes: True if the save will flush rows."""
         self.try_complete()
         if self._shard is None:
@@ -216,7 +216,7 @@ class SnapshotManager:
         on_saved = self.local.make_save_callback()
         return TableSave(self.local.table, pending_save, path, kind, inputs, None, self._shard, True, on_saved)
 
-    def save_rows(self, path: Path) -> None:
+    def save_snapshot_at(self, path: Path) -> None:
         """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
         op = self.name_call(f"saving rows as {path.name!r}")
         with ExitStack() as locks, NewSnapshots() as new_snapshots:
@@ -225,7 +225,7 @@ class SnapshotManager:
             save = self._begin_snapshot(op, path, inputs, new_snapshots, "full", None)
             write_and_commit(self.world, op, [save], new_snapshots, locks)
 
-    def save_for_state(self, keep: int | None) -> RowsReference:
+    def save_state_dict_snapshot(self, keep: int | None) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none holds the rows.
 
         The saved snapshot never becomes the parent of a user's snapshot. `keep` is the number of older state_dict
@@ -233,7 +233,7 @@ class SnapshotManager:
         """
         op = self.name_call("saving rows for a state_dict")
         self.world.handshake(op, shared_values={"state_dict_snapshots": keep})
-        self.before_save(flushes=True)
+        self.prepare_save(flushes=True)
         with lock_between_steps([self], awaits_step=self.world.size == 1), NewSnapshots() as new_snapshots:
             self.world.call_on_all_ranks(op, self.local.table.raise_deferred_error)
             inputs = self._make_inputs(new_snapshots.make_id())
@@ -241,7 +241,7 @@ class SnapshotManager:
             def find() -> tuple[str, bool]:
                 """Return the snapshot's name ("" for no rows), and True if the snapshot has to be saved."""
                 assert self.member is not None
-                if self.member.current_entry.snapshot == EMPTY:  # without rows, no snapshot is needed
+                if self.member.current_entry.snapshot == EMPTY_ID:  # without rows, no snapshot is needed
                     return "", False
                 path = link_state_snapshot(self.require_store(), self.member.current_entry.snapshot, keep)
                 return (f"{STATE_PREFIX}{inputs.id}", True) if path is None else (path.name, False)
@@ -260,15 +260,15 @@ class SnapshotManager:
         table.require_top_tier()
         assert table.stack is not None
         rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
-        record, store_id = (NO_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
+        record, store_id = (EMPTY_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
         scan, num_rows = table.scan, table.counts.num_rows
         return SaveInputs(table.describe(), num_rows, scan, record, store_id, rocksdb, observers.read_changes, id)
 
     # saves in the background
 
-    def set_background_save(self, saving: BackgroundSnapshotJob) -> None:
+    def set_background_save(self, job: BackgroundSnapshotJob) -> None:
         """Remember a background save that includes these rows."""
-        self._background_save = saving if self._shard is not None else None
+        self._background_save = job if self._shard is not None else None
 
     def try_complete(self) -> None:
         """Complete a background save if all ranks have written their rows. Called between two steps."""
@@ -310,16 +310,17 @@ class SnapshotManager:
         snapshot = self.world.call_on_all_ranks(self._name_load(name), lambda: self.open_by_name(name))
         return self.load(snapshot, selection, strict)
 
-    def load_rows(self, path: Path, selection: Selection = ALL) -> None:
-        """Replace the rows by the snapshot `path`, already checked by `check_rows`.
+    def load_snapshot_at(self, path: Path, selection: Selection = ALL) -> None:
+        """Replace the rows by the snapshot `path`, already checked by `check_snapshot_at`.
 
         Links the snapshot into the store folder, if there is one, so that recovery can load the snapshot. Makes no
         link if the load drops state or converts rows, because recovery would load the snapshot unchanged.
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.wait_for_save()
-        with lock_between_steps([self], replaces_rows=True), ExitStack() as linking:
-            path = self.link_into_store(path, linking) if self._folder is not None and selection.can_recover else path
+        with lock_between_steps([self], replaces_rows=True), ExitStack() as link_stack:
+            if self._folder is not None and selection.can_recover:
+                path = self.link_into_store(path, link_stack)
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)
 
     def _name_load(self, name: str) -> str:
@@ -335,29 +336,29 @@ class SnapshotManager:
         if self._shard is None:
             return self.local.load_part(snapshot, selection, strict)
         op = self._name_load(snapshot.name)
-        world, snapshot, has_voted = self.world, self._restrict_to_shard(snapshot), False
+        world, snapshot, has_verified = self.world, self._restrict_to_shard(snapshot), False
         tables = selection.tables  # not checked yet: errors in the selection are raised below
         shared_values = {
             "the snapshot's id": snapshot.manifest.id,
             "strict": bool(strict),
             "tables": sorted(map(str, tables)) if isinstance(tables, Collection) else repr(tables),
             "where": selection.where is not None,
-            "weights_only": not selection.state,
-            "convert": selection.convert,
+            "weights_only": not selection.includes_state,
+            "convert": selection.converts,
         }
         world.handshake(op, shared_values=shared_values)
 
         def on_verified() -> None:
-            nonlocal has_voted
-            has_voted = True
+            nonlocal has_verified
+            has_verified = True
             self._record_load(op, snapshot, selection.is_whole)
 
         report, error = try_call(lambda: self.local.load_part(snapshot, selection, strict, on_verified))
-        if error is not None and has_voted and not world.must_report(error):
+        if error is not None and has_verified and not world.must_report(error):
             if error is not world.shared_error:
                 self._mark_load_failed(snapshot.name)
             raise error
-        if error is not None and not has_voted:
+        if error is not None and not has_verified:
             world.handshake(f"{op} (verify rows)", error)
 
         def report_counts() -> list[int]:
@@ -380,10 +381,10 @@ class SnapshotManager:
         """Write to the group's record that rows are replaced. Called once every rank has verified its shard."""
         world, member, id = self.world, self.member, snapshot.manifest.id if is_whole else None
         check_row_count(world, op, snapshot, lambda: snapshot.shard_rows)
-        with ExitStack() as recording:
+        with ExitStack() as stack:
             if id is not None:  # from here on, the next run loads the snapshot even after a kill
                 loads = {} if member is None else {member: id}
-                world.call_on_all_ranks(f"{op} (record the load)", lambda: recording.enter_context(record_load(loads)))
+                world.call_on_all_ranks(f"{op} (record the load)", lambda: stack.enter_context(record_load(loads)))
             mark = f"{op} (mark stores as loading)"
             writes = world.all_gather_object(mark, lambda: self.local.begin_load(records_change=not is_whole))
             self.local.count_load(max(writes), id)  # a rank that failed may have missed writes
@@ -398,19 +399,19 @@ class SnapshotManager:
 
     def _close_all(self, problem: str) -> None:
         """Close the rows after a load that only some ranks completed. Every rank calls this."""
-        next_run = f"recovers from snapshot {self.last_name!r}" if self.last_name else "begins empty"
+        next_run = f"recovers from snapshot {self.last_snapshot_name!r}" if self.last_snapshot_name else "begins empty"
         log.error("%s. The embedding is closed on all ranks. If you create it again, it %s", problem, next_run)
         _, error = try_call(self._close)
         if error is not None:
             log.error("closing the rows of embedding %r failed as well: %s", self.name, error)
 
-    def check_rows(self, path: Path, selection: Selection = ALL) -> None:
-        """Read and check the snapshot `path` for `load_rows`. Raises the same errors as `check_snapshot`."""
+    def check_snapshot_at(self, path: Path, selection: Selection = ALL) -> None:
+        """Read and check the snapshot `path` for `load_snapshot_at`. Raises the same errors as `check_snapshot`."""
         op = f"checking snapshot {path.name!r} of embedding {self.name!r}"
         snapshot: Snapshot = self.world.call_on_all_ranks(op, lambda: open_snapshot(path))
         self.check_snapshot(snapshot, selection)
         if self._folder is not None and selection.can_recover:
-            self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots / path.name))
+            self._on_rank_0(op, lambda store: check_linked(snapshot, store.snapshots_path / path.name))
 
     def check_snapshot(self, snapshot: Snapshot, selection: Selection = ALL) -> None:
         """Read and check a snapshot before a load.
@@ -423,7 +424,7 @@ class SnapshotManager:
         def check() -> dict[str, int]:
             fit = self.local.fit_selection(shard, selection)
             shard.verify()
-            if fit.types is not None:
+            if fit.target_dtypes is not None:
                 for _ in fit.read_rows(shard, LoadReport()):
                     pass
             return shard.shard_rows
@@ -439,12 +440,11 @@ class SnapshotManager:
     def make_rows_reference(self) -> RowsReference:
         """Return a reference to the present rows, or after a close, to the rows at the close. Local.
 
-        If the snapshot `self.last_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
+        If snapshot `last_snapshot_name` has these rows, the reference names it. Raises earlier steps' deferred errors.
         """
         step = self.local.step
-        return make_reference(
-            step, self._folder, self.last_name, None if self._folder is None else self.local.persistence.version
-        )
+        version = None if self._folder is None else self.local.persistence.version
+        return make_reference(step, self._folder, self.last_snapshot_name, version)
 
     def restore(self, pending: RowsReference) -> bool:
         """Load the rows that a state_dict names, if they are not present. Returns False if no snapshot holds them."""
@@ -463,27 +463,27 @@ class SnapshotManager:
 
     # linking and removing snapshots
 
-    def link_rows(self, path: Path) -> None:
+    def create_snapshot_link(self, path: Path) -> None:
         """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
         op, snapshot_path = self.name_call(f"linking snapshot {path.name!r}"), self.folder / path.name
         self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(snapshot_path), path))
 
-    def link_into_store(self, path: Path, linking: ExitStack) -> Path:
+    def link_into_store(self, path: Path, link_stack: ExitStack) -> Path:
         """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""
         op = f"linking snapshot {path.name!r} of embedding {self.name!r}"
-        self._on_rank_0(op, lambda store: linking.enter_context(link_temporarily(path, store)))
+        self._on_rank_0(op, lambda store: link_stack.enter_context(link_temporarily(path, store)))
         return self.folder / path.name
 
-    def drop_rows(self, snapshot: Snapshot) -> None:
+    def remove_replaced_snapshot(self, snapshot: Snapshot) -> None:
         """Remove a replaced checkpoint's snapshot if nothing needs it. Raises SnapshotError. Local, on rank 0."""
         if self.store is not None:
             with self.local.table.lock:
                 remove_if_unreferenced(self.store, snapshot)
 
-    def discard_rows(self, name: str) -> None:
+    def remove_failed_snapshot(self, name: str) -> None:
         """Remove a failed checkpoint's snapshot. Recovery then uses an earlier snapshot. Local, on rank 0."""
         if self.store is not None:
-            remove_snapshot(self.store.snapshots / name)
+            remove_snapshot(self.store.snapshots_path / name)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
         """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
@@ -496,8 +496,8 @@ class SnapshotManager:
         """Remove old snapshots and return their names. Not collective: only rank 0 calls this."""
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
-            saving = table.observers.last_save
-            if self._background_save is None and (saving is None or saving.done):  # no temporary folder is in use
+            last_save = table.observers.last_save
+            if self._background_save is None and (last_save is None or last_save.done):  # no temporary folder is in use
                 store.clear_snapshots()
             return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
 
@@ -516,7 +516,7 @@ def open_snapshot(path: Path) -> Snapshot:
     return Snapshot.open(path)
 
 
-def no_folder_error(name: str) -> SnapshotError:
+def make_no_folder_error(name: str) -> SnapshotError:
     """Return the error for an embedding without a store folder."""
     return SnapshotError(
         f"embedding {name!r} has no persistent_path, so it has no folder for snapshots; set persistent_path in its "

@@ -21,7 +21,7 @@ from ..tables.local_table import LocalTable
 from ..tables.row_tensors import RowTensors
 from ..tables.training_group import TrainingGroup
 from .rows_reference import RowsReference
-from .save_requests import LocalRequests
+from .save_requests import LocalRequestHandler
 from .snapshot_manager import SnapshotManager
 
 _handles_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()  # open handles
@@ -30,7 +30,7 @@ _handles_by_folder: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDic
 class TableHandle(LocalTable):
     """The open rows of an embedding, all in this process. Each folder has at most one handle.
 
-    pending: references to rows that a loaded state_dict names, as long as the embedding does not have these rows.
+    pending_references: name the rows of a loaded state_dict, as long as the embedding does not have these rows.
     """
 
     def __init__(
@@ -41,16 +41,16 @@ class TableHandle(LocalTable):
         device: torch.device,
         group: TrainingGroup | None = None,
         for_load: bool = False,
-        pending: Sequence[RowsReference] = (),
+        pending_references: Sequence[RowsReference] = (),
     ) -> None:
-        self.world, self.pending = World.single(), pending
+        self.world, self.pending_references = World.single(), pending_references
         folder = claim_folder(spec, options)
         super().__init__(spec, options, optimizer, device, group=group, for_load=for_load)
-        snapshots = None if self.store is None else self.store.snapshots
-        self.snapshots = SnapshotManager(self, self.world, snapshots, self.store)
+        snapshots_path = None if self.store is None else self.store.snapshots_path
+        self.snapshot_manager = SnapshotManager(self, self.world, snapshots_path, self.store)
         register_handle(folder, self)
-        self.requests = LocalRequests(self, find_handle)
-        self.serve(self.requests, self.store)
+        self.request_handler = LocalRequestHandler(self, find_handle)
+        self.serve(self.request_handler, self.store)
 
     @property
     def open_table(self) -> OpenTable:

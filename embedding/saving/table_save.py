@@ -73,7 +73,7 @@ class TableSave:
     def describe_part(self) -> list[Any]:
         """Return the row count and the files that this rank has written. Rank 0 passes them to `write_manifest`."""
         files = {name: [file.rows, file.bytes, file.crc32] for name, file in self._written.files.items()}
-        return [self._written.rows, files]
+        return [self._written.num_rows, files]
 
     def write_manifest(self, parts: Sequence[list[Any]]) -> str:
         """Write the snapshot's manifest on rank 0 and return its id. Afterwards the snapshot lacks only its name.

@@ -101,28 +101,28 @@ class ModelSnapshots(RowLoadingMixin):
         raise SnapshotError("there is no embedding whose rows could be saved or loaded; give the module one")
 
     def _list_managers(self, for_load: bool = False) -> list[Any]:
-        return [embedding.table_handle(for_load).snapshots for embedding in self._require_embeddings()]
+        return [embedding.table_handle(for_load).snapshot_manager for embedding in self._require_embeddings()]
 
 
 def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], kind: str | None = None) -> None:
     """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step. kind: None for the cheapest kind."""
     world = _find_world(embeddings)
-    managers = [embedding.table_handle().snapshots for embedding in embeddings]
+    managers = [embedding.table_handle().snapshot_manager for embedding in embeddings]
     have_folders = [embedding.store_options.persistent_path is not None for embedding in embeddings]
     if any(have_folders):
         save_together(world, [*compress(managers, have_folders)], paths[0].name, kind)
     for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
-        (manager.link_rows if has_folder else manager.save_rows)(path)
+        (manager.create_snapshot_link if has_folder else manager.save_snapshot_at)(path)
 
 
 def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], selection: Selection = ALL) -> None:
     """Load the rows of `embeddings[i]`, or a selection, from the snapshot `paths[i]`."""
     world = _find_world(embeddings)
-    managers = [embedding.table_handle(for_load=True).snapshots for embedding in embeddings]
+    managers = [embedding.table_handle(for_load=True).snapshot_manager for embedding in embeddings]
     have_folders = [selection.can_recover and e.store_options.persistent_path is not None for e in embeddings]
     for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
         if not has_folder:
-            manager.load_rows(path, selection)
+            manager.load_snapshot_at(path, selection)
     if any(have_folders):
         load_rows_together(world, [*compress(managers, have_folders)], [*compress(paths, have_folders)])
     for embedding in embeddings:

@@ -40,7 +40,7 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import LoadReport, Selection, Where
 from ..autograd.shadow import ShadowCopy
-from ..saving.rows_reference import NO_ROWS, UNLOADABLE_ROWS, RowsReference, make_mismatch_text, read_reference
+from ..saving.rows_reference import EMPTY_VERSION, UNLOADABLE_ROWS, RowsReference, make_mismatch_text, read_reference
 from ..tables.names import make_next_seed
 from ..tables.row_tensors import ON_OTHER_RANK_FIELD, TENSOR_NAMES, RowTensors
 from .read_only import StateTensor
@@ -158,8 +158,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """
         with self.raise_on_all_ranks():
             check_flags(OptionError, background=background, overwrite=overwrite)
-            snapshots = self.table_handle().snapshots
-        return snapshots.save(snapshot_name, kind, overwrite, background)
+            manager = self.table_handle().snapshot_manager
+        return manager.save(snapshot_name, kind, overwrite, background)
 
     def load_snapshot(
         self,
@@ -195,8 +195,8 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         with self.raise_on_all_ranks():
             check_flags(InputError, strict=strict, weights_only=weights_only, convert=convert)
             handle = self.table_handle(for_load=True)
-        selection = Selection(tables, where, not weights_only, convert=convert)
-        report = handle.snapshots.load_snapshot(snapshot_name, selection, strict)
+        selection = Selection(tables, where, not weights_only, converts=convert)
+        report = handle.snapshot_manager.load_snapshot(snapshot_name, selection, strict)
         self.keep_rows()
         return report
 
@@ -214,7 +214,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         with self.raise_on_all_ranks():
             check_flags(OptionError, overwrite=overwrite)
             handle = self.table_handle()
-        handle.snapshots.check_save(snapshot_name, kind, overwrite)
+        handle.snapshot_manager.check_save(snapshot_name, kind, overwrite)
 
     def prune_snapshots(self, keep_last: int, keep_every: int | None = None) -> list[str]:
         """Remove old snapshots from the store folder.
@@ -234,12 +234,12 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         """
         with self.raise_on_all_ranks():
             handle = self.table_handle()
-        return handle.snapshots.prune(keep_last, keep_every)
+        return handle.snapshot_manager.prune(keep_last, keep_every)
 
     @property
     def last_snapshot(self) -> str | None:
         """The last snapshot that was saved, loaded, or restored by recovery after a kill; None without a snapshot."""
-        return None if self._handle is None else self._handle.snapshots.last_name
+        return None if self._handle is None else self._handle.snapshot_manager.last_snapshot_name
 
     def keep_rows(self) -> None:
         """Accept the present rows, although a loaded state_dict names other rows or the dense part is new."""
@@ -263,7 +263,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         options = self.store_options
         retained, path = options.state_dict_snapshots, options.persistent_path
         if not are_rows_excluded() and retained and detect_fake_mode() is None:
-            return self.table_handle().snapshots.save_for_state(None if retained is True else retained)
+            return self.table_handle().snapshot_manager.save_state_dict_snapshot(None if retained is True else retained)
         if not are_rows_excluded() and path is not None and not self._has_warned:
             self._has_warned = True
             log.warning(
@@ -273,7 +273,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
                 self.name,
             )
         if self._handle is not None:
-            return self._handle.snapshots.make_rows_reference()
+            return self._handle.snapshot_manager.make_rows_reference()
         if path is None or self.name_source == "path" or self.world is not None or options.snapshot_path is not None:
             return RowsReference(None)
         return read_reference(Path(path) / self.name, options.open == "fresh")
@@ -303,7 +303,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         if self._handle is None and self.group is None and _row_mode.get() != _KEEP_ROWS:
             return  # load the rows at the first use: until then, the embedding may get an optimizer
         try:
-            self._load_pending()
+            self._load_pending_reference()
         except Exception:
             for other in () if self.group is None else self.group.embeddings:
                 if other is not self:
@@ -315,7 +315,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         reference = UNLOADABLE_ROWS if stopped_at is None else RowsReference.make_for_failed_load(stopped_at)
         self._pending_references[:] = [reference]
 
-    def _load_pending(self) -> None:
+    def _load_pending_reference(self) -> None:
         with self._load_lock:
             if self._pending_references:  # another thread may have loaded the rows meanwhile
                 self._load_reference(self._pending_references[0])
@@ -323,9 +323,10 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     def _load_reference(self, pending: RowsReference) -> None:
         """Load the rows that a reference names. Raises SnapshotError, StoreError, OptimizerError."""
         handle, options = self.table_handle(for_load=True), self.store_options
+        manager, saves_rows = handle.snapshot_manager, options.state_dict_snapshots and self.world is None
         try:
-            is_restored, problem = handle.snapshots.restore(pending), ""
-            if not is_restored and options.state_dict_snapshots and self.world is None and pending.version == NO_ROWS:
+            is_restored, problem = manager.restore(pending), ""
+            if not is_restored and saves_rows and pending.version == EMPTY_VERSION:
                 handle.load_state(RowTensors.make_empty(self.spec).tensors)
                 is_restored = True
         except (SnapshotError, StoreError, OptimizerError) as error:  # the snapshot does not fit
@@ -339,7 +340,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         if handle.local.persistence.unusable_reason:
             raise StoreError(handle.local.persistence.unusable_reason)
         kinds = bool(options.state_dict_snapshots), options.persistent_path is None
-        problem = problem or make_mismatch_text(self.name, handle.snapshots.make_rows_reference(), pending, *kinds)
+        problem = problem or make_mismatch_text(self.name, manager.make_rows_reference(), pending, *kinds)
         if _row_mode.get() == _KEEP_ROWS:
             self._pending_references.clear()
             log.warning("%s; its rows stay", problem)

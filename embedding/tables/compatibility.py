@@ -156,18 +156,18 @@ def fit_selection(
         tables = [table for table in (range(len(names)) if tables is None else tables) if table not in others]
     selection = dataclasses.replace(selection, tables=tables)
     dtypes = spec.dtype, spec.state_dtype
-    if selection.convert and convert_description(description, dtypes) != description:
-        selection = dataclasses.replace(selection, types=dtypes)
+    if selection.converts and convert_description(description, dtypes) != description:
+        selection = dataclasses.replace(selection, target_dtypes=dtypes)
     try:
         check_stored_rows(spec, selection.describe(description), optimizer, SnapshotError, label, tables)
     except OptimizerError as error:
         if strict:
             raise OptimizerError(f"{error}; or load it with weights_only=True") from error
         remarks.append(f"the optimizer's state is reset: {error}")
-        selection = dataclasses.replace(selection, state=False)
+        selection = dataclasses.replace(selection, includes_state=False)
     if spec.padding_idx not in (None, description["padding_idx"]):
         remarks.append(f"padding_idx={spec.padding_idx} was none when {label} was saved: rows of that id are left out")
-        selection = dataclasses.replace(selection, padding=spec.padding_key)
+        selection = dataclasses.replace(selection, padding_key=spec.padding_key)
     return selection, remarks
 
 

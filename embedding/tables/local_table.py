@@ -20,7 +20,7 @@ from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import TableSpec
 from ...engine.table.table import OpenTable, RowsReplacedError
 from ...engine.table.table_report import cache_metrics
-from ...snapshots.control.server import SaveTarget, Service
+from ...snapshots.control.server import RequestHandler, Service
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.group import Member
@@ -61,14 +61,14 @@ class LocalTable:
         self._table: OpenTable | None = None
         self._closed_step = 0  # the step of the rows at the last close
         self._service = Service()
-        self._request_target: tuple[SaveTarget, StoreFolder | None] | None = None
+        self._handler_and_folder: tuple[RequestHandler, StoreFolder | None] | None = None
         self.persistence = TablePersistence(
             spec, options, device, shard, self._list_members, () if group is None else group.list_folders()
         )
         try:
             self._table = self.persistence.open(optimizer, planner, for_load)
         except BaseException:
-            self.persistence.release()
+            self.persistence.unlock()
             raise
         cache_metrics(self._table)
         if shard is None or shard.rank == 0:
@@ -143,11 +143,11 @@ class LocalTable:
         if self.group is not None and self.store is not None and self._table is not None:
             self._table.set_step_gate(self.group.gate)
 
-    def serve(self, target: SaveTarget, folder: StoreFolder | None) -> None:
+    def serve(self, handler: RequestHandler, folder: StoreFolder | None) -> None:
         """Serve other processes' requests for a folder, until `close`. folder: None on ranks without a folder."""
-        self._request_target = target, folder
+        self._handler_and_folder = handler, folder
         if folder is not None:
-            self._service.start(folder.path, target)
+            self._service.start(folder.path, handler)
 
     def check_optimizer(self, optimizer: RowOptimizer) -> None:
         """Raise OptimizerError if rows have another optimizer's state, OptionError if rows lack room for new state."""
@@ -200,10 +200,10 @@ class LocalTable:
         if self._table is not None:
             self._table.stop_prefetch()
 
-    def release(self) -> None:
-        """Release the rows that a failed step left pinned, if the table is open."""
+    def unpin_rows(self) -> None:
+        """Unpin the rows that a failed step left pinned, if the table is open."""
         if self._table is not None:
-            self._table.release()
+            self._table.unpin_rows()
 
     def copy_rows(self) -> RowTensors:
         """Return a copy of all rows."""
@@ -239,7 +239,7 @@ class LocalTable:
         """Return the selection restricted to this table. Raises SnapshotError or OptimizerError if rows do not fit."""
         optimizer = self.table.optimizer
         spec, label = self.persistence.spec.with_stored_seed(snapshot.description), f"snapshot {snapshot.name!r}"
-        if selection.convert:
+        if selection.converts:
             return fit_selection(spec, snapshot.description, optimizer, selection, True, label)[0]
         check_stored_rows(spec, selection.describe(snapshot.description), optimizer, SnapshotError, label)
         return selection
@@ -306,11 +306,11 @@ class LocalTable:
                         self.persistence.close(self._table)
                 except BaseException:
                     if self._table.stack is None:  # the table was closed without writing its rows
-                        self._release()
-                    elif self._request_target is not None:
-                        self.serve(*self._request_target)
+                        self._drop_table()
+                    elif self._handler_and_folder is not None:
+                        self.serve(*self._handler_and_folder)
                     raise
-            self._release()
+            self._drop_table()
             if deferred_error is not None:
                 raise deferred_error
 
@@ -346,7 +346,7 @@ class LocalTable:
         except BaseException:
             if old_table.stack is None:  # the old table failed while it was being replaced
                 self._service.stop()
-                self._release()
+                self._drop_table()
             raise
         cache_metrics(self._table)
 
@@ -355,11 +355,11 @@ class LocalTable:
         """The LocalTable with this process's rows. This is the object itself, because this process holds all rows."""
         return self
 
-    def _release(self) -> None:
+    def _drop_table(self) -> None:
         if self._table is not None:
             self._closed_step = self._table.step
         self._table = None
-        self.persistence.release()
+        self.persistence.unlock()
 
 
 def _is_compatible(stored: RowState, needed: RowState) -> bool:

@@ -44,11 +44,11 @@ from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.changed_keys import read_changed_keys
 from ...snapshots.store.closed_store import check_live, scan_live_rows
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, remove_other_shards, snapshot_folder
+from ...snapshots.store.folder_state import FolderState, locate_snapshots, remove_other_shards
 from ...snapshots.store.group import Member, open_store, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import read_live_version
-from ...snapshots.store.recovery_rule import EMPTY
+from ...snapshots.store.recovery_rule import EMPTY_ID
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
 from .clean_marker import make_clean_marker
 from .compatibility import LoadedIdCounter, check_stored_rows
@@ -97,9 +97,9 @@ class TablePersistence:
         if options.persistent_path is not None:
             path, user = Path(options.persistent_path) / spec.name, f"embedding {spec.name!r}"
             if shard is None:
-                self.folder = StoreFolder(path, user, snapshot_folder(options.snapshot_path, spec.name))
+                self.folder = StoreFolder(path, user, locate_snapshots(options.snapshot_path, spec.name))
             else:
-                self.folder = StoreFolder(shard.folder(path), user)
+                self.folder = StoreFolder(shard.locate_folder(path), user)
         self.member: Member | None = None  # with several ranks, set only on rank 0
         self._is_on_disk = isinstance(options, CachedSsdOptions)
         self._open_mode = options.open
@@ -185,7 +185,7 @@ class TablePersistence:
             self.log_entry = logging.INFO, f"live rows of the last close of store folder {folder.path}"
             table = self._resume(optimizer, plan.clean_marker, folder, for_load)
             self.resumed_step = table.step
-            if plan.snapshot_id not in (None, EMPTY):
+            if plan.snapshot_id not in (None, EMPTY_ID):
                 table.observers.track_changes(plan.snapshot_id)
             elif (changed := read_changed_keys(folder, plan.clean_marker)) is not None:
                 table.observers.track_changes(*changed)
@@ -283,12 +283,12 @@ class TablePersistence:
             return "no stored row is lost by it"
         return describe_next_rows(self.folder, self.member, table.step)
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Unlock the folder without writing, and release the memory that automatic budgets reserved."""
         self._budgets.release()
         self._leave_group()
         if self.folder is not None:
-            self.folder.release()
+            self.folder.unlock()
 
     def check_row(self, optimizer: RowOptimizer) -> None:
         """Raise OptionError if the row size in the options differs from the size that the optimizer needs."""
@@ -427,7 +427,7 @@ class TablePersistence:
             report = LoadReport(snapshot.manifest.rows)
         else:
             chunks = ids.remember_padding(snapshot.chunks())
-            for _ in selection.chunks(chunks, description, report):  # `capacity` needs the row count
+            for _ in selection.select_chunks(chunks, description, report):  # `capacity` needs the row count
                 pass
         loaded = {**selection.describe(description), "rows": report.rows}
         selected = ids.count(selection.read_rows(snapshot, LoadReport()))

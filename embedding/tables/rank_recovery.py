@@ -25,7 +25,7 @@ from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder_state import FolderState, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member, open_store
 from ...snapshots.store.group_file import GroupFile
-from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
+from ...snapshots.store.recovery_rule import EMPTY_ID, make_snapshot_version
 from .recovery import FolderContents, OpenPlan, check_shards_unlocked, choose_snapshot, make_log_entry, read_contents
 from .shared_folder import SharedFolder
 
@@ -34,17 +34,17 @@ class _Decision(NamedTuple):
     """Rank 0's decision about which rows to open."""
 
     live_version: str | None  # the version of the live rows; None if the ranks do not open live rows
-    snapshot_id: str | None  # the snapshot with these rows; EMPTY without rows; None if no snapshot holds the rows
+    snapshot_id: str | None  # the snapshot with these rows; EMPTY_ID without rows; None if no snapshot holds the rows
     snapshot_name: str  # the name of the snapshot to load; "" if the ranks load no snapshot
     unusable_reason: str  # why the rows may not be used before a load; "" if the rows may be used
     log_level: int  # the level of the log message
     log_text: str  # the log message; "" if nothing is logged
 
 
-class RecoveryDecision:
+class RecoveryNegotiation:
     """One rank's part in a joint decision: all ranks decide together which rows to open.
 
-    Every rank creates a RecoveryDecision, opens its shard with `decide`, and then calls `end`. The constructor
+    Every rank creates a RecoveryNegotiation, opens its shard with `decide`, and then calls `end`. The constructor
     raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
 
     Args:
@@ -64,7 +64,7 @@ class RecoveryDecision:
         self._has_read = False  # True once this rank has sent its row count
         self._has_counted = False  # True once the row counts have been compared
         self.member: Member | None = None
-        self.snapshot_id: str | None = None  # the snapshot to open with; EMPTY: no rows; None: live rows
+        self.snapshot_id: str | None = None  # the snapshot to open with; EMPTY_ID: no rows; None: live rows
         self.has_live_rows = False  # True if each rank opens its own live rows
         self._recorded_versions: dict[str, str | None] = {}  # on rank 0: the version in the record, by store path
         first = world.call_on_rank_0(f"{op}: its store folder", self._prepare)
@@ -101,9 +101,9 @@ class RecoveryDecision:
             return OpenPlan(contents.clean_marker, None, id, run_id, int(num_writes), version, reason)
         self.snapshot_id, reason = id, decision.unusable_reason
         plan = OpenPlan(run_id=self._token, version=version, unusable_reason=reason, log_entry=log_entry)
-        if self.snapshot_id == EMPTY:
+        if self.snapshot_id == EMPTY_ID:
             return plan
-        whole = Snapshot.open(self._shared_folder.snapshots / decision.snapshot_name)
+        whole = Snapshot.open(self._shared_folder.snapshots_path / decision.snapshot_name)
         snapshot = whole.restrict_to_shard(HashShard(self._world.rank, self._world.size))
         return plan._replace(snapshot=snapshot, on_verified=lambda: self._check_row_count(snapshot))
 
@@ -147,7 +147,7 @@ class RecoveryDecision:
         if self._mode != "fresh":
             own, prefix = versions.get(str(shared_folder.path), {}), "all ranks: " if ranks == self._world.size else ""
             log_entry = make_log_entry(shared_folder.folder, contents, member, snapshot, own, step, prefix)
-        name, id = ("", EMPTY) if snapshot is None else (snapshot.name, snapshot.manifest.id)
+        name, id = ("", EMPTY_ID) if snapshot is None else (snapshot.name, snapshot.manifest.id)
         return _Decision(None, id, name, member.unusable_reason, *(log_entry or (0, "")))
 
     def end(self, error: BaseException | None) -> None:
@@ -157,7 +157,7 @@ class RecoveryDecision:
         finally:
             if self._shared_folder.folder is not None:
                 self._shared_folder.remove_tokens()  # every rank has looked for the token, or the world has ended
-        if self.snapshot_id not in (None, EMPTY):
+        if self.snapshot_id not in (None, EMPTY_ID):
             self._join(f"{self._op}: its rows", self._has_read, self._has_counted, error)  # as in `check_row_count`
 
     def leave(self) -> None:

@@ -4,8 +4,7 @@ The training group's record contains an entry for each store. The entry says whi
 snapshot, or no rows. A clean shutdown writes the live rows and a clean marker. `plan_open` turns the entry into an
 `OpenPlan`. The plan contains the clean marker if the store opens its live rows, and otherwise the snapshot. A store
 that was not closed cleanly always loads a snapshot or starts empty. A warning then names the snapshot and the lost
-steps. The warning also names a later snapshot of this store that recovery cannot use. Recovery cannot use a snapshot if
-the group's other stores lack a snapshot from the same moment.
+steps. Recovery cannot use a snapshot if the group's other stores lack one from the same moment; the warning says so.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from ...engine.options.store_options import StoreOptions
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot, find_snapshot, list_snapshots
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, find_holder, read_last_step, read_shard_versions, shard_folder
+from ...snapshots.store.folder_state import FolderState, find_holder, locate_shard, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import read_live_version
-from ...snapshots.store.recovery_rule import EMPTY, make_snapshot_version
+from ...snapshots.store.recovery_rule import EMPTY_ID, make_snapshot_version
 
 
 class LiveRowsState(Enum):
@@ -86,7 +85,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
     Raises StoreError if the entry names only live rows. Only a run with the same number of ranks can open live rows.
     """
     if member.entry.snapshot is None:
-        record, saved = member.group.record, list_snapshots(folder.snapshots).snapshots
+        record, saved = member.group.record, list_snapshots(folder.snapshots_path).snapshots
         bases = (s for ids in (record.commit, record.previous_commit) for s in saved if s.manifest.id == ids[member.id])
         base, owner = next(bases, None), _describe_owner(folder)
         last = "there is none" if base is None else f"the last is {base.name!r}, from step {_read_step(base)}"
@@ -95,7 +94,7 @@ def choose_snapshot(folder: FolderState, member: Member, step: int | None) -> Sn
             f"Only a run with {owner} can open the live rows. Start such a run, and save a snapshot. To discard the "
             'live rows instead, load a snapshot by `tierbed snapshot load`, or start empty with open="fresh"'
         )
-    return None if member.entry.snapshot == EMPTY else find_snapshot(folder.snapshots, member.entry.snapshot)
+    return None if member.entry.snapshot == EMPTY_ID else find_snapshot(folder.snapshots_path, member.entry.snapshot)
 
 
 def make_log_entry(
@@ -103,11 +102,15 @@ def make_log_entry(
     contents: FolderContents,
     member: Member,
     snapshot: Snapshot | None,
-    live_versions: Mapping[int, str | None],  # if the store is sharded: the live rows' versions by rank
-    live_step: int | None,  # the last step of the live rows, if known
-    ranks_prefix: str = "",  # text that names the ranks
+    live_versions: Mapping[int, str | None],
+    live_step: int | None,
+    ranks_prefix: str = "",
 ) -> tuple[int, str] | None:
-    """Return the level and text to log if a store does not open its live rows. Returns None for a new store."""
+    """Return the level and text to log if a store does not open its live rows. Return None for a new store.
+
+    `live_versions` contains the versions of the live rows by rank; it is empty if the store is not sharded. `live_step`
+    is the last step of the live rows, or None if unknown. `ranks_prefix` is text that names the ranks.
+    """
     where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
     if not contents.has_rows_or_snapshots:
         return None
@@ -123,11 +126,11 @@ def make_log_entry(
     unclosed = [str(rank) for rank, live in sorted(live_versions.items()) if live is None or not live.startswith(run)]
     reason = "was not closed by its last run"
     if unclosed:
-        reason = f"was not closed by rank {', '.join(unclosed)} of its {folder.num_ranks}"
+        reason = f"was not closed by rank{'s' * (len(unclosed) > 1)} {', '.join(unclosed)} (of {folder.num_ranks})"
     elif len({*live_versions.values()}) > 1:
         reason = "was closed by its ranks at different steps"
     elif len(record.entries) > 1 and (live_versions or marker):
-        reason = "is trained together with others that were not closed by their last run"
+        reason = "belongs to a training group in which other stores were not closed by their last run"
     lost, unused = describe_lost_steps(snapshot, live_step), _describe_unused_snapshot(folder, member, snapshot)
     return logging.WARNING, f"{where} {reason}; {ranks_prefix}{restored}; {lost}{unused}"
 
@@ -135,13 +138,13 @@ def make_log_entry(
 def _describe_unused_snapshot(folder: FolderState, member: Member, base: Snapshot | None) -> str:
     """Return text about the store's last snapshot if recovery uses `base`, an earlier snapshot; otherwise ""."""
     record = member.group.record
-    saved = list_snapshots(folder.snapshots).snapshots if len(record.entries) > 1 else ()
+    saved = list_snapshots(folder.snapshots_path).snapshots if len(record.entries) > 1 else ()
     last = next((snapshot for snapshot in saved if snapshot.manifest.id == record.parents.get(member.id)), None)
     if last is None or (base is not None and last.manifest.sequence <= base.manifest.sequence):
         return ""
     return (
-        f"; its later snapshot {last.name!r}, of step {_read_step(last)}, is not used, since embeddings that are "
-        "trained together with it have no snapshot of that moment"
+        f"; the later snapshot {last.name!r} (step {_read_step(last)}) was not used, because other embeddings of the "
+        "same training group have no snapshot from that moment"
     )
 
 
@@ -156,31 +159,31 @@ def _read_step(snapshot: Snapshot | None) -> int:
 def describe_recovery(base: Snapshot | None) -> str:
     """Return the log text about the rows that the store opens instead of its live rows."""
     if base is None:
-        return "started empty: it has no snapshot of its own"
+        return "started empty, because it has no snapshot of its own"
     return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
 
 
 def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
-    """Return log text about the steps after `base` that are lost. The last lost step is `live_step`, if known."""
-    base_step = _read_step(base)
+    """Return log text about the writes after `base` that are lost. The last lost step is `live_step`, if known."""
+    base_step, writes = _read_step(base), "earlier writes" if base is None else "writes after the snapshot"
     if live_step is None or live_step < base_step:
-        return "what was written since is lost"
+        return f"all {writes} are lost"
     if live_step == base_step:
-        return "no later step; rows put or deleted since are lost"
-    return f"what was written since, steps {base_step + 1} to {live_step}, is lost"
+        return f"no training step is lost, but {writes} by put or delete are lost"
+    return f"all {writes} are lost (steps {base_step + 1} to {live_step})"
 
 
 def describe_next_rows(folder: FolderState, member: Member | None, step: int) -> str:
-    """Return a log text: which rows the next run gets if this run ends at `step` without a clean marker."""
+    """Return log text about the next run's rows, if this run ends at `step` without a clean marker."""
     if member is None:
         return "all ranks recover from a snapshot in the next run"
     try:
         commit = member.group.record.commit[member.id]
-        base = None if commit == EMPTY else find_snapshot(folder.snapshots, commit)
+        base = None if commit == EMPTY_ID else find_snapshot(folder.snapshots_path, commit)
     except TierbedError as error:
         return f"the snapshot that the next run needs cannot be read: {error}"
     if base is None:
-        return "the next run starts empty: it has no snapshot of its own"
+        return "the next run starts empty, because the embedding has no snapshot of its own"
     lost = describe_lost_steps(base, step)
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
@@ -196,14 +199,14 @@ def describe_full_disk(folder: FolderState, error: TierbedError) -> str:
     cause = str(error).partition("; free space")[0]  # leave out RocksDB's advice: it is for open stores
     return (
         f"{cause}. Free space on the disk and open the embedding again; `tierbed snapshot prune` removes snapshots in "
-        f"{str(folder.snapshots)!r} that recovery does not need"
+        f"{str(folder.snapshots_path)!r} that recovery does not need"
     )
 
 
 def check_shards_unlocked(path: Path, num_ranks: int) -> None:
     """Raise StoreError if a process, such as a rank that outlives rank 0, has one of the ranks' shards open."""
     for rank in range(num_ranks):
-        shard = shard_folder(path, rank, num_ranks)
+        shard = locate_shard(path, rank, num_ranks)
         if shard.is_dir() and (process := find_holder(shard)) is not None:
             raise StoreError(
                 f"{str(shard)!r}, the shard of rank {rank} of {num_ranks}, is in use by process "
@@ -213,15 +216,15 @@ def check_shards_unlocked(path: Path, num_ranks: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class RankShard:
-    """Identifies the shard of one rank. num_ranks_on_host: how many ranks share the host."""
+    """Identifies the shard of one rank."""
 
     rank: int
     num_ranks: int
-    num_ranks_on_host: int = 1
+    num_ranks_on_host: int = 1  # how many ranks share the host
 
-    def folder(self, store_path: Path) -> Path:
+    def locate_folder(self, store_path: Path) -> Path:
         """Return the shard's store folder, inside the table's store folder."""
-        return shard_folder(store_path, self.rank, self.num_ranks)
+        return locate_shard(store_path, self.rank, self.num_ranks)
 
     def make_options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""
@@ -248,7 +251,7 @@ class RowsVersion:
         self._version_at_writes = num_writes, version
 
     def count_write(self, num_earlier: int | None = None) -> None:
-        """Add 1 to the number of writes. num_earlier: how many writes came before; default: this shard's count."""
+        """Count a write that came after `num_earlier` writes. Default: this shard's number of writes."""
         self.num_writes = 1 + (self.num_writes if num_earlier is None else num_earlier)
 
     def set_snapshot(self, snapshot_id: str, num_writes: int) -> None:

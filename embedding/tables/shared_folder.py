@@ -9,7 +9,7 @@ from pathlib import Path
 from ...engine.errors import StoreError
 from ...engine.options.store_options import StoreOptions
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, snapshot_folder
+from ...snapshots.store.folder_state import FolderState, locate_snapshots
 from ...snapshots.store.group import Member
 from ...snapshots.store.mark import ShardLayout
 
@@ -21,10 +21,10 @@ class SharedFolder:
 
     def __init__(self, rank: int, name: str, options: StoreOptions) -> None:
         assert options.persistent_path is not None
-        snapshots = snapshot_folder(options.snapshot_path, name)
+        snapshots = locate_snapshots(options.snapshot_path, name)
         self.path = Path(options.persistent_path).absolute() / name
         self.folder = StoreFolder(self.path, f"embedding {name!r}", snapshots) if rank == 0 else None
-        self.snapshots = snapshots or FolderState(self.path).snapshot_store.snapshots
+        self.snapshots_path = snapshots or FolderState(self.path).snapshot_store.snapshots_path
 
     @property
     def snapshot_store(self) -> StoreFolder:
@@ -46,7 +46,7 @@ class SharedFolder:
 
     def check_token(self, token: str) -> None:
         """Raise StoreError if this rank does not see rank 0's token, because the ranks then see different folders."""
-        folder = self.snapshots.parent
+        folder = self.snapshots_path.parent
         if not (folder / token).exists():
             raise StoreError(
                 f"{str(folder)!r} is another folder here than on rank 0, so ranks would not see each other's "
@@ -68,7 +68,7 @@ class SharedFolder:
             self.folder.discard_live_rows()
         member.move_to(self.snapshot_store, ShardLayout(num_ranks))
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Unlock the folder. May be called again."""
         if self.folder is not None:
-            self.folder.release()
+            self.folder.unlock()

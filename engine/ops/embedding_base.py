@@ -73,7 +73,7 @@ class EmbeddingBase(Unscriptable, nn.Module):
         """
         raise NotImplementedError
 
-    def release(self) -> None:
+    def unpin_rows(self) -> None:
         """Unpin the rows that a failed step left pinned."""
         raise NotImplementedError
 

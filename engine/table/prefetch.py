@@ -72,7 +72,7 @@ def _copy_tensor(part: Tensor) -> Tensor:
 
 
 def _make_memory_key(lookup: Lookup) -> tuple[Any, ...]:
-    """Returns a value to compare. Lookups in the same memory have equal values, until torch writes to this memory."""
+    """Return a value to compare. Lookups in the same memory have equal values, until torch writes to this memory."""
     memory = (fingerprint(part, by_memory=True) for part in lookup.tensors)
     return lookup.pooling, lookup.feature_columns, *memory
 
@@ -125,8 +125,8 @@ class Prefetcher:
     def enter_step(self, lookups: Sequence[Lookup] | None) -> Iterator[Any]:
         """Enter a block that pins a step's rows. Yields the step's prepared batch, or None if no batch is prepared.
 
-        If `lookups` is None, the block is not a step and uses no announced batch. If the thread failed to prepare this
-        step's batch, raises the thread's error.
+        If `lookups` is None, the block is not a step and uses no announced batch. Raises the thread's error if the
+        thread failed to prepare this step's batch.
         """
         if not self._announcements:
             yield None
@@ -170,7 +170,7 @@ class Prefetcher:
         self._top_tier.cancel()
 
     def _find_match(self, lookups: Sequence[Lookup]) -> tuple[int, int] | None:
-        """Returns (position, count) of consecutive announcements that together hold these lookups, or None."""
+        """Return (position, count) of consecutive announcements that together hold these lookups, or None."""
         for start in range(len(self._announcements)):
             end = 0
             for count, announcement in enumerate(islice(self._announcements, start, None), 1):
@@ -203,8 +203,8 @@ class Prefetcher:
     def _interrupt(self, match: tuple[int, int] | None, lookups: Sequence[Lookup] | None) -> Any:
         """Pause the thread and make the tier forget every batch. After `_resume`, the thread announces batches again.
 
-        If `match` (from `_find_match`) is not None, drops the matching announcements and all earlier announcements.
-        Returns the batch that was made for the matching announcements, if there is one.
+        If `match` (from `_find_match`) is not None, drop the matching announcements and all earlier announcements.
+        Return the batch that was made for the matching announcements, if there is one.
         """
         with self._condition:
             self._is_paused = True
@@ -264,7 +264,7 @@ class Prefetcher:
                     announcements[0].error = error
 
     def _find_work(self) -> list[_Announcement] | None:
-        """Returns one step's announcements, to handle next, or None. All steps are announced before any is fetched."""
+        """Return the announcements of the step to work on, or None. All steps are announced before rows are fetched."""
         size, position = self._announcements_per_step, None
         steps = 0 if self._is_idle or self._is_paused else min(len(self._announcements) // size, MAX_WINDOW)
         for number, announcement in enumerate(islice(self._announcements, 0, steps * size, size)):

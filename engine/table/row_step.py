@@ -53,10 +53,10 @@ def run_row_step(
             except BaseException as error:
                 embeddings = [embedding for embedding, _ in pairs]
                 groups = dict.fromkeys(embedding.group for embedding in embeddings if embedding.group is not None)
-                for group in groups:  # before `release`, because pins show which rows were not updated
+                for group in groups:  # before `unpin_rows`, because pins show which rows were not updated
                     group.mark_if_partly_updated(embeddings, error)
                 for embedding in embeddings:
-                    embedding.release()
+                    embedding.unpin_rows()
                 raise
         finally:
             for embedding_id in locked_ids:

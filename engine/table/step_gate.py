@@ -30,7 +30,7 @@ class StepGate:
 
     def yield_to_reader(self, table: Table) -> None:
         """Wait until the reader is done. Called before a step if `has_reader` is set. Ctrl-C ends the wait."""
-        table.release()
+        table.unpin_rows()
         if self.is_mid_step or any(other.is_in_step for other in self._tables):  # the reader waits until that step ends
             return
         self._waiting_step_event.set()

@@ -104,9 +104,9 @@ class PinnedBatch:
             self.table.mark_update_failed()
             raise
 
-    def release(self) -> None:
+    def unpin_rows(self) -> None:
         """Unpin the rows without changing them."""
-        self.table.release()
+        self.table.unpin_rows()
 
     def check_gradients(self, grads: list[Tensor], weights: list[Tensor | None] | None) -> Gradients:
         """Check the arguments `grads` and `weights` of `update`. Raises InputError."""
@@ -435,7 +435,7 @@ class OpenTable:
         """Delete the rows of ids from all tiers. Returns how many of these rows had been written."""
         self.observers.wait_for_memory()
         with self.lock, defer_signals():
-            self.release()
+            self.unpin_rows()
             with self.enter_announced_step(None):
                 existing_counts = self.count_written(lookup)
                 if existing_counts.any():
@@ -476,12 +476,12 @@ class OpenTable:
             self.raise_deferred_error()
             return counts
 
-    def release(self) -> None:
+    def unpin_rows(self) -> None:
         """Unpin the rows that a failed step left pinned."""
         with self.lock, defer_signals():
-            self._release()
+            self._unpin_rows()
 
-    def _release(self) -> None:
+    def _unpin_rows(self) -> None:
         pinned, self._pinned, self.has_failed_update = self._pinned, None, False
         if pinned is not None:
             self._unpin(pinned, is_dirty=False)
@@ -489,7 +489,7 @@ class OpenTable:
     def _pin(
         self, lookups: list[Lookup], dtype: torch.dtype, sibling: PinnedBatch | None, is_step: bool = True
     ) -> PinnedBatch:
-        self._release()
+        self._unpin_rows()
         top_tier = self.prepare_top_tier()  # finish pending erasures before counting rows
         with self.enter_announced_step(lookups if is_step else None) as batch:
             if batch is None:

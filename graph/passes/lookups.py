@@ -64,7 +64,7 @@ def share_rows(module: fx.GraphModule) -> None:
 
 
 def _make_key(argument: Any, value_numbers: dict[fx.Node, int]) -> Hashable:
-    """Return a key that is equal for equal arguments. Nodes compare by value, and numbers also by type."""
+    """Return a key that is equal for equal arguments. Nodes with the same value number are equal; 1 and 1.0 are not."""
     if isinstance(argument, fx.Node):
         return fx.Node, value_numbers[argument]
     if isinstance(argument, list | tuple):
@@ -73,10 +73,7 @@ def _make_key(argument: Any, value_numbers: dict[fx.Node, int]) -> Hashable:
 
 
 def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
-    """Return a module that computes the ids of `find_prefetchable_lookups` from the same inputs, or None.
-
-    The new module returns lookups as plain tuples, because in torch 2.11 modules cannot return a NamedTuple.
-    """
+    """Return a module that computes the ids of `find_prefetchable_lookups` from the same inputs, or None."""
     known_lookups = find_prefetchable_lookups(module)
     if not known_lookups:
         return None
@@ -86,6 +83,7 @@ def extract_id_graph(module: fx.GraphModule) -> fx.GraphModule | None:
     for node in module.graph.nodes:
         if node in id_sources or node.op == "placeholder":
             copies[node] = id_graph.node_copy(node, copies.__getitem__)
+    # plain tuples, because in torch 2.11 modules cannot return a NamedTuple
     lookups = [(embedding, [tuple(lookup) for lookup in nodes]) for _, (embedding, nodes) in known_lookups]
     id_graph.output(fx.map_arg(lookups, copies.__getitem__))
     return fx.GraphModule(module, id_graph)
@@ -146,8 +144,8 @@ def expand_reads(module: fx.GraphModule, find_path: Callable[[int], str]) -> Non
 def expand_trained(module: fx.GraphModule, embedding_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
     """Insert an embedding's pin before its first trained lookup, a gather per lookup, and an update at the step's end.
 
-    grad: the gradient of the embedding's parameter. Raises GraphError if `grad` is not a plain sum of lookup gradients.
-    Also raises GraphError if ids, or the order of random draws, would change because ids are computed earlier.
+    `grad`, the gradient of the embedding's parameter, must be a plain sum of lookup gradients; otherwise raises
+    GraphError. Also raises GraphError if earlier computation would change ids or the order of random draws.
     """
     graph = module.graph
     grads_by_lookup: dict[SharedLookup, list[Any]] = defaultdict(list)
@@ -267,7 +265,7 @@ def _find_embedding_node(module: fx.GraphModule, embedding_id: int, find_path: C
 
 
 def _move_ids_up(graph: fx.Graph, lookups: list[fx.Node], embedding: fx.Node, name: str) -> None:
-    """Move the ops that compute ids of later lookups before the first lookup, because one pin needs all ids.
+    """Move ops in front of the first lookup if they compute ids of later lookups. A single pin needs all ids at once.
 
     If ids are computed from an earlier lookup's rows, a separate read of these rows is inserted before the pin.
     """

@@ -175,7 +175,7 @@ class StepEpilogue:
                 sums[param] = sums[param] + grad if param in sums else grad.clone()  # grad may be a view of an input
         self.num_waiting_calls += 1
 
-    def pin_gradients(self) -> tuple[list[RowGrads], list[DenseGrads]]:
+    def pin_accumulated_rows(self) -> tuple[list[RowGrads], list[DenseGrads]]:
         """Return all waiting gradients, and pin their rows."""
         row_grads = []
         for embedding, micro_batches in self._row_grads.items():
@@ -192,12 +192,12 @@ class StepEpilogue:
 
     @property
     def embeddings(self) -> list[EmbeddingBase]:
-        """The embeddings with waiting gradients, in the order of `pin_gradients`."""
+        """The embeddings with waiting gradients, in the order of `pin_accumulated_rows`."""
         return list(self._row_grads)
 
     @property
     def parameters(self) -> list[Tensor]:
-        """The dense parameters with waiting gradients, in the order of `pin_gradients`."""
+        """The dense parameters with waiting gradients, in the order of `pin_accumulated_rows`."""
         return [parameter for sums in self._dense_grads.values() for parameter in sums]
 
     def clear(self) -> None:
@@ -230,7 +230,7 @@ def apply_gradients(
         _update_scaler(scaler, is_finite)
     if not is_finite:
         for batch, *_ in row_grads:
-            batch.release()
+            batch.unpin_rows()
         return False
     if epilogue.max_norm is not None:
         squared_norm = sum_squares(grads) + sum(r.batch.compute_squared_norm(r.grads, r.weights) for r in row_grads)
@@ -268,11 +268,11 @@ def accumulate(
     if epilogue.num_waiting_calls < epilogue.accumulate_steps:
         return False
     try:
-        pinned_grads = epilogue.pin_gradients() if collectives is None else collectives.pin_accumulated(epilogue)
+        pinned_grads = epilogue.pin_accumulated_rows() if collectives is None else collectives.pin_accumulated(epilogue)
         return apply_gradients(epilogue, *pinned_grads)
     except BaseException:
         for embedding in epilogue.embeddings:
-            embedding.release()
+            embedding.unpin_rows()
         raise
     finally:
         epilogue.clear()

@@ -76,7 +76,7 @@ class CompiledStep:
     def run(self, tensors: list[Tensor], forward: Forward | None = None) -> Any:
         """Run the step and return the result of `build`. If an op raises, the step's rows are unpinned.
 
-        Raises GraphError if another thread trains the same rows, and DynamicStepFailed to request a static-shape step.
+        Raises GraphError if another thread trains the same rows, and DynamicStepError to request a static-shape step.
         """
         if self.trained_rows:
             outputs = run_row_step(self.trained_rows, self.graph_name, self._forward, tensors, forward)
@@ -113,12 +113,12 @@ class RankStep(CompiledStep):
     is_training: bool = field(kw_only=True)  # True if compiled for `train()` mode
 
     def _forward(self, tensors: list[Tensor], forward: Forward | None) -> Any:
-        self.collectives.rank_state.remember_join(self.is_training, self.collectives.has_updates, self.join)
+        self.collectives.rank_state.remember_join_method(self.is_training, self.collectives.has_updates, self.join_step)
         synced_tensors = ((name, tensors[index]) for name, index in self.synced_indices.items())
         with defer_signals(), self.collectives.step(synced_tensors):
-            return super()._forward(tensors, forward) if tensors else self.collectives.join()
+            return super()._forward(tensors, forward) if tensors else self.collectives.join_step()
 
-    def join(self) -> None:
+    def join_step(self) -> None:
         """Take part in the step on a rank without a batch."""
         run_row_step(self.trained_rows, self.graph_name, self._forward, [], None)
 

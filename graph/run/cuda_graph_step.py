@@ -53,7 +53,7 @@ def capture_update(pinned_batch: PinnedBatch, grads: list[Tensor], weights: list
     table.check_pinned(pinned_batch)
     table.observers.before_update(pinned_batch.batch)
     table.processor.update(pinned_batch.batch, gradients, table.rule)
-    table.release()
+    table.unpin_rows()
 
 
 def capture_read(embedding: SnapshotEmbedding, lookup: Lookup, weights: Tensor | None = None) -> Tensor:
@@ -288,7 +288,7 @@ def _begin_replay(table: OpenTable, has_updates: bool, clip_value: float | None)
     Returns the arguments for `table.record_update`. If this function raises, nothing has changed.
     """
     if has_updates:
-        table.release()
+        table.unpin_rows()
         with table.enter_announced_step(()):
             pass  # drops announced batches, because the replayed ops make their own batch
     table.finish_erasures()

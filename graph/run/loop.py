@@ -168,7 +168,7 @@ class Run(Iterator[Any]):
         epilogue: StepEpilogue,
         batches: Iterable[Any],
         ahead: int | None,
-        uneven: str,
+        uneven_mode: str,
         find_lookups: Callable[..., KnownLookups | None],
         progress: RunProgress,
         abandoned_runs: list[None],
@@ -181,9 +181,9 @@ class Run(Iterator[Any]):
             find_lookups: returns the lookups of a call, given the call's arguments.
             abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
         """
-        if uneven not in UNEVEN_MODES:
-            raise InputError(f"uneven={uneven!r}: give one of {', '.join(map(repr, UNEVEN_MODES))}")
-        self._world, self._uneven, self._rank_state = find_world(graph) or World.single(), uneven, rank_state
+        if uneven_mode not in UNEVEN_MODES:
+            raise InputError(f"uneven={uneven_mode!r}: give one of {', '.join(map(repr, UNEVEN_MODES))}")
+        self._world, self._uneven_mode, self._rank_state = find_world(graph) or World.single(), uneven_mode, rank_state
         embeddings, name = list_embeddings(graph), type(graph).__name__
         # a prefetch thread can hide the disk reads or the GPU work of these embeddings
         slow_embeddings = [e for e in embeddings if e.store_options.store == "cached_ssd" or e.device.type != "cpu"]
@@ -222,7 +222,7 @@ class Run(Iterator[Any]):
         if self._has_ended:
             raise StopIteration
         if not self._has_started:
-            self._world.handshake(self._label, shared_values={"ahead": self._num_ahead, "uneven": self._uneven})
+            self._world.handshake(self._label, shared_values={"ahead": self._num_ahead, "uneven": self._uneven_mode})
             self._has_started = True
         if self._has_mismatch or self._retries_batch:  # reports were lost, or a batch is planned again
             self._num_mismatches = self._world.num_mismatches
@@ -236,14 +236,14 @@ class Run(Iterator[Any]):
                 if any(report & _LOADER_FAILED for report in reports):
                     self._raise_loader_error()
                 ranks_without_batch = [rank for rank, report in enumerate(reports) if not report & _HAS_BATCH]
-                if len(ranks_without_batch) == len(reports) or (ranks_without_batch and self._uneven == "stop"):
+                if len(ranks_without_batch) == len(reports) or (ranks_without_batch and self._uneven_mode == "stop"):
                     self._end_run(ranks_without_batch)
                 self._num_steps += 1
                 if self._world.rank not in ranks_without_batch:
                     return self._run_step()
                 with defer_signals(), self._keep_batch_on_error():
                     self._plans.popleft()
-                    self._rank_state.join(self._graph)
+                    self._rank_state.join_step(self._graph)
                 self._announce_plans()  # the other ranks announce after their step
         finally:
             if self._world.size > 1:
@@ -306,8 +306,8 @@ class Run(Iterator[Any]):
                     continue
                 plan.is_announced = True
                 reports = plan.wait().payloads
-                will_run = any(reports) if self._uneven == "join" else all(report & _HAS_BATCH for report in reports)
-                if will_run and any(report & _IDS_KNOWN for report in reports):
+                will_run = any(reports) if self._uneven_mode == "join" else all(flags & _HAS_BATCH for flags in reports)
+                if will_run and any(flags & _IDS_KNOWN for flags in reports):
                     lacks_batch = not reports[self._world.rank] & _HAS_BATCH
                     self._announcer.add(index, [] if lacks_batch else plan.known_lookups)
 

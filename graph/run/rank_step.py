@@ -27,23 +27,23 @@ from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.lookup import Lookup
 from ..passes.collectives import CollectiveCall, sum_over_ranks
 from ..passes.step_epilogue import DenseGrads, RowGrads, StepEpilogue, accumulate, apply_gradients, read_settings
-from .rollback import DynamicStepFailed
+from .rollback import DynamicStepError
 
 
 class RankStepState:
     """The state that a graph keeps from one step over several ranks to the next."""
 
     def __init__(self) -> None:
-        # the kinds of steps that copied rank 0's tensors to all ranks: True is training, False is evaluation
-        self.synced_kinds: set[bool] = set()
-        # (graph is in train() mode, step has updates) -> the `join` method of the last such step, held weakly
+        # the modes of steps that copied rank 0's tensors to all ranks: True is training, False is evaluation
+        self.synced_modes: set[bool] = set()
+        # (graph is in train() mode, step has updates) -> the `join_step` method of the last such step, held weakly
         self._join_methods: dict[tuple[bool, bool], weakref.WeakMethod[Callable[[], None]]] = {}
         self.update_error = ""  # error in a step's updates on this rank; no step trains until a load clears it
 
-    def remember_join(self, is_training: bool, has_updates: bool, join: Callable[[], None]) -> None:
-        self._join_methods[is_training, has_updates] = weakref.WeakMethod(join)
+    def remember_join_method(self, is_training: bool, has_updates: bool, method: Callable[[], None]) -> None:
+        self._join_methods[is_training, has_updates] = weakref.WeakMethod(method)
 
-    def join(self, root: nn.Module) -> None:
+    def join_step(self, root: nn.Module) -> None:
         """This rank lacks a batch: join the other ranks' step. Raises GraphError if no step ran in `root`'s mode."""
         for has_updates in (True, False):  # prefer a step that trains
             join_method = self._join_methods.get((root.training, has_updates), lambda: None)()
@@ -100,13 +100,13 @@ class StepCollectives:
         context = self._world, self.rank_state, self._graph_name, epilogue
         update = StepCollectives(*context, embeddings, [], [], True, calls, parameters)
         with update.step((), is_nested=True):
-            row_grads, dense_grads = epilogue.pin_gradients()
+            row_grads, dense_grads = epilogue.pin_accumulated_rows()
             for batch, grads, weights in row_grads:
                 sharded_batch: Any = batch
                 sharded_batch.send(grads, weights)
             return row_grads, dense_grads, sum_over_ranks(update, epilogue, row_grads, dense_grads, epilogue.has_batch)
 
-    def join(self) -> None:
+    def join_step(self) -> None:
         """Run the step without a batch: there are no lookups, and this rank's gradients are ignored."""
         batches: dict[EmbeddingBase | None, Any] = {}
         pins: dict[int, Any] = {}
@@ -156,14 +156,14 @@ class StepCollectives:
                     f"a step of {self._graph_name} raised {self.rank_state.update_error} during its updates, and other "
                     "ranks finished their updates; load a checkpoint on all ranks"
                 )
-            if not is_nested and self.has_updates not in self.rank_state.synced_kinds:
+            if not is_nested and self.has_updates not in self.rank_state.synced_modes:
                 broadcast_parameters(world, f"parameters of {self._graph_name}", [*synced_tensors])
-                self.rank_state.synced_kinds.add(self.has_updates)
+                self.rank_state.synced_modes.add(self.has_updates)
             yield
         except BaseException as error:
             if world.must_report(error):
                 self._raise_on_ranks(error)
-                if self.has_updates and not isinstance(error, DynamicStepFailed):
+                if self.has_updates and not isinstance(error, DynamicStepError):
                     self.rank_state.update_error = self.rank_state.update_error or repr(error)
                     for batch in (world.pinned_batches or [])[self._first_batch :]:
                         batch.mark_diverged(error)
@@ -173,15 +173,15 @@ class StepCollectives:
 
     def _raise_on_ranks(self, error: BaseException) -> None:
         """Make the remaining collectives of the step. If there are any, raise the error on all ranks."""
-        if not isinstance(error, DynamicStepFailed):
+        if not isinstance(error, DynamicStepError):
             self._finish_collectives(error)
             return
         try:
             self._finish_collectives(error.cause)
         except BaseException as shared_error:
-            raise DynamicStepFailed(error.cause, shared_error) from error.cause
+            raise DynamicStepError(error.cause, shared_error) from error.cause
         if self._world.num_step_collectives > self._first_call:  # other ranks finished the step and will not retry it
-            raise DynamicStepFailed(error.cause, error.cause) from error.cause
+            raise DynamicStepError(error.cause, error.cause) from error.cause
 
     def _finish_collectives(self, error: BaseException) -> None:
         """Make the remaining collectives. If one fails, abort the process group, so no rank waits for this rank."""

@@ -46,7 +46,7 @@ def split_updates(module: fx.GraphModule, graph: fx.Graph, targets: set[Any]) ->
     return fx.GraphModule(module, graph), fx.GraphModule(module, second_graph)
 
 
-class DynamicStepFailed(Exception):
+class DynamicStepError(Exception):
     """A dynamic-shape step failed with torch's exception `cause`, and its changes were undone.
 
     shared_error: the error that all ranks raise, or None. If it is set, no static-shape step runs.
@@ -78,7 +78,7 @@ class RollbackStep:
         """Run both halves with `forward(module, tensors)` and return the step's result.
 
         If torch raises before parameters or rows change, this method restores buffers, arguments and random generators,
-        and raises DynamicStepFailed. After a TierbedError or an error in the second half, nothing is restored.
+        and raises DynamicStepError. After a TierbedError or an error in the second half, nothing is restored.
         """
         changed_tensors = [*(tensors[i] for i in self._changed_inputs), *self._constants]
         old_values = [tensor.clone() for tensor in changed_tensors]
@@ -92,7 +92,7 @@ class RollbackStep:
                 tensor.copy_(value)
             for generator, state in zip(self._random_generators, random_states, strict=True):
                 generator.set_state(state)
-            raise DynamicStepFailed(error) from error
+            raise DynamicStepError(error) from error
         forward(self._second_half, arguments)
         return outputs
 

@@ -28,7 +28,7 @@ from .recompile_log import RecompileLog
 _WAITING_SHARE = 0.1  # fraction of the elapsed time; above this, the profile gives advice
 _CLOCK = "_clock"
 _PYTHON = "Python around"
-_PRODUCT_OPS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
+_MATMUL_OPS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "convolution", "convolution_backward"}
 _FUSIBLE_SHARE = 0.25  # fraction of step time in fusible ops; above this, the profile gives advice
 
 
@@ -238,7 +238,7 @@ def _add_clock(module: fx.GraphModule) -> tuple[fx.GraphModule, list[int], list[
             graph.call_function(append_time, (clock_node,))
             stage = stage_by_node[node]
             is_torch_op = stage in ("forward", "backward") and isinstance(node.target, OpOverload)
-            is_fusible = is_torch_op and node.target.overloadpacket.__name__ not in _PRODUCT_OPS
+            is_fusible = is_torch_op and node.target.overloadpacket.__name__ not in _MATMUL_OPS
             ops.append(Op(node.name, stage, describe_node(module, node), is_fusible))
     names = (node.target for node in module.graph.nodes if node.op in ("get_attr", "call_module"))
     attributes = {name: getattr(module, name) for name in names}

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..passes.step_epilogue import StepEpilogue
 from ..trace.names import HasBuild, map_tensor_names
-from ..trace.signature import MODULE_HOOKS, Call, name_arguments
+from ..trace.signature import Call, get_module_hooks, name_arguments
 
 _MAX_SHOWN = 6  # maximum number of differences shown per step
 _VALUE = "value"  # facts of this kind are compared only if both traces read the value
@@ -98,7 +98,7 @@ def collect_facts(
     facts.update({(name, ""): Fact(setting) for name, setting in settings.items()})
     facts.update({(_VALUE, label): Fact(*value) for label, value in values.items()})
     for path, module in root.named_modules():
-        hooks = [number for hooks in MODULE_HOOKS(module) for number in hooks]
+        hooks = [number for hooks in get_module_hooks(module) for number in hooks]
         facts["module", path] = Fact(type(module).__name__, id(module))
         facts["training flag of", path] = Fact(str(module.training))
         facts["hooks of", path] = Fact(str(len(hooks)), tuple(hooks))

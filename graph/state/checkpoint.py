@@ -59,7 +59,7 @@ from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import find_common_world
 from ..trace.names import as_path, map_unwrapped_names
 from . import folders
-from .folders import MALFORMED, STATE_FILE, TENSOR_FILE, compute_checksum, read_checkpoint
+from .folders import LOADING_ERRORS, STATE_FILE, TENSOR_FILE, compute_checksum, read_checkpoint
 from .optimizer_set import find_embeddings
 
 _TYPES: dict[str, type[Any]] = {"dict": dict, "ordered": OrderedDict, "counter": Counter, "list": list, "tuple": tuple}
@@ -284,11 +284,11 @@ def save(
         if not is_complete and all(snapshot.name != snapshot_name for snapshot in _read_row_snapshots(folder).values()):
             for embedding in filter(attrgetter("is_open"), embeddings.values()):
                 with contextlib.suppress(SnapshotError):  # raise the first error only
-                    embedding.table_handle().snapshots.discard_rows(snapshot_name)
+                    embedding.table_handle().snapshot_manager.remove_failed_snapshot(snapshot_name)
     for path, snapshot in replaced_snapshots.items():  # drop the old checkpoint's snapshots from store folders
         try:
             if path in embeddings:
-                embeddings[path].table_handle().snapshots.drop_rows(snapshot)
+                embeddings[path].table_handle().snapshot_manager.remove_replaced_snapshot(snapshot)
         except TierbedError as error:
             log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
 
@@ -353,8 +353,8 @@ def load(
     world, label = get_world(embeddings), f"loading checkpoint {folder.name!r}"
     contents, state = world.call_on_all_ranks(f"{label}: reading", lambda: _read_files(folder, list(embeddings), kind))
     state = _rename_for_module(root, state, kind)
-    shared_values = {"checkpoint": contents["snapshot"], "optimizers": selection.state, "convert": selection.convert}
-    world.call_on_all_ranks(f"{label}: its id", lambda: None, shared_values)
+    shared = {"checkpoint": contents["snapshot"], "optimizers": selection.includes_state, "convert": selection.converts}
+    world.call_on_all_ranks(f"{label}: its id", lambda: None, shared)
     row_folders = _list_row_folders(folder, contents["snapshot"], embeddings)
 
     def apply_rank_state() -> None:
@@ -366,7 +366,7 @@ def load(
     try:
         world.call_on_all_ranks(f"{label}: state", lambda: check_state(state))
         for embedding, path in zip(embeddings.values(), row_folders, strict=True):
-            embedding.table_handle(for_load=True).snapshots.check_rows(path, selection)
+            embedding.table_handle(for_load=True).snapshot_manager.check_snapshot_at(path, selection)
         backup = copy_state(get_current_state())
         try:
             world.call_on_all_ranks(f"{label}: loading its state", apply_rank_state)
@@ -379,7 +379,7 @@ def load(
                 for embedding in embeddings.values():
                     embedding.mark_load_failed(f"checkpoint {folder.name!r}")
             raise
-    except (GraphError, OptimizerError, *MALFORMED) as error:
+    except (GraphError, OptimizerError, *LOADING_ERRORS) as error:
         if isinstance(error, TierbedError) and not isinstance(error, GraphError | OptimizerError):
             raise
         remedy = "; or load it with optimizers=False" if isinstance(error, OptimizerError) and kind == "graph" else ""
@@ -434,7 +434,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         state = StateDict(decode(contents["state"], tensors), decode(contents["metadata"], tensors))
         contents["ranks"] = decode(contents["ranks"], tensors) if "ranks" in contents else []
         _check_types(state, contents["ranks"], kind)
-    except (OSError, SafetensorError, *MALFORMED) as error:
+    except (OSError, SafetensorError, *LOADING_ERRORS) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {format_error(error)}") from error
     if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, contents["embeddings"])]:
         raise SnapshotError(

@@ -24,7 +24,7 @@ from ...engine.optim.row_optimizer import RowOptimizer
 from ..passes.step_epilogue import StepEpilogue
 from ..trace.swap import set_grads
 from .checkpoint import copy_state, format_error, gather_random_states, get_world, read_versions, select_random_state
-from .folders import MALFORMED
+from .folders import LOADING_ERRORS
 from .optimizer_set import OptimizerSet, find_embeddings
 
 _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}  # added to groups by schedulers
@@ -59,7 +59,7 @@ class TrainingState(NamedTuple):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the result of `state_dict`. After a GraphError or a MALFORMED error, the state may be partly loaded."""
+        """Load the result of `state_dict`. After a GraphError or LOADING_ERRORS, the state may be partly loaded."""
         state = copy.deepcopy(state)  # optimizers change loaded tensors in place
         for index, (optimizer, loaded) in enumerate(zip(self.optimizers, state["optimizers"], strict=True)):
             optimizer.load_state_dict(loaded)
@@ -84,7 +84,7 @@ def make_training_state(optimizers: OptimizerSet, epilogue: StepEpilogue) -> Tra
 
 
 def check_extra_state(training: TrainingState, state: dict[str, Any]) -> None:
-    """Check that counts and types in `state` match `training`. Raises GraphError or a MALFORMED error."""
+    """Check that counts and types in `state` match `training`. Raises GraphError or one of LOADING_ERRORS."""
     optimizers = training.optimizers
     for name, current in (("optimizers", optimizers), ("schedules", training.schedulers)):
         if len(current) != len(state[name]):
@@ -174,7 +174,7 @@ def _name_kind(value: Any) -> str:
 
 
 def check_can_step(optimizer: Optimizer, label: str) -> None:
-    """Raise GraphError or one of MALFORMED if an optimizer cannot step with its loaded state.
+    """Raise GraphError or one of LOADING_ERRORS if an optimizer cannot step with its loaded state.
 
     A torch optimizer loads any state and raises only in the step. So for classes of torch.optim, this function creates
     a trial optimizer for a tiny parameter, and steps the trial optimizer. It then compares the loaded and trial states.
@@ -269,7 +269,7 @@ def load_extra_state(root: nn.Module, optimizers: OptimizerSet, epilogue: StepEp
             state = {**state, "random": select_random_state(world, state["random"], state["ranks"])}
         backup = copy_state(training.state_dict())
         training.load_state_dict(state)
-    except MALFORMED as error:
+    except LOADING_ERRORS as error:
         if backup is not None:
             training.load_state_dict(backup)
         if isinstance(error, TierbedError):

@@ -21,7 +21,7 @@ FORMAT_VERSIONS = {"graph": 2, "loop": 3}
 FUNCTION_NAMES = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
 _CHUNK_BYTES = 1 << 24
 # errors that reading or loading a value of a wrong type may raise
-MALFORMED = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
+LOADING_ERRORS = (ValueError, LookupError, TypeError, AttributeError, AssertionError, RuntimeError, ArithmeticError)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ...engine.errors import GraphError
 from ...engine.ops.embedding_base import EmbeddingBase
 from .names import HasBuild
-from .signature import MODULE_HOOKS, is_plain
+from .signature import get_module_hooks, is_plain
 
 MAX_ITEMS = 64  # if a container has more items, only its length is guarded
 MAX_NESTED = 1024  # if a container has more items, nested items included, only its length is guarded
@@ -80,7 +80,7 @@ class ReadRecorder:
             for path, module in self._root.named_modules():
                 self._module_ids.add(id(module))
                 self._observe(self._assign_name(module), path, module)
-                for hooks in MODULE_HOOKS(module):
+                for hooks in get_module_hooks(module):
                     for key, hook in hooks.items():
                         self._record(f"{self._assign_name(hooks)}[{key}]", f"a hook of {path or 'the graph'}", hook)
             self._scan(type(self._root).build, type(self._root))

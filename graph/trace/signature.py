@@ -34,11 +34,11 @@ NO_DYNAMIC_LEAVES: frozenset[int] = frozenset()
 # for each TorchRec container: the leaves that contain one element per id
 _TORCHREC = "torchrec.sparse.jagged_tensor"
 _TORCHREC_FIELDS = {"JaggedTensor": frozenset({0, 1}), "KeyedJaggedTensor": frozenset({0, 1})}
-_TRAINING = attrgetter("training")
-MODULE_HOOKS = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSOR_FIELDS = attrgetter("shape", "dtype", "device", "requires_grad")
-_HOOKS, _POST_HOOKS = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-_STRIDE = methodcaller("stride")
+_get_training = attrgetter("training")
+get_module_hooks = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_get_tensor_fields = attrgetter("shape", "dtype", "device", "requires_grad")
+_get_backward_hooks, _get_post_hooks = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+_get_stride = methodcaller("stride")
 _BUILTIN_TYPES = (NoneType, bool, int, float, complex, str, bytes, range, type, FunctionType, BuiltinFunctionType)
 _PLAIN_TYPES = (*_BUILTIN_TYPES, Enum, np.generic, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _INEXACT_TYPES = (float, complex, np.generic)
@@ -140,7 +140,7 @@ class Structure:
         self._buffers = [module._buffers for module in modules]
         self._children = [module._modules for module in modules]
         self._attributes = list(map(vars, modules))
-        self._hooks = [hooks for module in modules for hooks in MODULE_HOOKS(module)]
+        self._hooks = [hooks for module in modules for hooks in get_module_hooks(module)]
         tensors = [(d, name) for d in self._attributes for name, v in d.items() if isinstance(v, Tensor | None)]
         self._attribute_dicts, self._attribute_names = [d for d, _ in tensors], [name for _, name in tensors]
         self._layout = self._read_layout()
@@ -167,21 +167,21 @@ class Structure:
         with DisableTorchFunctionSubclass():
             # id(v) stays unique, because a step keeps its tensors alive; values that are not tensors have the key None
             attribute_key = [
-                (id(v), _TENSOR_FIELDS(v), _STRIDE(v)) if v is not None and isinstance(v, Tensor) else None
+                (id(v), _get_tensor_fields(v), _get_stride(v)) if v is not None and isinstance(v, Tensor) else None
                 for v in attributes
             ]
             return tensors, (
                 self,
                 (torch.is_grad_enabled(), torch.get_default_dtype(), autocast),
-                tuple(map(_TRAINING, self._modules)),
+                tuple(map(_get_training, self._modules)),
                 tuple(map(id, parameters)),
                 tied_buffers,
                 tuple(attribute_key),
                 tuple(map(type, buffers)),
-                any(map(_HOOKS, tensors)) or any(map(_POST_HOOKS, tensors)),
+                any(map(_get_backward_hooks, tensors)) or any(map(_get_post_hooks, tensors)),
                 tuple([(id(o), *[len(group["params"]) for group in o.param_groups]) for o in self._optimizers]),
-                *map(_TENSOR_FIELDS, tensors),
-                *map(_STRIDE, tensors),
+                *map(_get_tensor_fields, tensors),
+                *map(_get_stride, tensors),
             )
 
     def _read_layout(self) -> tuple[list[Any], list[int], list[int]]:
@@ -203,9 +203,9 @@ def make_call_key(
             if leaf.is_nested:
                 raise _make_argument_error(leaf, name_arguments(build, arguments)[i])
             if i in dynamic_leaves and can_be_dynamic(leaf):
-                key.append((leaf.shape[1:], *_TENSOR_FIELDS(leaf)[1:]))
+                key.append((leaf.shape[1:], *_get_tensor_fields(leaf)[1:]))
             else:
-                key.append((_TENSOR_FIELDS(leaf), leaf.layout, leaf.stride()))
+                key.append((_get_tensor_fields(leaf), leaf.layout, leaf.stride()))
         elif is_plain(leaf):
             # compare by repr, because 0.0 equals -0.0 and nan does not equal itself
             key.append((type(leaf), repr(leaf) if isinstance(leaf, _INEXACT_TYPES) else leaf))

@@ -213,7 +213,7 @@ def _make_key(value: Any) -> Hashable:
 def _make_probe(value: Any, uses: list[str]) -> Any:
     """Return an object that acts as `value` and records in `uses` every use except showing its text."""
 
-    def method(name: str) -> Callable[..., Any]:
+    def make_method(name: str) -> Callable[..., Any]:
         def use(_: Any, *args: Any, **kwargs: Any) -> Any:
             uses.extend([name][: name not in _REPRS])
             return getattr(value, name)(*args, **kwargs)
@@ -221,4 +221,4 @@ def _make_probe(value: Any, uses: list[str]) -> Any:
         return use
 
     names = [name for name in dir(value) if name in _REPRS or (name not in _DEFAULT and callable(getattr(value, name)))]
-    return type("Probe", (), {name: method(name) for name in names})()
+    return type("Probe", (), {name: make_method(name) for name in names})()

@@ -43,6 +43,8 @@ class KeyedJaggedTensor(JaggedBase):
     The constructor checks shapes, dtypes and repeated keys. `validate` and lookups check the numbers in offsets.
     A graph accepts KeyedJaggedTensors as arguments. Batches may differ in their number of values. If the graph's
     `build` reads single keys, the graph splits the batch before each call. On a GPU, the split waits for the offsets.
+    If you give `stride_per_key_per_rank`, `stride_per_key` or `inverse_indices`, the constructor returns a
+    `VariableBatchKeyedJaggedTensor`.
 
     Args:
         keys: The names of the features.
@@ -50,8 +52,7 @@ class KeyedJaggedTensor(JaggedBase):
         weights: One weight per value, [n].
         lengths: The number of values in each bag, integers [keys * batch]. Give either lengths or offsets.
         offsets: The index of each bag's first value, followed by n. Integers [keys * batch + 1], stored as int64.
-        stride: The number of samples, for a batch without keys or with variable batch sizes. If any of the next three
-            arguments is given, the constructor returns a `VariableBatchKeyedJaggedTensor`.
+        stride: The number of samples. Used only if the batch has no keys or has variable batch sizes.
         stride_per_key_per_rank: The number of bags for each key and rank.
         stride_per_key: The number of bags for each key.
         inverse_indices: A pair (keys, integers [keys, batch]). A row holds the index of each sample's bag for one key.
@@ -59,7 +60,7 @@ class KeyedJaggedTensor(JaggedBase):
             these precomputed numbers; tierbed computes them from the offsets.
 
     Raises:
-        InputError: If arguments do not fit each other.
+        InputError: If shapes or key counts do not match, a dtype is wrong, or a key is repeated.
     """
 
     _context_fields = ("_keys", "_batch")
@@ -124,7 +125,7 @@ class KeyedJaggedTensor(JaggedBase):
     def empty_like(kjt: KeyedJaggedTensor, device: torch.device | str | None = None) -> KeyedJaggedTensor:
         """Return a batch with the sample count of `kjt` and no keys.
 
-        If `device` is given, return uninitialized tensors with equal shapes on that device. Raises InputError.
+        If `device` is given, return uninitialized tensors with equal shapes on that device.
         """
         check_type("kjt", kjt, KeyedJaggedTensor)
         if device is not None:
@@ -164,7 +165,7 @@ class KeyedJaggedTensor(JaggedBase):
     def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
         """Make a batch from {key: feature}. Either all features have weights, or none has.
 
-        If features differ in sample count, the batch has variable batch sizes. Raises InputError.
+        If features differ in sample count, the batch has variable batch sizes. Raises InputError for an empty dict.
         """
         if not isinstance(jt_dict, Mapping) or not all(isinstance(jt, JaggedTensor) for jt in jt_dict.values()):
             raise InputError(f"jt_dict={jt_dict!r:.80}: give a dict of one JaggedTensor for each key")
@@ -177,10 +178,9 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def from_nested(values: Mapping[str, Tensor], weights: Mapping[str, Tensor] | None = None) -> KeyedJaggedTensor:
-        """Make a batch from nested tensors of layout torch.jagged. Raises InputError.
+        """Make a batch from nested tensors of layout torch.jagged. Raises InputError for other layouts or keys.
 
-        Args:
-            values, weights: Ids and weights, as {key: nested tensor} with the same keys.
+        `values` and `weights` are {key: nested tensor} with the same keys.
         """
         for name, argument in (("values", values), ("weights", weights or {})):
             if not isinstance(argument, Mapping):
@@ -192,10 +192,7 @@ class KeyedJaggedTensor(JaggedBase):
 
     @staticmethod
     def from_torchrec(kjt: Any) -> KeyedJaggedTensor:
-        """Convert TorchRec's KeyedJaggedTensor, or an object with its methods, without copying tensors.
-
-        Return a VariableBatchKeyedJaggedTensor if keys differ in bag count or have inverse indices. Raises InputError.
-        """
+        """Convert TorchRec's KeyedJaggedTensor, or an object with its methods, without copying tensors."""
         if isinstance(kjt, KeyedJaggedTensor):
             return kjt
         if not hasattr(kjt, "inverse_indices_or_none"):
@@ -218,7 +215,7 @@ class KeyedJaggedTensor(JaggedBase):
     def concat(kjt_list: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
         """Concatenate the keys of batches with equal sample counts.
 
-        Weights, variable batch sizes and inverse indices must be in all batches or in none. Raises InputError.
+        Raises InputError unless weights, variable batch sizes and inverse indices are in all batches or in none.
         """
         if not is_list_of(kjt_list, KeyedJaggedTensor) or not kjt_list:
             raise InputError(f"kjt_list={kjt_list!r:.80}: give a list of one or more KeyedJaggedTensors")
@@ -243,12 +240,15 @@ class KeyedJaggedTensor(JaggedBase):
         return (self._offsets.shape[0] - 1) // len(self._keys) if self._keys else self._batch or 0
 
     def stride_per_key(self) -> list[int]:
+        """Return each key's number of bags."""
         return [self.stride()] * len(self._keys)
 
     def variable_stride_per_key(self) -> bool:
+        """True if keys may differ in bag count."""
         return False
 
     def split_offsets(self) -> Sequence[Tensor]:
+        """Return each key's offsets, shifted to start at 0."""
         stride = self.stride() if self._keys else 0
         offsets = self._offsets.unfold(0, stride + 1, stride) if stride else self._offsets.expand(len(self._keys), 1)
         return (offsets - offsets[:, :1]).unbind()
@@ -362,7 +362,7 @@ class KeyedJaggedTensor(JaggedBase):
     def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
         """Return views of the first segments[0] keys, the next segments[1] keys, and so on.
 
-        As in TorchRec, keys after the last segment are left out. Raises InputError.
+        As in TorchRec, keys after the last segment are left out. Raises InputError if there are too few keys.
         """
         ends = [*accumulate(check_integers("segments", segments), initial=0)]
         if min(segments, default=0) < 0 or ends[-1] > len(self._keys):
@@ -470,7 +470,7 @@ class VariableBatchKeyedJaggedTensor(KeyedJaggedTensor):
             s's bag among the bags of key k. A collection needs it to return one row per sample.
 
     Raises:
-        InputError: If arguments do not fit each other.
+        InputError: If shapes or key counts do not match, a dtype is wrong, or a key is repeated.
     """
 
     _tensor_fields = ("_values", "_weights", "_offsets", "_strides", "_inverse")

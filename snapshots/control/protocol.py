@@ -36,7 +36,7 @@ def listen(folder_fd: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         os.fchmod(listener.fileno(), 0o600)  # before `bind`, so the socket never has another mode
-        listener.bind(_address(folder_fd))
+        listener.bind(_make_address(folder_fd))
         listener.listen(_BACKLOG)
     except BaseException:
         listener.close()
@@ -57,7 +57,7 @@ def connect(path: Path, timeout: float) -> socket.socket | None:
         connection.settimeout(timeout)
         folder_fd = open_folder_fd(path)
         try:
-            connection.connect(_address(folder_fd))
+            connection.connect(_make_address(folder_fd))
         finally:
             os.close(folder_fd)
     except BaseException as error:
@@ -104,6 +104,6 @@ def receive(connection: socket.socket, packets: int = 1) -> Message | None:
     return message
 
 
-def _address(folder_fd: int) -> str:
+def _make_address(folder_fd: int) -> str:
     # a socket's address has at most 108 bytes, and the folder's path may be longer
     return f"/proc/self/fd/{folder_fd}/{SOCKET}"

@@ -39,7 +39,7 @@ def _close_in_child() -> None:
 os.register_at_fork(after_in_child=_close_in_child)
 
 
-class SaveTarget(Protocol):
+class RequestHandler(Protocol):
     """The methods of an open table that the server calls."""
 
     def save_between_steps(self, save: ClientSaveRequest) -> Manifest | None:
@@ -52,7 +52,7 @@ class SaveTarget(Protocol):
     def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
         """Prune the snapshots. Returns the names of the removed and of the kept snapshots. Raises TierbedError."""
 
-    def row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
+    def read_row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Read a row's values between two steps. Returns {} for a missing row, or None once `give_up()` is True."""
 
     def status(self) -> dict[str, Any]:
@@ -72,16 +72,16 @@ class Service:
         self._save: ClientSaveRequest | None = None  # the running save
         self._clients: dict[Thread, socket.socket] = {}
 
-    def start(self, folder: Path, target: SaveTarget) -> None:
+    def start(self, folder: Path, handler: RequestHandler) -> None:
         """Serve the store in `folder`, already locked by this process. If the server cannot start, log the reason."""
         with defer_signals():
             try:
-                self._start(folder, target)
+                self._start(folder, handler)
             except (OSError, RuntimeError) as error:  # no socket, descriptor or thread is available
                 log.info("store folder %s: no `tierbed snapshot save` while it is open: %s", folder, error)
 
-    def _start(self, folder: Path, target: SaveTarget) -> None:
-        self._path, self._target, self._stop_event = folder, target, Event()
+    def _start(self, folder: Path, handler: RequestHandler) -> None:
+        self._path, self._handler, self._stop_event = folder, handler, Event()
         self._folder_fd = open_folder_fd(folder)
         try:
             self._listener = listen(self._folder_fd)
@@ -186,17 +186,17 @@ class Service:
         match request:
             case {"do": "status"}:
                 save = self._save
-                saving = None if save is None else {"name": save.name, "rows": save.rows, "of": save.total_rows}
-                return {"status": {**self._target.status(), "pid": os.getpid(), "saving": saving}}
+                saving = None if save is None else {"name": save.name, "rows": save.num_rows, "of": save.num_total_rows}
+                return {"status": {**self._handler.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
                 return self._save_for(client, pid, name, kind, more.get("overwrite") is True)
             case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
                 return self._save_for(client, pid, name, kind, more.get("overwrite") is True, [*map(str, stores)])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
-                removed, kept = self._target.prune_between_steps(keep_last, keep_every)
+                removed, kept = self._handler.prune_between_steps(keep_last, keep_every)
                 return {"done": {"removed": removed, "kept": kept}}
             case {"do": "get", "table": int() | str() as table, "key": int(key)}:
-                row = self._target.row_between_steps(table, key, self._stop_event.is_set)
+                row = self._handler.read_row_between_steps(table, key, self._stop_event.is_set)
                 if row is None:
                     raise StoreError(f"process {os.getpid()} closed the store; ask again")
                 return {"done": row}
@@ -205,7 +205,7 @@ class Service:
     def _save_for(
         self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
     ) -> Message:
-        save = ClientSaveRequest(client, self._stop_event, self._target, name, kind, overwrite, stores)
+        save = ClientSaveRequest(client, self._stop_event, self._handler, name, kind, overwrite, stores)
         if (is_abandoned := save.is_given_up()) or not self._save_lock.acquire(blocking=False):
             client.settimeout(_CLIENT_SECONDS)
             if is_abandoned:  # the client no longer waits, so do not report that another save is running
@@ -215,7 +215,7 @@ class Service:
         self._save = save
         try:
             save.send({"waiting": "for the end of a step"})
-            manifest = self._target.save_between_steps(save)
+            manifest = self._handler.save_between_steps(save)
             if manifest is None:
                 raise save.make_undone_error()
             log.info("store folder %s: snapshot %r was saved for process %d", self._path, name, pid)
@@ -236,13 +236,13 @@ class ClientSaveRequest:
 
     _client: socket.socket
     _stop_event: Event
-    _target: SaveTarget
+    _handler: RequestHandler
     name: str
     kind: str
     overwrite: bool
-    stores: Sequence[str]  # real paths of all stores to save together; if empty, only the target's own store is saved
-    rows: int = 0
-    total_rows: int | None = None  # the total number of rows; known once a full save of one store has started
+    stores: Sequence[str]  # real paths of all stores to save together; if empty, only the handler's own store is saved
+    num_rows: int = 0  # how many rows are written
+    num_total_rows: int | None = None  # the total number of rows; known once a full save of one store has started
     _next_progress_time: float = 0.0
 
     def __post_init__(self) -> None:
@@ -270,12 +270,12 @@ class ClientSaveRequest:
     def progress(self, count: int) -> None:
         if self._stop_event.is_set():
             raise self.make_undone_error()
-        if self.total_rows is None and self.kind == "full" and not self.stores:
-            self.total_rows = self._target.status()["rows"]
-        self.rows += count
+        if self.num_total_rows is None and self.kind == "full" and not self.stores:
+            self.num_total_rows = self._handler.status()["rows"]
+        self.num_rows += count
         if monotonic() >= self._next_progress_time:
             self._next_progress_time = monotonic() + _PROGRESS_SECONDS
-            self.send({"rows": self.rows, "of": self.total_rows})
+            self.send({"rows": self.num_rows, "of": self.num_total_rows})
 
     def send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the client has exited or does not receive; the save continues

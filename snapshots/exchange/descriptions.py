@@ -18,7 +18,7 @@ from ..files.reader import find_snapshot, list_snapshots
 from ..store.closed_store import make_description
 from ..store.folder import StoreFolder
 from ..store.group_file import GroupFile
-from ..store.recovery_rule import EMPTY
+from ..store.recovery_rule import EMPTY_ID
 from ..store.selection import Selection
 
 
@@ -69,9 +69,9 @@ def read_description(store: StoreFolder) -> dict[str, Any] | None:
     marker, file = store.clean_marker, GroupFile(store)
     if marker is not None:
         stored = make_description(marker)
-    elif (commit := file.record.commit[file.store_id]) != EMPTY:
-        stored = find_snapshot(store.snapshots, commit).description
-    elif snapshots := list_snapshots(store.snapshots).snapshots:
+    elif (commit := file.record.commit[file.store_id]) != EMPTY_ID:
+        stored = find_snapshot(store.snapshots_path, commit).description
+    elif snapshots := list_snapshots(store.snapshots_path).snapshots:
         stored = snapshots[-1].description
     else:
         return None
@@ -81,7 +81,7 @@ def read_description(store: StoreFolder) -> dict[str, Any] | None:
 
 def drop_state(description: Mapping[str, Any]) -> dict[str, Any]:
     """Return a description without optimizer state and at step 0, so that training starts with new state."""
-    return Selection(state=False).describe(dict(description))
+    return Selection(includes_state=False).describe(dict(description))
 
 
 def validate_description(description: Any, label: str) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def export_snapshot(
     if tables is not None:
         tables = _find_table_ids(tables, read_table_names(snapshot.description))
     report = LoadReport()
-    selection = Selection(tables, state=state)
+    selection = Selection(tables, includes_state=state)
     description = selection.describe(snapshot.description)
     chunks = selection.read_rows(snapshot, report, progress)
     if os.path.lexists(path) and not (overwrite and path.is_file()):

@@ -87,9 +87,9 @@ def import_snapshot(
         _check_order(read_table_names(description), source)
         if dtype_name is not None:
             description = convert_description(dict(description), (dtype_name, read_dtypes(description)[1] or "float32"))
-        target = folder.snapshots / name
+        target = folder.snapshots_path / name
         check_name_free(target, None)
-        with closing(RowSorter(folder.snapshots, RowFormat.from_description(description).dtype)) as sorter:
+        with closing(RowSorter(folder.snapshots_path, RowFormat.from_description(description).dtype)) as sorter:
             for rows in _read_rows(source, description):
                 sorter.add(rows)
                 if progress is not None:

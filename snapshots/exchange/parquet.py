@@ -83,14 +83,14 @@ class ParquetReader:
     def _read_column_type(self, field: Any) -> tuple[str, tuple[int, ...]]:
         types, count = self._pa.types, self._file.metadata.num_rows
         if types.is_fixed_size_list(field.type):
-            return self._dtype_name(field.type.value_type), (count, field.type.list_size)
+            return self._name_dtype(field.type.value_type), (count, field.type.list_size)
         if types.is_list(field.type) or types.is_large_list(field.type):
             first = next(self._file.iter_batches(1, columns=[field.name]), None)  # all rows must be this long
             length = 0 if first is None or not first.column(0).is_valid()[0].as_py() else len(first.column(0)[0])
-            return self._dtype_name(field.type.value_type), (count, length)
-        return self._dtype_name(field.type), (count,)
+            return self._name_dtype(field.type.value_type), (count, length)
+        return self._name_dtype(field.type), (count,)
 
-    def _dtype_name(self, kind: Any) -> str:
+    def _name_dtype(self, kind: Any) -> str:
         return {"float": "float32", "double": "float64"}.get(str(kind), str(kind))
 
     def batches(self, names: Iterable[str], max_rows: int) -> Iterator[dict[str, NDArray[Any]]]:

@@ -63,10 +63,10 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
 
     def __init__(self, folder: StoreFolder, name: str, description: Mapping[str, Any]) -> None:
         self._folder = folder
-        self._target = folder.snapshots / name
+        self._target = folder.snapshots_path / name
         self._description = dict(description)
         self._columns = Columns(description)
-        self._sorter = RowSorter(folder.snapshots, self._columns.row_format.dtype)
+        self._sorter = RowSorter(folder.snapshots_path, self._columns.row_format.dtype)
         self._closed = False
 
     def write(self, keys: NDArray[Any], values: NDArray[np.float32], table_ids: Any = None) -> None:
@@ -100,7 +100,7 @@ class PersistentTableWriter(AbstractContextManager["PersistentTableWriter"]):
         """Drop the rows without making a snapshot. Later calls do nothing."""
         self._closed = True
         self._sorter.close()
-        self._folder.release()
+        self._folder.unlock()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
@@ -192,7 +192,7 @@ def make_persistent_table_writer(
         description = validate_description(description, "description")
     folder = StoreFolder(to_path(path, "path"), "a PersistentTableWriter")
     try:
-        check_name_free(folder.snapshots / snapshot_name, None)
+        check_name_free(folder.snapshots_path / snapshot_name, None)
         description = description or read_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
         _check_types(description, key_type, storage_dim, f"the table of {str(folder.path)!r}")
@@ -200,7 +200,7 @@ def make_persistent_table_writer(
             description = drop_state(description)
         return PersistentTableWriter(folder, snapshot_name, description)
     except BaseException:
-        folder.release()
+        folder.unlock()
         raise
 
 

@@ -158,14 +158,14 @@ def open_source(
     if TABLE in extras and KEY not in extras:
         raise InputError("table_ids: an array of table ids needs keys; give keys, or one table id")
 
-    def array_source(label: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
+    def wrap_array(label: str, name: str, array: NDArray[Any] | Tensor, padding_idx: int | None = None) -> Source:
         arrays = NamedArrays({name: make_column(array), **extras})
         return Source(label, lambda: nullcontext(arrays), _choose_dense(name, extras, table), states, padding_idx)
 
     if isinstance(source, nn.Embedding):
-        return array_source("nn.Embedding", "weight", source.weight, source.padding_idx)
+        return wrap_array("nn.Embedding", "weight", source.weight, source.padding_idx)
     if isinstance(source, (Tensor, np.ndarray)):
-        return array_source(type(source).__name__, "values", source)
+        return wrap_array(type(source).__name__, "values", source)
     if not isinstance(source, (str, os.PathLike)):
         raise InputError(
             f"source: got {type(source).__name__}; give a path, a NumPy array, a tensor or an nn.Embedding"
@@ -175,7 +175,7 @@ def open_source(
     if path.suffix == ".npy":
         if tensor is not None:
             raise InputError(f"tensor={tensor!r}: a .npy file is one array; leave tensor out")
-        return array_source(label, "values", _map_npy(path, "source"))
+        return wrap_array(label, "values", _map_npy(path, "source"))
     opener = _find_opener(path)
     if tensor is not None:
         return Source(label, partial(_open_with, opener, extras), _choose_dense(tensor, extras, table, states), states)

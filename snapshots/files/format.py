@@ -88,14 +88,14 @@ class RowFile:
     crc32: int
 
 
-def bucket_file(bucket: int, shard: int | None = None) -> str:
+def make_bucket_name(bucket: int, shard: int | None = None) -> str:
     """Returns the name of the file with a bucket's rows. With `shard`, the file has only the rows of this shard."""
     return f"bucket-{bucket:02d}.npy" if shard is None else f"bucket-{bucket:02d}-{shard:04d}.npy"
 
 
-def deleted_file(bucket: int, shard: int | None = None) -> str:
+def make_deleted_name(bucket: int, shard: int | None = None) -> str:
     """Returns the name of the file with a bucket's deleted keys. With `shard`, it has only the keys of this shard."""
-    return bucket_file(bucket, shard).replace("bucket", "deleted")
+    return make_bucket_name(bucket, shard).replace("bucket", "deleted")
 
 
 def is_deletion(name: str) -> bool:
@@ -142,22 +142,22 @@ def find_dtype(name: str, row_format: RowFormat) -> np.dtype[np.void]:
 @cache  # a save calls this function for thousands of files
 def count_header_bytes(dtype: np.dtype[np.void]) -> int:
     """Returns the header size of a row file, for any number of rows: 256 bytes if all numbers are float32."""
-    return -(-(len(_header_text(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
+    return -(-(len(_format_header(dtype, _MAX_COUNT)) + 11) // _HEADER_STEP) * _HEADER_STEP
 
 
-def count_file_bytes(dtype: np.dtype[np.void], rows: int) -> int:
-    return count_header_bytes(dtype) + rows * dtype.itemsize
+def count_file_bytes(dtype: np.dtype[np.void], num_rows: int) -> int:
+    return count_header_bytes(dtype) + num_rows * dtype.itemsize
 
 
-def make_npy_header(dtype: np.dtype[np.void], rows: int) -> bytes:
+def make_npy_header(dtype: np.dtype[np.void], num_rows: int) -> bytes:
     """Returns the header of a row file. All NumPy versions get the same header bytes."""
     size = count_header_bytes(dtype)
     magic = b"\x93NUMPY\x01\x00" + (size - 10).to_bytes(2, "little")
-    return magic + _header_text(dtype, rows).ljust(size - len(magic) - 1) + b"\n"
+    return magic + _format_header(dtype, num_rows).ljust(size - len(magic) - 1) + b"\n"
 
 
-def _header_text(dtype: np.dtype[np.void], rows: int) -> bytes:
-    return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({rows},), }}".encode()
+def _format_header(dtype: np.dtype[np.void], num_rows: int) -> bytes:
+    return f"{{'descr': {dtype.descr!r}, 'fortran_order': False, 'shape': ({num_rows},), }}".encode()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,12 +25,12 @@ from .format import (
     Kind,
     Manifest,
     RowFile,
-    bucket_file,
     count_header_bytes,
-    deleted_file,
     find_dtype,
     is_compatible,
     is_deletion,
+    make_bucket_name,
+    make_deleted_name,
     make_npy_header,
     make_validator,
     parse_bucket,
@@ -237,9 +237,9 @@ class Snapshot:
 
     def read_files(self, files: dict[str, RowFile], max_rows: int = 65536) -> Chunks:
         """Yields the rows in some of the snapshot's files, like `chunks`. A SnapshotError names the damaged file."""
-        return self._detect_replacement(self._file_rows(files, max_rows))
+        return self._detect_replacement(self._read_file_rows(files, max_rows))
 
-    def _file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
+    def _read_file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
             self._open_file(name, entry).close()
         if self.manifest.num_shards is None:
@@ -346,14 +346,14 @@ class Snapshot:
                 f"snapshot {str(self.folder)!r} was replaced by another one while it was read: read it again"
             ) from error
 
-    def check_count(self, rows: int) -> None:
-        """Raises SnapshotError if the manifest's row count is not `rows`."""
-        if rows != self.manifest.rows:
-            raise self._make_damage_error("", f"it has {rows} rows instead of {self.manifest.rows}")
+    def check_count(self, num_rows: int) -> None:
+        """Raises SnapshotError if the manifest's row count is not `num_rows`."""
+        if num_rows != self.manifest.rows:
+            raise self._make_damage_error("", f"it has {num_rows} rows instead of {self.manifest.rows}")
 
     def _make_conflict_error(self, bucket: int) -> SnapshotError:
         """Returns the error for a bucket that contains a key as both written and deleted."""
-        rows, keys = bucket_file(bucket), deleted_file(bucket)
+        rows, keys = make_bucket_name(bucket), make_deleted_name(bucket)
         if self.manifest.num_shards is None:
             return self._make_damage_error(keys, f"it has keys of rows that {rows} also has")
         return self._make_damage_error("", f"parts of {keys} have keys of rows that parts of {rows} also have")

@@ -36,14 +36,14 @@ from .format import (
     Parent,
     RocksDBFiles,
     RowFile,
-    bucket_file,
     check_description,
     check_name,
     count_file_bytes,
     count_header_bytes,
-    deleted_file,
     find_dtype,
     is_deletion,
+    make_bucket_name,
+    make_deleted_name,
     make_npy_header,
     make_validator,
     read_snapshot_id,
@@ -75,7 +75,7 @@ def write_changes(
                 yield bucket, rows
 
     files = write_rows(folder, description, yield_rows(), progress, shard)
-    return files | write_rows(folder, description, deleted, progress, shard, deleted_file)
+    return files | write_rows(folder, description, deleted, progress, shard, make_deleted_name)
 
 
 def write_rows(
@@ -84,7 +84,7 @@ def write_rows(
     chunks: Iterable[tuple[int, RowArray]],
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
-    make_file_name: Callable[[int, int | None], str] = bucket_file,
+    make_file_name: Callable[[int, int | None], str] = make_bucket_name,
 ) -> RowFiles:
     """Write `chunks` (see `write_snapshot`) durably, to one file per bucket. shard: the shard that the rows belong to.
 

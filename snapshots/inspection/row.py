@@ -11,15 +11,14 @@ from numpy.typing import NDArray
 from ...engine import _core
 from ...engine.errors import InputError, StoreError
 from ...engine.options.table_names import describe_table, find_table, format_choices, read_table_names
-from ...engine.row_format import ROW_KEY_DTYPE as ROW_NAME
-from ...engine.row_format import Chunks, RowFormat
+from ...engine.row_format import ROW_KEY_DTYPE, Chunks, RowFormat
 from ...engine.store.contract import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
-from ..files.format import SHARD_FIELD, bucket_file, deleted_file, is_deletion
+from ..files.format import SHARD_FIELD, is_deletion, make_bucket_name, make_deleted_name
 from ..files.reader import Snapshot
 from ..store.closed_store import require_clean_marker
 from ..store.folder import StoreFolder
-from ..store.folder_state import shard_folder
+from ..store.folder_state import locate_shard
 
 Row = NDArray[np.void]  # an array [1] with the dtype `RowFormat.dtype`
 
@@ -36,7 +35,7 @@ def read_live_row(store: StoreFolder, table: int | str, key: int) -> tuple[Row |
         rank, ranks = marker[SHARD_FIELD]["rank"], marker[SHARD_FIELD]["ranks"]
         owner = int(_core.find_owners(np.array([table_id], np.uint32), np.array([stored_key], np.uint64), ranks)[0])
         if owner != rank:
-            folder = shard_folder(store.path.parent.parent, owner, ranks)
+            folder = locate_shard(store.path.parent.parent, owner, ranks)
             raise StoreError(f"rank {owner} of {ranks} owns this row: give that rank's shard, {str(folder)!r}")
     if marker["live"] == "rows":
         return _find_row(Snapshot.open(store.live_path), table_id, stored_key), marker
@@ -91,7 +90,7 @@ def _find_row(snapshot: Snapshot, table: int, key: int) -> Row | None:
             return _find_in_chunks(member.read_rows_and_deletions()[0], table, key)
         num_shards = member.manifest.num_shards
         shard = None if num_shards is None else int(_core.find_owners(*row_key, num_shards)[0])
-        for file in (bucket_file(bucket, shard), deleted_file(bucket, shard)):
+        for file in (make_bucket_name(bucket, shard), make_deleted_name(bucket, shard)):
             entry = member.manifest.files.get(file)
             row = None if entry is None else _find_in_chunks(member.read_files({file: entry}), table, key)
             if row is not None:
@@ -113,5 +112,5 @@ def read_row(tier: Tier | TopTier[Any], row_format: RowFormat, table: int, key: 
     """Read a row from a tier or a stack of tiers. Returns None if the row was never written."""
     row = np.zeros(1, row_format.dtype)
     row["table"], row["key"] = table, key
-    line = np.array([row.ctypes.data + ROW_NAME.itemsize], np.uint64)  # the address of the row's values
+    line = np.array([row.ctypes.data + ROW_KEY_DTYPE.itemsize], np.uint64)  # the address of the row's values
     return row if tier.read(row["table"].copy(), row["key"].copy(), line, should_touch=False)[0] else None

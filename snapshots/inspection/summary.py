@@ -30,7 +30,7 @@ class Summary:
     tables: Counter[int] = field(default_factory=Counter)  # the number of rows by table id
     updates: Counter[int] = field(default_factory=Counter)  # the number of rows by update count
     norms: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(NORM_EDGES) - 1, np.int64))
-    not_finite: int = 0  # the number of rows with NaN or infinities; `norms` does not count these rows
+    num_not_finite: int = 0  # the number of rows with NaN or infinities; `norms` does not count these rows
     first_rows: list[Any] = field(default_factory=list)  # the first rows, with the snapshot's `RowFormat.dtype`
     _norm_sum: float = 0.0
     _norm_min: float = np.inf
@@ -45,7 +45,7 @@ class Summary:
             "rows_by_table": dict(sorted(self.tables.items())),
             "updates": _summarise_counts(self.updates),
             "norm": norm,
-            "not_finite": self.not_finite,
+            "not_finite": self.num_not_finite,
         }
 
     def add(self, rows: NDArray[np.void], row_format: RowFormat) -> None:
@@ -53,7 +53,7 @@ class Summary:
         _count(self.updates, rows["updates"])
         embedding = row_format.values(rows, EMBEDDING)
         finite = np.isfinite(embedding).all(axis=1)
-        self.not_finite += len(rows) - int(finite.sum())
+        self.num_not_finite += len(rows) - int(finite.sum())
         norms = np.sqrt(np.square(embedding[finite].astype(np.float64)).sum(axis=1))
         if len(norms):
             self.norms += np.histogram(np.minimum(norms, NORM_EDGES[-1]), NORM_EDGES)[0]
@@ -138,8 +138,8 @@ def _draw_norms(axes: Any, summary: Summary) -> None:
     if is_wide:
         axes.set_xscale("log")
     axes.hist(middle, (np.geomspace if is_wide else np.linspace)(low, high, _BARS + 1), weights=summary.norms[filled])
-    if summary.not_finite:
-        axes.set_title(f"Row norms; {summary.not_finite:,} rows are not finite")
+    if summary.num_not_finite:
+        axes.set_title(f"Row norms; {summary.num_not_finite:,} rows are not finite")
 
 
 def _draw_bars(axes: Any, counter: Counter[int], label: str, title: str) -> None:

@@ -16,10 +16,10 @@ from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.writer import NewSnapshots, ProgressCallback, write_manifest, write_snapshot
 from .folder import StoreFolder
-from .folder_state import RANKS, FolderState, find_shards, read_clean_markers, read_linked_stores, shard_folder
+from .folder_state import RANKS, FolderState, find_shards, locate_shard, read_clean_markers, read_linked_stores
 from .group import Member, open_store, record_load, record_save
 from .mark import read_live_version
-from .recovery_rule import EMPTY, make_snapshot_version
+from .recovery_rule import EMPTY_ID, make_snapshot_version
 from .retention import remove_backups
 from .save import SaveInputs, begin_save, check_save, write_files
 from .selection import ALL, LoadReport, Selection, read_dtypes
@@ -80,7 +80,7 @@ def save_closed_stores(
             member = open_store(store, "resume")
             open_stores.callback(member.leave)
             inputs = _make_inputs(store, member, new.make_id(), open_stores)
-            lacks_parent = kind == "incremental" and len(stores) > 1 and inputs.parent == EMPTY
+            lacks_parent = kind == "incremental" and len(stores) > 1 and inputs.parent == EMPTY_ID
             store_kind = "full" if lacks_parent else kind
             pending = member.capture()
             check_save(store.snapshot_store, name, store_kind, inputs, overwrite)
@@ -166,14 +166,14 @@ def load_into_stores(
 def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> Selection:
     """Check a load, but read no rows. Adds dtypes to `selection`. Raises StoreError, SnapshotError."""
     marker = store.clean_marker
-    linked_stores = [] if store.live_path.exists() else read_linked_stores(store.snapshots)
+    linked_stores = [] if store.live_path.exists() else read_linked_stores(store.snapshots_path)
     if linked_stores:
         raise StoreError(
             f"{str(store.path)!r} contains only the snapshots of other store folders, and no live rows. Give a folder "
             f"with live rows: {' or '.join(repr(str(path)) for path in linked_stores)}. It may be on another host"
         )
     if marker is None:
-        if selection.convert:
+        if selection.converts:
             raise SnapshotError(
                 f"convert=True: {str(store.path)!r} has no clean live rows, so their dtype is unknown; load the "
                 "snapshot without convert"
@@ -190,14 +190,14 @@ def check_load(store: StoreFolder, snapshot: Snapshot, selection: Selection) -> 
     state_type = snapshot_types[1] and (store_types[1] or snapshot_types[1])  # rows without states accept any dtype
     if (store_types[0], state_type) == snapshot_types:
         return selection
-    if not selection.convert:
+    if not selection.converts:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} has rows of dtype {_describe_types(snapshot_types)}, but the rows in "
             f"{str(store.path)!r} are of {_describe_types(store_types)}. To convert rows during a load, use "
             "load_snapshot(name, convert=True) or `tierbed snapshot load --convert`. To convert rows during an import, "
             "use import_snapshot(..., dtype=...) or `tierbed snapshot import --dtype`"
         )
-    return replace(selection, types=(store_types[0], state_type or "float32"))
+    return replace(selection, target_dtypes=(store_types[0], state_type or "float32"))
 
 
 def _describe_types(types: tuple[str, str | None]) -> str:
@@ -216,14 +216,14 @@ def compact_live(store: StoreFolder, options: str = "") -> tuple[int, int] | Non
     from ...engine.options.rocksdb_options import format_options  # needs RocksDB
     from ...engine.store.rocksdb import RocksDB
 
-    def file_bytes() -> int:
+    def sum_file_bytes() -> int:
         return sum(file.stat().st_size for file in store.live_path.glob("shard-*/*.sst"))
 
-    bytes_before = file_bytes()
+    bytes_before = sum_file_bytes()
     with closing(RocksDB(store.live_path, marker["width"], marker["shards"], options=format_options(options))) as tier:
         check_live(store, marker, tier)
         tier.compact()
-    return bytes_before, file_bytes()
+    return bytes_before, sum_file_bytes()
 
 
 @contextmanager
@@ -281,7 +281,7 @@ def require_clean_marker(store: StoreFolder) -> dict[str, Any]:
     if store.num_ranks:
         raise StoreError(
             f"the live rows of {str(store.path)!r} are shards of {store.num_ranks} ranks, each in its own store folder"
-            f": give a shard's folder, such as {str(shard_folder(store.path, 0, store.num_ranks))!r}, or a snapshot"
+            f": give a shard's folder, such as {str(locate_shard(store.path, 0, store.num_ranks))!r}, or a snapshot"
         )
     if marker is None:
         raise StoreError(

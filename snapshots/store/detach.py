@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ...engine.errors import SnapshotError, StoreError
 from .folder import StoreFolder
 from .group_file import GroupFile, RecordError, lock_group, remove_record, write_record
-from .recovery_rule import NOTHING, merge_records
+from .recovery_rule import NO_ENTRY, merge_records
 
 
 class DetachResult(NamedTuple):
@@ -47,7 +47,7 @@ def _detach(store: StoreFolder, file: GroupFile) -> DetachResult:
     record, path, entries = file.record, file.path, file.record.entries
     assert path is not None
     names = sorted(location.name for other, location in record.locations.items() if other != file.store_id)
-    if NOTHING in entries.values():  # a run was killed, so this store must be recovered together with the group
+    if NO_ENTRY in entries.values():  # a run was killed, so this store must be recovered together with the group
         try:
             entries = file.choose_entries()
             record = replace(record, changed_stores=frozenset(entries))  # the next run then records skipped snapshots

@@ -18,7 +18,7 @@ from .mark import LIVE_FOLDERS, Mark
 
 
 class StoreFolder(FolderState):
-    """A store folder, `<persistent_path>/<embedding name>`. Stays locked until `release` is called or the process ends.
+    """A store folder, `<persistent_path>/<embedding name>`. Stays locked until `unlock` is called or the process ends.
 
     Creates `path` and its parents, and removes files that killed processes left. docs/snapshots.md lists the files in
     the folder. MARK contains a clean marker while the live rows are durable and all at one step. A run clears the clean
@@ -50,12 +50,12 @@ class StoreFolder(FolderState):
                 self.snapshot_store = StoreFolder(path, self.user)
                 if snapshots is not None:
                     with self.convert_errors("link to other snapshots from"), defer_signals():
-                        symlink_snapshots(self.snapshots, snapshots)
+                        symlink_snapshots(self.snapshots_path, snapshots)
             self.clear_incoming()
             with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error
                 self.clear_snapshots()
         except StoreError:
-            self.release()
+            self.unlock()
             raise
 
     def _acquire(self) -> FileLock:
@@ -69,16 +69,16 @@ class StoreFolder(FolderState):
                 f"{problem}: close the embedding there, or end that process, or choose another persistent_path or name"
             ) from None
 
-    def release(self) -> None:
+    def unlock(self) -> None:
         """Release the lock, if it is still locked, and change no files."""
         if self.snapshot_store is not self:
-            self.snapshot_store.release()
+            self.snapshot_store.unlock()
         if self._lock is not None:
             self._lock.release()
         self._close_step_file()
 
     def check(self) -> None:
-        """Raises StoreError if the folder was removed or replaced while it was open, ClosedError after `release`."""
+        """Raises StoreError if the folder was removed or replaced while it was open, ClosedError after `unlock`."""
         if self._lock is None or not self._lock.is_locked:
             raise ClosedError(f"{self.user} was closed; create it again")
         with self.convert_errors("find"):
@@ -97,7 +97,7 @@ class StoreFolder(FolderState):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.release()
+        self.unlock()
 
     def clear_incoming(self) -> None:
         """Remove the folder `incoming`, where loads write new rows, and its temporary folder. Raises StoreError."""
@@ -108,9 +108,9 @@ class StoreFolder(FolderState):
     def clear_snapshots(self) -> None:
         """Remove files that killed or failed saves left. Call this only while no save runs. Raises SnapshotError."""
         try:
-            remove_leftovers(self.snapshots)
+            remove_leftovers(self.snapshots_path)
         except OSError as error:
-            problem = f"{str(self.snapshots)!r} cannot be cleared of unfinished snapshots: {error}"
+            problem = f"{str(self.snapshots_path)!r} cannot be cleared of unfinished snapshots: {error}"
             raise SnapshotError(problem) from error
 
     def change(self, **fields: Any) -> None:

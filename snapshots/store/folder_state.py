@@ -30,7 +30,7 @@ class FolderState:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.snapshots = path / SNAPSHOTS
+        self.snapshots_path = path / SNAPSHOTS
         self._mark_file = path / "MARK"
 
     @cached_property
@@ -54,8 +54,8 @@ class FolderState:
     @cached_property
     def snapshot_store(self) -> FolderState:
         """The store folder that contains the snapshots. This is another store folder if `snapshots` is a link."""
-        target = Path(os.path.realpath(self.snapshots)).parent
-        is_linked = self.snapshots.is_symlink() and (target / LOCK).is_file()
+        target = Path(os.path.realpath(self.snapshots_path)).parent
+        is_linked = self.snapshots_path.is_symlink() and (target / LOCK).is_file()
         return FolderState(target) if is_linked else self
 
     @property
@@ -73,7 +73,7 @@ class FolderState:
     @property
     def sharing_stores(self) -> list[FolderState]:
         """All store folders on this host that share this store's snapshots, beginning with this folder."""
-        stores, folder = [self], self.snapshot_store.snapshots
+        stores, folder = [self], self.snapshot_store.snapshots_path
         with self.convert_errors("read which stores have their snapshots in"):
             for store in read_linked_stores(folder):
                 with contextlib.suppress(OSError):
@@ -93,7 +93,7 @@ class FolderState:
     def has_rows_or_snapshots(self) -> bool:
         """True if a run ever wrote rows or snapshots in this folder. If False, the store is new."""
         with self.convert_errors("list the snapshots of"):
-            return self._mark_file.exists() or self.live_path.exists() or has_snapshots(self.snapshots)
+            return self._mark_file.exists() or self.live_path.exists() or has_snapshots(self.snapshots_path)
 
     @property
     def had_live_rows(self) -> bool:
@@ -128,15 +128,15 @@ def find_holder(path: Path) -> int | None:
         raise StoreError(f"cannot read store folder {str(path)!r}: {error}; {FolderState.remedy}") from error
 
 
-def shard_folder(store: Path, rank: int, num_ranks: int) -> Path:
+def locate_shard(store: Path, rank: int, num_ranks: int) -> Path:
     """Returns the folder of a rank's shard, inside the store folder `store`."""
     return store / RANKS / f"{rank}-of-{num_ranks}"
 
 
 def find_shards(store: Path, num_ranks: int, ranks: Iterable[int] | None = None) -> dict[int, FolderState]:
     """Returns the shard folders on this host, by rank. ranks: the ranks to look for. Default: all ranks."""
-    folders = ((rank, shard_folder(store, rank, num_ranks)) for rank in (range(num_ranks) if ranks is None else ranks))
-    return {rank: FolderState(folder) for rank, folder in folders if folder.is_dir()}
+    paths = ((rank, locate_shard(store, rank, num_ranks)) for rank in (range(num_ranks) if ranks is None else ranks))
+    return {rank: FolderState(path) for rank, path in paths if path.is_dir()}
 
 
 def read_clean_markers(store: Path, num_ranks: int, ranks: Iterable[int] | None = None) -> dict[int, Marker | None]:
@@ -168,7 +168,7 @@ def remove_other_shards(store: Path, num_ranks: int) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def snapshot_folder(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
+def locate_snapshots(snapshot_path: str | os.PathLike[str] | None, name: str) -> Path | None:
     """Returns where the option `snapshot_path` puts snapshots of embedding `name`; None if the option is not set."""
     return None if snapshot_path is None else Path(os.path.abspath(snapshot_path)) / name / SNAPSHOTS
 

@@ -1,12 +1,12 @@
 """The stores that this process has open, and the records of their training groups.
 
 Opening a store reads its entry in the record (`recovery_rule` explains records and moments), but does not lock the
-group. The first write, save or load locks the group. From then on only this process writes the record, and a `Group`
-object keeps track of all members, including closed stores. Closing the last open store unlocks the group. When stores
-of two groups begin to train together, the groups are joined under a new record.
+group. The first write, save or load locks the group. From then on only this process writes the record, and a
+`StoreGroup` keeps track of all members, including closed stores. Closing the last open store unlocks the group. When
+stores of two groups begin to train together, the groups are joined under a new record.
 
 `clock` numbers the moments at which this process begins a save or finishes a load. `MemberRows` remembers at which
-moments a store had a snapshot's rows. `Group.write` finds the newest moment that snapshots of all stores share,
+moments a store had a snapshot's rows. `StoreGroup.write` finds the newest moment that snapshots of all stores share,
 and records these snapshots as the commit.
 """
 
@@ -28,14 +28,14 @@ from ...engine.threads import POLL_SECONDS
 from ..files.reader import list_snapshots
 from .folder import StoreFolder
 from .folder_state import FolderState
-from .group_file import GroupFile, Shards, lock_group, lock_path, remove_record, write_record
+from .group_file import GroupFile, Shards, lock_group, make_lock_path, remove_record, write_record
 from .initial_records import GROUP_FILE_PREFIX
 from .lock import FileLock, InUseError
 from .mark import Link, ShardLayout
 from .recovery_rule import (
-    EMPTY,
+    EMPTY_ID,
     FOREVER,
-    NOTHING,
+    NO_ENTRY,
     Entry,
     Interval,
     Location,
@@ -49,7 +49,7 @@ from .recovery_rule import (
 log = logging.getLogger("tierbed")
 OPEN_ATTEMPTS = 20  # how often to try to open a store whose group another process has locked
 LOADING_REASON = "its rows are being replaced by a load"
-_groups: set[Group] = set()  # the training groups that have open stores
+_groups: set[StoreGroup] = set()  # the training groups that have open stores
 _groups_lock = RLock()  # held while a thread changes groups and records
 
 
@@ -67,11 +67,11 @@ os.register_at_fork(after_in_child=_groups.clear)
 class MemberRows:
     """What this process knows about one store's rows. Closed stores are included if the process locks the group."""
 
-    current_entry: Entry = NOTHING  # durable rows that equal the current rows
+    current_entry: Entry = NO_ENTRY  # durable rows that equal the current rows
     unchanged_since: int = 0  # the rows have not changed since this moment
     intervals: list[Interval] = field(default_factory=list)  # one per snapshot of the rows, and one per running save
 
-    def mark_changed(self, entry: Entry = NOTHING) -> None:
+    def mark_changed(self, entry: Entry = NO_ENTRY) -> None:
         """Called when the rows change. Ends all intervals, because these snapshots have the earlier rows."""
         for interval in self.intervals:
             interval.end(clock.moment)
@@ -82,10 +82,10 @@ class Member(MemberRows):
     """A store that this process has open."""
 
     def __init__(
-        self, store: StoreFolder, folder: StoreFolder, id: str, group: Group, entry: Entry, unusable_reason: str
+        self, store: StoreFolder, folder: StoreFolder, id: str, group: StoreGroup, entry: Entry, unusable_reason: str
     ) -> None:
-        rows = group.rows.get(id, MemberRows(entry))
-        self.current_entry = NOTHING if unusable_reason else rows.current_entry
+        rows = group.member_rows.get(id, MemberRows(entry))
+        self.current_entry = NO_ENTRY if unusable_reason else rows.current_entry
         self.unchanged_since, self.intervals = rows.unchanged_since, rows.intervals
         self.store, self.id, self.group = store, id, group
         self.mark_folder = folder  # the folder whose MARK leads to the record; for ranks, the snapshots' folder
@@ -107,7 +107,7 @@ class Member(MemberRows):
         self.unusable_reason = reason
         self.expect_change()
 
-    def lock(self) -> Group:
+    def lock(self) -> StoreGroup:
         """Lock the groups of this store and its partners, and join them into one. Raises StoreError, SnapshotError."""
         with _groups_lock:
             groups = list(dict.fromkeys(member.group for member in (self, *self.partners())))
@@ -218,9 +218,9 @@ def open_store(
     """
     with _groups_lock:
         file = GroupFile(store, shards, siblings)
-        group = next((group for group in _groups if group.file.identity == file.identity), None) or Group(file)
+        group = next((group for group in _groups if group.file.identity == file.identity), None) or StoreGroup(file)
         if mode == "fresh":
-            entry, unusable_reason = Entry(EMPTY), "its rows are about to be emptied"  # so rows need not be recovered
+            entry, unusable_reason = Entry(EMPTY_ID), "its rows are about to be emptied"  # so recovery is not needed
         else:
             try:
                 entry, unusable_reason = group.choose_entry(file, mode), ""
@@ -233,8 +233,8 @@ def open_store(
         group.enter(member, mode)
         try:
             if mode == "fresh":
-                with record_load({member: EMPTY}):
-                    member.mark_replaced(EMPTY)
+                with record_load({member: EMPTY_ID}):
+                    member.mark_replaced(EMPTY_ID)
                 member.group.write()
         except BaseException:
             member.leave()
@@ -242,14 +242,14 @@ def open_store(
         return member
 
 
-class Group:
+class StoreGroup:
     """The stores that share a record. rows, lock: given only if this process has already locked the group."""
 
     def __init__(
         self, file: GroupFile, rows: Mapping[str, MemberRows] | None = None, lock: FileLock | None = None
     ) -> None:
         self.file = file  # the record, as read through one of the stores
-        self.rows = dict(rows or {})  # by store id: all stores if the group is locked, else only open stores
+        self.member_rows = dict(rows or {})  # by store id: all stores if the group is locked, else only open stores
         self._lock, self.is_locked = lock, lock is not None
         self.members: dict[str, Member] = {}  # the stores that are open in this process
         # The `open` option of the store that was opened last. Once the mode is "mixed", it stays "mixed". The mode does
@@ -263,7 +263,7 @@ class Group:
     def enter(self, member: Member, mode: str = "") -> None:
         if not self.is_locked and self.open_mode != "mixed":
             self.open_mode = mode
-        self.members[member.id] = self.rows[member.id] = member
+        self.members[member.id] = self.member_rows[member.id] = member
         _groups.add(self)
 
     def leave(self, member: Member) -> None:
@@ -271,11 +271,11 @@ class Group:
             del self.members[member.id]
         if not self.members:
             _groups.discard(self)
-            self._release()
-        if not self.is_locked and self.rows.get(member.id) is member:
-            del self.rows[member.id]
+            self._unlock()
+        if not self.is_locked and self.member_rows.get(member.id) is member:
+            del self.member_rows[member.id]
 
-    def _release(self) -> None:
+    def _unlock(self) -> None:
         lock, self._lock, self.is_locked = self._lock, None, False
         if lock is not None:
             lock.release()
@@ -289,11 +289,11 @@ class Group:
             for attempt in range(OPEN_ATTEMPTS if file.path is not None else 0):
                 assert file.path is not None
                 try:  # lock the group, so that no process changes the record or a clean marker meanwhile
-                    lock = FileLock(lock_path(file.path), f"the open of {file.folder.path.name!r}")
+                    lock = FileLock(make_lock_path(file.path), f"the open of {file.folder.path.name!r}")
                     guard.callback(lock.release)
                     break
                 except InUseError as error:
-                    if (entry := file.choose_own_entry()) != NOTHING:
+                    if (entry := file.choose_own_entry()) != NO_ENTRY:
                         return entry
                     if attempt == OPEN_ATTEMPTS - 1:
                         raise StoreError(
@@ -309,10 +309,10 @@ class Group:
 
     def _choose_entry_while_locked(self, file: GroupFile) -> Entry:
         """Choose the rows that a store opens with if this process has locked its group. Raises StoreError."""
-        rows, commit = self.rows.get(file.store_id, MemberRows()), self.record.commit
-        if rows.current_entry != NOTHING:
+        rows, commit = self.member_rows.get(file.store_id, MemberRows()), self.record.commit
+        if rows.current_entry != NO_ENTRY:
             return rows.current_entry
-        if all(self.rows[x].current_entry.snapshot == id for x, id in commit.items() if x != file.store_id):
+        if all(self.member_rows[x].current_entry.snapshot == id for x, id in commit.items() if x != file.store_id):
             return Entry(commit[file.store_id])  # all other stores still have the commit's rows
         names = ", ".join(sorted(repr(member.store.path.name) for member in self.members.values()))
         raise StoreError(
@@ -334,7 +334,7 @@ class Group:
                 self.file = file
             self._recover()
         except BaseException:
-            self._release()
+            self._unlock()
             raise
 
     def _recover(self) -> None:
@@ -352,19 +352,19 @@ class Group:
         for id, member in self.members.items():
             if not member.unusable_reason and not _have_common_rows(member.entry, target[id]):
                 raise StoreError(_describe_change(member.store))
-        self.rows = {id: self.members.get(id) or MemberRows() for id in target}
-        for id, rows in self.rows.items():
-            rows.current_entry = NOTHING if id in self.members and self.members[id].unusable_reason else target[id]
+        self.member_rows = {id: self.members.get(id) or MemberRows() for id in target}
+        for id, rows in self.member_rows.items():
+            rows.current_entry = NO_ENTRY if id in self.members and self.members[id].unusable_reason else target[id]
             snapshot = rows.current_entry.snapshot
             rows.intervals = [Interval(snapshot, 0)] if snapshot else []  # 0 is the first moment
         self.is_locked = True
-        known = {id: entry for id, entry in target.items() if entry != NOTHING}
+        known = {id: entry for id, entry in target.items() if entry != NO_ENTRY}
         if self.record.changed_stores or any(not _have_common_rows(self.record.entries[id], known[id]) for id in known):
             folders = self.file.find_members(lenient=True)
             skipped = {id: _find_skipped_range(folders[id], entry) for id, entry in known.items() if id in folders}
             parents = {id: entry.snapshot for id, entry in known.items() if entry.snapshot}
             self.write(
-                changed_stores=self.record.changed_stores & (self.rows.keys() - known.keys()),
+                changed_stores=self.record.changed_stores & (self.member_rows.keys() - known.keys()),
                 parents={**self.record.parents, **parents},
                 skipped_sequences={**self.record.skipped_sequences, **skipped},
             )
@@ -374,7 +374,7 @@ class Group:
     @property
     def current_entries(self) -> dict[str, Entry]:
         """The durable rows that equal the current rows, for each store."""
-        return {id: rows.current_entry for id, rows in self.rows.items()}
+        return {id: rows.current_entry for id, rows in self.member_rows.items()}
 
     def write(self, entries: Mapping[str, Entry] | None = None, **fields: Any) -> None:
         """Replace `entries` and fields of the record, and write it if anything changed. Raises StoreError."""
@@ -395,16 +395,16 @@ class Group:
                 file.write_mark(mark_folder, member.id)
         self.file = file
         for id, entry in entries.items():
-            self.rows[id].current_entry = entry
+            self.member_rows[id].current_entry = entry
         if snapshots is not None and record.commit == snapshots:
-            for rows in self.rows.values():
+            for rows in self.member_rows.values():
                 rows.intervals = [interval for interval in rows.intervals if interval.last >= moment]
 
     def warn_of_lone_saves(self, member: Member) -> None:
         """Warn that no snapshot has the rows that will change. A kill would then undo the other stores' saves."""
         entries, commit = self.record.entries, self.record.commit
         alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
-        if alone and member.current_entry.snapshot is None and NOTHING not in entries.values():
+        if alone and member.current_entry.snapshot is None and NO_ENTRY not in entries.values():
             log.warning(
                 "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. After a "
                 "kill, recovery undoes the saves and loads that covered only %s. Save a snapshot of all embeddings",
@@ -414,31 +414,31 @@ class Group:
 
     def _find_newest_moment(self) -> tuple[int, Mapping[str, str]] | None:
         """Find the newest moment that snapshots of all stores share. Forgets snapshots that no longer exist."""
-        while newest := find_newest_moment({id: rows.intervals for id, rows in self.rows.items()}, clock.moment):
+        while newest := find_newest_moment({id: rows.intervals for id, rows in self.member_rows.items()}, clock.moment):
             snapshots = newest[1]
             if snapshots == self.record.commit:
                 break
             folders = self.file.find_members(lenient=True)
-            present_ids = {id: self.file.read_files(folder).snapshots for id, folder in folders.items()}
-            missing = [x for x, id in snapshots.items() if id != EMPTY and id not in present_ids.get(x, ())]
+            present_ids = {id: self.file.read_files(folder).snapshot_ids for id, folder in folders.items()}
+            missing = [x for x, id in snapshots.items() if id != EMPTY_ID and id not in present_ids.get(x, ())]
             if not missing:
                 break
             for x in missing:
-                self.rows[x].intervals = [i for i in self.rows[x].intervals if i.snapshot != snapshots[x]]
+                self.member_rows[x].intervals = [i for i in self.member_rows[x].intervals if i.snapshot != snapshots[x]]
         return newest
 
 
-def _join_groups(groups: Sequence[Group]) -> None:
+def _join_groups(groups: Sequence[StoreGroup]) -> None:
     """Atomically join groups under a new record. Each old record file then contains only a link to the new file."""
     members = [member for group in groups for member in group.members.values()]
     members.sort(key=lambda member: member.store.path.name)
     path = members[0].store.snapshot_store.path.parent / f"{GROUP_FILE_PREFIX}{secrets.token_hex(8)}"
-    lock = FileLock(lock_path(path), f"the group of {members[0].store.path.name!r}")
+    lock = FileLock(make_lock_path(path), f"the group of {members[0].store.path.name!r}")
     folders = dict[str, FolderState]()
     for group in groups:
         folders |= group.file.find_members(lenient=group.open_mode in ("mixed", "fresh"))
     locations = {id: Location.make(f.path, f.snapshot_store.path, path.parent) for id, f in folders.items()}
-    rows = {id: rows for group in groups for id, rows in group.rows.items() if id in folders}
+    rows = {id: rows for group in groups for id, rows in group.member_rows.items() if id in folders}
     for member in members:
         if member.current_entry.snapshot is None and member.group.open_mode != "mixed":
             others = ", ".join(repr(location.name) for id, location in locations.items() if id != member.id)
@@ -456,14 +456,14 @@ def _join_groups(groups: Sequence[Group]) -> None:
             write_record(group.file.path, {"forward": Link.make(path, group.file.path.parent)})
         for member in group.members.values() if group.file.path is None else ():
             file.write_mark(member.mark_folder, member.id)
-    joined = Group(file, rows, lock)
+    joined = StoreGroup(file, rows, lock)
     for member in members:
         member.group.leave(member)
         member.group = joined
         joined.enter(member)
     joined.write()  # clears `is_joining`: the join is complete
     for group in groups:
-        if group.file.path is not None and not group.rows.keys() - joined.members.keys():
+        if group.file.path is not None and not group.member_rows.keys() - joined.members.keys():
             remove_record(group.file.path)  # no store's MARK names this record any more
 
 
@@ -526,7 +526,7 @@ def record_save(snapshots: Mapping[PendingSave, str], is_parent: bool = True) ->
             member.version = make_snapshot_version(snapshot)
 
 
-def _split_by_group(snapshots: Mapping[Member, Any]) -> list[tuple[Group, dict[str, Any]]]:
+def _split_by_group(snapshots: Mapping[Member, Any]) -> list[tuple[StoreGroup, dict[str, Any]]]:
     """Collect the values of each training group's members. Returns (group, {store id: value}) pairs."""
     groups = {member.group for member in snapshots}
     return [(group, {m.id: value for m, value in snapshots.items() if m.group is group}) for group in groups]
@@ -547,7 +547,7 @@ def _have_common_rows(entry: Entry, other: Entry) -> bool:
 
 def _find_skipped_range(folder: FolderState, entry: Entry) -> tuple[int, int]:
     """Returns the sequence numbers, as (low, high], of the snapshots that recovery skips when it restores `entry`."""
-    manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots).snapshots]
+    manifests = [snapshot.manifest for snapshot in list_snapshots(folder.snapshots_path).snapshots]
     sequences = {manifest.id: manifest.sequence for manifest in manifests}
     high = max(sequences.values(), default=0)
     return sequences.get(entry.snapshot or "", high if entry.live_version else 0), high

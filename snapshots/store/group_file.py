@@ -26,7 +26,7 @@ from .folder_state import SNAPSHOTS, FolderState, read_shard_versions
 from .initial_records import GROUP_FILE_PREFIX, MISSING_SNAPSHOT_ID, OldGroup, make_group_record, make_store_record
 from .lock import FileLock, InUseError
 from .mark import Link, read_live_version
-from .recovery_rule import EMPTY, NOTHING, Entry, Record, StoreFiles, choose_entries, drop_lost_rows
+from .recovery_rule import EMPTY_ID, NO_ENTRY, Entry, Record, StoreFiles, choose_entries, drop_lost_rows
 
 PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
 Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
@@ -104,7 +104,7 @@ class GroupFile:
                 except (OSError, *PARSE_ERRORS) as cause:
                     error = error or f"{str(path)!r}: {cause}"
             else:
-                snapshots = list_snapshots(self.folder.snapshots).snapshots
+                snapshots = list_snapshots(self.folder.snapshots_path).snapshots
                 names = ", ".join(repr(snapshot.name) for snapshot in snapshots) or "none"
                 raise RecordError(
                     f"{str(self.folder.path)!r} is trained together with other embeddings, and the group's record is "
@@ -133,7 +133,7 @@ class GroupFile:
 
     def _search_by_path(self) -> bool:
         """Find the record that lists this folder. Used if MARK is lost but snapshots exist. Returns True if found."""
-        if list_snapshots(self.folder.snapshots).snapshots:
+        if list_snapshots(self.folder.snapshots_path).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{GROUP_FILE_PREFIX}*")):
                 with suppress(OSError, *PARSE_ERRORS):
                     record = Record.parse(unseal(read_sealed(path)))
@@ -154,7 +154,7 @@ class GroupFile:
     def last_snapshot(self) -> str | None:
         """The name of the store's snapshot in the record's `commit`, or None if the commit is empty."""
         id = self.record.commit[self.store_id]
-        return None if id == EMPTY else find_snapshot_name(self.folder.snapshots, id)
+        return None if id == EMPTY_ID else find_snapshot_name(self.folder.snapshots_path, id)
 
     def find_members(self, lenient: bool = False) -> dict[str, FolderState]:
         """Returns the folders of the group's members, by store id.
@@ -197,7 +197,7 @@ class GroupFile:
     def _is_member(self, folder: FolderState, id: str) -> bool:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # MARK is lost
-            return bool(list_snapshots(folder.snapshots).snapshots)
+            return bool(list_snapshots(folder.snapshots_path).snapshots)
         if mark.link is None:  # only earlier versions of tierbed have trained this store
             group = OldGroup.read(mark)
             return group is not None and group.id == id and self.store_id in group.others
@@ -207,7 +207,7 @@ class GroupFile:
     def read_files(self, folder: FolderState) -> StoreFiles:
         versions = self.read_shards(folder)
         live_versions = [*map(versions.get, range(folder.num_ranks))] or [read_live_version(folder.clean_marker)]
-        return StoreFiles(live_versions, {one.manifest.id for one in list_snapshots(folder.snapshots).snapshots})
+        return StoreFiles(live_versions, {one.manifest.id for one in list_snapshots(folder.snapshots_path).snapshots})
 
     def read_shards(self, folder: FolderState) -> Mapping[int, str | None]:
         """Returns the versions of a store's shards by rank: from `self.shards`, or else from shards on this host."""
@@ -257,8 +257,8 @@ class GroupFile:
         if chosen is None or any(e.snapshot != commit[id] and not e.live_version for id, e in chosen.items()):
             _check_damage(members.values())
         if chosen is not None:
-            was_saved = any(record.parents.get(id, EMPTY) != EMPTY for id in members)
-            starts_over = {*chosen.values()} == {Entry(EMPTY)} and chosen != {id: record.entries[id] for id in chosen}
+            was_saved = any(record.parents.get(id, EMPTY_ID) != EMPTY_ID for id in members)
+            starts_over = {*chosen.values()} == {Entry(EMPTY_ID)} and chosen != {x: record.entries[x] for x in chosen}
             if not (was_saved and starts_over):
                 return chosen
         in_order = sorted(members.items(), key=lambda item: item[1].path.name)
@@ -274,9 +274,9 @@ class GroupFile:
     def _describe_missing_commit(self, id: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
         """Describe the snapshot that `commit` names for the store, if it is missing on disk; otherwise return ""."""
         commit = self.record.commit[id]
-        if commit in (EMPTY, MISSING_SNAPSHOT_ID) or commit in self.read_files(folder).snapshots:
+        if commit in (EMPTY_ID, MISSING_SNAPSHOT_ID) or commit in self.read_files(folder).snapshot_ids:
             return ""
-        snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots).snapshots]
+        snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots_path).snapshots]
         same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == commit[:16]]
         name = f"{same_save[0]!r} " if same_save else ""
         return f"{folder.path.name!r} lacks snapshot {name}(id {commit}) of the last step that all of them had saved"
@@ -287,18 +287,18 @@ class GroupFile:
         return self.copy_with(record=replace(self.record, entries=entries)).choose_entries()
 
     def choose_own_entry(self) -> Entry:
-        """Choose the rows for opening this store while another process trains its group. Returns NOTHING if unknown."""
+        """Choose the rows for opening this store while another process trains its group; NO_ENTRY if unknown."""
         return drop_lost_rows(self.record.entries[self.store_id], self.read_files(self.folder))
 
     def choose_newest(self) -> dict[str, Entry]:
         """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
         chosen = {}
         for id, folder in self.find_members(lenient=True).items():
-            ids = [EMPTY, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots)]
+            ids = [EMPTY_ID, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots_path).snapshots)]
             files = self.read_files(folder)
             parent = Entry(self.record.parents.get(id, self.record.commit[id]))
             entries = (drop_lost_rows(entry, files) for entry in (self.record.entries[id], parent))
-            chosen[id] = next((entry for entry in entries if entry != NOTHING), Entry(ids[-1]))
+            chosen[id] = next((entry for entry in entries if entry != NO_ENTRY), Entry(ids[-1]))
         return chosen
 
 
@@ -323,7 +323,7 @@ def lock_group(file: GroupFile) -> FileLock:
     """Lock the group that `file` describes. Raises StoreError if another process has locked the group."""
     assert file.path is not None
     try:
-        return FileLock(lock_path(file.path), f"the group of {file.folder.path.name!r}")
+        return FileLock(make_lock_path(file.path), f"the group of {file.folder.path.name!r}")
     except InUseError as error:
         names = ", ".join(sorted(repr(location.name) for location in file.record.locations.values()))
         raise StoreError(
@@ -333,7 +333,7 @@ def lock_group(file: GroupFile) -> FileLock:
         ) from None
 
 
-def lock_path(path: Path) -> Path:
+def make_lock_path(path: Path) -> Path:
     """Returns a record file's lock file. Lock this file before writing the record or any member's rows."""
     return path.with_name(f"{path.name}.LOCK")
 
@@ -350,11 +350,11 @@ def remove_record(path: Path) -> None:
     """Remove a record file that no store's MARK names any more, and its lock file. Errors are ignored."""
     with suppress(OSError):
         path.unlink()
-        lock_path(path).unlink()
+        make_lock_path(path).unlink()
 
 
 def _describe_rows(folder: FolderState) -> str:
-    snapshots, marker = list_snapshots(folder.snapshots).snapshots, folder.clean_marker
+    snapshots, marker = list_snapshots(folder.snapshots_path).snapshots, folder.clean_marker
     if marker is not None:
         return f"{folder.path.name!r} has live rows at step {marker['step']}"
     if snapshots:
@@ -366,6 +366,6 @@ def _describe_rows(folder: FolderState) -> str:
 def _check_damage(folders: Iterable[FolderState]) -> None:
     """Raises SnapshotError if a snapshot cannot be read, because recovery may need that snapshot."""
     for folder in folders:
-        for name, error in list_snapshots(folder.snapshots).damaged.items():
+        for name, error in list_snapshots(folder.snapshots_path).damaged.items():
             if os.path.lexists(folder.path / SNAPSHOTS / name / MANIFEST):
                 raise SnapshotError(f"recovery cannot tell which step is the latest: {error}") from error

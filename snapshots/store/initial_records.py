@@ -12,7 +12,7 @@ from ..files.format import OLD_CANDIDATES, OLD_GROUP, read_snapshot_id
 from ..files.reader import list_snapshots
 from .folder_state import FolderState
 from .mark import Mark
-from .recovery_rule import EMPTY, Entry, Location, Record, StoreFiles, make_snapshot_version
+from .recovery_rule import EMPTY_ID, Entry, Location, Record, StoreFiles, make_snapshot_version
 
 GROUP_FILE_PREFIX = "GROUP-"
 MISSING_SNAPSHOT_ID = "unknown"  # the id of a snapshot that no folder has
@@ -42,7 +42,7 @@ def _yield_candidates(recovery_folder: FolderState) -> Iterator[tuple[str, bool]
     for candidate in candidates if isinstance(candidates, list) else ():
         match [candidate, None] if isinstance(candidate, str) else candidate:
             case [str(name), *ids]:
-                folder = recovery_folder.snapshots / name
+                folder = recovery_folder.snapshots_path / name
                 if not name or (folder.is_dir() and read_snapshot_id(folder) not in ids):
                     yield name, bool(ids)
 
@@ -50,9 +50,9 @@ def _yield_candidates(recovery_folder: FolderState) -> Iterator[tuple[str, bool]
 def make_store_record(id: str, folder: FolderState, version: str | None, shards: Mapping[int, str | None]) -> Record:
     """Returns the record of a store that is new or trained alone. The rows have `version`, or versions by rank."""
     shard_layout = folder.recovery_folder.mark.shard_layout
-    ids = {"": EMPTY} | {snapshot.name: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
+    ids = {"": EMPTY_ID} | {each.name: each.manifest.id for each in list_snapshots(folder.snapshots_path).snapshots}
     candidates = [*_yield_candidates(folder.recovery_folder)]
-    commit = ids.get(candidates[0][0] if candidates else next(reversed(ids)), EMPTY)
+    commit = ids.get(candidates[0][0] if candidates else next(reversed(ids)), EMPTY_ID)
     parent = next((name for name, is_of_user in candidates if is_of_user), "")
     if len(shards) < folder.num_ranks and None not in shards.values() and len({*shards.values()}) < 2:
         version = next(iter(shards.values()), MISSING_SNAPSHOT_ID)  # the missing shards may be on other hosts
@@ -60,7 +60,7 @@ def make_store_record(id: str, folder: FolderState, version: str | None, shards:
     is_commit |= version == make_snapshot_version(commit)  # killed in the first close, before the record was written
     is_commit |= version is None and not folder.had_live_rows
     commits, changed_stores = {id: commit}, frozenset({id} if version is None and folder.had_live_rows else ())
-    entries, parents = {id: Entry(commit if is_commit else None, version)}, {id: ids.get(parent, EMPTY)}
+    entries, parents = {id: Entry(commit if is_commit else None, version)}, {id: ids.get(parent, EMPTY_ID)}
     return Record(entries, commits, commits, changed_stores=changed_stores, parents=parents if parent else {})
 
 
@@ -95,7 +95,7 @@ def make_group_record(
     locations |= {id: Location.make(f.path, f.snapshot_store.path, model_folder) for id, f in folders.items()}
     live_versions = {id: read_files(folder).common_version for id, folder in folders.items()}
     saved_ids = {  # snapshot ids by store and moment
-        id: {snapshot.manifest.moment: snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots).snapshots}
+        id: {each.manifest.moment: each.manifest.id for each in list_snapshots(folder.snapshots_path).snapshots}
         for id, folder in folders.items()
     }
     common_moments = set.intersection(*({*moments} - {None} for moments in saved_ids.values()))

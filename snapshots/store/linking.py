@@ -48,7 +48,7 @@ def link_temporarily(original: Path, store: FolderState) -> Iterator[Snapshot]:
 
     If the `with` block raises, removes the snapshot that was linked, unless recovery already needs it.
     """
-    snapshot, folder = Snapshot.open(original), store.snapshots / original.name
+    snapshot, folder = Snapshot.open(original), store.snapshots_path / original.name
     is_new = not os.path.lexists(folder)
     if is_new:
         link_snapshot(snapshot, folder)

@@ -24,24 +24,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-EMPTY, FOREVER = "EMPTY", sys.maxsize
+EMPTY_ID, FOREVER = "EMPTY", sys.maxsize
 _STORED_NAMES = {"entries": "now", "previous_commit": "before", "changed_stores": "trained"}  # names on disk
 _STORED_NAMES |= {"skipped_sequences": "undone", "is_joining": "joining", "locations": "places"}
-SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY for no rows
+SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY_ID for no rows
 
 
 class Entry(NamedTuple):
-    """Names the durable rows that equal a store's current rows: a snapshot (or EMPTY), the live rows, both, or none."""
+    """Names the durable rows equal to a store's current rows: a snapshot (or EMPTY_ID), live rows, both, or none."""
 
-    snapshot: str | None = None  # a snapshot's id, or EMPTY
+    snapshot: str | None = None  # a snapshot's id, or EMPTY_ID
     live_version: str | None = None  # the version in the live rows' clean marker, the same for all shards
 
 
-NOTHING = Entry()
+NO_ENTRY = Entry()
 
 
 def make_snapshot_version(id: str | None) -> str:
-    """Returns the version of live rows that equal the snapshot `id`. The id EMPTY stands for no rows."""
+    """Returns the version of live rows that equal the snapshot `id`. The id EMPTY_ID stands for no rows."""
     return f"{id}:0"
 
 
@@ -81,8 +81,8 @@ class Record:
 
     @property
     def unchanged_entries(self) -> dict[str, Entry]:
-        """The snapshots that the entries name. Stores in `changed_stores` get NOTHING: their rows may have changed."""
-        return {x: NOTHING if x in self.changed_stores else Entry(e.snapshot) for x, e in self.entries.items()}
+        """The snapshots that the entries name. Stores in `changed_stores` get NO_ENTRY: their rows may have changed."""
+        return {x: NO_ENTRY if x in self.changed_stores else Entry(e.snapshot) for x, e in self.entries.items()}
 
     def to_plain(self) -> dict[str, Any]:
         return {_STORED_NAMES.get(x, x): y for x, y in vars(self).items()} | {"trained": sorted(self.changed_stores)}
@@ -106,14 +106,14 @@ class Record:
         return record
 
 
-NO_RECORD = Record({}, {}, {})  # for a process that writes no record
+EMPTY_RECORD = Record({}, {}, {})  # for a process that writes no record
 
 
 class StoreFiles(NamedTuple):
     """What recovery needs to know about a store's files."""
 
     live_versions: Sequence[str | None]  # the version in each shard's clean marker
-    snapshots: Collection[str]  # the ids of the store's snapshots
+    snapshot_ids: Collection[str]
 
     @property
     def common_version(self) -> str | None:
@@ -136,7 +136,7 @@ class Interval:
 
 def drop_lost_rows(entry: Entry, files: StoreFiles) -> Entry:
     """Returns the entry without unusable rows, that is, a missing snapshot, or live rows that some shard lacks."""
-    has_snapshot = entry.snapshot == EMPTY or entry.snapshot in files.snapshots
+    has_snapshot = entry.snapshot == EMPTY_ID or entry.snapshot in files.snapshot_ids
     has_live = entry.live_version is not None and all(version == entry.live_version for version in files.live_versions)
     return Entry(entry.snapshot if has_snapshot else None, entry.live_version if has_live else None)
 
@@ -146,7 +146,7 @@ def choose_entries(record: Record, files: Mapping[str, StoreFiles]) -> dict[str,
     commits = record.commit, record.previous_commit
     for entries in (record.entries, *({x: Entry(ids[x]) for x in files} for ids in commits)):
         chosen = {x: drop_lost_rows(entries[x], store_files) for x, store_files in files.items()}
-        if NOTHING not in chosen.values():
+        if NO_ENTRY not in chosen.values():
             return chosen
     return None
 
@@ -183,5 +183,5 @@ def make_next_record(record: Record, entries: Mapping[str, Entry], snapshots: Sn
 
 def find_needed_ids(record: Record, store_id: str) -> set[str]:
     """Returns the ids of a store's snapshots that must not be removed. Those in `previous_commit` need not be kept."""
-    ids = {record.entries.get(store_id, NOTHING).snapshot, record.commit.get(store_id), record.parents.get(store_id)}
-    return {id for id in ids if id not in (None, EMPTY)}
+    ids = {record.entries.get(store_id, NO_ENTRY).snapshot, record.commit.get(store_id), record.parents.get(store_id)}
+    return {id for id in ids if id not in (None, EMPTY_ID)}

@@ -69,7 +69,7 @@ def plan_prune(
 
 def plan_store_prune(store: FolderState, keep_last: int, keep_every: int | None = None) -> PrunePlan:
     """Returns the plan of a `prune` with these arguments. Raises the same errors as `prune`."""
-    snapshots, damaged = list_snapshots(store.snapshots)
+    snapshots, damaged = list_snapshots(store.snapshots_path)
     for error in damaged.values():
         raise SnapshotError(f"nothing is pruned while a snapshot cannot be read: {error}") from error
     state_snapshots = [snapshot.name for snapshot in snapshots if is_state_snapshot(snapshot)]
@@ -79,8 +79,8 @@ def plan_store_prune(store: FolderState, keep_last: int, keep_every: int | None 
 def list_needed_names(store: FolderState) -> set[str]:
     """Returns names of snapshots that this store or a sharing store needs. Raises SnapshotError, StoreError."""
     ids = {id for f in map(find_group_file, store.sharing_stores) for id in find_needed_ids(f.record, f.store_id)}
-    snapshots = list_snapshots(store.snapshots).snapshots
-    return {find_snapshot(store.snapshots, id).name for id in ids & {snapshot.manifest.id for snapshot in snapshots}}
+    snapshots = list_snapshots(store.snapshots_path).snapshots
+    return {find_snapshot(store.snapshots_path, id).name for id in ids & {each.manifest.id for each in snapshots}}
 
 
 def find_reusable_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
@@ -99,8 +99,8 @@ def link_state_snapshot(store: StoreFolder, id: str | None, keep: int | None) ->
 
     First removes links that earlier calls of `state_dict()` made, except the latest `keep` links.
     """
-    snapshot = None if id is None else find_snapshot(store.snapshots, id)
-    link = None if snapshot is None else store.snapshots / (STATE_PREFIX + snapshot.manifest.id)
+    snapshot = None if id is None else find_snapshot(store.snapshots_path, id)
+    link = None if snapshot is None else store.snapshots_path / (STATE_PREFIX + snapshot.manifest.id)
     if keep is not None and (link is None or not link.is_dir()):
         _prune_states(store, keep)
     if snapshot is not None and link is not None and not link.is_dir():
@@ -115,7 +115,7 @@ def is_state_snapshot(snapshot: Snapshot) -> bool:
 
 def _prune_states(store: StoreFolder, keep: int) -> None:
     """Remove the snapshots made by `state_dict()`, except the latest `keep` and any that recovery or a child needs."""
-    snapshots = [snapshot for snapshot in list_snapshots(store.snapshots).snapshots if is_state_snapshot(snapshot)]
+    snapshots = [snapshot for snapshot in list_snapshots(store.snapshots_path).snapshots if is_state_snapshot(snapshot)]
     snapshots.sort(key=lambda snapshot: snapshot.folder.stat().st_mtime_ns)  # the time of the link, not of the save
     removable = snapshots[:-keep]
     needed = list_needed_names(store) if removable else set()
@@ -142,9 +142,9 @@ def link_backup(folder: Path) -> None:
 def remove_backups(store: StoreFolder) -> None:
     """Remove links that `link_backup` made, except links that recovery or a child needs. Raises SnapshotError."""
     try:
-        backups = [folder for folder in store.snapshots.glob(f"{BACKUP_PREFIX}*/") if is_backup(folder)]
+        backups = [folder for folder in store.snapshots_path.glob(f"{BACKUP_PREFIX}*/") if is_backup(folder)]
     except OSError as error:
-        raise SnapshotError(f"the snapshots in {str(store.snapshots)!r} cannot be listed: {error}") from error
+        raise SnapshotError(f"the snapshots in {str(store.snapshots_path)!r} cannot be listed: {error}") from error
     if backups:
         needed = list_needed_names(store)
         for folder in backups:
@@ -172,6 +172,6 @@ def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
     """Remove `saved` unless recovery or a child needs it. Keeps a newer snapshot of this name. Raises SnapshotError."""
-    name, id, folder = saved.name, saved.manifest.id, store.snapshots / saved.name
+    name, id, folder = saved.name, saved.manifest.id, store.snapshots_path / saved.name
     if read_snapshot_id(folder) == id and name not in list_needed_names(store) and not find_children(folder):
         remove_snapshot(folder)

@@ -28,7 +28,7 @@ from ..files.writer import (
 )
 from .folder import StoreFolder
 from .linking import remove_snapshot
-from .recovery_rule import EMPTY, Record, find_needed_ids
+from .recovery_rule import EMPTY_ID, Record, find_needed_ids
 from .retention import find_reusable_names, is_state_snapshot, link_backup, remove_backups
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class SaveInputs(NamedTuple):
     """The rows to save, how to read them, and the group's record."""
 
     description: dict[str, Any]
-    rows: int
+    num_rows: int
     scan: Callable[[], Chunks]  # yields all rows
     record: Record  # the record of the store's group
     store_id: str
@@ -51,16 +51,16 @@ class SaveInputs(NamedTuple):
 
     @property
     def parent(self) -> str:
-        """The id of the snapshot that an incremental save continues, or EMPTY if there is none."""
-        return self.record.parents.get(self.store_id, EMPTY)
+        """The id of the snapshot that an incremental save continues, or EMPTY_ID if there is none."""
+        return self.record.parents.get(self.store_id, EMPTY_ID)
 
 
 def check_save(store: StoreFolder, name: str, kind: str, inputs: SaveInputs, overwrite: bool) -> None:
     """Raises OptionError or SnapshotError if rows cannot be saved as snapshot `name`. Writes nothing."""
     check_kind(kind)
     remove_backups(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
-    folder = store.snapshots / name
-    reusable = find_reusable_names(store.snapshots, inputs.record, inputs.store_id)
+    folder = store.snapshots_path / name
+    reusable = find_reusable_names(store.snapshots_path, inputs.record, inputs.store_id)
     if name not in reusable or not reusable.issuperset(find_children(folder)):
         check_name_free(folder, overwrite or name in reusable)
     if kind == "checkpoint" and inputs.rocksdb is None:
@@ -74,13 +74,13 @@ def begin_save(
 
     Returns (final folder, parent). The save creates the folder at its end. Only incremental snapshots have a parent.
     """
-    folder = store.snapshots / name
+    folder = store.snapshots_path / name
     parent = find_parent(store, name, inputs) if kind == "incremental" else None
     if parent is not None:
         check_parent(folder, parent, inputs.description)
     store.clear_snapshots()
-    if name in find_reusable_names(store.snapshots, inputs.record, inputs.store_id):
-        for other in reversed(list_snapshots(store.snapshots).snapshots):
+    if name in find_reusable_names(store.snapshots_path, inputs.record, inputs.store_id):
+        for other in reversed(list_snapshots(store.snapshots_path).snapshots):
             if any(ancestor.name == name for ancestor in other.chain[:-1]):
                 remove_snapshot(other.folder)  # recovery skipped this snapshot too, because it skipped the ancestor
     if os.path.lexists(folder) and read_snapshot_id(folder) in find_needed_ids(inputs.record, inputs.store_id):
@@ -90,9 +90,9 @@ def begin_save(
 
 
 class WrittenFiles(NamedTuple):
-    """The files that one rank or process wrote. rows: the number of rows in the table, or in the writer's shard."""
+    """The files that one rank or process wrote. num_rows: the number of rows in the table, or in the writer's shard."""
 
-    rows: int
+    num_rows: int
     files: RowFiles
     rocksdb: RocksDBFiles | None = None
 
@@ -117,20 +117,20 @@ def write_files(
             from ..files.rocksdb_files import write_rocksdb  # needs RocksDB
 
             assert inputs.rocksdb is not None
-            rocksdb = write_rocksdb(temporary, folder.name, inputs.rows, inputs.rocksdb, progress)
-            return WrittenFiles(inputs.rows, {}, rocksdb)
+            rocksdb = write_rocksdb(temporary, folder.name, inputs.num_rows, inputs.rocksdb, progress)
+            return WrittenFiles(inputs.num_rows, {}, rocksdb)
         if parent is not None:
             changes = inputs.changes(parent.manifest.id)
             if changes is None:
                 changes = find_changes(parent.chunks(), inputs.scan())
-            rows, files = inputs.rows, write_changes(temporary, inputs.description, changes, progress, shard)
+            num_rows, files = inputs.num_rows, write_changes(temporary, inputs.description, changes, progress, shard)
         else:
             chunks = inputs.scan() if chunks is None else chunks
             files = write_rows(temporary, inputs.description, chunks, progress, shard)
-            rows = sum(file.rows for file in files.values())
+            num_rows = sum(file.rows for file in files.values())
         if shard is not None:  # another process, perhaps on another host, renames the folder
             fsync_dir(temporary)
-        return WrittenFiles(rows, files)
+        return WrittenFiles(num_rows, files)
 
 
 def check_kind(kind: str) -> None:
@@ -142,12 +142,12 @@ def find_parent(store: StoreFolder, name: str, inputs: SaveInputs) -> Snapshot |
 
     Returns None, and logs a warning, if the chain would be too long or if `state_dict()` made the parent.
     """
-    if inputs.parent == EMPTY:
+    if inputs.parent == EMPTY_ID:
         raise SnapshotError(
             f"kind='incremental' needs a parent, and the rows in {str(store.path)!r} have no snapshot: save a snapshot "
             "with kind='full' first"
         )
-    parent = find_snapshot(store.snapshots, inputs.parent)
+    parent = find_snapshot(store.snapshots_path, inputs.parent)
     if is_state_snapshot(parent):
         reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:

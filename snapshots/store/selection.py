@@ -46,17 +46,17 @@ def convert_rows(rows: RowArray, old: RowFormat, new: RowFormat, signed: bool) -
     out = np.zeros(len(rows), new.dtype)
     for name in ("table", "key", "updates", "step"):
         out[name] = rows[name]
-    for number in new.fields:
-        values = old.values(rows, number.name)
-        flags = find_overflows(values, number.type)
+    for row_field in new.fields:
+        values = old.values(rows, row_field.name)
+        flags = find_overflows(values, row_field.type)
         if flags.any():
-            row, column = np.argwhere(flags)[0].tolist()
-            key = rows["key"].astype(np.int64)[row] if signed else rows["key"][row]
+            i, j = np.argwhere(flags)[0].tolist()
+            key = rows["key"].astype(np.int64)[i] if signed else rows["key"][i]
             raise InputError(
-                f"convert=True: {number.name} of key {key} in table {rows['table'][row]} holds "
-                f"{values[row, column]!s}, which overflows {number.type}; load the snapshot into rows of torch.float32"
+                f"convert=True: {row_field.name} of key {key} in table {rows['table'][i]} holds "
+                f"{values[i, j]!s}, which overflows {row_field.type}; load the snapshot into rows of torch.float32"
             )
-        new.set_values(out, number.name, values)
+        new.set_values(out, row_field.name, values)
     return out
 
 
@@ -75,31 +75,31 @@ class Selection:
 
     tables: Collection[int | str] | None = None  # table indexes, or names until `fit_selection` resolves them
     where: Where | None = None  # called with (tables [n], keys [n]); returns bool [n], True for rows to load
-    state: bool = True  # True to load optimizer state too
-    padding: int | None = None  # padding_idx as 64 bits; a row with this key is skipped
-    convert: bool = False  # True to convert numbers to `types` if their dtype differs
-    types: Types | None = None  # the dtypes to convert to, set by `fit_selection`
+    includes_state: bool = True  # True to load optimizer state too
+    padding_key: int | None = None  # padding_idx as 64 bits; a row with this key is skipped
+    converts: bool = False  # True to convert numbers to `target_dtypes` if their dtype differs
+    target_dtypes: Types | None = None  # the dtypes to convert to, set by `fit_selection`
 
     @property
     def is_whole(self) -> bool:
         """True if the whole snapshot is loaded, bit for bit."""
-        return self.has_every_row and self.state and self.types is None
+        return self.has_every_row and self.includes_state and self.target_dtypes is None
 
     @property
     def can_recover(self) -> bool:
         """True if the loaded rows equal the snapshot's rows bit for bit. Recovery may then load the snapshot."""
-        return self.is_whole and not self.convert
+        return self.is_whole and not self.converts
 
     @property
     def has_every_row(self) -> bool:
         """True if no row is skipped."""
-        return self.tables is None and self.where is None and self.padding is None
+        return self.tables is None and self.where is None and self.padding_key is None
 
     def describe(self, description: dict[str, Any]) -> dict[str, Any]:
-        """Returns the selected rows' description. Without `state`, the table counts as never trained."""
-        if self.types is not None:
-            description = convert_description(description, self.types)
-        if self.state:
+        """Returns the selected rows' description. Without `includes_state`, the table counts as never trained."""
+        if self.target_dtypes is not None:
+            description = convert_description(description, self.target_dtypes)
+        if self.includes_state:
             return description
         result = {name: value for name, value in description.items() if name != STATE_DTYPES}
         result |= {"optimizer": None, "step": 0, "states": [], "state_widths": [], "initial": [], "hyper": []}
@@ -108,15 +108,15 @@ class Selection:
         return {**result, "width": RowFormat(sum(result["columns"]), result["dtype"]).width}
 
     def read_rows(self, snapshot: Snapshot, report: LoadReport, progress: ProgressCallback | None = None) -> Chunks:
-        """Yields and counts a snapshot's selected rows. If `state` is False, yields values as lookups return them."""
+        """Yields and counts a snapshot's selected rows. Without optimizer state: values as lookups return them."""
         chunks = snapshot.chunks()
-        if not self.state:
+        if not self.includes_state:
             from ...engine.table.row_scan import catch_up_rows  # loads torch
 
             chunks = catch_up_rows(snapshot.description, chunks)
-        return self.chunks(report_progress(chunks, progress), snapshot.description, report)
+        return self.select_chunks(report_progress(chunks, progress), snapshot.description, report)
 
-    def chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
+    def select_chunks(self, chunks: Chunks, description: dict[str, Any], report: LoadReport) -> Chunks:
         """Yields the selected rows among `chunks`, and counts them in `report`."""
         signed = description["key_type"] != "uint64"
         stored, loaded = (RowFormat.from_description(table) for table in (description, self.describe(description)))
@@ -124,9 +124,9 @@ class Selection:
             selected = self._select(rows, signed)
             report.left_out += len(rows) - len(selected)
             report.rows += len(selected)
-            if not self.state or loaded.dtype != stored.dtype:
+            if not self.includes_state or loaded.dtype != stored.dtype:
                 selected = convert_rows(selected, stored, loaded, signed)
-            if not self.state:
+            if not self.includes_state:
                 selected["step"] = 0
             if len(selected):
                 yield bucket, selected
@@ -134,8 +134,8 @@ class Selection:
     def _select(self, rows: NDArray[np.void], signed: bool) -> NDArray[np.void]:
         if self.tables is not None:
             rows = rows[np.isin(rows["table"], list(self.tables))]
-        if self.padding is not None:
-            rows = rows[rows["key"] != np.uint64(self.padding)]
+        if self.padding_key is not None:
+            rows = rows[rows["key"] != np.uint64(self.padding_key)]
         if self.where is not None:
             keys = rows["key"].copy()
             is_selected = np.asarray(self.where(rows["table"].copy(), keys.view(np.int64) if signed else keys))

@@ -17,7 +17,7 @@ from .closed_store import merge_clean_markers
 from .folder_state import RANKS, SNAPSHOTS, FolderState, find_holder, read_clean_markers, read_last_step
 from .group_file import GroupFile
 from .mark import read_live_version
-from .recovery_rule import EMPTY
+from .recovery_rule import EMPTY_ID
 
 CHECKPOINT = "graph.msgpack"  # every checkpoint contains this file, but no store folder does
 
@@ -133,11 +133,11 @@ def _read_group(file: GroupFile) -> tuple[MemberStatus, ...]:
 
 
 def _find_snapshot(folder: FolderState, id: str | None) -> tuple[str | None, int | None]:
-    """Returns the name and step of a snapshot in a record. The step is 0 for EMPTY, None for a missing snapshot."""
-    if id is None or id == EMPTY:
+    """Returns the name and step of a snapshot in a record. The step is 0 for EMPTY_ID, None for a missing snapshot."""
+    if id is None or id == EMPTY_ID:
         return None, None if id is None else 0
     try:
-        snapshot = find_snapshot(folder.snapshots, id)
+        snapshot = find_snapshot(folder.snapshots_path, id)
     except SnapshotError:
         return f"{id} (missing)", None
     return snapshot.name, int(snapshot.description["step"])
@@ -148,9 +148,9 @@ def _choose_restart(file: GroupFile, marker: dict[str, Any] | None, recorded_ste
     entry = (file.choose_after_kill() if is_open else file.choose_entries())[file.store_id]
     if entry.live_version is not None and marker is not None:
         return Restart("live", marker["step"])
-    if entry.snapshot == EMPTY:
+    if entry.snapshot == EMPTY_ID:
         return Restart("empty", lost_steps=recorded_step)
-    snapshot = find_snapshot(file.folder.snapshots, str(entry.snapshot))
+    snapshot = find_snapshot(file.folder.snapshots_path, str(entry.snapshot))
     step = int(snapshot.description["step"])
     reached = marker["step"] if marker is not None else recorded_step
     return Restart("snapshot", step, snapshot.name, None if reached is None else max(0, reached - step))

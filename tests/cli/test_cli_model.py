@@ -184,7 +184,7 @@ def two_models(path: Path) -> None:
             for member in members:
                 step(member)
             if number < saves:
-                save_together(World.single(), [member.table_handle().snapshots for member in members], f"s{number}")
+                save_together(World.single(), [m.table_handle().snapshot_manager for m in members], f"s{number}")
         for member in members:
             member.close()
 

@@ -282,7 +282,7 @@ def test_a_trainer_that_does_not_answer_in_time_is_named(cli: Cli, tmp_path: Pat
         embedding.pin([Lookup(ids, torch.zeros_like(ids))])
         said = cli.fails("store get", "1", "--timeout", "0.2")
         assert "was asked to read a row, but did not answer for 0.2 seconds" in said
-        embedding.table_handle().release()
+        embedding.table_handle().unpin_rows()
         with embedding.table_handle().open_table.lock:
             said = cli.fails("prune", "--keep-last", "1", "--timeout", "0.5")
         assert "did not answer for 0.5 seconds" in said

@@ -15,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Collection
 
-from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, Record, SnapshotIds
+from tierbed.snapshots.store.recovery_rule import EMPTY_ID, FOREVER, Record, SnapshotIds
 
 from .record_processes import Disk, Forward, Kill, Refused, Rows, Shards, Trainer
 
@@ -35,7 +35,7 @@ class Checker:
         self.current: dict[str, Rows] = dict.fromkeys(stores, ())  # of closed stores, what an open finds
         self.moments: list[dict[str, Rows] | None] = [dict(self.current)]
         self.counted = {0}  # the moments that the trainer counts
-        self.saved: dict[str, dict[str, int]] = {x: {EMPTY: 0} for x in stores}  # id: the first moment that it covers
+        self.saved: dict[str, dict[str, int]] = {x: {EMPTY_ID: 0} for x in stores}  # id: the first moment it covers
         self.pending = dict[str, int]()  # the same of saves in the background
         self.changed = dict.fromkeys(stores, 0)  # the moment of the last change
         self.promised: dict[frozenset[str], int] = {}  # by group the newest moment that returned saves cover
@@ -285,7 +285,7 @@ class History:
         elif operation in ("load", "fail_load") and trainer.rows:
             for x in sorted(trainer.background):
                 checker.do("finish", x)
-            choice = {x: [EMPTY, *checker.disk.snapshots(x), *checker.disk.snapshots(x)] for x in trainer.rows}
+            choice = {x: [EMPTY_ID, *checker.disk.snapshots(x), *checker.disk.snapshots(x)] for x in trainer.rows}
             snapshots = {x: draw.choice(choice[x]) for x in self.some(trainer.rows)}
             checker.do("load", snapshots, draw.choice(sorted(snapshots)) if operation == "fail_load" else "")
         elif operation in ("prune", "close") and trainer.rows:

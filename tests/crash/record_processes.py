@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from tierbed.snapshots.store.recovery_rule import (
-    EMPTY,
+    EMPTY_ID,
     FOREVER,
-    NOTHING,
+    NO_ENTRY,
     Entry,
     Interval,
     Record,
@@ -52,9 +52,9 @@ class Disk:
 
     def __init__(self, stores: str, ranks: int) -> None:
         self.names: dict[str, dict[str, str]] = {x: {} for x in stores}  # by store the ids of snapshots by folder name
-        self.contents: dict[str, Rows] = {EMPTY: ()}  # by id
+        self.contents: dict[str, Rows] = {EMPTY_ID: ()}  # by id
         self.live: dict[str, Shards] = {x: [(None, ())] * ranks for x in stores}
-        start = {x: Record({x: Entry(EMPTY)}, {x: EMPTY}, {x: EMPTY}) for x in stores}
+        start = {x: Record({x: Entry(EMPTY_ID)}, {x: EMPTY_ID}, {x: EMPTY_ID}) for x in stores}
         self.files: dict[str, Record | Forward] = dict(start)  # by store its MARK, and the GROUP files
         self.writes, self.budget = 0, FOREVER
 
@@ -137,7 +137,7 @@ class Trainer:
         if key != self.group:
             return self.disk.target(key)[store]
         entry, commit = drop_lost_rows(self.at[store], self.disk.folder(store)), self.disk.record(key).commit
-        if entry != NOTHING:
+        if entry != NO_ENTRY:
             return entry
         if all(self.at[x].snapshot == snapshot for x, snapshot in commit.items() if x != store):
             return Entry(commit[store])
@@ -201,7 +201,7 @@ class Trainer:
             self.spans[x] = [span for span in spans if self.exists(x, span.snapshot)]
 
     def exists(self, store: str, snapshot: str) -> bool:
-        return snapshot == EMPTY or snapshot in self.disk.names[store].values()
+        return snapshot == EMPTY_ID or snapshot in self.disk.names[store].values()
 
     def clear_before_write(self, store: str) -> None:
         """Describe the moment before a write, without the live part that the write will change."""
@@ -219,7 +219,7 @@ class Trainer:
         if store not in self.noted:
             self.lock()
             self.clear_before_write(store)
-            self.at[store] = NOTHING
+            self.at[store] = NO_ENTRY
             self.noted.add(store)
         self.overwrite(store)
 
@@ -309,7 +309,7 @@ class Trainer:
                 self.broken.update(snapshots if done else {x})
                 for y in self.broken.intersection(snapshots):
                     self.end_spans(y)
-                self.take_back({y: NOTHING if y in self.broken else entry for y, entry in previous.items()})
+                self.take_back({y: NO_ENTRY if y in self.broken else entry for y, entry in previous.items()})
                 return
             self.rows[x] = self.disk.contents[snapshot]
             self.spans[x].append(Interval(snapshot, self.since[x]))

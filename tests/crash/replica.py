@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 
-from tierbed.snapshots.store.recovery_rule import EMPTY, NOTHING, Entry, Interval, drop_lost_rows, find_needed_ids
+from tierbed.snapshots.store.recovery_rule import EMPTY_ID, NO_ENTRY, Entry, Interval, drop_lost_rows, find_needed_ids
 
 from .record_processes import Disk, Kill, Refused, Rows, Trainer
 
@@ -38,8 +38,8 @@ class Folders(Disk):
 
     def target(self, key: str) -> dict[str, Entry]:
         chosen, record = super().target(key), self.record(key)
-        was_saved = any(record.parents.get(x, EMPTY) != EMPTY for x in chosen)
-        if was_saved and {*chosen.values()} == {Entry(EMPTY)} and chosen != {x: record.entries[x] for x in chosen}:
+        was_saved = any(record.parents.get(x, EMPTY_ID) != EMPTY_ID for x in chosen)
+        if was_saved and {*chosen.values()} == {Entry(EMPTY_ID)} and chosen != {x: record.entries[x] for x in chosen}:
             raise Refused("no moment has rows")
         return chosen
 
@@ -48,9 +48,9 @@ class Folders(Disk):
         record, chosen, ids = self.record(key), dict[str, Entry](), list(self.contents)
         for x in self.members(key):
             own = (record.entries[x], Entry(record.parents.get(x, record.commit[x])))
-            found = [entry for entry in (drop_lost_rows(one, self.folder(x)) for one in own) if entry != NOTHING]
+            found = [entry for entry in (drop_lost_rows(one, self.folder(x)) for one in own) if entry != NO_ENTRY]
             latest = sorted(self.names[x].values(), key=ids.index)
-            chosen[x] = found[0] if found else Entry(latest[-1] if latest else EMPTY)
+            chosen[x] = found[0] if found else Entry(latest[-1] if latest else EMPTY_ID)
         return chosen
 
 
@@ -74,7 +74,7 @@ class Process(Trainer):
         """A snapshot that no user saved, or a second name of one that has the rows."""
         snapshot = self.entry_now(store).snapshot
         if snapshot is not None:
-            if snapshot != EMPTY:
+            if snapshot != EMPTY_ID:
                 self.link(store, f"state_dict-{snapshot}", snapshot)
             return
         self.lock()

@@ -24,8 +24,8 @@ BROKEN = {
     "stat.S_ISDIR(os.fstat(file).st_mode) and s(file)",
     "the clean marker stays": "from tierbed.snapshots.store.folder import StoreFolder as F; "
     "F.clear_clean_marker = lambda folder, *more: None",
-    "the record is not written": "from tierbed.snapshots.store.group import Group; "
-    "Group.write = lambda group, **more: None",
+    "the record is not written": "from tierbed.snapshots.store.group import StoreGroup; "
+    "StoreGroup.write = lambda group, **more: None",
 }
 BROKEN_FOR_MODELS = {
     "moments are of each store alone": "import tierbed.snapshots.store.group as g; "

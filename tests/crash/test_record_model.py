@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tierbed.snapshots.store import recovery_rule as rule
-from tierbed.snapshots.store.recovery_rule import EMPTY, FOREVER, NOTHING, Entry, Record, drop_lost_rows
+from tierbed.snapshots.store.recovery_rule import EMPTY_ID, FOREVER, NO_ENTRY, Entry, Record, drop_lost_rows
 
 from . import record_processes as processes
 from .record_model import Checker, History, Violation
@@ -41,13 +41,13 @@ def forget_at_close(trainer: Trainer, store: str, close: Callable[..., None] = T
 
 
 def union_without_commits(records: Any, at: Mapping[str, Entry]) -> Record:
-    empty = dict.fromkeys(at, EMPTY)
+    empty = dict.fromkeys(at, EMPTY_ID)
     return replace(rule.merge_records(records, at), commit=empty, previous_commit=empty)
 
 
 def choose_own(record: Record, folders: Mapping[str, Any]) -> dict[str, Entry]:
     chosen = {x: drop_lost_rows(record.entries[x], folder) for x, folder in folders.items()}
-    return {x: Entry(record.commit[x]) if e == NOTHING else e for x, e in chosen.items()}
+    return {x: Entry(record.commit[x]) if e == NO_ENTRY else e for x, e in chosen.items()}
 
 
 def first_shard_only(entry: Entry, folder: Any) -> Entry:

@@ -23,7 +23,7 @@ from tierbed.snapshots import Snapshot, list_snapshots
 from tierbed.snapshots.files.reader import find_snapshot_name
 from tierbed.snapshots.store.folder_state import FolderState
 from tierbed.snapshots.store.group_file import GroupFile
-from tierbed.snapshots.store.recovery_rule import EMPTY
+from tierbed.snapshots.store.recovery_rule import EMPTY_ID
 from tierbed.snapshots.store.retention import is_backup
 
 from .history import History, in_order
@@ -203,7 +203,7 @@ class Trainer(Writer):
 
     def command_save(self) -> None:
         file = GroupFile(FolderState(self.store_path))
-        parent = find_snapshot_name(file.folder.snapshots, file.record.parents.get(file.store_id, EMPTY))
+        parent = find_snapshot_name(file.folder.snapshots_path, file.record.parents.get(file.store_id, EMPTY_ID))
         kind = self.any_kind(parent)
         parent = parent if kind == "incremental" else None
         name = self.any_name(parent)

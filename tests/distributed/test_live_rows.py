@@ -41,7 +41,7 @@ from tierbed.snapshots.files.reader import Snapshot
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.folder_state import FolderState, read_clean_markers
 from tierbed.snapshots.store.group_file import GroupFile
-from tierbed.snapshots.store.recovery_rule import EMPTY, Entry
+from tierbed.snapshots.store.recovery_rule import EMPTY_ID, Entry
 
 Capture = pytest.CaptureFixture[str]
 
@@ -74,8 +74,8 @@ def test_all_ranks_go_back_where_one_did_not_close(tmp_path: Path, killed: int, 
     third = ran(2, tmp_path, 1, store)
     assert together(third.before, saved)
     (said,), of_others = third.said
-    assert f"was not closed by rank {killed} of its 2; all ranks: restored snapshot 'base', of step 2" in said
-    assert said.endswith("steps 3 to 7, is lost")
+    assert f"was not closed by rank {killed} (of 2); all ranks: restored snapshot 'base', of step 2" in said
+    assert said.endswith("are lost (steps 3 to 7)")
     assert not of_others
     assert ran(2, tmp_path, 0, store).before == third.after
     assert ran(2, tmp_path, 0, store, open="fresh").before == [b"", b""]
@@ -89,7 +89,7 @@ def test_ranks_without_a_snapshot_start_empty_after_a_kill_or_if_told(tmp_path: 
         assert "was not closed by its last run" in said
     found = ran(2, tmp_path, 1, store)
     assert found.before == [b"", b""]
-    assert "was not closed by rank 1 of its 2; all ranks: started empty: it has no snapshot" in found.said[0][0]
+    assert "was not closed by rank 1 (of 2); all ranks: started empty, because it has" in found.said[0][0]
     assert ran(2, tmp_path, 0, store, open="error").before == found.after
     found = ran(2, tmp_path, 1, store, open="fresh")
     assert found.before == [b"", b""]
@@ -104,7 +104,7 @@ def test_a_share_of_an_earlier_run_or_of_another_rank_is_not_used_with_those_of_
     ran(2, tmp_path, 1)
     for why in (
         "was closed by its ranks at different steps; all ranks: started empty",
-        "was not closed by rank 1 of its 2",  # as many writes as those of rank 0, in another run
+        "was not closed by rank 1 (of 2)",  # as many writes as those of rank 0, in another run
     ):
         shutil.rmtree(share)
         shutil.copytree(kept, share)
@@ -115,7 +115,7 @@ def test_a_share_of_an_earlier_run_or_of_another_rank_is_not_used_with_those_of_
         (shares / name).rename(shares / other)
     found = ran(2, tmp_path)
     assert found.before == [b"", b""]
-    assert "was not closed by rank 0, 1 of its 2" in found.said[0][0]
+    assert "was not closed by ranks 0, 1 (of 2)" in found.said[0][0]
 
 
 @pytest.mark.parametrize("store", [slowly("host"), "ssd"])
@@ -153,7 +153,7 @@ def test_rows_that_no_snapshot_has_are_not_lost_to_another_number_of_ranks_unles
     if before > 1:  # the rows are lost
         found = ran(now, tmp_path, 0, store)
         assert together(found.before, saved)
-        assert "was not closed by rank 0 of its 2; restored snapshot 'base', of step 2" in found.said[0][0]
+        assert "was not closed by rank 0 (of 2); restored snapshot 'base', of step 2" in found.said[0][0]
 
 
 def test_snapshots_may_be_on_another_disk_than_the_shares_which_know_where(tmp_path: Path) -> None:
@@ -337,7 +337,7 @@ def saves_and_loses_the_snapshot(world: World, folder: Path) -> None:
         embedding.save_snapshot("a")
         embedding.put([7], torch.full((1, 5), 2.0), 0)
         save_rows([embedding], [folder / "checkpoint" / "b"])
-        embedding.table_handle().snapshots.discard_rows("b")  # as where the checkpoint fails after that
+        embedding.table_handle().snapshot_manager.remove_failed_snapshot("b")  # as if the checkpoint then failed
 
 
 def test_rows_of_a_snapshot_that_was_removed_are_not_taken_for_those_before(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_ranks_go_back_to_no_snapshot_that_lacks_a_row_or_a_file(tmp_path: Path)
     aside.rename(lacking)
     again = ran(2, tmp_path, 0, "ssd")
     assert again.before == saved
-    assert again.said[0][0].endswith("steps 3 to 3, is lost")  # the live rows had not been replaced before the refusal
+    assert again.said[0][0].endswith("are lost (steps 3 to 3)")  # the live rows were not replaced before the refusal
 
 
 def test_one_process_takes_no_rows_of_ranks_whose_shares_are_elsewhere(tmp_path: Path, capsys: Capture) -> None:
@@ -455,9 +455,9 @@ def test_a_fresh_open_forgets_ranks_and_their_snapshot_at_once(tmp_path: Path, m
     with opened(None, tmp_path, open="fresh") as embedding:
         assert embedding.size() == 0
     last = Snapshot.open(tmp_path / "rows" / "snapshots" / "s1").manifest.id
-    began = seen.index(Entry(EMPTY))
+    began = seen.index(Entry(EMPTY_ID))
     assert {*seen[:began]} <= {Entry(last)}
-    assert {entry.snapshot for entry in seen[began:]} == {EMPTY}
+    assert {entry.snapshot for entry in seen[began:]} == {EMPTY_ID}
 
 
 def test_the_shell_says_which_rank_has_a_row(tmp_path: Path, capsys: Capture) -> None:

@@ -26,7 +26,7 @@ from tierbed import GroupError, World, list_snapshots
 from tierbed.engine.signals import defer_signals
 
 KILL, STOP = int(signal.SIGKILL), int(signal.SIGSTOP)
-HOW = {KILL: "its process ended", STOP: "no sign of it"}
+HOW = {KILL: "its process ended", STOP: "it was silent for 3 seconds"}
 
 
 def gather(world: World) -> None:
@@ -274,7 +274,7 @@ def test_a_rank_that_is_frozen_in_a_step() -> None:
         ]
         for lost, group in every:
             found = survivors(group, lost)
-            check_step(found, lost, "no sign of it")
+            check_step(found, lost, "it was silent for 3 seconds")
             assert all(one.seconds < timeout + 5 + timeout for one in found.values())
 
 
@@ -292,7 +292,7 @@ def test_the_ranks_behind_a_link_that_is_cut_are_named(end: int) -> None:
     found = run_on_hosts(train_on_hosts, 4, end, 2)
     for rank, one in enumerate(found):
         assert one.ranks == ((2, 3) if rank < 2 else (0, 1))
-        assert f"ranks {one.ranks[0]}, {one.ranks[1]} did not answer (no sign of it)" in one.said
+        assert f"ranks {one.ranks[0]}, {one.ranks[1]} did not answer (it was silent for 3 seconds)" in one.said
         assert re.search(r"step \d+", one.said)
 
 
@@ -391,5 +391,5 @@ def test_a_rank_that_is_frozen_costs_no_snapshot(
 ) -> None:
     lost = at % 2
     with started(2, lose_in, tmp_path, "host", action, lost, int(signal.SIGSTOP), at, timeout=2) as group:
-        all_name(survivors(group, lost).values(), lost, "no sign of it")
+        all_name(survivors(group, lost).values(), lost, "it was silent for 3 seconds")
     check_saved(tmp_path, "host", rows)

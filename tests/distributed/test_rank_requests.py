@@ -32,7 +32,7 @@ def serves(world: World, folder: Path, way: str = "trains") -> int:
     train(embedding, KEYS)
     train(embedding, KEYS + 7 * world.rank)
     (folder / f"ready-{world.rank}").touch()
-    requests: Any = embedding.table_handle().requests  # type: ignore[union-attr]
+    requests: Any = embedding.table_handle().request_handler  # type: ignore[union-attr]
     while way in ("trains", "reads") and not is_over(world, folder):
         embedding.get(KEYS) if way == "reads" else train(embedding, KEYS + 7 * world.rank)
     while way == "closes" and world.rank == 0 and not requests.can_serve():

@@ -200,7 +200,7 @@ def test_a_save_in_the_background_is_in_the_way_of_another(world: World, tmp_pat
         save: Any = embedding.save_snapshot("s", background=True)
         save._threads[0].wait()  # written on all ranks, which have not compared it
         with pytest.raises(StoreError, match="snapshot 's' is still being saved in the background"):
-            embedding.table_handle().snapshots.check_not_saving()
+            embedding.table_handle().snapshot_manager.check_not_saving()
         sys.setprofile(press if world.rank == 1 else None)
         with pytest.raises(KeyboardInterrupt) if world.rank == 1 else contextlib.nullcontext():
             save.wait()

@@ -229,7 +229,7 @@ def test_rows_that_ranks_loaded_keep_their_version_in_the_next_run(world: World,
             model.save_snapshot("one")
             model.steps(1)
             model.load_snapshot("one")
-        found.append([member.table_handle().snapshots.make_rows_reference().version for member in model.members])
+        found.append([member.table_handle().snapshot_manager.make_rows_reference().version for member in model.members])
         model.close()
     assert found[0] == found[1]
     assert None not in found[0]

@@ -187,7 +187,7 @@ def test_gradients_of_a_wrong_shape_change_no_row(embedding) -> None:
         pinned = embedding.pin([Lookup(torch.arange(2), ints(2))])
         with pytest.raises(InputError, match=rf"gradient of embedding 'rows'.*give torch.float32 \(2, {DIM}\)"):
             pinned.update([grads])
-        embedding.release()
+        embedding.unpin_rows()
     assert embedding.metrics()["table"]["step"] == 1
 
 

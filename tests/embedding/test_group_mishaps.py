@@ -171,7 +171,7 @@ def pruned_while_saved(world: World, path: Path) -> int:
     put: Callable[[NewSnapshots], None] = NewSnapshots.publish
 
     def prune_and_put(new: NewSnapshots) -> None:
-        member.table_handle().snapshots.prune_on_rank_0(5, None)
+        member.table_handle().snapshot_manager.prune_on_rank_0(5, None)
         put(new)
 
     NewSnapshots.publish = prune_and_put  # type: ignore[method-assign]

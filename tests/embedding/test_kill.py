@@ -60,7 +60,7 @@ def test_kills_at_random_instants_never_serve_mixed_rows(tmp_path, end, kills, t
 @every_store
 @pytest.mark.parametrize(
     ("saves", "last", "source"),
-    [([3, 6], 6, "restored snapshot 's6', of step 6"), ([], 0, "started empty: it has no snapshot")],
+    [([3, 6], 6, "restored snapshot 's6', of step 6"), ([], 0, "started empty, because it has no snapshot")],
 )
 @pytest.mark.parametrize("first", ["adagrad", None])
 @pytest.mark.rotated("first")
@@ -78,7 +78,7 @@ def test_a_killed_run_resumes_from_its_last_snapshot_and_says_which(
         holds(embedding, last)
         (said,) = remarks(caplog)
         assert re.search(rf"'rows'.*rows was not closed by its last run; {source}", said)
-        assert said.endswith(f"what was written since, steps {last + 1} to 10, is lost")
+        assert said.endswith(f"are lost (steps {last + 1} to 10)")
         steps(embedding, 3 if first else 0)
     for count in (last + 3 if first else last, last + 4 if first else last + 1):
         with embedding_at(tmp_path, store, open="error") as embedding:
@@ -137,7 +137,7 @@ def test_a_load_of_checkpoint_rows_that_fails_last_leaves_the_snapshot_to_go_bac
         obstacle = next(live for live in (store / "live", store / "live-2") if not live.exists())
         obstacle.write_text("")
         with pytest.raises(StoreError, match="cannot replace the live rows"):
-            embedding.table_handle().snapshots.load_rows(place)
+            embedding.table_handle().snapshot_manager.load_snapshot_at(place)
         assert embedding.last_snapshot == place.name
     obstacle.unlink()
     with make(options("ssd", tmp_path / "two"), "adagrad", tables=1) as embedding:

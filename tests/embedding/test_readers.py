@@ -149,7 +149,7 @@ def paused(save: Callable[[Callable[[int], None]], Any]) -> Iterator[Future[Any]
 @contextmanager
 def paused_save(*embeddings: MultiTableEmbedding) -> Iterator[None]:
     """A block while a save "kept" of these embeddings is in the middle."""
-    tables = [rows.table_handle().snapshots for rows in embeddings]
+    tables = [rows.table_handle().snapshot_manager for rows in embeddings]
     with paused(lambda progress: save_together(World.single(), tables, "kept", progress=progress)):
         yield
 
@@ -213,7 +213,7 @@ def test_a_scrape_during_a_load_has_the_numbers_before_it(tmp_path, store) -> No
     handle: Any = rows._handle
 
     def load(progress: Callable[[int], None]) -> None:
-        handle.local.load_part(handle.snapshots.open_by_name("1"), ALL, True, on_verified=lambda: progress(0))
+        handle.local.load_part(handle.snapshot_manager.open_by_name("1"), ALL, True, on_verified=lambda: progress(0))
 
     with ThreadPoolExecutor(1) as pool:
         with paused(load):
@@ -243,7 +243,7 @@ def pair(path: Path) -> list[MultiTableEmbedding]:
 @pytest.mark.parametrize("background", [False, True])
 def test_a_save_of_a_group_waits_for_the_step_of_another_thread(tmp_path, background) -> None:
     both, amid = pair(tmp_path), Event()
-    tables = [rows.table_handle().snapshots for rows in both]
+    tables = [rows.table_handle().snapshot_manager for rows in both]
 
     def save() -> None:
         amid.wait()
@@ -285,11 +285,11 @@ def test_a_save_for_another_process_waits_for_a_save_of_the_group(tmp_path, reve
                 progress=lambda _: None,
                 is_given_up=lambda: False,
             )
-            asked.append(Thread(target=handles[0].requests.save_between_steps, args=(save,), daemon=True))
+            asked.append(Thread(target=handles[0].request_handler.save_between_steps, args=(save,), daemon=True))
             asked[0].start()
             asked[0].join(FEW)
 
-    tables = [handle.snapshots for handle in handles]
+    tables = [handle.snapshot_manager for handle in handles]
     saving = Thread(target=save_together, args=(World.single(), tables, "kept"), kwargs={"progress": progress})
     saving.daemon = True  # a deadlock fails this test alone
     saving.start()

@@ -26,7 +26,7 @@ from tierbed.embedding.tables.training_group import train_together
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.snapshots import list_snapshots
 from tierbed.snapshots.control.client import request_save
-from tierbed.snapshots.store.group import Group
+from tierbed.snapshots.store.group import StoreGroup
 
 TWO = ("host", "host")
 WITH_STATES = {"state_dict_snapshots": True}
@@ -142,7 +142,7 @@ def load_killed(path: Path) -> None:
     """Killed in a load of all, once the record says it: the rows of neither are replaced."""
     model = Model(path, TWO)
     model.counts()
-    table = model.members[0].table_handle().snapshots
+    table = model.members[0].table_handle().snapshot_manager
     table.load = lambda snapshot: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assign]
     model.load_snapshot("s3")
 
@@ -271,7 +271,7 @@ def test_forwards_that_a_backward_pass_repeats_are_no_sign_of_a_failed_one(tmp_p
 def shell_amid_load(path: Path) -> str:
     model = Model(path, TWO)
     model.counts()
-    second = model.members[1].table_handle().snapshots
+    second = model.members[1].table_handle().snapshot_manager
     load = second.load  # type: ignore[attr-defined]
     said = []
 
@@ -293,15 +293,15 @@ def test_another_process_gets_no_snapshot_of_a_half_done_load(tmp_path) -> None:
 
 
 def load_unrecorded(path: Path) -> list[int]:
-    write = Group.write
+    write = StoreGroup.write
 
-    def full_once(self: Group, *_: object, **__: object) -> None:
-        Group.write = write  # type: ignore[method-assign]
+    def full_once(self: StoreGroup, *_: object, **__: object) -> None:
+        StoreGroup.write = write  # type: ignore[method-assign]
         raise StoreError("no space left")
 
     model = Model(path, TWO)
     found = model.at()
-    Group.write = full_once  # type: ignore[method-assign, assignment]
+    StoreGroup.write = full_once  # type: ignore[method-assign, assignment]
     with pytest.raises(StoreError, match="no space left"):
         model.load_snapshot("two")
     return found

@@ -51,8 +51,8 @@ def test_later_saves_of_one_do_not_move_what_all_go_back_to(tmp_path, stores, ca
     said = remarks(caplog)
     assert len(said) == 2
     for one in said:
-        assert "restored snapshot 'all', of step 4; what was written since, steps 5 to " in one
-        assert "its later snapshot 'latest', of step " in one
+        assert "restored snapshot 'all', of step 4; all writes after the snapshot are lost (steps 5 to " in one
+        assert "the later snapshot 'latest' (step " in one
     assert [member.last_snapshot for member in model.members] == ["all", "all"]
     model.steps(2)
     for _ in range(3):  # over the name that the last run gave: at every instant both have rows of one step
@@ -164,7 +164,7 @@ def test_a_snapshot_that_is_replaced_while_all_are_loaded_is_not_loaded(tmp_path
     model.save_snapshot("one")
     model.steps(2)
     model.members[0].save_snapshot("later")
-    last = model.members[1].table_handle().snapshots
+    last = model.members[1].table_handle().snapshot_manager
     check, place = last.check_snapshot, tmp_path / "a" / "snapshots"
 
     def replaced_meanwhile(snapshot: Snapshot) -> None:
@@ -184,7 +184,7 @@ def test_a_load_of_all_that_fails_half_way_lets_nobody_save_or_train(tmp_path) -
     model.steps(1)
     model.save_snapshot("one")
     model.steps(1)
-    table = model.members[1].table_handle().snapshots
+    table = model.members[1].table_handle().snapshot_manager
 
     def fails(snapshot: Snapshot) -> None:
         raise StoreError("the disk is full")

@@ -96,7 +96,7 @@ def test_a_good_snapshot_is_not_called_damaged_where_no_descriptor_is_left(
         lambda: latest_snapshot(snapshots),
         lambda: [None for _ in Snapshot.open(snapshots / "second").chunks()],
         lambda: embedding_at(tmp_path, store).close(),
-        lambda: StoreFolder(tmp_path / "rows").release(),
+        lambda: StoreFolder(tmp_path / "rows").unlock(),
     ]
     failures = 0
     for act in acts:

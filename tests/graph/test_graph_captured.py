@@ -115,7 +115,7 @@ def test_a_snapshot_that_another_thread_asks_for_is_of_whole_steps(place: torch.
         for name in ("one", "two"):  # the second is of what changed since the first
             parts = {"name": name, "kind": "incremental", "overwrite": False, "stores": ()}
             made = SimpleNamespace(**parts, progress=lambda _: None, is_given_up=lambda: False)
-            recorded.rows.table_handle().requests.save_between_steps(made)
+            recorded.rows.table_handle().request_handler.save_between_steps(made)
 
     visitor = Thread(target=save)
     torch.manual_seed(5)

@@ -80,7 +80,7 @@ def test_damage_in_the_last_embedding_leaves_the_first_and_the_store_folders(tmp
         steps(one, IDS[2:3])
         fails(one, tmp_path / "checkpoint", "bucket-.* is damaged")
     with pytest.raises(SnapshotError, match=r"bucket-.* is damaged"):
-        stored.other.table_handle().snapshots.load_rows(bucket.parent)  # also where it was not checked
+        stored.other.table_handle().snapshot_manager.load_snapshot_at(bucket.parent)  # also where it was not checked
     assert snapshots(tmp_path / "store") == []
     bucket.write_bytes(whole)
     stored.load(tmp_path / "checkpoint")

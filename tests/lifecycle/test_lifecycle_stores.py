@@ -172,7 +172,7 @@ def test_a_step_that_is_released_changes_no_row_that_stays(tmp_path: Path, polic
         others = torch.arange(1000, 1060)
         pinned = embedding.pin([Lookup(others, others % 3)])
         assert torch.equal(pinned.gather(0), embedding.get(others, others % 3))
-        embedding.release()
+        embedding.unpin_rows()
         after = contents(embedding)
         assert {row.tobytes() for row in after} <= before
         assert embedding.metrics()["table"]["refused"] == sights
@@ -249,4 +249,4 @@ def test_after_an_unclean_end_lost_puts_and_deletes_are_told(tmp_path: Path, cap
         shutil.copytree(running, ended, ignore=shutil.ignore_patterns("SOCKET"))  # what a kill would leave
     with make(options("ssd", ended), "sgd") as embedding:
         assert embedding.size() == 20
-    assert "'s', of step 1; no later step; rows put or deleted since are lost" in caplog.text
+    assert "'s', of step 1; no training step is lost, but writes after the snapshot by put or delete" in caplog.text

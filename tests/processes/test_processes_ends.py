@@ -70,7 +70,7 @@ def test_an_end_without_a_goodbye_is_as_a_kill(tmp_path: Path, store: str, train
     with embedding_at(tmp_path, store) as embedding:
         holds(embedding, 3)
     (said,) = remarks(caplog)
-    assert "restored snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost" in said
+    assert "restored snapshot 's3', of step 3; all writes after the snapshot are lost (steps 4 to 5)" in said
 
 
 # more than a byte cannot be written to any file from here on: as on a full disk, but of this process alone
@@ -123,8 +123,8 @@ def test_an_end_that_cannot_close_says_once_what_is_kept(tmp_path: Path, caplog:
     said = stderr.splitlines()[-len(UNCLOSED) :]
     assert stderr.count("could not be closed") == len(said)
     kept = {
-        "saved": "restores snapshot 's3', of step 3; what was written since, steps 4 to 5, is lost",
-        "none": "starts empty: it has no snapshot of its own",
+        "saved": "restores snapshot 's3', of step 3; all writes after the snapshot are lost (steps 4 to 5)",
+        "none": "starts empty, because the embedding has no snapshot of its own",
     }
     for store, saved in UNCLOSED:
         (line,) = (line for line in said if line.endswith(f"; the next run {kept[saved]}"))

@@ -33,13 +33,13 @@ def test_a_new_folder_has_one_holder_who_may_release_it_twice(tmp_path: Path) ->
     path = tmp_path / "a" / "users"
     first = StoreFolder(path)
     assert not first.live_path.exists()
-    first.release()
+    first.unlock()
     with StoreFolder(path):
-        first.release()
+        first.unlock()
         for _ in range(2):  # being refused does not disturb the holder
             with pytest.raises(StoreError, match=rf"users.*in use by process {os.getpid()} \(this process\)\. Close a"):
                 StoreFolder(path)
-    StoreFolder(path).release()
+    StoreFolder(path).unlock()
 
 
 def hold(path: Path, pipe: Connection) -> None:
@@ -70,7 +70,7 @@ def test_what_cannot_be_a_store_folder_is_refused_and_not_locked(tmp_path: Path)
         check_refusal((lambda path=path: StoreFolder(path), StoreError, str(path), "persistent_path must be a folder"))
     assert file.read_text() == "mine"
     (tmp_path / "incoming").unlink()
-    StoreFolder(tmp_path).release()
+    StoreFolder(tmp_path).unlock()
 
 
 def test_mark_is_read_back_until_it_is_cleared_and_stays_where_another_cannot_be_stored(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_folder_that_was_removed_under_its_holder_is_not_written(tmp_path: Pat
     if other is not None:
         assert (path / "LOCK").read_text().split() == [str(os.getpid())]
         assert os.listdir(path) == ["LOCK"]
-        other.release()
+        other.unlock()
 
 
 def fill(folder: Path, parents: list[int | None]) -> list[Snapshot]:
@@ -205,7 +205,7 @@ def test_whatever_is_left_at_any_instant_can_be_read(
 ) -> None:
     with StoreFolder(tmp_path_factory.mktemp("store")) as store:
         earlier = [parent if parent is not None and parent < n else None for n, parent in enumerate(parents)]
-        snapshots = fill(store.snapshots, earlier)
+        snapshots = fill(store.snapshots_path, earlier)
         note_snapshot(store, f"s{base % len(parents)}")
         plan = plan_prune(snapshots, keep_last, keep_every, [f"s{base % len(parents)}"])
         rename = os.rename
@@ -213,7 +213,7 @@ def test_whatever_is_left_at_any_instant_can_be_read(
             left = [after]
 
             def killed(self: Path, target: Path) -> Path:
-                if self.parent == store.snapshots:
+                if self.parent == store.snapshots_path:
                     if left[0] == 0:
                         raise KeyboardInterrupt
                     left[0] -= 1
@@ -226,24 +226,24 @@ def test_whatever_is_left_at_any_instant_can_be_read(
                     prune(store, keep_last, keep_every)
             else:
                 prune(store, keep_last, keep_every)
-        there = list_snapshots(store.snapshots).snapshots
+        there = list_snapshots(store.snapshots_path).snapshots
         assert len(there) == len(snapshots) - min(after, len(plan.removed))
         assert set(names(plan.retained)) <= set(names(there))
         for snapshot in there:
             snapshot.verify()
         assert names(prune(store, keep_last, keep_every).retained) == names(plan.retained)
-        assert names(list_snapshots(store.snapshots).snapshots) == names(plan.retained)
+        assert names(list_snapshots(store.snapshots_path).snapshots) == names(plan.retained)
 
 
 def test_nothing_is_removed_where_a_manifest_is_damaged_or_an_argument_is_wrong(tmp_path: Path) -> None:
     with StoreFolder(tmp_path) as store:
-        fill(store.snapshots, PARENTS)
+        fill(store.snapshots_path, PARENTS)
         for arguments, named in (((0, None), "keep_last=0"), ((1, 0), "keep_every=0")):
             check_refusal((partial(prune, store, *arguments), OptionError, named, "from 1"))
-        flip_bit(store.snapshots / "s5" / "manifest.msgpack", 80)
+        flip_bit(store.snapshots_path / "s5" / "manifest.msgpack", 80)
         with pytest.raises(SnapshotError, match=r"nothing is pruned while a snapshot cannot be read: .*s5"):
             prune(store, 1)
-        assert len(list(store.snapshots.iterdir())) == len(PARENTS)
+        assert len(list(store.snapshots_path.iterdir())) == len(PARENTS)
 
 
 def test_a_running_table_prunes_its_snapshots(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from tierbed.snapshots.control.client import request_save
 from tierbed.snapshots.files.read_errors import ReadIOError
 from tierbed.snapshots.files.verify import find_chains, verify_all
 from tierbed.snapshots.files.writer import check_name_free
-from tierbed.snapshots.store.group import Group
+from tierbed.snapshots.store.group import StoreGroup
 
 
 def open_embedding(path: Path, store: str = "device", dtype: Any = torch.float32, **more: Any) -> MultiTableEmbedding:
@@ -119,10 +119,10 @@ def test_an_overwriting_save_that_fails_leaves_the_old_one(tmp_path: Path, embed
         raise OSError(errno.ENOSPC, "no space left")
 
     embedding.save_snapshot("monday")
+    manager = embedding.table_handle().snapshot_manager
     with pytest.raises(SnapshotError, match=r"'final' was not written.*no space"):
-        save_together(World.single(), [embedding.table_handle().snapshots], "final", overwrite=True, progress=stop)
-    assert embedding.last_snapshot == "monday"
-    assert (step_of(tmp_path, "final"), names(tmp_path)) == (1, {"final", "monday"})
+        save_together(World.single(), [manager], "final", overwrite=True, progress=stop)
+    assert (embedding.last_snapshot, step_of(tmp_path, "final"), names(tmp_path)) == ("monday", 1, {"final", "monday"})
     assert embedding.prune_snapshots(2) == []
     save(embedding, "final")
     assert (embedding.last_snapshot, step_of(tmp_path, "final")) == ("final", 2)
@@ -146,13 +146,13 @@ def test_a_snapshot_that_another_took_the_place_of_is_no_base(tmp_path: Path) ->
 def test_a_save_that_the_record_cannot_name_leaves_the_old_one(
     tmp_path: Path, embedding: MultiTableEmbedding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: Group, *_: object, **__: object) -> None:
+    def full(self: StoreGroup, *_: object, **__: object) -> None:
         raise StoreError("no space left")
 
     for kind in ("full", "background"):
         for name in ("final", "new"):
             with monkeypatch.context() as patch:
-                patch.setattr(Group, "write", full)
+                patch.setattr(StoreGroup, "write", full)
                 check_refusal((partial(save, embedding, name, kind), StoreError, "no space"))
             assert step_of(tmp_path, "final") == 1
             assert {one for one in names(tmp_path) if not one.startswith("replaced-")} == {"final"}

@@ -93,7 +93,7 @@ def test_every_way_to_look_reads_the_same_numbers(tmp_path: Path, types: Types) 
     with make_persistent_table_reader(tmp_path / "rows", "s", *kinds, storage_dim=6, table_ids=True) as reader:
         chunks = list(reader)
     assert np.concatenate([values for _, values, _ in chunks]).tobytes() == wanted.tobytes()
-    assert summarise(snapshot).not_finite == (~np.isfinite(wanted[:, :3])).any(axis=1).sum()
+    assert summarise(snapshot).num_not_finite == (~np.isfinite(wanted[:, :3])).any(axis=1).sum()
     for row, values in zip(rows, wanted, strict=True):
         table, key = int(row["table"]), int(row["key"])
         for found in (read, of_parts):
@@ -244,7 +244,7 @@ def test_a_number_is_narrowed_as_torch_does(type: str, bits: list[int]) -> None:
 
 def converted(snapshot: Snapshot, types: Types, **more: Any) -> tuple[NDArray[np.void], RowFormat]:
     """The rows of a snapshot in another type, and their form."""
-    selection = Selection(convert=True, types=types, **more)
+    selection = Selection(converts=True, target_dtypes=types, **more)
     form = RowFormat.from_description(selection.describe(snapshot.description))
     chunks = [rows for _, rows in selection.read_rows(snapshot, LoadReport())]
     return np.concatenate([np.empty(0, form.dtype), *chunks]), form
@@ -269,7 +269,7 @@ def test_rows_of_each_type_become_those_of_each(tmp_path: Path, before: Types, a
     snapshot = Snapshot.open(tmp_path / "s")
     found, new = converted(snapshot, after)
     assert new.dtype == form_of(6, after).dtype
-    assert Selection(types=after).describe(snapshot.description) == description(6, after)
+    assert Selection(target_dtypes=after).describe(snapshot.description) == description(6, after)
     for name, type in zip(("embedding", "sum"), after, strict=True):
         was = old.values(rows, name)
         same_numbers(new.values(found, name), was if type == "float32" else by_torch(was, type))
@@ -313,7 +313,7 @@ def test_a_number_beyond_the_largest_is_named_with_its_key_where_it_is_loaded(tm
     rows["values"] = [[1.0, 2.0, 3.0, 3.4e38, 1.0, 1.0]]  # rounds to infinity in bfloat16
     write_snapshot(tmp_path / "t", description(6), [(0, rows)])
     other, narrow = Snapshot.open(tmp_path / "t"), ("bfloat16", "bfloat16")
-    bare, form = converted(other, narrow, state=False)
+    bare, form = converted(other, narrow, includes_state=False)
     assert list(form.counts) == ["embedding"]
     assert form.values(bare, "embedding").tolist() == [[1.0, 2.0, 3.0]]
     check_refusal((lambda: converted(other, narrow), InputError, "sum of key", "holds 3.4e+38", "overflows bfloat16"))
@@ -398,17 +398,17 @@ def closed(tmp_path: Path) -> Iterator[StoreFolder]:
 
 def test_a_closed_store_takes_rows_of_another_dtype_where_it_is_told_to(closed: StoreFolder) -> None:
     def load(name: str, **more: Any) -> tuple[Manifest, LoadReport]:
-        [found] = load_into_stores([closed], [Snapshot.open(closed.snapshots / name)], selection=Selection(**more))
+        [found] = load_into_stores([closed], [Snapshot.open(closed.snapshots_path / name)], selection=Selection(**more))
         return found
 
     for name, said in {"wide": "float32 with states of float32", "half": "float16 with states of bfloat16"}.items():
         own = "of bfloat16 with states of bfloat16"
         check_refusal((partial(load, name), SnapshotError, f"dtype {said}", own, "convert=True"))
-        live, report = load(name, convert=True)
+        live, report = load(name, converts=True)
         assert (live.row_format.dtype, report.rows) == (form_like(PAIRS[0]).dtype, 20)
     assert last_snapshot(closed.path) == "narrow"
-    assert list(load("wide", state=False, convert=True)[0].row_format.counts) == ["embedding"]
+    assert list(load("wide", includes_state=False, converts=True)[0].row_format.counts) == ["embedding"]
     load("narrow")  # rows without states take those of any
-    assert load("narrow", convert=True)[0].description == Snapshot.open(closed.snapshots / "narrow").description
+    assert load("narrow", converts=True)[0].description == Snapshot.open(closed.snapshots_path / "narrow").description
     closed.clear_clean_marker()
-    check_refusal((lambda: load("wide", convert=True), SnapshotError, "convert=True", "has no clean live rows"))
+    check_refusal((lambda: load("wide", converts=True), SnapshotError, "convert=True", "has no clean live rows"))

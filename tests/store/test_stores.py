@@ -177,8 +177,8 @@ def test_a_step_that_fails_between_prefetch_and_update_loses_nothing(tmp_path: P
         others = torch.arange(step * 30, step * 30 + 60)
         stale = embedding.pin([Lookup(others, others % 3), Lookup(ids, tables)])
         if step % 2:  # else the next prefetch drops the pin
-            embedding.release()
-            embedding.release()
+            embedding.unpin_rows()
+            embedding.unpin_rows()
         train(embedding, ids, tables)
         with pytest.raises(StoreError, match="no longer pinned"):
             stale.update([torch.ones(60, DIM), torch.ones(len(ids), DIM)])

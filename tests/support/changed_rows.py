@@ -112,6 +112,6 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
 
 def check_saved(embedding: Any, name: str) -> None:
     """A snapshot in the store folder has all rows, bit for bit."""
-    snapshot = Snapshot.open(embedding.table_handle().store.snapshots / name)
+    snapshot = Snapshot.open(embedding.table_handle().store.snapshots_path / name)
     rows = [row for _, part in snapshot.chunks() for row in part]
     assert by_name(rows) == by_name(contents(embedding))

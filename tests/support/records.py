@@ -18,5 +18,5 @@ def last_snapshot(store: Path) -> str | None:
 
 def note_snapshot(store: StoreFolder, name: str) -> None:
     """Let recovery of a store load a snapshot, as a save of it does."""
-    id = read_snapshot_id(store.snapshots / name)
+    id = read_snapshot_id(store.snapshots_path / name)
     store.change(store_id="id", record=Record({"id": Entry(id)}, {"id": id}, {"id": id}, parents={"id": id}))

@@ -94,7 +94,7 @@ def test_a_pinned_row_is_pinned_until_its_step_ends(tmp_path: Path) -> None:
         assert known["why"] is None
         assert new["why"] == "fetched for a step that has not written it"
         assert places(new)["device"]["pinned"]
-        embedding.release()
+        embedding.unpin_rows()
         assert not places(embedding.explain(5, 0))["device"]["pinned"]
 
 

@@ -95,7 +95,7 @@ def test_hints_that_are_wrong_late_or_skipped_change_no_row(
                 embedding.delete([1000], 0)
             elif action == "release":
                 embedding.pin([Lookup(ids, torch.zeros_like(ids))])
-                embedding.release()
+                embedding.unpin_rows()
             elif action == "scan":
                 contents(embedding)
             elif action == "save" and embedding.store_options.persistent_path:

@@ -174,7 +174,7 @@ def test_the_batch_may_be_over_before_it_is_taken(end: str) -> None:
         if end == "update":
             first.update([torch.ones(*lookup.shape, 1) for lookup in lookups])
         elif end == "release":
-            first.release()
+            first.unpin_rows()
         second = wide.pin(lookups, first if shared else None)
         if end == "drop":
             del first

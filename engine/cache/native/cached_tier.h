@@ -1,7 +1,7 @@
 // A write-back cache above a slower tier. Steps use a cache directly, or it serves as the lower tier of another cache.
 //
-// A cache keeps rows in slots. A set is 64 slots, and a row's hash chooses the row's set (cache_set.h). The window
-// records which announced batches need which rows (directory.h).
+// A cache keeps rows in sets of 64 ways, and a row's hash chooses the row's set (cache_set.h). A slot is one way of one
+// set: slot = set * 64 + way. The window records which announced batches need which rows (directory.h).
 //
 // Batches get numbers when they are announced or pinned, and end in the order of their numbers. `place_batch` looks up
 // a batch's rows, pins them, chooses victims for missing rows and reads the missing rows from the lower tier.
@@ -57,8 +57,8 @@ public:
     // Returns how many rows are not in the cache, and how many rows are in no tier.
     std::pair<std::size_t, std::size_t> peek(Batch& batch);
 
-    // `write` makes rows resident, `read` does not. While any batch is announced or pinned, `write` throws, and so does
-    // `read` with `should_touch`.
+    // `write` makes rows resident, `read` does not. If `should_touch`, eviction counts the read as a use of the rows.
+    // While any batch is announced or pinned, `write` throws, and so does `read` with `should_touch`.
     void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
@@ -120,8 +120,8 @@ private:
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Fills lines from the lower tier or with initial values. Returns each row's `updates`. Needs no lock.
     std::vector<u32> read_lower_tier(const RowSpan& rows, bool should_touch);
-    // Returns the limits to which write-back must shrink the overflow area before `added` rows arrive. These limits
-    // keep about half of the area free for a batch.
+    // Returns the limits for write-back. Half of the area stays free, or more if the `added` rows need more room. If no
+    // rows arrive, rows that announced batches need may fill 3/4 of the area.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
         const std::size_t rest = overflow_rows_ - std::min(overflow_rows_, added);

@@ -19,8 +19,8 @@
 
 namespace tierbed {
 
-// The sets of a cache. Tags, ways and lines are each one block of memory. A slot is a way of a set; slots are numbered
-// across all sets. Threads may use different sets at the same time.
+// The sets of a cache. A slot is one way of one set: slot = set * WAYS + way. The tags of all sets are one block of
+// memory, and so are the ways and the lines. Threads may use different sets at the same time.
 class CacheSets {
 public:
     // Makes as many sets as fit the budget, metadata included. Throws std::invalid_argument if none fits.
@@ -49,7 +49,6 @@ public:
     Way& way(u32 slot) const { return reinterpret_cast<Way*>(ways_.start())[slot]; }
     u32 updates(u32 slot) const { return row_counters(line(slot), shape_)->updates; }
     u64 line(u32 slot) const { return lines_.start() + static_cast<u64>(slot) * shape_.line_bytes; }
-
     u32 slot(u64 line) const { return static_cast<u32>((line - lines_.start()) / shape_.line_bytes); }
 
     // The next functions, called in this order, prefetch memory for later calls with the same row. These functions are
@@ -86,8 +85,8 @@ private:
     Pages tags_, ways_, lines_;
 };
 
-// The look-ahead window records which announced batches need which rows, one bit per row and batch. A window has at
-// most MAX_BATCHES batches with consecutive numbers. Placed batches leave it. Threads may change different buckets.
+// The look-ahead window records which announced batches need which rows, one bit per row and batch. It has at most
+// MAX_BATCHES consecutive batches. A batch leaves when it is placed. Threads may change different buckets concurrently.
 class Window {
 public:
     static constexpr u32 MAX_BATCHES = 32;
@@ -161,7 +160,7 @@ struct RequestedRows {
 struct Miss {
     u32 row;         // index in the batch
     u32 old_entry;   // the row's entry in the overflow area; NONE if the row must be fetched
-    u32 last_batch;  // the last batch that touched `old_entry`; the batch may use the entry's line until the batch ends
+    u32 last_batch;  // the last batch that touched `old_entry`; until it ends, it may still be using the entry's line
     u32 next_batch = 0;         // the next batch that needs the row; 0 if no announced batch needs the row
     u32 slot = NONE;            // the slot that the row gets; NONE if the row goes to the overflow area
     u32 new_entry = NONE;       // the overflow entry that a fetched row gets if the row gets no slot
@@ -224,7 +223,6 @@ public:
         for (u32 slot = begin; slot < end; ++slot)
             if (!sets.is_free(slot)) body(sets.way(slot), sets.line(slot), i64{slot});
     }
-
     template <class Body>
     void for_each_in_overflow(const Body& body) {
         overflow.for_each([&](u32 entry) { body(overflow.at(entry).way, overflow.line(entry), i64{-1}); });

@@ -45,7 +45,7 @@ public:
     static std::size_t round_up_to_chunks(std::size_t rows) { return rows / CHUNK * CHUNK + CHUNK - 1; }
     std::size_t capacity() const { return capacity_; }
 
-    // `write_back` shrinks the area to `max_rows` rows. At `max_needed_rows` rows, it keeps rows for announced batches.
+    // `write_back` evicts until `max_rows` rows remain, but keeps rows for announced batches at `max_needed_rows` rows.
     struct Limits {
         std::size_t max_rows, max_needed_rows;
     };

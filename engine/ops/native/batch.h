@@ -21,8 +21,8 @@ namespace tierbed {
 // One lookup's ids in bags. Each bag is pooled to one output row. Without pooling, every id is a bag.
 struct LookupArrays {
     const u64* keys;  // [n]
-    // The table of each bag [bags]. If the lookup has features (see pool.h), the table of each column [columns]. Null
-    // means that bag b belongs to table b % num_tables.
+    // The table of each bag [bags], or of each column [columns] if the lookup has features (see pool.h). If null, bag b
+    // belongs to table b % num_tables.
     const u32* tables;
     std::size_t num_ids;          // the number of ids, including ids of features that are not looked up
     std::size_t num_bags;         // the number of bags that are looked up; each bag has one output row
@@ -54,8 +54,9 @@ struct BucketOrder {
     std::size_t row(std::size_t k) const { return rows.size() ? rows[k] : k; }
 };
 
-// The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Sorted rows
-// are ordered by linear id; rows deduplicated by hash are ordered by bucket, then by first occurrence.
+// The part of a batch that depends only on the ids. Immutable, and shared by several embeddings' batches. Linear ids
+// number the ids of all tables consecutively (IdLinearizer). Radix-sorted rows are ordered by linear id. Rows that were
+// deduplicated by hash are ordered by bucket, then by first occurrence.
 struct UniqueRows {
     // Keys equal to `padding` are padding. Throws std::out_of_range for a table id >= num_tables.
     UniqueRows(const std::vector<LookupArrays>& inputs, u32 num_tables, std::optional<u64> padding,
@@ -101,7 +102,6 @@ class Batch {
 public:
     explicit Batch(std::shared_ptr<const UniqueRows> shared);
     Batch(const Batch&) = delete;
-
     using LookupSpan = UniqueRows::LookupSpan;
     const std::shared_ptr<const UniqueRows>& shared() const { return shared_; }
     const BucketOrder& buckets() const { return shared_->buckets(); }

@@ -65,7 +65,7 @@ public:
     void flush();
     // Reopens read-only databases for writing. Call before rows are written or erased.
     void make_writable();
-    // Merges all files of each shard. Drops replaced versions of rows, and their keys in RocksDB's list of files.
+    // Merges each shard's files to remove old versions of rows, and rewrites the MANIFEST, which still has their keys.
     void compact();
     // Flushes, and returns the files that hold all rows. Keeps the files until `release_files`. One caller at a time.
     std::vector<DatabaseFile> hold_files();
@@ -107,7 +107,7 @@ private:
         std::string folder;
         std::shared_ptr<rocksdb::DB> db;
         bool is_writable;
-        bool manifest_is_stale = false;
+        bool manifest_is_stale = false;      // the MANIFEST still contains keys of merged files
         std::atomic<i64> bytes_to_flush{0};  // writing this many bytes triggers an early flush, once
         std::mutex flush_mutex;              // held to flush, or to retry a failed flush
     };
@@ -128,10 +128,10 @@ private:
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     static rocksdb::Status flush_rows(rocksdb::DB& db, const rocksdb::FlushOptions& options);
-    static bool resume(Shard& shard, const rocksdb::Status& failed);
+    static bool resume(Shard& shard, const rocksdb::Status& failed);  // makes a database accept writes after an error
     void open(Shard& shard, bool read_only, bool create);
     void rewrite_manifests();
-    void abandon();
+    void abandon();  // leaks the databases, because closing them could hang
     void mark_failed() const noexcept;
     // Calls RocksDB. If RocksDB throws an exception, the tier has failed.
     template <class Call>

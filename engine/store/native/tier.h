@@ -33,7 +33,7 @@ struct RowSpan {
 class Tier {
 public:
     virtual ~Tier() = default;
-    // Copies rows to their lines, except rows that the tier lacks. Sets `is_hit` [n]. should_touch: count a use.
+    // Copies rows to their lines, except rows that the tier lacks. Sets `is_hit` [n]. should_touch: caches count a use.
     virtual void read(const RowSpan& rows, bool* is_hit, bool should_touch) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
