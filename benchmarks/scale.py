@@ -1,0 +1,203 @@
+"""Measure saves, loads and restarts of `cached_ssd` over the number of rows, in a limited memory.
+
+    python benchmarks/scale.py --folder FOLDER [--rows 10000000 40000000] [--memory-mb 2048] [--plot scale.svg]
+
+One embedding (16 columns, Adagrad, a cache of 256 MiB) grows to each number of rows. Each operation runs in a process
+of its own. `--memory-mb` limits the process's memory, including its page cache, in a new memory cgroup; 0 sets no
+limit. An operation's seconds do not include the process's start. `anonymous` is the largest anonymous memory while
+the process lives. `read` and `written` count bytes on the disk. What an operation leaves is removed before the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from threading import Event, Thread
+from typing import Any
+
+import torch
+from disk.memory_limit import memory_limit
+from torch import Tensor, nn
+
+import tierbed
+from tierbed.snapshots import Snapshot
+
+DIM, BATCH, STEPS, CACHE_MB = 16, 8192, 50, 256
+PUT_ROWS = 1 << 18
+MIB = float(1 << 20)
+
+
+class Trained(tierbed.Graph):
+    """A graph that trains one embedding in a folder."""
+
+    def __init__(self, folder: Path, rows: int) -> None:
+        super().__init__()
+        options = tierbed.make_cached_ssd_store_options(CACHE_MB, str(folder / "store"))
+        self.rows = tierbed.MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, None, options)
+        self.layer = nn.Linear(DIM, 1)
+        self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
+        self.num_rows, self.random = rows, torch.Generator().manual_seed(int(time.time()))
+
+    def build(self, ids: Tensor) -> Tensor:
+        loss = self.layer(self.rows(ids)).square().mean()
+        loss.backward()
+        return loss
+
+    def train(self, steps: int = STEPS) -> None:
+        """Train with ids from a power law."""
+        for _ in range(steps):
+            self((torch.rand(BATCH, generator=self.random, dtype=torch.float64) ** 4 * self.num_rows).long())
+
+
+def fill(graph: Trained, folder: Path) -> Callable[[], object]:
+    graph(torch.arange(BATCH))
+
+    def put() -> None:
+        for begin in range(0, graph.num_rows, PUT_ROWS):
+            ids = torch.arange(begin, min(graph.num_rows, begin + PUT_ROWS))
+            graph.rows.put(ids, torch.zeros(len(ids), DIM))
+
+    return put
+
+
+def save(graph: Trained, folder: Path, kind: str) -> Callable[[], object]:
+    graph.train()
+    return lambda: graph.rows.save_snapshot(f"{kind}-{time.time_ns()}", kind=kind)
+
+
+def save_again(graph: Trained, folder: Path) -> Callable[[], object]:
+    save(graph, folder, "incremental")()
+    return save(graph, folder, "incremental")
+
+
+def verify(graph: Trained, folder: Path) -> Callable[[], object]:
+    name = graph.rows.last_snapshot
+    assert name is not None
+    return Snapshot.open(folder / "store" / "rows" / "snapshots" / name).chain[0].verify
+
+
+def load(graph: Trained, folder: Path) -> Callable[[], object]:
+    name = graph.rows.last_snapshot
+    assert name is not None
+    return lambda: graph.rows.load_snapshot(name)
+
+
+def open_rows(graph: Trained, folder: Path) -> Callable[[], object]:
+    return graph.rows.size
+
+
+OPERATIONS: dict[str, tuple[Callable[[Trained, Path], Callable[[], object]], bool]] = {  # True: the process is killed
+    "fill": (fill, False),
+    "checkpoint": (lambda graph, folder: save(graph, folder, "checkpoint"), False),
+    "open": (open_rows, False),
+    "first incremental": (lambda graph, folder: save(graph, folder, "incremental"), False),
+    "later incremental": (save_again, False),
+    "verify parent": (verify, False),
+    "checkpoint, then a kill": (lambda graph, folder: save(graph, folder, "checkpoint"), True),
+    "open after the kill": (open_rows, False),
+    "full": (lambda graph, folder: save(graph, folder, "full"), False),
+    "load full": (load, False),
+}
+
+
+def read_anonymous_memory() -> int:
+    """Return this process's anonymous memory in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def read_disk_bytes() -> tuple[int, int]:
+    """Return the bytes that this process has read from the disk, and the bytes that it has written."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def run_child(operation: str, folder: Path, rows: int) -> None:
+    """Run an operation in this process, and print what it took as JSON."""
+    peak, ended = [0], Event()
+
+    def watch() -> None:
+        while not ended.wait(0.01):
+            peak[0] = max(peak[0], read_anonymous_memory())
+
+    watcher = Thread(target=watch)
+    watcher.start()
+    try:
+        prepare, is_killed = OPERATIONS[operation]
+        graph = Trained(folder, rows)
+        call = prepare(graph, folder)
+        before, begin = read_disk_bytes(), time.perf_counter()
+        call()
+        seconds, after = time.perf_counter() - begin, read_disk_bytes()
+    finally:
+        ended.set()
+        watcher.join()
+    figures = {"seconds": seconds, "anonymous": peak[0], "read": after[0] - before[0], "written": after[1] - before[1]}
+    print(json.dumps(figures), flush=True)
+    if is_killed:
+        graph.train(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    graph.rows.close()
+
+
+def measure(operation: str, folder: Path, rows: int, memory_mb: int) -> dict[str, Any]:
+    """Run an operation in a process of its own. Returns its figures, or an empty dict if it failed."""
+    command = [sys.executable, __file__, "--child", operation, "--folder", str(folder), "--rows", str(rows)]
+    with memory_limit(memory_mb << 20 or None) as limit:
+        child = subprocess.run(command, preexec_fn=limit, stdout=subprocess.PIPE, text=True)
+    line = child.stdout.strip().rpartition("\n")[2]
+    return dict(json.loads(line)) if line.startswith("{") else {}
+
+
+def plot(results: dict[str, dict[int, dict[str, Any]]], file: Path) -> None:
+    """Draw each operation's seconds over the number of rows."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 6))
+    for operation, by_rows in results.items():
+        axes.plot(list(by_rows), [figures["seconds"] for figures in by_rows.values()], marker="o", label=operation)
+    axes.set(xscale="log", yscale="log", xlabel="rows", ylabel="seconds")
+    axes.legend()
+    figure.savefig(file)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--rows", type=int, nargs="+", default=[10_000_000, 40_000_000])
+    parser.add_argument("--memory-mb", type=int, default=2048)
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--child", choices=OPERATIONS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        run_child(arguments.child, arguments.folder, arguments.rows[0])
+        return
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    print(f"{'operation':26}{'rows':>12}{'seconds':>10}{'anonymous MiB':>16}{'read MiB':>10}{'written MiB':>13}")
+    for rows in arguments.rows:
+        folder = arguments.folder / f"rows-{rows}"
+        shutil.rmtree(folder, ignore_errors=True)
+        for operation in OPERATIONS:
+            if figures := measure(operation, folder, rows, arguments.memory_mb):
+                results.setdefault(operation, {})[rows] = figures
+                sizes = [figures[name] / MIB for name in ("anonymous", "read", "written")]
+                print(
+                    f"{operation:26}{rows:12,}{figures['seconds']:10.2f}{sizes[0]:16.0f}{sizes[1]:10.0f}{sizes[2]:13.0f}"
+                )
+            else:
+                print(f"{operation:26}{rows:12,}    failed")
+        shutil.rmtree(folder)
+    if arguments.plot:
+        plot(results, arguments.plot)
+
+
+if __name__ == "__main__":
+    main()
