@@ -13,7 +13,7 @@ from ...engine.errors import InputError, StoreError
 from ...engine.options.table_names import describe_table, find_table, format_choices, read_table_names
 from ...engine.row_format import ROW_KEY_DTYPE as ROW_NAME
 from ...engine.row_format import Chunks, RowFormat
-from ...engine.store.contract import Tier, TopTier
+from ...engine.store.interfaces import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.format import SHARD_FIELD, bucket_file, deleted_file, is_deletion
 from ..files.reader import Snapshot
