@@ -242,7 +242,7 @@ def check_regular(path: Path) -> None:
 
 
 def read_record_bytes(path: Path) -> bytes:
-    """Read a file that `seal` made. Raises OSError, or ValueError if it has more than MAX_SEALED_BYTES bytes."""
+    """Return a record, still sealed. Raises OSError, or ValueError if the file exceeds MAX_SEALED_BYTES."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SEALED_BYTES:

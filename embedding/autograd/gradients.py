@@ -54,7 +54,7 @@ class _LookupGradient:
         self._set_grad(grad)
 
     def _set_grad(self, grad: Tensor) -> None:
-        self.grad, self._write_count = grad, get_version(grad)
+        self.grad, self._grad_version = grad, get_version(grad)
 
     def has_same_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if `tensors` have the same values as this lookup and its weights."""
@@ -69,7 +69,7 @@ class _LookupGradient:
 
     def require_unchanged(self, name: str) -> Tensor:
         """Return the gradient. Raises InputError if code changed the gradient in place. name: the embedding's name."""
-        if get_version(self.grad) != self._write_count:
+        if get_version(self.grad) != self._grad_version:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
                 "backward() a copy, grad.clone()"

@@ -95,7 +95,7 @@ class EmbeddingBagCollection(TableCollection):
             self._output_keys += names
             self._output_lengths += [config.embedding_dim] * len(names)
             lookup_indices += [self._add_feature(config, feature) for feature in config.feature_names]
-        self._column_order = ColumnJoiner(lookup_indices, [lookup.dim for lookup in self._lookups])
+        self._column_joiner = ColumnJoiner(lookup_indices, [lookup.dim for lookup in self._lookups])
 
     def forward(self, features: Any) -> KeyedTensor:
         """Return one pooled row per sample and feature.
@@ -117,7 +117,7 @@ class EmbeddingBagCollection(TableCollection):
             rows = [self._look_up(lookup, batch, weights) for lookup in self._lookups]
         if not rows:
             return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
-        return KeyedTensor(self._output_keys, self._output_lengths, self._column_order.join(rows))
+        return KeyedTensor(self._output_keys, self._output_lengths, self._column_joiner.join(rows))
 
     @property
     def embedding_bags(self) -> Mapping[str, TableView]:

@@ -1,4 +1,4 @@
-// The native loops' thread pool. The caller and `threads - 1` workers run numbered tasks.
+// The native loops' thread pool. The caller and `num_threads - 1` workers run numbered tasks.
 //
 // Any thread may run any task, so no two tasks may write the same memory. The first exception of a task is rethrown to
 // the caller. While one caller uses the pool, others run their tasks without workers. A forked child starts a new pool.
