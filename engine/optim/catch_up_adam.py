@@ -118,7 +118,7 @@ CATCH_UP_ADAMW = replace(
             missed_decay = static_cast<float>(power(is_constant ? rounded : decay_of_one, num_combined));
         """,
         combined_element_body="w = w * missed_decay;" + MISSED_STEPS.combined_element_body,
-        unwritten_rows="rest",
+        unwritten_rows="combined",
     ),
 )
 

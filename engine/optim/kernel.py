@@ -34,7 +34,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 # Limits that every rule has. In a rule's list of numbers, the limits come after the hyper-parameters. 0 means no limit.
 LIMITS = ("clip_grad_value", "clip_grad_row_norm", "max_row_norm")
@@ -60,7 +60,7 @@ class CatchUp:
     combined_body: str = ""
     combined_element_body: str = ""
     # Missed steps of a row that was never written: "" skips them, "steps" applies them, "combined" applies all at once.
-    unwritten_rows: str = ""
+    unwritten_rows: Literal["", "steps", "combined"] = ""
 
 
 @dataclass(frozen=True)
