@@ -21,17 +21,17 @@ from traces import Zipf, draw_ids
 from workload import Mismatch, figure
 
 from tierbed.engine import _core
-from tierbed.engine.cache.cuda.cache import Cache
-from tierbed.engine.cache.cuda.cached_table import CachedTable
+from tierbed.engine.cache.cuda.cache import CacheSets
+from tierbed.engine.cache.cuda.table_cache import CudaTableCache
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch, Faults, LegalIds, LookupArrays
+from tierbed.engine.ops.cuda.batch import Batch, Faults, LegalIds, LookupTensors
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import InitialValues, Layout
 from tierbed.engine.optim.kernel import load_kernels
 from tierbed.engine.optim.row_optimizer import row_optimizer
 from tierbed.engine.options.initializers import as_arrays, make_table_options, make_uniform_initializer
-from tierbed.engine.store.cuda.full import CudaFullTier
 from tierbed.engine.store.cuda.full_table import CudaFullTable
+from tierbed.engine.store.cuda.full_tier import CudaFullTier
 
 TABLES, IDS, ROWS, DIM = 10, 104_857, 1 << 20, 128
 STEP_BARS = {"sgd": 0.9, "adam": 1.2}  # ms; FBGEMM published 0.96 and 1.35 on an H100
@@ -67,23 +67,23 @@ class Tables:
         self.params = cuda.allocate_step_params(device.torch_device)
         self.steps = 0
 
-    def store(self, kind: str, capacity: int) -> CudaFullTier | CachedTable:
+    def store(self, kind: str, capacity: int) -> CudaFullTier | CudaTableCache:
         """Make a store. A cache has room for all rows, though single sets may overflow."""
         if kind == "device_mem":
             return CudaFullTier(self.layout, self.host_layout, capacity, self.faults, "device")
         host = CudaFullTier(self.layout, self.host_layout, capacity, self.faults, "host")
         if kind == "host_mem":
             return host
-        cache = Cache(self.layout, 2 * capacity * self.layout.line_bytes)
-        return CachedTable(self.layout, host, cache, self.faults)
+        cache = CacheSets(self.layout, 2 * capacity * self.layout.line_bytes)
+        return CudaTableCache(self.layout, host, cache, self.faults)
 
     def table(self, capacity: int, load: float = 0.75) -> CudaFullTable:
         return CudaFullTable(self.layout, capacity, load)
 
     def batch(self, ids: Tensor) -> Batch:
-        return Batch(self.device, [LookupArrays(ids.reshape(-1))], LegalIds(self.tables), self.faults.word)
+        return Batch(self.device, [LookupTensors(ids.reshape(-1))], LegalIds(self.tables), self.faults.word)
 
-    def step(self, store: CudaFullTier | CachedTable, ids: Tensor, grads: Tensor) -> Tensor:
+    def step(self, store: CudaFullTier | CudaTableCache, ids: Tensor, grads: Tensor) -> Tensor:
         """Run one step on the device. ids [n, tables], grads [n * tables, dim]. Returns the looked-up rows."""
         self.steps += 1
         batch = self.batch(ids)

@@ -13,7 +13,7 @@
 
 #include <valgrind/callgrind.h>
 
-#include "cache/native/cached_tier.h"
+#include "cache/native/cache_tier.h"
 #include "ops/native/thread_pool.h"
 #include "ops/native/step.h"
 #include "store/native/full_table.h"
@@ -72,7 +72,7 @@ public:
         if (!work.cached) return;
         const std::size_t rows = std::size_t{TABLES} * work.rows * work.cached / 100;
         const std::size_t bytes = rows * (layout_.shape.line_bytes + sizeof(Way) + 1);
-        cache_ = std::make_unique<CachedTier>(layout_, table_, CacheOptions{bytes, 64 << 20, LRU, 1});
+        cache_ = std::make_unique<CacheTier>(layout_, table_, CacheOptions{bytes, 64 << 20, LRU, 1});
     }
 
     void run() {
@@ -177,7 +177,7 @@ private:
     const Layout layout_;
     const BoundRule rule_;
     FullTable table_;
-    std::unique_ptr<CachedTier> cache_;
+    std::unique_ptr<CacheTier> cache_;
     std::deque<std::shared_ptr<Batch>> drawn_batches_;
     std::vector<float> out_, grads_;
     std::vector<u64> written_;

@@ -89,7 +89,7 @@ def _compute_memory(options: StoreOptions) -> dict[str, int | str | None]:
     from ..engine.cache.memory_split import INDEX_BYTES
     from ..engine.options.store_options import CachedHostMemOptions, CachedSsdOptions
     from ..engine.row_format import compute_line_bytes
-    from ..engine.store.full import compute_full_table_bytes
+    from ..engine.store.full_tier import compute_full_table_bytes
     from ..engine.store.rocksdb import WRITE_BUFFER_BYTES
 
     parts: dict[str, int | str | None] = {}

@@ -174,7 +174,7 @@ class ShardedBatch:
         """Return the sum of squared gradients over all rows and ranks. The sum is the same on every rank."""
         owner_batch, sums = self._prepare(grads, weights), self._receive_gradients()
         world, op = self._world, f"norm of {self._op}"
-        squares, error = try_call(lambda: owner_batch.compute_square_sum(sums))
+        squares, error = try_call(lambda: owner_batch.compute_squared_norm_part(sums))
         with world.collective_block(op):
             pending_handshake = Handshake(world, op, error)
             own_parts = torch.from_numpy(compute_partial_sum(np.empty(0, np.float32)) if squares is None else squares)

@@ -241,8 +241,8 @@ def check_regular(path: Path) -> None:
         raise OSError(f"{str(path)!r} is not a regular file: replace it by a file, or by a link to one")
 
 
-def read_sealed(path: Path) -> bytes:
-    """Read a file that `seal` made. Raises OSError, or ValueError if it has more than MAX_SEALED_BYTES bytes."""
+def read_record_bytes(path: Path) -> bytes:
+    """Return a record, still sealed. Raises OSError, or ValueError if the file exceeds MAX_SEALED_BYTES."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > MAX_SEALED_BYTES:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError
 from ...engine.ops.embedding_base import TRACED_ATTRIBUTE, EmbeddingBase
-from ...engine.ops.fingerprint import are_values_equal, copy_lookup, fingerprint, read_write_count
+from ...engine.ops.fingerprint import are_values_equal, copy_lookup, fingerprint, get_version
 from ...engine.optim.base import check_positive
 from ...engine.options.lookup import Lookup
 
@@ -54,7 +54,7 @@ class _LookupGradient:
         self._set_grad(grad)
 
     def _set_grad(self, grad: Tensor) -> None:
-        self.grad, self._write_count = grad, read_write_count(grad)
+        self.grad, self._grad_version = grad, get_version(grad)
 
     def has_same_values(self, tensors: tuple[Tensor | None, ...]) -> bool:
         """True if `tensors` have the same values as this lookup and its weights."""
@@ -69,7 +69,7 @@ class _LookupGradient:
 
     def require_unchanged(self, name: str) -> Tensor:
         """Return the gradient. Raises InputError if code changed the gradient in place. name: the embedding's name."""
-        if read_write_count(self.grad) != self._write_count:
+        if get_version(self.grad) != self._grad_version:
             raise InputError(
                 f"gradient of embedding {name!r}: it was changed in place between backward() and the step; give "
                 "backward() a copy, grad.clone()"

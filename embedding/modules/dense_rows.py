@@ -175,15 +175,15 @@ def _key_by_table(spec: TableSpec, argument: str, values: Any) -> dict[int, Any]
 
 
 def _check_rows(spec: TableSpec, table_id: int, rows: Any) -> None:
-    where, ids = f"weights of table {spec.labels[table_id]}", spec.tables[table_id].ids
+    where, num_ids = f"weights of table {spec.labels[table_id]}", spec.tables[table_id].ids
     if isinstance(rows, Tensor) and type(rows).__module__.startswith("torch.distributed"):
         raise InputError(f"{where}: a {type(rows).__name__} has parts on other ranks; give the whole tensor")
     if not isinstance(rows, Tensor) or rows.dtype not in _FLOAT_DTYPES or rows.dim() != 2 or rows.shape[1] != spec.dim:
         actual = f"{rows.dtype} {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
         form = "torch.from_numpy(array), " if isinstance(rows, np.ndarray) else ""
         raise InputError(f"{where}: got {actual}; give {form}a float32, float16 or bfloat16 tensor [rows, {spec.dim}]")
-    if ids is not None and len(rows) != ids:
-        raise InputError(f"{where}: {len(rows)} rows; give {ids}, or make the table with num_embeddings={len(rows)}")
+    if num_ids is not None and (size := len(rows)) != num_ids:
+        raise InputError(f"{where}: {size} rows; give {num_ids}, or make the table with num_embeddings={size}")
     for first in range(0, len(rows), CHUNK_ROWS):
         keys = torch.arange(first, min(first + CHUNK_ROWS, len(rows)))
         check_values(spec, keys, _to_numpy(rows[first : first + CHUNK_ROWS]), allow_nonfinite=True)

@@ -21,7 +21,7 @@ from ...distributed.sharded_table import ShardedTable
 from ...distributed.world import World
 from ...engine.checks import as_int, validate_arguments
 from ...engine.errors import ClosedError, GraphError, InputError, OptimizerError, OptionError, StoreError
-from ...engine.ops.batch import check_offsets, make_lookup_arrays
+from ...engine.ops.batch import check_offsets, make_lookup_arguments
 from ...engine.ops.embedding_base import TRACED_ATTRIBUTE
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
@@ -363,7 +363,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         with self.raise_on_all_ranks():
             for lookup in lookups:
                 if lookup.ids.device.type == "cpu":
-                    make_lookup_arrays(self.spec, lookup)
+                    make_lookup_arguments(self.spec, lookup)
                     check_offsets(self.spec, lookup)
         table.announce(lookups)
 

@@ -30,7 +30,7 @@ from ...engine.options.store_options import CachedSsdOptions, StoreOptions
 from ...engine.options.table_spec import RUN_ID_FIELD, TableSpec
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.signals import defer_signals
-from ...engine.store.contract import InMemoryTier
+from ...engine.store.interfaces import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
 from ...engine.store.table_counts import count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets

@@ -132,9 +132,9 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
                 stack.enter_context(gate.between_steps(tables.copy, lambda: False))
             for table in tables:
                 stack.enter_context(table.lock)
-            if any(table.is_replaced or table.observers.is_saved_by_other_thread for table in tables):
+            if any(table.is_replaced or table.observers.is_being_saved_by_other_thread for table in tables):
                 continue
-            if replaces_rows and any(table.observers.is_saved_in_background for table in tables):  # a new save
+            if replaces_rows and any(table.observers.is_being_saved_in_background for table in tables):  # a new save
                 continue
             groups_in_step = [group for group in groups if awaits_step and group.is_mid_step]
             gate = next((group.gate for group in groups_in_step if is_trained_by_other_thread(group.embeddings)), None)

@@ -23,9 +23,9 @@ from ..options.table_spec import TableSpec
 LARGE_ALLOCATION_BYTES = 1 << 20  # bytes; for larger allocations, the system clears new memory page by page
 
 # (keys, each bag's table id or None, bags). The third item is the length of all bags, offsets, or None without pooling
-LookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# (keys, table ids, bags) as in LookupArrays, then features [columns] (one per result column), then the batch size
-FeatureLookupArrays = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
+LookupArguments = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
+# (keys, table ids, bags) as in LookupArguments, then features [columns] (one per result column), then the batch size
+FeatureLookupArguments = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 
 class Gradients(NamedTuple):
@@ -61,7 +61,7 @@ def convert_gradients(gradients: Gradients) -> tuple[list[Any], list[bool], list
     return [as_array(grad) for grad in gradients.grads], means, weights
 
 
-def make_lookup_arrays(spec: TableSpec, lookup: Lookup) -> LookupArrays | FeatureLookupArrays:
+def make_lookup_arguments(spec: TableSpec, lookup: Lookup) -> LookupArguments | FeatureLookupArguments:
     """Convert a lookup for `_core.Batch`, which checks its offsets. Raises InputError for table ids out of range."""
     keys, feature_columns = to_keys(lookup.ids), lookup.feature_columns
     if feature_columns is None:
@@ -98,7 +98,7 @@ def _make_table_array(num_tables: int, table_ids: tuple[int, ...]) -> NDArray[np
 
 def make_batch(spec: TableSpec, lookups: Sequence[Lookup], strict: bool = False) -> _core.Batch:
     """Deduplicate lookups on the CPU. Raises InputError for bad lookups; if `strict`, also for ids to be dropped."""
-    arrays = [make_lookup_arrays(spec, lookup) for lookup in lookups]
+    arrays = [make_lookup_arguments(spec, lookup) for lookup in lookups]
     try:
         flags = () if strict else spec.drops_illegal
         batch = _core.Batch(arrays, spec.num_tables, spec.padding_key, spec.max_ids, flags)
@@ -206,11 +206,11 @@ def check_offsets(spec: TableSpec, lookup: Lookup) -> None:
     """Raise InputError unless the offsets of a lookup on the CPU ascend from 0 to the number of ids."""
     if lookup.offsets is None:
         return
-    flat, ids = _convert_offsets(lookup.offsets), lookup.ids.shape[0]
+    flat, num_ids = _convert_offsets(lookup.offsets), lookup.ids.shape[0]
     where = f"offsets of embedding {spec.name!r}"
-    if flat[0] != 0 or flat[-1] != ids:
+    if flat[0] != 0 or flat[-1] != num_ids:
         raise InputError(
-            f"{where}: the first is {flat[0]}, and the last is {flat[-1]}. They must be 0 and {ids}, the number of "
+            f"{where}: the first is {flat[0]}, and the last is {flat[-1]}. They must be 0 and {num_ids}, the number of "
             f"ids. Give one offset more than there are bags"
         )
     descents = np.flatnonzero(flat[1:] < flat[:-1])

@@ -17,10 +17,11 @@ _NUM_LIMBS, _LIMB_BITS = 10, 32  # a partial sum: ten 32-bit limbs, lowest first
 _UNIT = 1 << 149  # 1.0 as a multiple of the smallest float32
 _CHUNK_NUMBERS = 1 << 28  # a float64 sum of up to this many 24-bit mantissas is exact
 _NUM_LANES = 1 << 16  # parallel sums
+PartialSum = NDArray[np.int64]  # [12]: the sum's 10 limbs, then counts of infinities and NaNs
 
 
-def compute_partial_sum(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
-    """Sum non-negative numbers [n] exactly. Returns [12]: the sum's 10 limbs, then counts of infinities and NaNs."""
+def compute_partial_sum(numbers: NDArray[np.float32]) -> PartialSum:
+    """Sum non-negative numbers [n] exactly."""
     bits = numbers.view(np.uint32) & 0x7FFFFFFF  # a NaN's sign bit may be set
     exponents = (bits >> 23).astype(np.int64)
     mantissas = (bits & 0x7FFFFF) + ((exponents > 0).astype(np.uint32) << 23)
@@ -34,7 +35,7 @@ def compute_partial_sum(numbers: NDArray[np.float32]) -> NDArray[np.int64]:
     return np.array([*limbs, int((exponents == 255).sum()) - num_nan, num_nan], np.int64)
 
 
-def add_partial_sums(partials: Sequence[NDArray[np.int64]]) -> float:
+def add_partial_sums(partials: Sequence[PartialSum]) -> float:
     """Add all ranks' partial sums, rounding once."""
     *limbs, num_infinite, num_nan = (sum(column) for column in zip(*(part.tolist() for part in partials), strict=True))
     if num_infinite or num_nan:

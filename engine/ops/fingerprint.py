@@ -10,7 +10,7 @@ from torch import Tensor
 from ..options.lookup import Lookup
 
 
-def read_write_count(tensor: Tensor) -> int | None:
+def get_version(tensor: Tensor) -> int | None:
     """Return torch's count of writes to a tensor; None for inference tensors, whose writes are not counted."""
     return None if tensor.is_inference() else tensor._version
 

@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import torch
 
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-ADAGRAD = Kernel(
+ADAGRAD = RuleKernel(
     name="adagrad",
     hyperparams="lr weight_decay maximize eps",
     element_states=("sum",),
-    element="""
-        g = decayed(g, w, weight_decay, maximize);
+    element_body="""
+        g = add_decay(g, w, weight_decay, maximize);
         sum = sum + g * g;
         w = w - lr * quotient(g, square_root(sum) + eps);
     """,

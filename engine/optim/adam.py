@@ -17,15 +17,15 @@ from dataclasses import replace
 
 import torch
 
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-ADAM = Kernel(
+ADAM = RuleKernel(
     name="adam",
     hyperparams="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element_states=("exp_avg", "exp_avg_sq"),
-    element="""
-        g = decayed(g, w, weight_decay, maximize);
+    element_body="""
+        g = add_decay(g, w, weight_decay, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
         w = w - step_size * quotient(exp_avg, square_root(exp_avg_sq) / sqrt_correction2 + eps);
@@ -36,7 +36,7 @@ ADAMW = replace(
     ADAM,
     name="adamw",
     hyperparams="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
-    element="w = w * decay;" + ADAM.element.replace("weight_decay", "0.0f"),
+    element_body="w = w * decay;" + ADAM.element_body.replace("weight_decay", "0.0f"),
 )
 
 

@@ -31,7 +31,7 @@ import torch
 from .adam import compute_hyperparams as compute_adam_hyperparams
 from .adam import is_decoupled
 from .base import MIN_VALUE, CheckedOptimizer, read_number
-from .kernel import CatchUp, Kernel
+from .kernel import CatchUp, RuleKernel
 from .rule import ParamGroup, Rule
 
 MAX_MISSED = 2**32 - 2**8  # the largest count of missed steps that float32 holds
@@ -39,39 +39,39 @@ MAX_MISSED = 2**32 - 2**8  # the largest count of missed steps that float32 hold
 MISSED_STEPS = CatchUp(
     limit="terms",
     doubles=("beta1_power", "beta2_power"),
-    values=("missed_step_size", "missed_correction2", "rest_beta1_power", "rest_beta2_power"),
-    begin="""
+    values=("missed_step_size", "missed_correction2", "beta1_factor", "beta2_factor"),
+    begin_body="""
         beta1_power = power(decay1, last);
         beta2_power = power(decay2, last);
     """,
-    step="""
+    step_body="""
         beta1_power = beta1_power * decay1;
         beta2_power = beta2_power * decay2;
         missed_step_size = static_cast<float>(rate / (1.0 - beta1_power));
         missed_correction2 = static_cast<float>(square_root(1.0 - beta2_power));
     """,
-    element="""
+    element_body="""
         exp_avg = exp_avg - exp_avg * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq;
         w = w - missed_step_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
     """,
-    rest="""
-        rest_beta1_power = static_cast<float>(power(decay1, rest));
-        rest_beta2_power = static_cast<float>(power(decay2, rest));
+    combined_body="""
+        beta1_factor = static_cast<float>(power(decay1, num_combined));
+        beta2_factor = static_cast<float>(power(decay2, num_combined));
     """,
-    rest_element="""
-        exp_avg = exp_avg * rest_beta1_power;
-        exp_avg_sq = exp_avg_sq * rest_beta2_power;
+    combined_element_body="""
+        exp_avg = exp_avg * beta1_factor;
+        exp_avg_sq = exp_avg_sq * beta2_factor;
     """,
 )
 
-CATCH_UP_ADAM = Kernel(
+CATCH_UP_ADAM = RuleKernel(
     name="catch_up_adam",
     hyperparams="step_size maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
     doubles="lr decay1 decay2",
     element_states=("exp_avg", "exp_avg_sq"),
-    element="""
-        g = decayed(g, w, 0.0f, maximize);
+    element_body="""
+        g = add_decay(g, w, 0.0f, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
         w = w - step_size * (exp_avg / (square_root(exp_avg_sq) / sqrt_correction2 + eps));
@@ -83,19 +83,19 @@ CATCH_UP_ADAM_L2 = replace(
     CATCH_UP_ADAM,
     name="catch_up_adam_l2",
     hyperparams="step_size weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
-    element=CATCH_UP_ADAM.element.replace("0.0f", "weight_decay"),
+    element_body=CATCH_UP_ADAM.element_body.replace("0.0f", "weight_decay"),
     catch_up=replace(
         MISSED_STEPS,
         limit="4294967040.0f",
         values=("missed_step_size", "missed_correction2"),
-        element="""
+        element_body="""
             const float g = weight_decay * w;
             exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
             exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
             w = w - missed_step_size * (exp_avg / (square_root(exp_avg_sq) / missed_correction2 + eps));
         """,
-        rest="",
-        rest_element="",
+        combined_body="",
+        combined_element_body="",
         unwritten_rows="steps",
     ),
 )
@@ -105,20 +105,20 @@ CATCH_UP_ADAMW = replace(
     name="catch_up_adamw",
     hyperparams="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps terms",
     doubles="lr weight_decay decay1 decay2",
-    element="w = w * decay;" + CATCH_UP_ADAM.element,
+    element_body="w = w * decay;" + CATCH_UP_ADAM.element_body,
     catch_up=replace(
         MISSED_STEPS,
-        values=("missed_step_size", "missed_correction2", "missed_decay", "rest_beta1_power", "rest_beta2_power"),
-        step=MISSED_STEPS.step + "missed_decay = static_cast<float>(1.0 - rate * weight_decay);",
-        element="w = w * missed_decay;" + MISSED_STEPS.element,
-        rest=MISSED_STEPS.rest
+        values=("missed_step_size", "missed_correction2", "missed_decay", "beta1_factor", "beta2_factor"),
+        step_body=MISSED_STEPS.step_body + "missed_decay = static_cast<float>(1.0 - rate * weight_decay);",
+        element_body="w = w * missed_decay;" + MISSED_STEPS.element_body,
+        combined_body=MISSED_STEPS.combined_body
         + """
             const double decay_of_one = 1.0 - rate * weight_decay;
             const double rounded = static_cast<double>(static_cast<float>(decay_of_one));
-            missed_decay = static_cast<float>(power(is_constant ? rounded : decay_of_one, rest));
+            missed_decay = static_cast<float>(power(is_constant ? rounded : decay_of_one, num_combined));
         """,
-        rest_element="w = w * missed_decay;" + MISSED_STEPS.rest_element,
-        unwritten_rows="rest",
+        combined_element_body="w = w * missed_decay;" + MISSED_STEPS.combined_element_body,
+        unwritten_rows="combined",
     ),
 )
 

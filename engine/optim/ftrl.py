@@ -20,15 +20,15 @@ import torch
 from torch import Tensor
 
 from .base import MIN_VALUE, DenseOptimizer, ParamsT, read_choice, read_number
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-FTRL = Kernel(
+FTRL = RuleKernel(
     name="ftrl",
     hyperparams="lr weight_decay power_of_sum lambda1 lambda2 beta",
     element_states=("sum", "z"),
-    element="""
-        g = decayed(g, w, weight_decay, 0.0f);
+    element_body="""
+        g = add_decay(g, w, weight_decay, 0.0f);
         const float old_power = power(sum, power_of_sum);
         sum = sum + g * g;
         const float new_power = power(sum, power_of_sum);

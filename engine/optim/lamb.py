@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from .base import DenseAdam, compute_hyperparams, compute_row_mean
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-LAMB_KERNEL = Kernel(
+LAMB_KERNEL = RuleKernel(
     name="lamb",
     hyperparams="lr weight_decay maximize one_minus_beta1 beta2 one_minus_beta2 correction1 sqrt_correction2 eps",
     element_states=("exp_avg", "exp_avg_sq"),
-    element="""
-        g = decayed(g, w, 0.0f, maximize);
+    element_body="""
+        g = add_decay(g, w, 0.0f, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         exp_avg_sq = beta2 * exp_avg_sq + (one_minus_beta2 * g) * g;
         g = quotient(exp_avg / correction1, square_root(exp_avg_sq) / sqrt_correction2 + eps) + weight_decay * w;
@@ -49,13 +49,13 @@ PARTIAL_ROWWISE_LAMB_KERNEL = replace(
     name="partial_rowwise_lamb",
     element_states=("exp_avg",),
     row_states=("exp_avg_sq",),
-    term="square(g)",
-    row="""
+    reduction_term="square(g)",
+    row_body="""
         exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (total / dim);
         root = square_root(exp_avg_sq) / sqrt_correction2 + eps;
     """,
-    element="""
-        g = decayed(g, w, 0.0f, maximize);
+    element_body="""
+        g = add_decay(g, w, 0.0f, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         g = quotient(exp_avg / correction1, root) + weight_decay * w;
     """,

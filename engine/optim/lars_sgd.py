@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 
 from .base import DenseOptimizer, ParamsT, read_number
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-LARS_SGD = Kernel(
+LARS_SGD = RuleKernel(
     name="lars_sgd",
     hyperparams="lr eta momentum weight_decay maximize",
     element_states=("momentum_buffer",),
-    element="g = decayed(g, w, 0.0f, maximize);",
+    element_body="g = add_decay(g, w, 0.0f, maximize);",
     norms=(("weight_squares", "square(w)"), ("gradient_squares", "square(g)")),
     row_from_norms="""
         const float norm = square_root(weight_squares);

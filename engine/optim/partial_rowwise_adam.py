@@ -17,22 +17,22 @@ import torch
 from torch import Tensor
 
 from .base import DenseAdam, compute_hyperparams, compute_row_mean
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-PARTIAL_ROWWISE_ADAM = Kernel(
+PARTIAL_ROWWISE_ADAM = RuleKernel(
     name="partial_rowwise_adam",
     hyperparams="step_size decay maximize one_minus_beta1 beta2 one_minus_beta2 sqrt_correction2 eps",
     element_states=("exp_avg",),
     row_states=("exp_avg_sq",),
-    term="square(g)",
-    row="""
+    reduction_term="square(g)",
+    row_body="""
         exp_avg_sq = beta2 * exp_avg_sq + one_minus_beta2 * (total / dim);
         multiplier = quotient(step_size, square_root(exp_avg_sq) / sqrt_correction2 + eps);
     """,
     row_values=("multiplier",),
-    element="""
-        g = decayed(g, w, 0.0f, maximize);
+    element_body="""
+        g = add_decay(g, w, 0.0f, maximize);
         exp_avg = exp_avg + (g - exp_avg) * one_minus_beta1;
         w = w * decay - multiplier * exp_avg;
     """,

@@ -12,22 +12,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
+from typing import Any
 
-from .kernel import LIMITS, Kernel
+from .kernel import LIMITS, RuleKernel
 
 MAX_KNOTS = 240  # the largest number that the GPU kernels support
 NUM_DROPPED = 24  # number of knots that are dropped at a time
 Knot = tuple[float, float]
 
 
-def read_knots(kernel: Kernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
+def read_knots(kernel: RuleKernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
     """Return the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyperparams` returned."""
     past = numbers[_find_past_begin(kernel) + 1 :]
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hyperparams.index("lr")]
 
 
 def append_past_rates(
-    kernel: Kernel, numbers: list[float], previous: Sequence[float], step: int, warn: Callable[[float], object] = abs
+    kernel: RuleKernel, numbers: list[float], previous: Sequence[float], step: int, warn: Callable[[float], Any] = abs
 ) -> list[float]:
     """Return the `numbers` of a step, followed by the learning rates of earlier steps.
 
@@ -55,7 +56,7 @@ def are_past_rates_valid(past: Sequence[float], step: int) -> bool:
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))
 
 
-def _find_past_begin(kernel: Kernel) -> int:
+def _find_past_begin(kernel: RuleKernel) -> int:
     return len(kernel.all_hyperparams) + len(LIMITS)
 
 

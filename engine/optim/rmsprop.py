@@ -14,15 +14,15 @@ import torch
 
 from ..errors import OptimizerError
 from .base import read_number
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-RMSPROP = Kernel(
+RMSPROP = RuleKernel(
     name="rmsprop",
     hyperparams="lr weight_decay maximize alpha one_minus_alpha eps",
     element_states=("square_avg",),
-    element="""
-        g = decayed(g, w, weight_decay, maximize);
+    element_body="""
+        g = add_decay(g, w, weight_decay, maximize);
         square_avg = alpha * square_avg + (one_minus_alpha * g) * g;
         w = w - lr * quotient(g, square_root(square_avg) + eps);
     """,

@@ -17,22 +17,22 @@ from torch import Tensor
 
 from ..errors import OptimizerError
 from .base import DenseOptimizer, ParamsT, read_choice, read_number
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import ParamGroup, Rule
 
-ROWWISE_ADAGRAD = Kernel(
+ROWWISE_ADAGRAD = RuleKernel(
     name="rowwise_adagrad",
     hyperparams="lr weight_decay decay eps",
     row_states=("sum",),
-    term="square(decayed(g, w, weight_decay, 0.0f))",
-    row="""
+    reduction_term="square(add_decay(g, w, weight_decay, 0.0f))",
+    row_body="""
         sum = sum + total / dim;
         const float root = square_root(sum) + eps;
         multiplier = root == 0.0f ? 0.0f : lr / root;
     """,
     row_values=("multiplier",),
-    element="""
-        g = decayed(g, w, weight_decay, 0.0f);
+    element_body="""
+        g = add_decay(g, w, weight_decay, 0.0f);
         w = w * decay - multiplier * g;
     """,
 )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .kernel import Kernel
+from .kernel import RuleKernel
 
 ParamGroup = dict[str, Any]  # a param group of an optimizer
 
@@ -20,7 +20,7 @@ ParamGroup = dict[str, Any]  # a param group of an optimizer
 class Rule:
     """How an optimizer updates rows."""
 
-    kernel: Kernel
+    kernel: RuleKernel
     optimizer: type[torch.optim.Optimizer]  # the exact type
     # (group, embedding's step from 1) -> hyper-parameters by name. A missing hyper-parameter is read from the group.
     compute_hyperparams: Callable[[ParamGroup, int], Mapping[str, float]] = lambda group, step: {}

@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import torch
 
-from .kernel import Kernel
+from .kernel import RuleKernel
 from .rule import Rule
 
-SGD = Kernel(
-    name="sgd", hyperparams="lr weight_decay maximize", element="w = w - lr * decayed(g, w, weight_decay, maximize);"
-)
+SGD = RuleKernel("sgd", "lr weight_decay maximize", "w = w - lr * add_decay(g, w, weight_decay, maximize);")
 
-SGD_MOMENTUM = Kernel(
+SGD_MOMENTUM = RuleKernel(
     name="sgd_momentum",
     hyperparams="lr weight_decay maximize momentum one_minus_dampening nesterov",
     element_states=("momentum_buffer",),
-    element="""
-        g = decayed(g, w, weight_decay, maximize);
+    element_body="""
+        g = add_decay(g, w, weight_decay, maximize);
         momentum_buffer = first ? g : momentum * momentum_buffer + one_minus_dampening * g;
         w = w - lr * (nesterov != 0.0f ? g + momentum * momentum_buffer : momentum_buffer);
     """,

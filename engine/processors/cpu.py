@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .. import _core
 from .._core import Batch
-from ..cache.cached import CpuCachedTier
+from ..cache.cache_tier import CpuCacheTier
 from ..ops.batch import Gradients, as_array, convert_gradients, empty, flatten_weights, make_batch, to_keys
 from ..optim.row_state import RowState
 from ..options.lookup import OUTPUT_DTYPES, Lookup
 from ..options.store_options import CachedHostMemOptions, as_mb
 from ..options.table_spec import TableSpec
-from ..store.contract import Tier, TopTier
-from ..store.full import CpuFullTier
+from ..store.full_tier import CpuFullTier
+from ..store.interfaces import Tier, TopTier
 from ..store.table_counts import Counts
 from .processor import Processor
 
@@ -48,11 +48,11 @@ class CpuProcessor(Processor[Batch]):
     def make_full_table(self, tier: str) -> CpuFullTier:
         return CpuFullTier(self.layout, tier)
 
-    def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CpuCachedTier:
+    def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CpuCacheTier:
         option = f"embedding {self._spec.name!r}: cache_budget_mb"
-        return CpuCachedTier(self.layout, lower_tier, options, as_mb(options.cache_budget_mb), "device", option)
+        return CpuCacheTier(self.layout, lower_tier, options, as_mb(options.cache_budget_mb), "device", option)
 
-    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CpuCachedTier, CpuFullTier]:
+    def make_table_cache(self, options: CachedHostMemOptions) -> tuple[CpuCacheTier, CpuFullTier]:
         host = CpuFullTier(self.layout, "host")
         return self.make_cache(host, options), host
 
@@ -99,7 +99,7 @@ class CpuProcessor(Processor[Batch]):
         _core.compute_weights_grad(batch, self.layout, index, as_array(grad), flatten_weights(out), mean, dtype)
         return out
 
-    def set_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+    def send_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
         self._hyperparams, self._step, self._scale = hyperparams, step, scale
 
     def update(self, batch: Batch, gradients: Gradients, rule_name: str) -> None:

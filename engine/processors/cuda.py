@@ -10,23 +10,23 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .. import _core
-from ..cache.cached import MB, make_budget_error
-from ..cache.cuda.cache import Cache
-from ..cache.cuda.cached import CudaCachedTier
-from ..cache.cuda.cached_table import CachedTable
+from ..cache.cache_tier import MB, make_budget_error
+from ..cache.cuda.cache import CacheSets
+from ..cache.cuda.cache_tier import CudaCacheTier
+from ..cache.cuda.table_cache import CudaTableCache
 from ..errors import OptionError
 from ..host_memory import FreeMemory
 from ..ops.batch import Gradients
 from ..ops.cuda import step as kernels
-from ..ops.cuda.batch import CHANGED, Batch, Faults, LegalIds, LookupArrays
+from ..ops.cuda.batch import CHANGED, Batch, Faults, LegalIds, LookupTensors
 from ..ops.cuda.device import Device
 from ..ops.cuda.layout import Layout
 from ..optim.row_state import RowState
 from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions, StoreOptions, as_mb
 from ..options.table_spec import TableSpec
-from ..store.contract import Tier
-from ..store.cuda.full import CudaFullTier
+from ..store.cuda.full_tier import CudaFullTier
+from ..store.interfaces import Tier
 from ..store.table_counts import Counts
 from .processor import DeferredError, ProcessorFactory
 
@@ -88,26 +88,26 @@ class CudaProcessor:
                 "capacity, or None for a table that grows"
             ) from None
 
-    def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CudaCachedTier:
-        return CudaCachedTier(self._device_layout, lower_tier, self._allocate_cache(options), self._faults)
+    def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> CudaCacheTier:
+        return CudaCacheTier(self._device_layout, lower_tier, self._allocate_sets(options), self._faults)
 
-    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[CachedTable, CudaFullTier]:
+    def make_table_cache(self, options: CachedHostMemOptions) -> tuple[CudaTableCache, CudaFullTier]:
         host = self.make_full_table("host")
-        return CachedTable(self._device_layout, host, self._allocate_cache(options), self._faults), host
+        return CudaTableCache(self._device_layout, host, self._allocate_sets(options), self._faults), host
 
     def make_batch(self, lookups: Sequence[Lookup], sibling: Batch | None = None, is_future: bool = False) -> Batch:
         """See `Processor.make_batch`. If `is_future`, also groups the positions of ids by row, so the step need not."""
         _core.set_num_threads(torch.get_num_threads())  # used by host tiers below a cache
         if sibling is not None:
             return sibling.make_sibling(self._faults.word)
-        arrays = [_make_lookup_arrays(lookup) for lookup in lookups]
+        arrays = [_make_lookup_tensors(lookup) for lookup in lookups]
         faults = torch.zeros_like(self._faults.word) if is_future else self._faults.word
         batch = Batch(self._device, arrays, self._legal_ids, faults)
         if is_future:
             for tensor in (tensor for lookup in lookups for tensor in lookup.tensors):
                 if tensor is not None:
                     self._device.record_stream(tensor)
-            _ = batch.positions_by_row  # computed now rather than in the step
+            _ = batch.occurrences  # computed now rather than in the step
         return batch
 
     def adopt(self, batch: Batch, announced_lookups: Sequence[Lookup], lookups: Sequence[Lookup]) -> None:
@@ -149,7 +149,7 @@ class CudaProcessor:
         kernels.weights_grad(batch, self._device_layout, index, grad.contiguous(), out, lookup.pooling == "mean")
         return out
 
-    def set_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+    def send_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
         kernels.write_step_params(self._device_layout, rule_name, hyperparams, step, scale, self._step_params)
 
     def update(self, batch: Batch, gradients: Gradients, rule_name: str) -> None:
@@ -203,15 +203,15 @@ class CudaProcessor:
     def catch_up(self, batch: Batch, rule_name: str) -> None:
         kernels.catch_up(self._device_layout, rule_name, batch, self._step_params)
 
-    def _allocate_cache(self, options: CachedHostMemOptions) -> Cache:
+    def _allocate_sets(self, options: CachedHostMemOptions) -> CacheSets:
         budget_mb = as_mb(options.cache_budget_mb)
         try:
-            return Cache(self._device_layout, int(budget_mb * MB), options.cache_policy)
+            return CacheSets(self._device_layout, int(budget_mb * MB), options.cache_policy)
         except (ValueError, torch.OutOfMemoryError) as error:
             raise make_budget_error("cache_budget_mb", budget_mb, self._device_layout.line_bytes, error) from None
 
 
-def _make_lookup_arrays(lookup: Lookup) -> LookupArrays:
+def _make_lookup_tensors(lookup: Lookup) -> LookupTensors:
     """Convert a lookup to the arrays from which a batch is made. All values stay on the device."""
     ids = lookup.ids.detach().reshape(-1).contiguous()
     keys = ids.view(torch.int64) if ids.dtype == torch.uint64 else ids.to(torch.int64)
@@ -222,7 +222,7 @@ def _make_lookup_arrays(lookup: Lookup) -> LookupArrays:
     bags: int | Tensor | None = offsets
     if offsets is None and lookup.pooling is not None:  # without ids in the bags, only offsets tell the number of bags
         bags = lookup.ids.shape[-1] or keys.new_zeros(lookup.ids.shape[:-1].numel() + 1)
-    return LookupArrays(keys, tables, bags, lookup.feature_columns)
+    return LookupTensors(keys, tables, bags, lookup.feature_columns)
 
 
 def _make_legal_ids(spec: TableSpec, device: torch.device) -> LegalIds:

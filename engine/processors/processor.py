@@ -19,7 +19,7 @@ from ..optim.row_state import RowState
 from ..options.lookup import Lookup
 from ..options.store_options import CachedHostMemOptions
 from ..options.table_spec import TableSpec
-from ..store.contract import FullTier, InMemoryTier, Tier, TopTier
+from ..store.interfaces import FullTier, InMemoryTier, Tier, TopTier
 from ..store.table_counts import Counts
 
 B = TypeVar("B")
@@ -89,7 +89,7 @@ class Processor(Protocol[B]):
     def make_cache(self, lower_tier: Tier, options: CachedHostMemOptions) -> TopTier[B]:
         """Make a cache above a tier. Raises OptionError for a wrong budget."""
 
-    def make_cached_table(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
+    def make_table_cache(self, options: CachedHostMemOptions) -> tuple[TopTier[B], InMemoryTier]:
         """Make a table for all rows in host memory and a cache above it. Returns (cache, table). Raises OptionError."""
 
     def make_batch(self, lookups: Sequence[Lookup], sibling: B | None = None, is_future: bool = False) -> B:
@@ -139,7 +139,7 @@ class Processor(Protocol[B]):
     def weights_grad(self, batch: B, index: int, lookup: Lookup, grad: Tensor) -> Tensor:
         """Returns the gradient of a lookup's weights: float32 in the shape of its ids, 0 for padding."""
 
-    def set_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
+    def send_hyperparams(self, rule_name: str, hyperparams: Sequence[float], step: int, scale: float = 1.0) -> None:
         """Set the rule's numbers (`RowOptimizer.compute_hyperparams`), the step, and the factor for gradients."""
 
     def update(self, batch: B, gradients: Gradients, rule_name: str) -> None:

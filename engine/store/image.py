@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import ClosedError
 from ..row_format import BUCKETS, Chunks, Keys, TableIds
 from ..threads import POLL_SECONDS
-from .contract import TableImage
+from .interfaces import TableImage
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # bytes per chunk; steps wait while a chunk is read

@@ -14,7 +14,7 @@ from ..durable import choose_remedy, fsync_dir, make_folder
 from ..errors import OptionError, StoreError
 from ..options.store_options import ROCKSDB_CACHE_MB, require_rocksdb
 from ..row_format import Chunks, row_dtype
-from .contract import NativeTier
+from .interfaces import NativeTier
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 64 << 20  # limit for the memtables of all shards together

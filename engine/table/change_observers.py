@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 
 from .. import _core
-from ..cache.cached import CpuCachedTier
+from ..cache.cache_tier import CpuCacheTier
 from ..errors import StoreError
 from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, RowArray, TableIds, extract_row_keys
 from ..signals import defer_signals
-from ..store.contract import ChangeSource, TopTier
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
+from ..store.interfaces import ChangeSource, TopTier
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
 from .row_scan import iterate_locked, locate_lines
@@ -186,7 +186,7 @@ class ChangeObservers:
             self.check_not_saving()
             if self._image is not None:
                 raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close that image first")
-            if isinstance(top_tier, CpuCachedTier):
+            if isinstance(top_tier, CpuCacheTier):
                 top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
                 top_tier.flush()
@@ -223,7 +223,7 @@ class ChangeObservers:
             return save
 
     @property
-    def is_saved_by_other_thread(self) -> bool:
+    def is_being_saved_by_other_thread(self) -> bool:
         """True while another thread saves the rows in the foreground."""
         return isinstance(self.last_save, ForegroundSave) and self.last_save.is_run_by_other_thread
 
@@ -237,7 +237,7 @@ class ChangeObservers:
         while True:
             self.wait_for_foreground_save()
             with self._table.lock:
-                if not self.is_saved_by_other_thread:
+                if not self.is_being_saved_by_other_thread:
                     yield
                     return
 
@@ -250,7 +250,7 @@ class ChangeObservers:
             raise StoreError(format_still_saving(save.label))
 
     @property
-    def is_saved_in_background(self) -> bool:
+    def is_being_saved_in_background(self) -> bool:
         return isinstance(self.last_save, BackgroundSave) and not self.last_save.done
 
     def finish_saving(self) -> BaseException | None:

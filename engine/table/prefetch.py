@@ -30,7 +30,7 @@ from .. import _core
 from ..ops.fingerprint import are_lookups_equal, copy_lookup, fingerprint
 from ..options.lookup import Lookup
 from ..processors.processor import Processor
-from ..store.contract import TopTier
+from ..store.interfaces import TopTier
 from ..threads import Thread, wait_for
 
 MAX_WINDOW = 31  # maximum number of future batches that the store knows; the queue holds later announcements
@@ -167,7 +167,7 @@ class Prefetcher:
         if thread is not current_thread():  # a garbage collection in the thread itself may close the table
             thread.join()
         self._is_busy = self._is_tier_full = False
-        self._top_tier.cancel()
+        self._top_tier.cancel_announced()
 
     def _find_match(self, lookups: Sequence[Lookup]) -> tuple[int, int] | None:
         """Return (position, count) of consecutive announcements that together hold these lookups, or None."""
@@ -210,7 +210,7 @@ class Prefetcher:
             self._is_paused = True
             if not wait_for(self._condition, lambda: not self._is_busy, self._thread):
                 self._is_busy = False  # the thread died
-            self._top_tier.cancel()
+            self._top_tier.cancel_announced()
             for announcement in self._announcements:
                 announcement.is_announced = announcement.is_fetched = False
             self._is_tier_full = False

@@ -24,11 +24,11 @@ from .stack import Stack
 T = TypeVar("T")
 
 
-def check_rows(chunks: Chunks, tables: int) -> Chunks:
-    """Yield stored rows unchanged. Raises SnapshotError for an unwritten row or a table id >= `tables`."""
+def check_rows(chunks: Chunks, num_tables: int) -> Chunks:
+    """Yield stored rows unchanged. Raises SnapshotError for an unwritten row or a table id >= `num_tables`."""
     for bucket, rows in chunks:
-        if (rows["table"] >= tables).any():
-            raise SnapshotError(f"there are rows of table {rows['table'].max()}, but the embedding has {tables} tables")
+        if len(rows) and (table := rows["table"].max()) >= num_tables:
+            raise SnapshotError(f"there are rows of table {table}, but the embedding has {num_tables} tables")
         if (rows["updates"] == 0).any():
             raise SnapshotError("there are rows with updates=0, although snapshots hold only rows that were written")
         yield bucket, rows

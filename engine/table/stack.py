@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..cache.cached import CpuCachedTier
+from ..cache.cache_tier import CpuCacheTier
 from ..errors import InputError
 from ..options.rocksdb_options import format_options
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, as_mb
 from ..processors.cpu import CpuProcessor
 from ..processors.processor import Processor, ProcessorFactory
-from ..store.contract import InMemoryTier, Tier, TopTier
+from ..store.interfaces import InMemoryTier, Tier, TopTier
 from ..store.rocksdb import READ_THREADS, SHARDS, RocksDB
 
 log = logging.getLogger("tierbed")
@@ -118,12 +118,12 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             lower_tier: Tier = rocksdb
             if options.host_cache_budget_mb:
                 budget_mb = as_mb(options.host_cache_budget_mb)
-                lower_tier = CpuCachedTier(layout, lower_tier, options, budget_mb, "host", "host_cache_budget_mb")
+                lower_tier = CpuCacheTier(layout, lower_tier, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.make_cache(lower_tier, options), rocksdb)
         except BaseException:
             rocksdb.close()
             raise
     if isinstance(options, CachedHostMemOptions):
-        return Stack(*processor.make_cached_table(options))
+        return Stack(*processor.make_table_cache(options))
     table = processor.make_full_table("device" if isinstance(options, DeviceMemOptions) else "host")
     return Stack(table, table)

@@ -74,7 +74,7 @@ class StepGate:
                     table.lock.acquire(timeout=POLL_SECONDS) and locks.callback(table.lock.release) for table in tables
                 ):
                     continue
-                is_used = any(table.is_in_step or table.observers.is_saved_by_other_thread for table in self._tables)
+                is_used = any(table.is_in_step or table.observers.is_being_saved_by_other_thread for table in tables)
                 if not self.is_mid_step and not is_used:
                     stack.enter_context(locks.pop_all())
                     return True

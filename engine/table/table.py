@@ -21,11 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..cache.cached import CpuCachedTier
+from ..cache.cache_tier import CpuCacheTier
 from ..errors import ClosedError, OptimizerError, StoreError, TierbedError
 from ..lifecycle.lifecycle import Lifecycle
 from ..ops.batch import Gradients, check_gradients, find_unique_rows
-from ..ops.exact_sum import add_partial_sums, compute_partial_sum
+from ..ops.exact_sum import PartialSum, add_partial_sums, compute_partial_sum
 from ..optim.row_optimizer import RowOptimizer
 from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
@@ -34,8 +34,8 @@ from ..options.table_spec import ID_LIMITS_FIELD, RUN_ID_FIELD, TableSpec
 from ..processors.processor import Processor
 from ..row_format import MAX_STEP, Chunks, Keys, TableIds
 from ..signals import defer_signals
-from ..store.contract import CapacityLimit, TopTier
-from ..store.full import CpuFullTier
+from ..store.full_tier import CpuFullTier
+from ..store.interfaces import CapacityLimit, TopTier
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, count_by_table
 from .change_observers import ChangeObservers
@@ -77,9 +77,9 @@ class PinnedBatch:
 
     def compute_squared_norm(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> float:
         """Returns the sum of squared row gradients. A row's gradients are summed before they are squared."""
-        return add_partial_sums([self.compute_square_sum(grads, weights)])
+        return add_partial_sums([self.compute_squared_norm_part(grads, weights)])
 
-    def compute_square_sum(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> NDArray[np.int64]:
+    def compute_squared_norm_part(self, grads: list[Tensor], weights: list[Tensor | None] | None = None) -> PartialSum:
         """Returns `compute_squared_norm` as a partial sum (engine/ops/exact_sum.py) that other ranks can add to."""
         gradients = self.check_gradients(grads, weights)
         with self.table.lock:
@@ -218,7 +218,7 @@ class OpenTable:
         """Flush most rows in parts, so that a later `flush` is short. Other threads may use the table between parts."""
         with suppress(RowsReplacedError):  # `flush` will flush the new rows
             top_tier = self.prepare_top_tier()
-            if isinstance(top_tier, CpuCachedTier):
+            if isinstance(top_tier, CpuCacheTier):
                 for _ in iterate_locked(top_tier.flush_pieces(), self.lock, self.finish_erasures):
                     sleep(_PAUSE_SECONDS)  # the lock is not fair: without a pause, other threads would not get it
 
@@ -369,7 +369,7 @@ class OpenTable:
         with self.lock:
             pinned = self._pin(lookups, dtype, sibling)
             if self.catch_up_rule:
-                self.set_hyperparams()
+                self.send_hyperparams()
                 self.preview_catch_up(pinned.batch)
             return pinned
 
@@ -394,7 +394,7 @@ class OpenTable:
         rule, hyperparams = optimizer.rule, optimizer.compute_hyperparams(step, clip_value, self.hyperparams)
 
         def write() -> None:
-            self.processor.set_hyperparams(rule, hyperparams, step, scale)
+            self.processor.send_hyperparams(rule, hyperparams, step, scale)
             self.processor.update(pinned.batch, gradients, rule)
             self.record_update(step, hyperparams)
 
@@ -421,7 +421,7 @@ class OpenTable:
 
         def write() -> None:
             if rule := self.catch_up_rule:
-                self.set_hyperparams()
+                self.send_hyperparams()
                 self.processor.catch_up(pinned.batch, rule)
             self.processor.assign(pinned.batch, values, self.step)
 
@@ -528,7 +528,7 @@ class OpenTable:
         batch = self.processor.make_batch([lookup])
         self.prepare_top_tier().peek(batch, is_training)
         if self.catch_up_rule:
-            self.set_hyperparams()
+            self.send_hyperparams()
             self.preview_catch_up(batch)
         return batch
 
@@ -537,10 +537,10 @@ class OpenTable:
         if rule := self.catch_up_rule:
             self.processor.preview_catch_up(batch, rule)
 
-    def set_hyperparams(self) -> None:
+    def send_hyperparams(self) -> None:
         """If rows may have missed steps, give the processor the rule's hyper-parameters for the next step."""
         if rule := self.catch_up_rule:
-            self.processor.set_hyperparams(rule, self.compute_hyperparams(), self.step + 1)
+            self.processor.send_hyperparams(rule, self.compute_hyperparams(), self.step + 1)
 
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""

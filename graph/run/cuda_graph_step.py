@@ -294,10 +294,10 @@ def _begin_replay(table: OpenTable, has_updates: bool, clip_value: float | None)
     table.finish_erasures()
     table.raise_deferred_error(wait=False)
     if not has_updates:
-        table.set_hyperparams()
+        table.send_hyperparams()
         return table.step, table.hyperparams
     optimizer, step = table.require_optimizer(), table.check_next_step()
     hyperparams = optimizer.compute_hyperparams(step, clip_value, table.hyperparams)
     table.before_write(step)
-    table.processor.set_hyperparams(optimizer.rule, hyperparams, step)
+    table.processor.send_hyperparams(optimizer.rule, hyperparams, step)
     return step, hyperparams

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...engine.checks import is_folder_name
-from ...engine.durable import TEMPORARY_PREFIX, open_regular, read_sealed, remove_folder, unseal
+from ...engine.durable import TEMPORARY_PREFIX, open_regular, read_record_bytes, remove_folder, unseal
 from ...engine.errors import SnapshotError
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.linking import remove_snapshot
@@ -74,7 +74,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
 
 def read_state_file(folder: Path) -> dict[str, Any]:
     """Read a checkpoint's record, and check its format and field types. Raises OSError, ValueError."""
-    record: Any = unseal(read_sealed(folder / STATE_FILE))
+    record: Any = unseal(read_record_bytes(folder / STATE_FILE))
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise ValueError(f"{STATE_FILE} was not written by tierbed")
     if record["format"] not in (versions := FORMAT_VERSIONS.values()):

@@ -134,8 +134,8 @@ class EmbeddingConfig:
 
     def table_options(self) -> AnyTableOptions:
         """Return the table options for `MultiTableEmbedding`."""
-        ids = None if self.num_embeddings is None else int(self.num_embeddings)
-        return make_table_options(self._make_initializer(), name=self.name, ids=ids, bad_ids=self.bad_ids)
+        num_ids = None if self.num_embeddings is None else int(self.num_embeddings)
+        return make_table_options(self._make_initializer(), name=self.name, ids=num_ids, bad_ids=self.bad_ids)
 
     def _make_initializer(self) -> Mapping[str, Any]:
         low, high, subject = self.weight_init_min, self.weight_init_max, f"table {self.name!r}"

@@ -19,7 +19,7 @@ from ...engine.errors import InputError, OptionError
 from ...engine.options.lookup import Lookup, check_lookup
 from ..tensors.jagged_tensor import JaggedTensor, make_mask, pad_bags
 from ..tensors.keyed_jagged_tensor import KeyedJaggedTensor, VariableBatchKeyedJaggedTensor
-from ..tensors.keyed_tensor import ColumnOrder, KeyedTensor
+from ..tensors.keyed_tensor import ColumnJoiner, KeyedTensor
 from ..tensors.validation import check_eager
 from .configs import EmbeddingBagConfig, EmbeddingConfig
 from .tables import TableCollection, TableView, find_key_indices, make_output_names
@@ -95,7 +95,7 @@ class EmbeddingBagCollection(TableCollection):
             self._output_keys += names
             self._output_lengths += [config.embedding_dim] * len(names)
             lookup_indices += [self._add_feature(config, feature) for feature in config.feature_names]
-        self._column_order = ColumnOrder(lookup_indices, [lookup.dim for lookup in self._lookups])
+        self._column_joiner = ColumnJoiner(lookup_indices, [lookup.dim for lookup in self._lookups])
 
     def forward(self, features: Any) -> KeyedTensor:
         """Return one pooled row per sample and feature.
@@ -117,7 +117,7 @@ class EmbeddingBagCollection(TableCollection):
             rows = [self._look_up(lookup, batch, weights) for lookup in self._lookups]
         if not rows:
             return KeyedTensor([], [], torch.empty(batch.stride(), 0, device=batch.values().device))
-        return KeyedTensor(self._output_keys, self._output_lengths, self._column_order.join(rows))
+        return KeyedTensor(self._output_keys, self._output_lengths, self._column_joiner.join(rows))
 
     @property
     def embedding_bags(self) -> Mapping[str, TableView]:

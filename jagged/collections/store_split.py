@@ -25,7 +25,7 @@ BUDGETS = ("cache_budget_mb", "host_cache_budget_mb", "overflow_mb", "rocksdb_ca
 _OPTIONS_DICT = "a dict {embedding name: its own store_options}"
 
 
-class StoreRequest(NamedTuple):
+class EmbeddingSize(NamedTuple):
     """An embedding's row count and row format; they determine its share of the memory."""
 
     dim: int
@@ -33,27 +33,27 @@ class StoreRequest(NamedTuple):
     itemsize: int = 4  # bytes per element
 
 
-def assign_stores(store_options: Mapping[str, Any], requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
+def assign_stores(store_options: Mapping[str, Any], embeddings: Mapping[str, EmbeddingSize]) -> dict[str, StoreOptions]:
     """Return {embedding name: its store options}. Raises OptionError.
 
     store_options: one store's options, which `divide_store` divides, or a mapping from embedding name to options.
     """
     is_by_name = isinstance(store_options, Mapping) and not isinstance(store_options, StoreOptions)
     if not is_by_name or isinstance(store_options.get("store"), str):
-        return divide_store(store_options_from_dict(store_options), requests)
+        return divide_store(store_options_from_dict(store_options), embeddings)
     by_name = {str(name): options for name, options in store_options.items()}
-    names = ", ".join(map(repr, requests))
-    if unknown := [name for name in by_name if name not in requests]:
-        matches = difflib.get_close_matches(unknown[0], requests, 1)
+    names = ", ".join(map(repr, embeddings))
+    if unknown := [name for name in by_name if name not in embeddings]:
+        matches = difflib.get_close_matches(unknown[0], embeddings, 1)
         remedy = f"did you mean {matches[0]!r}? " if matches else ""
         raise OptionError(f"store_options[{unknown[0]!r}]: no such embedding exists; {remedy}give options for {names}")
-    if missing := [name for name in requests if name not in by_name]:
+    if missing := [name for name in embeddings if name not in by_name]:
         remedy = f"give options for each of {names}, or one store for all, which is divided"
         raise OptionError(f"store_options has none for embedding {', '.join(map(repr, missing))}; {remedy}")
-    return {name: store_options_from_dict(by_name[name], f"store_options[{name!r}]") for name in requests}
+    return {name: store_options_from_dict(by_name[name], f"store_options[{name!r}]") for name in embeddings}
 
 
-def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) -> dict[str, StoreOptions]:
+def divide_store(options: StoreOptions, embeddings: Mapping[str, EmbeddingSize]) -> dict[str, StoreOptions]:
     """Divide one store's options between embeddings. The parts never add up to more than the whole.
 
     Memory is divided in proportion to row bytes, and `capacity` in proportion to row counts. If any row count is
@@ -61,27 +61,27 @@ def divide_store(options: StoreOptions, requests: Mapping[str, StoreRequest]) ->
     If `rocksdb_options` sets their size, they are not divided. A single embedding gets everything. Raises OptionError
     if there is too little to divide, or if a budget is "auto" and there are several embeddings.
     """
-    if len(requests) == 1:
-        return dict.fromkeys(requests, options)
-    is_known = all(request.rows is not None for request in requests.values())
-    rows = [request.rows or 0 if is_known else 1 for request in requests.values()]
-    sizes = [request.rows * row_bytes(request) if is_known and request.rows else 1 for request in requests.values()]
+    if len(embeddings) == 1:
+        return dict.fromkeys(embeddings, options)
+    is_known = all(size.rows is not None for size in embeddings.values())
+    rows = [size.rows or 0 if is_known else 1 for size in embeddings.values()]
+    sizes = [size.rows * row_bytes(size) if is_known and size.rows else 1 for size in embeddings.values()]
     parts: dict[str, Sequence[Any]] = {}  # {option: its value for each embedding}
     if isinstance(options, CachedHostMemOptions):
-        parts |= {budget: _divide_budget(budget, options, requests, sizes) for budget in BUDGETS if options.get(budget)}
+        parts |= {name: _divide_budget(name, options, embeddings, sizes) for name in BUDGETS if options.get(name)}
     if options.capacity is not None:
         capacities = _divide(options.capacity, rows, [1] * len(rows))
         if capacities is None:
             raise OptionError(
-                f"capacity={options.capacity} is too small for {len(requests)} embeddings ({', '.join(requests)}); "
-                f"give at least {len(requests)}, or {_OPTIONS_DICT}"
+                f"capacity={options.capacity} is too small for {len(embeddings)} embeddings ({', '.join(embeddings)}); "
+                f"give at least {len(embeddings)}, or {_OPTIONS_DICT}"
             )
         parts["capacity"] = capacities
     if isinstance(options, CachedSsdOptions) and (rocksdb_options := _divide_write_buffers(options, sizes)):
         parts["rocksdb_options"] = rocksdb_options
     return {
         name: replace(options, **{option: values[i] for option, values in parts.items()})
-        for i, name in enumerate(requests)
+        for i, name in enumerate(embeddings)
     }
 
 
@@ -105,24 +105,24 @@ def format_stores(stores: Mapping[str, StoreOptions]) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines() if line.strip())
 
 
-def row_bytes(request: StoreRequest, num_states: int = 0) -> int:
+def row_bytes(embedding: EmbeddingSize, num_states: int = 0) -> int:
     """Return a cached row's bytes, metadata included. num_states: floats of optimizer state per element."""
-    return (request.dim * (request.itemsize + 4 * num_states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
+    return (embedding.dim * (embedding.itemsize + 4 * num_states) + 8 + 15) // 16 * 16 + LINE_OVERHEAD_BYTES
 
 
 def _divide_budget(
-    budget: str, options: StoreOptions, requests: Mapping[str, StoreRequest], sizes: Sequence[int]
+    budget: str, options: StoreOptions, embeddings: Mapping[str, EmbeddingSize], sizes: Sequence[int]
 ) -> list[float]:
     total: Any = options.get(budget)
     if total == "auto":
-        problem = f"works only for one embedding, but {len(requests)} share the store ({', '.join(requests)})"
+        problem = f"works only for one embedding, but {len(embeddings)} share the store ({', '.join(embeddings)})"
         raise OptionError(f"{budget}='auto' {problem}; give a number of MiB to divide, or {_OPTIONS_DICT}")
     num_rows = _core.WAYS if budget in BUDGETS[:2] else 0  # a cache needs memory for at least one set
-    minimums = [max(num_rows * row_bytes(request, MAX_STATES), 1) for request in requests.values()]
+    minimums = [max(num_rows * row_bytes(size, MAX_STATES), 1) for size in embeddings.values()]
     parts = _divide(int(total * MB), sizes, minimums)
     if parts is None:
         raise OptionError(
-            f"{budget}={total} is too small for {len(requests)} embeddings ({', '.join(requests)}); give at least "
+            f"{budget}={total} is too small for {len(embeddings)} embeddings ({', '.join(embeddings)}); give at least "
             f"{sum(minimums) / MB:.3g} MiB, or {_OPTIONS_DICT}"
         )
     return [part / MB for part in parts]

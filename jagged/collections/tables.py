@@ -30,7 +30,7 @@ from ...engine.options.table_spec import DTYPES, check_state_dtype
 from ...snapshots.store.folder_state import FolderState
 from ..tensors.validation import is_empty
 from .configs import EmbeddingConfig, as_config
-from .store_split import StoreRequest, assign_stores, format_stores
+from .store_split import EmbeddingSize, assign_stores, format_stores
 
 log = logging.getLogger("tierbed")
 T = TypeVar("T", bound=EmbeddingConfig)
@@ -50,14 +50,14 @@ def group_tables(module_name: str, tables: Iterable[T]) -> dict[str, list[T]]:
     return table_groups
 
 
-def make_store_requests(table_groups: Mapping[str, Sequence[EmbeddingConfig]]) -> dict[str, StoreRequest]:
-    """Return {embedding name: StoreRequest} for the store that the embeddings share."""
-    requests = {}
+def collect_embedding_sizes(table_groups: Mapping[str, Sequence[EmbeddingConfig]]) -> dict[str, EmbeddingSize]:
+    """Return {embedding name: EmbeddingSize} for the store that the embeddings share."""
+    sizes = {}
     for name, tables in table_groups.items():
         row_counts = [table.num_embeddings for table in tables if table.num_embeddings is not None]
         num_rows = sum(row_counts) if len(row_counts) == len(tables) else None
-        requests[name] = StoreRequest(tables[0].embedding_dim, num_rows, tables[0].dtype.itemsize)
-    return requests
+        sizes[name] = EmbeddingSize(tables[0].embedding_dim, num_rows, tables[0].dtype.itemsize)
+    return sizes
 
 
 class TableView(NamedTuple):
@@ -279,7 +279,7 @@ class TableCollection(TableModule):
         if new_configs:
             table_groups = group_tables(self.name, new_configs)
             store = make_device_mem_store_options() if store_options is None else store_options
-            stores = assign_stores(store, make_store_requests(table_groups))
+            stores = assign_stores(store, collect_embedding_sizes(table_groups))
             self._make_embeddings(table_groups, stores, seed, key_type, **options)
         elif store_options is not None and configs:
             raise OptionError("store_options: all tables use the shared collection's store; leave store_options out")

@@ -17,7 +17,7 @@ from ...embedding.optim.eager import IN_BACKWARD
 from ...engine.errors import InputError, OptionError
 from ..tbe.call_arguments import REFUSED_ARGS, check_arguments, pop_ignored_arguments
 from ..tbe.enums import OptimType
-from ..tbe.settings import DEFAULTS, make_optimizer_settings
+from ..tbe.settings import DEFAULT_ARGS, make_optimizer_settings
 
 log = logging.getLogger("tierbed")
 _OPTIM_TYPES = {  # keys are class names in TorchRec; the first three are also torch's
@@ -30,7 +30,7 @@ _OPTIM_TYPES = {  # keys are class names in TorchRec; the first three are also t
     "PartialRowWiseLAMB": OptimType.PARTIAL_ROWWISE_LAMB,
     "PartialRowWiseAdam": OptimType.PARTIAL_ROWWISE_ADAM,
 }
-_OPTIMIZER_ARGUMENTS = ("optimizer", "learning_rate", "weight_decay_mode", "max_norm", *DEFAULTS)
+_OPTIMIZER_ARGUMENTS = ("optimizer", "learning_rate", "weight_decay_mode", "max_norm", *DEFAULT_ARGS)
 _CLIPPING_REMEDY = "limit rows by clip_grad_value in the param group of an EagerOptimizer"
 _REFUSED_SETTINGS: dict[str, tuple[Any, str]] = REFUSED_ARGS | {
     **dict.fromkeys(

@@ -20,7 +20,7 @@ from ...engine.options.lookup import Lookup
 from ...engine.options.table_spec import TableSpec
 from ...engine.table.row_step import run_row_step
 from ..tensors.keyed_jagged_tensor import VariableBatchKeyedJaggedTensor
-from ..tensors.keyed_tensor import ColumnOrder
+from ..tensors.keyed_tensor import ColumnJoiner
 from .call_arguments import TBECall
 
 _NO_GRADIENT_ERROR = (
@@ -65,7 +65,7 @@ class CallSplitter:
             tables = [locations[feature][1] for feature in features]
             columns = tuple(features.index(i) if i in features else -1 for i in range(len(locations)))
             self._feature_groups.append(_FeatureGroup(spec, features, tables, columns))
-        self._column_order = ColumnOrder(embedding_by_feature, [spec.dim for spec in specs])
+        self._column_joiner = ColumnJoiner(embedding_by_feature, [spec.dim for spec in specs])
 
     def split(self, call: TBECall) -> list[tuple[Lookup, Tensor | None]]:
         """Return (lookup, weights) for each embedding."""
@@ -85,7 +85,7 @@ class CallSplitter:
             return self._join_by_rank([[count] for count in call.jagged.length_per_key()], results)
         if call.bag_counts is not None:
             return self._join_by_rank(call.bag_counts, [rows.flatten() for rows in results])
-        return self._column_order.join([rows.flatten(1) for rows in results])
+        return self._column_joiner.join([rows.flatten(1) for rows in results])
 
     def _select(self, group: _FeatureGroup, jagged: VariableBatchKeyedJaggedTensor) -> tuple[Lookup, Tensor | None]:
         """Return a lookup of only the group's features. Table ids are per bag, or per index if rows are not pooled."""

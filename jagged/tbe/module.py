@@ -39,8 +39,8 @@ from .enums import (
     parse_enum,
 )
 from .fused_lookup import CallSplitter, FusedUpdater
-from .settings import DEFAULTS, LEARNING_RATE, make_optimizer_settings, parse_state_dtype
-from .specs import LOAD_FACTOR, BoundsCheck, choose_device, choose_stores, compute_cache_mb, parse_features, parse_specs
+from .settings import DEFAULT_ARGS, DEFAULT_LOAD_FACTOR, DEFAULT_LR, make_optimizer_settings, parse_state_dtype
+from .specs import BoundsCheck, choose_device, choose_stores, compute_cache_mb, parse_features, parse_specs
 
 log = logging.getLogger("tierbed")
 
@@ -97,14 +97,14 @@ class TableBatchedEmbeddingBags(TableModule):
         feature_table_map: Sequence[int] | None = None,
         *,
         optimizer: Any = OptimType.EXACT_SGD,
-        learning_rate: float = LEARNING_RATE,
-        eps: float = DEFAULTS["eps"],
-        beta1: float = DEFAULTS["beta1"],
-        beta2: float = DEFAULTS["beta2"],
-        weight_decay: float = DEFAULTS["weight_decay"],
+        learning_rate: float = DEFAULT_LR,
+        eps: float = DEFAULT_ARGS["eps"],
+        beta1: float = DEFAULT_ARGS["beta1"],
+        beta2: float = DEFAULT_ARGS["beta2"],
+        weight_decay: float = DEFAULT_ARGS["weight_decay"],
         weight_decay_mode: Any = WeightDecayMode.NONE,
-        momentum: float = DEFAULTS["momentum"],
-        eta: float = DEFAULTS["eta"],
+        momentum: float = DEFAULT_ARGS["momentum"],
+        eta: float = DEFAULT_ARGS["eta"],
         max_norm: float = 0.0,
         gradient_clipping: bool = False,
         max_gradient: float = 1.0,
@@ -113,7 +113,7 @@ class TableBatchedEmbeddingBags(TableModule):
         output_dtype: Any = torch.float32,
         bounds_check_mode: Any = BoundsCheckMode.WARNING,
         cache_algorithm: Any = CacheAlgorithm.LRU,
-        cache_load_factor: float = LOAD_FACTOR,
+        cache_load_factor: float = DEFAULT_LOAD_FACTOR,
         table_names: Sequence[str] | None = None,
         optimizer_state_dtypes: Mapping[str, Any] | None = None,
         device: Any = None,

@@ -43,8 +43,8 @@ _DECAY_MODES = {kind: _ADAM_MODES for kind, (_, names) in _OPTIMIZERS.items() if
     OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 }
 # FBGEMM's defaults
-LEARNING_RATE = 0.01
-DEFAULTS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "momentum": 0.9, "eta": 0.001}
+DEFAULT_LR, DEFAULT_LOAD_FACTOR = 0.01, 0.2  # FBGEMM's defaults
+DEFAULT_ARGS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "momentum": 0.9, "eta": 0.001}
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class OptimizerSettings:
 
     optim_type: OptimType
     learning_rate: float
-    hyper_parameters: Mapping[str, float]  # keys as in DEFAULTS
+    hyper_parameters: Mapping[str, float]  # keys as in DEFAULT_ARGS
     weight_decay_mode: WeightDecayMode
     max_norm: float = 0.0  # maximum L2 norm of a row after its update; 0 means no limit
 
@@ -81,7 +81,7 @@ class OptimizerSettings:
     def find_unused(self, names: Collection[str] = ()) -> list[str]:
         """Return "name: reason" for each user setting that changes nothing. names: settings that the user passed."""
         name, (_, supported_names), values = self.optim_type.name, _OPTIMIZERS[self.optim_type], self.hyper_parameters
-        user_names = [key for key, value in values.items() if value != DEFAULTS[key] or (value and key in names)]
+        user_names = [key for key, value in values.items() if value != DEFAULT_ARGS[key] or (value and key in names)]
         unsupported = [f"{key}: OptimType.{name} has none" for key in user_names if key not in supported_names]
         is_decay_unused = "weight_decay" in user_names and "weight_decay" in supported_names and not self._has_decay
         return unsupported + ["weight_decay: with WeightDecayMode.NONE nothing decays"] * is_decay_unused
@@ -132,8 +132,8 @@ def make_optimizer_settings(arguments: Mapping[str, Any]) -> OptimizerSettings |
     mode = parse_enum(WeightDecayMode, arguments.get("weight_decay_mode", WeightDecayMode.NONE), "weight_decay_mode")
     if optim_type is OptimType.NONE:
         return None
-    hyper_parameters = {name: arguments.get(name, default) for name, default in DEFAULTS.items()}
-    lr, max_norm = arguments.get("learning_rate", LEARNING_RATE), arguments.get("max_norm", 0.0)
+    hyper_parameters = {name: arguments.get(name, default) for name, default in DEFAULT_ARGS.items()}
+    lr, max_norm = arguments.get("learning_rate", DEFAULT_LR), arguments.get("max_norm", 0.0)
     return OptimizerSettings(optim_type, lr, hyper_parameters, mode, max_norm)
 
 

@@ -23,15 +23,15 @@ from ...engine.options.store_options import (
 )
 from ...engine.options.table_names import check_distinct, check_table_name
 from ..collections.configs import EmbeddingConfig
-from ..collections.store_split import MAX_STATES, StoreRequest, assign_stores, row_bytes
-from ..collections.tables import make_store_requests
+from ..collections.store_split import MAX_STATES, EmbeddingSize, assign_stores, row_bytes
+from ..collections.tables import collect_embedding_sizes
 from .enums import BoundsCheckMode, CacheAlgorithm, ComputeDevice, EmbeddingLocation, OptimType, parse_enum
+from .settings import DEFAULT_LOAD_FACTOR
 
 log = logging.getLogger("tierbed")
 
 _BAD_IDS_BY_MODE = {"FATAL": "raise", "WARNING": "drop", "IGNORE": "drop"}
 ZERO_INITIALIZER = make_constant_initializer(0.0)  # new rows are zeros, as in FBGEMM
-LOAD_FACTOR = 0.2  # FBGEMM's default
 # {optimizer: state elements per row element}; other optimizers have 1
 STATES_PER_ELEMENT = {OptimType.EXACT_SGD: 0, OptimType.EXACT_ROWWISE_ADAGRAD: 0, OptimType.ADAM: 2, OptimType.LAMB: 2}
 
@@ -156,9 +156,9 @@ def choose_stores(
         reason = "no table is in EmbeddingLocation.MANAGED_CACHING, and others have no cache"
     if reason:
         unused_args += [f"cache_algorithm: {reason}"] * (cache_algorithm is not CacheAlgorithm.LRU)
-        unused_args += [f"cache_load_factor: {reason}"] * (load_factor != LOAD_FACTOR)
+        unused_args += [f"cache_load_factor: {reason}"] * (load_factor != DEFAULT_LOAD_FACTOR)
     if store_options is not None:
-        return assign_stores(store_options, make_store_requests(table_groups))
+        return assign_stores(store_options, collect_embedding_sizes(table_groups))
 
     def choose_store(tables: Sequence[EmbeddingSpec]) -> StoreOptions:
         if tables[0].location is EmbeddingLocation.DEVICE:
@@ -166,7 +166,7 @@ def choose_stores(
         if tables[0].location is not EmbeddingLocation.MANAGED_CACHING:
             return make_host_mem_store_options()
         num_sets = max(-int(-load_factor * sum(table.num_embeddings for table in tables) // WAYS), 1)
-        cache_mb = num_sets * WAYS * row_bytes(StoreRequest(widths[tables[0].embedding_dim])) / MB
+        cache_mb = num_sets * WAYS * row_bytes(EmbeddingSize(widths[tables[0].embedding_dim])) / MB
         return make_cached_host_mem_store_options(cache_mb, cache_policy=cache_algorithm.name.lower())
 
     return {name: choose_store(tables) for name, tables in table_groups.items()}
@@ -181,8 +181,8 @@ def compute_cache_mb(embedding_specs: Any, cache_sets: Any, optimizer: OptimType
         raise OptionError(f"embedding_specs={embedding_specs!r}: give a list of (rows, dim)")
     if as_int(cache_sets, 1) is None:
         raise OptionError(f"cache_sets={cache_sets!r}: give a whole number > 0")
-    size = cache_sets * 32 * max(row_bytes(StoreRequest(dim), STATES_PER_ELEMENT.get(optimizer, 1)) for dim in dims)
-    return max(size, sum(WAYS * row_bytes(StoreRequest(dim), MAX_STATES) for dim in dims)) / MB
+    size = cache_sets * 32 * max(row_bytes(EmbeddingSize(dim), STATES_PER_ELEMENT.get(optimizer, 1)) for dim in dims)
+    return max(size, sum(WAYS * row_bytes(EmbeddingSize(dim), MAX_STATES) for dim in dims)) / MB
 
 
 def choose_device(compute_device: ComputeDevice, device: Any) -> torch.device:

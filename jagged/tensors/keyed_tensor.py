@@ -20,7 +20,7 @@ from .jagged_tensor import TensorContainer, format_entries
 from .validation import check_keys, is_empty, is_list_of, is_statically_true
 
 
-class ColumnOrder:
+class ColumnJoiner:
     """Joins the results of several lookups, with columns in the order of the features.
 
     sources: for each feature, the index of its lookup. dims: for each lookup, the number of columns per feature.

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...engine import _core
 from ...engine.checks import is_folder_name
-from ...engine.durable import choose_remedy, read_sealed, seal, unseal
+from ...engine.durable import choose_remedy, read_record_bytes, seal, unseal
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.optim.kernel import LIMITS, load_kernels
 from ...engine.optim.past_rates import are_past_rates_valid
@@ -467,7 +467,7 @@ def read_snapshot_id(folder: Path) -> str:
     If this process is out of file descriptors or memory, the id remains unknown, and StoreError is raised.
     """
     try:
-        return str(unseal(read_sealed(folder / MANIFEST))["id"])
+        return str(unseal(read_record_bytes(folder / MANIFEST))["id"])
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             return ""

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ...engine.checks import validate_arguments
-from ...engine.durable import open_regular, read_sealed
+from ...engine.durable import open_regular, read_record_bytes
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Chunks, RowArray, extract_row_keys
 from .format import (
@@ -97,7 +97,7 @@ class Snapshot:
                 f"there is no snapshot {folder.name!r} in {str(folder.parent)!r}; existing ones: {names}"
             )
         try:
-            return cls(folder, Manifest.decode(read_sealed(folder / MANIFEST)))
+            return cls(folder, Manifest.decode(read_record_bytes(folder / MANIFEST)))
         except FileNotFoundError as error:
             raise SnapshotError(
                 f"{str(folder)!r} has no {MANIFEST}: it is not a snapshot, or is damaged. Restore the snapshot from a "

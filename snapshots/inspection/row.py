@@ -12,7 +12,7 @@ from ...engine import _core
 from ...engine.errors import InputError, StoreError
 from ...engine.options.table_names import describe_table, find_table, format_choices, read_table_names
 from ...engine.row_format import ROW_KEY_DTYPE, Chunks, RowFormat
-from ...engine.store.contract import Tier, TopTier
+from ...engine.store.interfaces import Tier, TopTier
 from ..exchange.columns import EMBEDDING, KEY, STEP, TABLE, UPDATES, Columns
 from ..files.format import SHARD_FIELD, is_deletion, make_bucket_name, make_deleted_name
 from ..files.reader import Snapshot

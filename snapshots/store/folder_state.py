@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_sealed, write_atomically
+from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_record_bytes, write_atomically
 from ...engine.errors import StoreError
 from ..files.format import SHARD_FIELD
 from .mark import Mark, read_live_version
@@ -38,7 +38,7 @@ class FolderState:
         """The content of MARK, read once, at the first use. Raises StoreError."""
         with self.convert_errors("read MARK of"):
             try:
-                return Mark.parse(read_sealed(self._mark_file))
+                return Mark.parse(read_record_bytes(self._mark_file))
             except (FileNotFoundError, ValueError):
                 return Mark(exists=False)
 

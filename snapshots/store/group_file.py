@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from ...engine.durable import read_sealed, seal, unseal, write_atomically
+from ...engine.durable import read_record_bytes, seal, unseal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
 from ..files.reader import Snapshot, find_snapshot_name, list_snapshots
@@ -96,7 +96,7 @@ class GroupFile:
         while True:
             for path in link.list_paths(folder):
                 try:
-                    content = unseal(read_sealed(path))
+                    content = unseal(read_record_bytes(path))
                     if "forward" not in content:
                         return path, Record.parse(content)
                     link, folder = Link(*map(str, content["forward"])), path.parent
@@ -136,7 +136,7 @@ class GroupFile:
         if list_snapshots(self.folder.snapshots_path).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{GROUP_FILE_PREFIX}*")):
                 with suppress(OSError, *PARSE_ERRORS):
-                    record = Record.parse(unseal(read_sealed(path)))
+                    record = Record.parse(unseal(read_record_bytes(path)))
                     for id, location in record.locations.items() if not record.is_joining else ():
                         folders = [folder for folder in location.list_paths(path.parent) if folder.is_dir()]
                         if any(os.path.samefile(folder, self.folder.path) for folder in folders):

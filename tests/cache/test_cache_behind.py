@@ -109,7 +109,7 @@ def test_a_prefetch_raises_what_the_thread_met(make_cache: MakeCache) -> None:
     with file_size_limit(1 << 16):
         with pytest.raises(RuntimeError):
             step_until_it_fails()
-        cache.cancel()
+        cache.cancel_announced()
         check_all(cache)
 
 

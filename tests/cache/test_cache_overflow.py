@@ -22,7 +22,7 @@ def most_bytes(overflow_rows: int) -> float:
 def test_prefetch_takes_the_cap_but_for_2_percent(columns: int, megabytes: float) -> None:
     table, cap, keys = Table([columns], [0.1]), int(megabytes * 2**20), count()
     below = _core.FullTable(table.layout)
-    cache = _core.CachedTier(
+    cache = _core.CacheTier(
         table.layout, below, budget_bytes=set_bytes(table), overflow_bytes=cap, policy="lru", io_threads=1
     )
     capacity = cache.metrics()["overflow_capacity"]
@@ -36,7 +36,7 @@ def test_prefetch_takes_the_cap_but_for_2_percent(columns: int, megabytes: float
             assert cache.metrics()["overflow_bytes"] > 0.8 * cap
             cache.pin(coming[0])
             cache.unpin(coming.popleft())
-            cache.cancel()
+            cache.cancel_announced()
             coming.clear()
         assert cache.metrics()["overflow_bytes"] <= 1.02 * cap
     assert full > 1
@@ -91,7 +91,7 @@ def test_what_a_large_batch_took_is_given_back_though_others_stay() -> None:
 
 
 def test_the_overflow_area_has_room_for_two_batches_where_its_size_is_not_given() -> None:
-    cache = _core.CachedTier(
+    cache = _core.CacheTier(
         TABLE.layout, _core.FullTable(TABLE.layout), budget_bytes=set_bytes() + 1, overflow_bytes=1, policy="lru",
         io_threads=1, grows_with_batch=True,
     )  # fmt: skip

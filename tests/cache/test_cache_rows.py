@@ -97,9 +97,9 @@ def test_rows_are_those_of_a_dict(
             elif action == "flush":
                 cache.flush()
             else:
-                cache.cancel()
+                cache.cancel_announced()
                 coming.clear()
-        cache.cancel()
+        cache.cancel_announced()
         cache.check_stored()
     _core.set_num_threads(1)
 
@@ -170,7 +170,7 @@ def test_batches_are_pinned_in_the_order_in_which_they_are_announced() -> None:
     cache.announce(second)
     with pytest.raises(RuntimeError, match="announced"):
         cache.pin(second)
-    cache.cancel()
+    cache.cancel_announced()
     cache.pin(second)
     with pytest.raises(RuntimeError, match="still pinned"):
         cache.pin(first)
@@ -189,7 +189,7 @@ def test_batches_are_cancelled_while_they_come_up(kind: str) -> None:
             cache.announce(ahead)
             coming_up = pool.submit(cache.prefetch, ahead)
             time.sleep(random.random() * 2e-3)
-            cache.cancel()
+            cache.cancel_announced()
             coming_up.result()
             cache.step(batch)
 
@@ -211,7 +211,7 @@ def test_rows_that_were_never_written_cost_nothing_below() -> None:
 def test_sets_take_the_budget_but_for_2_percent(megabytes: float) -> None:
     budget = int(megabytes * 2**20)
     below = _core.FullTable(TABLE.layout)
-    cache = _core.CachedTier(TABLE.layout, below, budget_bytes=budget, overflow_bytes=1, policy="lru", io_threads=1)
+    cache = _core.CacheTier(TABLE.layout, below, budget_bytes=budget, overflow_bytes=1, policy="lru", io_threads=1)
     taken = cache.metrics()["bytes"]
     assert taken == cache.metrics()["capacity"] * (TABLE.layout.line_bytes + METADATA_BYTES)
     assert budget - max(0.02 * budget, set_bytes()) < taken <= budget

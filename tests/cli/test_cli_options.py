@@ -13,7 +13,7 @@ import torch
 from support.embeddings import DIM, make
 from support.shell import command
 from tierbed import load_store_options
-from tierbed.engine.store.full import compute_full_table_bytes
+from tierbed.engine.store.full_tier import compute_full_table_bytes
 
 FILE = """
 [users]

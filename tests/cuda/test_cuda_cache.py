@@ -14,7 +14,7 @@ from support.caches import TABLE, Row
 from support.cuda_emulation import EmulatedDevice
 from support.cuda_tables import DeviceTable, array, on_devices
 from tierbed.engine._core import GROUP_WAYS, WAY_BYTES, WAYS
-from tierbed.engine.cache.cuda.cache import COUNT_NAMES, POLICIES, Cache, Placement
+from tierbed.engine.cache.cuda.cache import COUNT_NAMES, POLICIES, CacheSets, Placement
 from tierbed.engine.ops.cuda import step
 from tierbed.engine.ops.cuda.batch import Batch
 from tierbed.engine.ops.cuda.device import Device
@@ -79,7 +79,7 @@ class Both:
 
     def __init__(self, device: Device, sets: int, policy: str = "lru") -> None:
         self.side = DeviceTable(device, TABLE)
-        self.cache = Cache(self.side.layout, sets * WAYS * (self.side.layout.line_bytes + WAY_BYTES + 1), policy)
+        self.cache = CacheSets(self.side.layout, sets * WAYS * (self.side.layout.line_bytes + WAY_BYTES + 1), policy)
         self.plain = Plain(sets, policy)
         assert self.cache.capacity == sets * WAYS
 
@@ -103,7 +103,7 @@ class Both:
                 if way and written:
                     way.updates += 1
         else:
-            self.cache.cancel(placement, end == "restore")
+            self.cache.undo_placement(placement, end == "restore")
             for row in gone:
                 where = set_of(row, len(before))
                 at = self.plain.sets[where].index(up[row])
@@ -190,4 +190,4 @@ def test_after_a_fault_no_row_comes_up(device: Device) -> None:
 
 def test_a_budget_below_one_set_is_refused() -> None:
     with pytest.raises(ValueError, match="one set takes"):
-        Cache(DeviceTable(EmulatedDevice(), TABLE).layout, 100)
+        CacheSets(DeviceTable(EmulatedDevice(), TABLE).layout, 100)

@@ -23,7 +23,7 @@ from tierbed import CapacityError, InputError, MultiTableEmbedding, OptionError,
 from tierbed.engine.ops.cuda.batch import Faults
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.options.lookup import Lookup
-from tierbed.engine.store.cuda.full import CudaFullTier
+from tierbed.engine.store.cuda.full_tier import CudaFullTier
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from support.cuda_tables import NO_GPU, DeviceTable, on_devices, tensor
 from support.rows import Table
 from tierbed.engine.ops.cuda import step as cuda
-from tierbed.engine.ops.cuda.batch import Batch, LegalIds, LookupArrays
+from tierbed.engine.ops.cuda.batch import Batch, LegalIds, LookupTensors
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 
 pytestmark = pytest.mark.op
@@ -73,7 +73,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     out = torch.empty_like(grads)
 
     def step() -> None:
-        batch = Batch(device, [LookupArrays(ids)], LegalIds(1), table.faults)
+        batch = Batch(device, [LookupTensors(ids)], LegalIds(1), table.faults)
         table.store.insert_missing(batch, table.store.find(batch))
         cuda.gather(batch, table.layout, 0, out)
         cuda.update(*rule, batch, ([grads], [False], [None]), table.step_params, table.written, table.faults)

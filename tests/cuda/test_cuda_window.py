@@ -13,7 +13,7 @@ import torch
 from support.cuda_tables import on_devices, on_one_device
 from support.device_caches import DeviceCache
 from tierbed import InputError, StoreError
-from tierbed.engine.cache.cuda.cache import Cache
+from tierbed.engine.cache.cuda.cache import CacheSets
 from tierbed.engine.ops.cuda.device import Device
 
 caches = pytest.mark.parametrize("below", ["table", "tier"])
@@ -131,7 +131,7 @@ def test_a_mistake_in_a_batch_ahead_stops_no_step_before_it(device: Device, belo
     cache.announce(bad)  # whose other rows are resident
     assert cache.prefetch(bad) == (below == "table")  # a tier is not asked for rows of such a batch
     cache.faults.check()
-    cache.cancel()
+    cache.cancel_announced()
     cache.step(good)
     cache.announce(bad)
     with pytest.raises(InputError, match="table_ids"):  # at once, or when it is waited for
@@ -148,7 +148,7 @@ def test_lines_that_hints_took_are_given_back(device: Device, before: int) -> No
     for _ in range(2):
         assert cache.prefetch(wrong) == (before == 0)
     cache.unpin(first, is_dirty=False)
-    cache.cancel()
+    cache.cancel_announced()
     cache.step(cache.keys(range(200, 210)))
     cache.faults.check()
 
@@ -160,7 +160,7 @@ def test_a_batch_that_had_no_room_ahead_may_have_it_in_its_step(device: Device) 
     coming = cache.keys(range(10, 15))
     cache.announce(coming)
     assert not cache.prefetch(coming)
-    cache.cancel()
+    cache.cancel_announced()
     cache.erase([(0, key) for key in range(5)])
     cache.announce(coming)
     assert cache.prefetch(coming)
@@ -188,7 +188,7 @@ def test_batches_have_their_steps_in_the_order_in_which_they_were_announced(devi
     cache.announce(first, second)
     with pytest.raises(StoreError, match="another batch was announced"):
         cache.pin(second)
-    cache.cancel()
+    cache.cancel_announced()
     cache.pin(second)
     with pytest.raises(StoreError, match="one step at a time"):
         cache.pin(first)
@@ -225,14 +225,14 @@ def test_a_closed_cache_gives_its_device_memory_back_at_once(device: Device, bel
 def test_a_cache_that_its_own_thread_closes_while_rows_come_up_is_not_used_without_memory(
     device: Device, below: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, place_batch = DeviceCache(device, below, sets=4), Cache.place_batch
+    cache, place_batch = DeviceCache(device, below, sets=4), CacheSets.place_batch
     cache.announce(coming := cache.keys(range(40)))
 
-    def collected(placing: Cache, *arguments: Any) -> Any:
+    def collected(placing: CacheSets, *arguments: Any) -> Any:
         placement = place_batch(placing, *arguments)
         cache.close()  # as where garbage is collected here, with the embedding in it
         return placement
 
-    monkeypatch.setattr(Cache, "place_batch", collected)
+    monkeypatch.setattr(CacheSets, "place_batch", collected)
     cache.prefetch(coming)
     device.wait()

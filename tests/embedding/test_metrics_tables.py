@@ -22,7 +22,7 @@ from support.lifecycle_model import Model, Row
 from support.stores import STORES, options
 from support.warm import Child
 from tierbed import MultiTableEmbedding
-from tierbed.engine.durable import read_sealed, seal, unseal
+from tierbed.engine.durable import read_record_bytes, seal, unseal
 from tierbed.engine.store.table_counts import TABLE_ROWS
 
 every_store = pytest.mark.parametrize("store", STORES)
@@ -178,7 +178,7 @@ def test_a_mark_without_counts_of_its_rows_is_made_good_by_reading_them(
         assert embedding.size() == 69
         patch.setattr(embedding.table_handle().table, "scan", None)  # the store knows them without
         assert counted(embedding)["rows"] == [23, 23, 23]
-    content: dict[str, Any] = unseal(read_sealed(marker))
+    content: dict[str, Any] = unseal(read_record_bytes(marker))
     assert content.pop(TABLE_ROWS) == [23, 23, 23]
     marker.write_bytes(seal(content if wrong is None else {**content, TABLE_ROWS: wrong}))
     with make(options(store, tmp_path, **policy), "adagrad") as embedding:
@@ -187,4 +187,4 @@ def test_a_mark_without_counts_of_its_rows_is_made_good_by_reading_them(
         assert counted(embedding)["rows"] == [23, 22, 23]
         train(embedding, [700], [2])
         assert counted(embedding)["rows"] == [23, 22, 24]
-    assert unseal(read_sealed(marker))[TABLE_ROWS] == [23, 22, 24]
+    assert unseal(read_record_bytes(marker))[TABLE_ROWS] == [23, 22, 24]

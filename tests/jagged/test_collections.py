@@ -33,7 +33,7 @@ from tierbed.jagged import (
     PoolingType,
     PositionWeightedModuleCollection,
 )
-from tierbed.jagged.collections.store_split import BUDGETS, StoreRequest, assign_stores, divide_store, format_stores
+from tierbed.jagged.collections.store_split import BUDGETS, EmbeddingSize, assign_stores, divide_store, format_stores
 
 STORE = tierbed.make_device_mem_store_options()
 OTHERS = [pytest.param(store, marks=pytest.mark.slow) for store in STORES if store != "ssd"]
@@ -309,7 +309,7 @@ def test_a_frozen_embedding_names_all_tables_that_it_freezes(caplog: pytest.LogC
     assert said.endswith("or into a separate group of the collection")
 
 
-NEEDS = {"ebc-d8": StoreRequest(8, 1000), "ebc-d120": StoreRequest(120, 3000)}
+NEEDS = {"ebc-d8": EmbeddingSize(8, 1000), "ebc-d120": EmbeddingSize(120, 3000)}
 
 
 def cached(path=None, **options):
@@ -327,15 +327,15 @@ def test_memory_goes_by_bytes_and_capacity_by_rows():
 
 
 def test_an_unknown_number_of_rows_makes_equal_parts():
-    stores = assign_stores(cached(capacity=7), {**NEEDS, "open": StoreRequest(64, None)})
+    stores = assign_stores(cached(capacity=7), {**NEEDS, "open": EmbeddingSize(64, None)})
     assert [options.cache_budget_mb for options in stores.values()] == [pytest.approx(100 / 3)] * 3
     assert [options.capacity for options in stores.values()] == [2, 2, 2]
 
 
 def test_one_embedding_has_all_and_a_mapping_gives_each_its_own():
     options = cached(cache_budget_mb="auto")
-    assert assign_stores(options, {"ebc": StoreRequest(8, None)}) == {"ebc": options}
-    assert assign_stores(dict(options), {"ebc": StoreRequest(8, None)}) == {"ebc": options}
+    assert assign_stores(options, {"ebc": EmbeddingSize(8, None)}) == {"ebc": options}
+    assert assign_stores(dict(options), {"ebc": EmbeddingSize(8, None)}) == {"ebc": options}
     assert assign_stores(OWN, NEEDS) == OWN
 
 
@@ -345,7 +345,7 @@ def test_one_embedding_has_all_and_a_mapping_gives_each_its_own():
     capacity=st.integers(6, 10**12),
 )
 def test_parts_never_add_up_to_more_than_the_whole(whole, rows, capacity):
-    needs = {str(i): StoreRequest(1 + i, n) for i, n in enumerate(rows)}
+    needs = {str(i): EmbeddingSize(1 + i, n) for i, n in enumerate(rows)}
     options = cached(cache_budget_mb=whole, overflow_mb=whole, capacity=capacity)
     parts = assign_stores(options, needs).values()
     for name in ("cache_budget_mb", "overflow_mb", "capacity"):

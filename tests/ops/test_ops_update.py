@@ -136,7 +136,7 @@ def check_steps(make: Make, name: str, dim: int, types: tuple[str, str], batches
             processor = make(spec, spec.make_row_state(optimizer))
             store = processor.make_full_table("device")
             for step, keys, tables, grads, new in steps:
-                processor.set_hyperparams(optimizer.rule, optimizer.compute_hyperparams(step), step)
+                processor.send_hyperparams(optimizer.rule, optimizer.compute_hyperparams(step), step)
                 assert step_of(processor, store, keys, tables, grads, optimizer.rule) == new
             check_rows(table, store, expected)
 
@@ -184,7 +184,7 @@ def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are(
     store = processor.make_full_table("device")
     for step, count in ((1, 30), (2, 20), (9, 10)):
         grads = np.random.default_rng(step).standard_normal((count, dim), np.float32)
-        processor.set_hyperparams(optimizer.rule, optimizer.compute_hyperparams(step), step)
+        processor.send_hyperparams(optimizer.rule, optimizer.compute_hyperparams(step), step)
         step_of(processor, store, keys[:count], zeros[:count], grads, optimizer.rule)
     before = np.concatenate([part for _, part in store.scan()])
     values, updates, last = table.initial(zeros, keys), zeros.copy(), zeros.copy()
@@ -195,7 +195,7 @@ def test_rows_that_are_behind_are_seen_caught_up_and_stay_as_they_are(
     lookup = moved(Lookup(torch.arange(40), torch.zeros(40, dtype=torch.int64)), processor.device)
     batch = processor.make_batch([lookup])
     store.pin(batch, None)
-    processor.set_hyperparams(optimizer.rule, optimizer.compute_hyperparams(200), 200)
+    processor.send_hyperparams(optimizer.rule, optimizer.compute_hyperparams(200), 200)
     processor.preview_catch_up(batch, optimizer.rule)
     seen = on_host(processor.gather(batch, 0, lookup, None, torch.float32))
     same_bits(seen, table.nearest(values)[:, :dim].copy())

@@ -235,7 +235,7 @@ def check(
         processor.set_lookup_rows(sibling, lines, places, None if rest is None else (rest, 2))
         check_results(processor, sibling, lookups, wide)
 
-        processor.set_hyperparams(*SGD, 9)
+        processor.send_hyperparams(*SGD, 9)
         processor.update(batch, of_lookups, "sgd")
         assert processor.count_written(batch).sum() == len(names)
         store.unpin(batch, True)

@@ -34,6 +34,6 @@ def test_every_kernel_has_a_reference_and_one_for_missed_steps() -> None:
 
 
 def test_a_kernel_that_is_not_made_of_literals_names_its_file_and_line(tmp_path: Path) -> None:
-    (tmp_path / "other.py").write_text("NAME = 'x'\n\nRULE = Kernel(name=NAME, hyperparams='', element='')\n")
+    (tmp_path / "other.py").write_text("NAME = 'x'\n\nRULE = RuleKernel(name=NAME, hyperparams='', element_body='')\n")
     with pytest.raises(ValueError, match=r"other\.py, line 3: a kernel's arguments must be literals"):
         kernel.find_kernels(tmp_path)

@@ -187,5 +187,5 @@ def test_an_optimizer_of_torchrec_is_refused_with_the_name_of_ours(name: str) ->
     ours = f"{'torch' if name == 'Adam' else 'tierbed'}.optim.{name}"
     with EmbeddingBagCollection([EmbeddingBagConfig(9, 4, "t")], STORE) as bags:
         other = getattr(torchrec.optim, name)(bags.parameters(), lr=0.1)
-        with pytest.raises(tierbed.OptimizerError, match=rf"{name} cannot update rows; use {ours}, which has the same"):
+        with pytest.raises(tierbed.OptimizerError, match=rf"{name} cannot update rows; use {ours}, with the same"):
             EagerOptimizer(other, bags)

@@ -24,8 +24,8 @@ from tierbed.engine.ops.cuda.batch import Batch, Faults
 from tierbed.engine.ops.cuda.device import Device
 from tierbed.engine.ops.cuda.step import assign
 from tierbed.engine.row_format import row_dtype
-from tierbed.engine.store.cuda.full import CudaFullTier
-from tierbed.engine.store.full import CpuFullTier
+from tierbed.engine.store.cuda.full_tier import CudaFullTier
+from tierbed.engine.store.full_tier import CpuFullTier
 
 pytestmark = pytest.mark.op
 

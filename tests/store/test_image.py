@@ -25,7 +25,7 @@ from tierbed import ClosedError, StoreError
 from tierbed.engine.options.lookup import Lookup
 from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.store.cuda import changed_lines
-from tierbed.engine.store.cuda import full as cuda_image
+from tierbed.engine.store.cuda import full_tier as cuda_image
 from tierbed.engine.store.image import MemoryImage
 from tierbed.snapshots import Snapshot
 

@@ -225,7 +225,7 @@ class Both:
         self.pinned = None
 
     def cancel(self) -> None:
-        self.cache.cancel()
+        self.cache.cancel_announced()
         self.announced.clear()
         self.plain.coming.clear()
 

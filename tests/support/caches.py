@@ -29,8 +29,8 @@ def set_bytes(table: Table = TABLE) -> int:
     return WAYS * (table.layout.line_bytes + METADATA_BYTES)
 
 
-def cache_over(below: Any, sets: int, policy: str = "lru", overflow_rows: int = 10_000) -> _core.CachedTier:
-    return _core.CachedTier(
+def cache_over(below: Any, sets: int, policy: str = "lru", overflow_rows: int = 10_000) -> _core.CacheTier:
+    return _core.CacheTier(
         TABLE.layout,
         below,
         budget_bytes=sets * set_bytes() + 1,
@@ -48,7 +48,7 @@ def identities(batch: _core.Batch) -> list[Row]:
     return list(zip(batch.tables.tolist(), batch.keys.tolist(), strict=True))
 
 
-def places(cache: _core.CachedTier, rows: Iterable[Row]) -> dict[Row, tuple[int, bool]]:
+def places(cache: _core.CacheTier, rows: Iterable[Row]) -> dict[Row, tuple[int, bool]]:
     """Of those rows that are resident, the slot, -1 in the overflow area, and whether the row is dirty."""
     return {row: (found["slot"], found["dirty"]) for row in rows if (found := cache.locate(*row))}
 
@@ -124,8 +124,8 @@ class HostCache(HostRows):
     def __init__(self, below: Any, sets: int, policy: str = "lru", overflow_rows: int = 10_000) -> None:
         self.below, self.native = below, cache_over(below, sets, policy, overflow_rows)
         native = self.native
-        self.prefetch, self.cancel, self.pin, self.peek = native.prefetch, native.cancel, native.pin, native.peek
-        self.flush, self.metrics, self.close = native.flush, native.metrics, native.close
+        self.prefetch, self.cancel_announced, self.pin = native.prefetch, native.cancel_announced, native.pin
+        self.peek, self.flush, self.metrics, self.close = native.peek, native.flush, native.metrics, native.close
         self.model = Model(self)
 
     def announce(self, *batches: _core.Batch) -> None:

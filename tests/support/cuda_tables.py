@@ -16,7 +16,7 @@ from support.cells import rotated
 from support.cuda_emulation import EmulatedDevice
 from support.rows import Table
 from tierbed.engine.ops.cuda import step
-from tierbed.engine.ops.cuda.batch import Batch, LegalIds, LookupArrays
+from tierbed.engine.ops.cuda.batch import Batch, LegalIds, LookupTensors
 from tierbed.engine.ops.cuda.device import Device, cuda_device
 from tierbed.engine.ops.cuda.layout import Layout
 from tierbed.engine.options.initializers import InitialValues
@@ -108,9 +108,9 @@ class DeviceTable:
     def batch(self, segments: Sequence[HostSegment], padding: int | None = None) -> Batch:
         return Batch(self.device, self.segments(segments), LegalIds(self.table.tables, padding), self.faults)
 
-    def segments(self, segments: Sequence[HostSegment]) -> list[LookupArrays]:
+    def segments(self, segments: Sequence[HostSegment]) -> list[LookupTensors]:
         return [
-            LookupArrays(
+            LookupTensors(
                 tensor(self.device, keys, np.uint64),
                 None if tables is None else tensor(self.device, tables, np.int64),
                 bags if bags is None or isinstance(bags, int) else tensor(self.device, bags, np.int64),

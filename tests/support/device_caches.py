@@ -1,4 +1,4 @@
-"""Caches of a device over a full table or a tier of the host, with the calls of `_core.CachedTier`."""
+"""Caches of a device over a full table or a tier of the host, with the calls of `_core.CacheTier`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from support.caches import TABLE, Model, Row
 from support.cuda_tables import DeviceTable, tensor
 from tierbed.engine._core import WAY_BYTES, WAYS
-from tierbed.engine.cache.cuda.cache import Cache
-from tierbed.engine.cache.cuda.cached import CudaCachedTier
-from tierbed.engine.cache.cuda.cached_table import CachedTable
+from tierbed.engine.cache.cuda.cache import CacheSets
+from tierbed.engine.cache.cuda.cache_tier import CudaCacheTier
+from tierbed.engine.cache.cuda.table_cache import CudaTableCache
 from tierbed.engine.ops.cuda import step as cuda
 from tierbed.engine.ops.cuda.batch import Batch, Faults
 from tierbed.engine.ops.cuda.device import Device
-from tierbed.engine.store.cuda.full import CudaFullTier
-from tierbed.engine.store.full import CpuFullTier
+from tierbed.engine.store.cuda.full_tier import CudaFullTier
+from tierbed.engine.store.full_tier import CpuFullTier
 
 
 class DeviceCache:
@@ -31,14 +31,14 @@ class DeviceCache:
         self.side = DeviceTable(device, TABLE)
         self.faults = Faults(device, "t", TABLE.tables, None)
         layout = self.side.layout
-        self.cache = cache = Cache(layout, sets * WAYS * (layout.line_bytes + WAY_BYTES + 1), policy)
-        self.store: CudaCachedTier | CachedTable
+        self.cache = cache = CacheSets(layout, sets * WAYS * (layout.line_bytes + WAY_BYTES + 1), policy)
+        self.store: CudaCacheTier | CudaTableCache
         if below == "table":
             full = CudaFullTier(layout, TABLE.layout, capacity, self.faults, "host")
-            self.store = CachedTable(layout, full, cache, self.faults)
+            self.store = CudaTableCache(layout, full, cache, self.faults)
         else:
-            self.store = CudaCachedTier(layout, CpuFullTier(TABLE.layout, "host"), cache, self.faults)
-        self.prefetch, self.cancel = self.store.prefetch, self.store.cancel
+            self.store = CudaCacheTier(layout, CpuFullTier(TABLE.layout, "host"), cache, self.faults)
+        self.prefetch, self.cancel_announced = self.store.prefetch, self.store.cancel_announced
         self.peek, self.flush, self.close = self.store.peek, self.store.flush, self.store.close
         self.model = Model(self)
 

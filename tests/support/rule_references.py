@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from support.arithmetic import power, power_by_squaring, row_sum
-from tierbed.engine.optim.kernel import Kernel
+from tierbed.engine.optim.kernel import RuleKernel
 from tierbed.engine.optim.past_rates import interpolate, read_knots
 
 # The arguments of a reference, by the names that a kernel's body uses: `w` and element states [n, dim] and row states
@@ -78,7 +78,7 @@ def catch_up_adam(x: Row) -> None:
 class PastRates:
     """The learning rates in the numbers of a rule that catches up, as `Rates` of kernels/rule.h has them."""
 
-    def __init__(self, kernel: Kernel, numbers: Sequence[float]) -> None:
+    def __init__(self, kernel: RuleKernel, numbers: Sequence[float]) -> None:
         self.knots, self.now = read_knots(kernel, numbers)
 
     def at(self, step: int) -> float:

@@ -17,37 +17,37 @@ using Counts = ThreadCounters<3>;
 // Returns the number of sort keys per set: one, or one per bucket if a set has rows of several buckets.
 TIERBED_FN u32 count_set_parts(u32 num_sets) { return num_sets < BUCKETS ? BUCKETS : 1; }
 
-TIERBED_FN bool record_hit(const Cache& cache, const Placement& placement, u64 row, u32 slot, u32 batch_number) {
+TIERBED_FN bool record_hit(const CacheSets& sets, const Placement& placement, u64 row, u32 slot, u32 batch_number) {
     const bool is_hit = slot != NONE;
     placement.is_hit[row] = is_hit;
     placement.slots[row] = slot;
-    placement.lines[row] = is_hit ? cache.line(slot) : 0;
+    placement.lines[row] = is_hit ? sets.line(slot) : 0;
     placement.evictions[row] = NOTHING;
     if (is_hit) {
-        cache.ways[slot].last_batch = batch_number;
-        ++cache.ways[slot].num_uses;
+        sets.ways[slot].last_batch = batch_number;
+        ++sets.ways[slot].num_uses;
     }
     return is_hit;
 }
 
-TIERBED_FN void place_miss(const Cache& cache, const Placement& placement, u64 row, u32 set, CachePolicy policy,
+TIERBED_FN void place_miss(const CacheSets& sets, const Placement& placement, u64 row, u32 set, CachePolicy policy,
                            u32 last_completed, const Way& new_way, Counts& thread_counts) {
-    const u32 way = find_victim(cache.set(set), get_home(new_way.hash), new_way.last_batch, last_completed, policy);
+    const u32 way = find_victim(sets.set(set), get_home(new_way.hash), new_way.last_batch, last_completed, policy);
     if (way == NONE) {
         ++thread_counts.values[OVERFLOWS];
         return;
     }
     const u32 slot = set * WAYS + way;
     placement.slots[row] = slot;
-    placement.lines[row] = cache.line(slot);
-    if (cache.tags[slot]) {
-        const bool dirty = cache.is_dirty(slot);
+    placement.lines[row] = sets.line(slot);
+    if (sets.tags[slot]) {
+        const bool dirty = sets.is_dirty(slot);
         placement.evictions[row] = dirty ? DIRTY : CLEAN;
-        placement.victim_ways[row] = cache.ways[slot];
+        placement.victim_ways[row] = sets.ways[slot];
         ++thread_counts.values[dirty ? EVICTIONS_DIRTY : EVICTIONS_CLEAN];
     }
-    cache.ways[slot] = new_way;
-    cache.tags[slot] = get_tag(new_way.hash);
+    sets.ways[slot] = new_way;
+    sets.tags[slot] = get_tag(new_way.hash);
 }
 
 }  // namespace
@@ -63,24 +63,24 @@ extern "C" __global__ void compute_set_keys(const u64* hashes, const u32* count,
 
 // Places a batch's rows. set_keys [n] is sorted, and order [n] lists the rows in that order. After a fault,
 // places no missing row. Adds the hits and misses to hit_counters [tables, 2].
-extern "C" __global__ void place_rows(Cache cache, u32 batch_number, u32 last_completed, u32 policy_number,
+extern "C" __global__ void place_rows(CacheSets sets, u32 batch_number, u32 last_completed, u32 policy_number,
                                       const u64* hashes, const u32* tables, const u32* set_keys, const i64* order,
                                       u64 n, Placement placement, u64* counts, DeviceCounters hit_counters,
                                       const u32* faults) {
-    const u32 parts = count_set_parts(cache.num_sets);
+    const u32 parts = count_set_parts(sets.num_sets);
     const CachePolicy policy = static_cast<CachePolicy>(policy_number);
     const bool is_valid = *faults == 0;
     Counts thread_counts;
     CoalescingCounter counter(hit_counters);
     for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 begin) {
         const u32 set = set_keys[begin] / parts;
-        if (set == cache.num_sets || (begin > 0 && set_keys[begin - 1] / parts == set)) return;
+        if (set == sets.num_sets || (begin > 0 && set_keys[begin - 1] / parts == set)) return;
         u64 end = begin;
         // Hits come first, so that no miss evicts a row that the batch needs.
         for (; end < n && set_keys[end] / parts == set; ++end) {
             const u64 row = static_cast<u64>(order[end]);
-            const u32 slot = cache.find(tile, tables[row], hashes[row]);
-            if (tile.lane == 0 && record_hit(cache, placement, row, slot, batch_number))
+            const u32 slot = sets.find(tile, tables[row], hashes[row]);
+            if (tile.lane == 0 && record_hit(sets, placement, row, slot, batch_number))
                 counter.add(hit_index(tables[row], true));
         }
         for (u64 i = begin; is_valid && tile.lane == 0 && i < end; ++i) {
@@ -88,7 +88,7 @@ extern "C" __global__ void place_rows(Cache cache, u32 batch_number, u32 last_co
             const Way new_way{hashes[row], tables[row], batch_number, 0, 1, 0, 0};
             if (placement.is_hit[row]) continue;
             counter.add(hit_index(tables[row], false));
-            place_miss(cache, placement, row, set, policy, last_completed, new_way, thread_counts);
+            place_miss(sets, placement, row, set, policy, last_completed, new_way, thread_counts);
         }
     });
     counter.flush();
@@ -96,56 +96,56 @@ extern "C" __global__ void place_rows(Cache cache, u32 batch_number, u32 last_co
 }
 
 // Marks rows as clean after they were fetched from the lower tier.
-extern "C" __global__ void mark_fetched(Cache cache, Placement placement, const u32* count) {
+extern "C" __global__ void mark_fetched(CacheSets sets, Placement placement, const u32* count) {
     for_each(*count, [&](u64 i) {
         const u32 slot = placement.slots[i];
-        if (slot != NONE && !placement.is_hit[i]) cache.ways[slot].stored_updates = cache.updates(slot);
+        if (slot != NONE && !placement.is_hit[i]) sets.ways[slot].stored_updates = sets.updates(slot);
     });
 }
 
 // Marks the rows in slots [n] as clean: the lower tier has their current values.
-extern "C" __global__ void mark_clean(Cache cache, const i64* slots, u64 n) {
-    for_each(n, [&](u64 i) { cache.ways[slots[i]].stored_updates = cache.updates(static_cast<u64>(slots[i])); });
+extern "C" __global__ void mark_clean(CacheSets sets, const i64* slots, u64 n) {
+    for_each(n, [&](u64 i) { sets.ways[slots[i]].stored_updates = sets.updates(static_cast<u64>(slots[i])); });
 }
 
 // Undoes a placement. With `restore`, evicted rows return to their slots; otherwise these slots become free.
-extern "C" __global__ void cancel_rows(Cache cache, Placement placement, const u32* count, u32 restore) {
+extern "C" __global__ void undo_placement(CacheSets sets, Placement placement, const u32* count, u32 restore) {
     for_each(*count, [&](u64 i) {
         const u32 slot = placement.slots[i];
         if (slot == NONE || placement.is_hit[i]) return;
         const bool is_restored = restore && placement.evictions[i] != NOTHING;
-        if (is_restored) cache.ways[slot] = placement.victim_ways[i];
-        cache.tags[slot] = is_restored ? get_tag(placement.victim_ways[i].hash) : u8{0};
+        if (is_restored) sets.ways[slot] = placement.victim_ways[i];
+        sets.tags[slot] = is_restored ? get_tag(placement.victim_ways[i].hash) : u8{0};
     });
 }
 
 // Erases rows from the cache. Rows flagged in is_kept [n] stay, but count as absent from the lower tier.
-extern "C" __global__ void erase_cached_rows(Cache cache, const u64* hashes, const u32* tables, const u32* count,
+extern "C" __global__ void erase_cached_rows(CacheSets sets, const u64* hashes, const u32* tables, const u32* count,
                                              const u8* is_kept) {
     for_each_item<GROUP_WAYS>(*count, [&](Tile tile, u64 i) {
-        const u32 slot = cache.find(tile, tables[i], hashes[i]);
+        const u32 slot = sets.find(tile, tables[i], hashes[i]);
         if (slot == NONE || tile.lane != 0) return;
         if (is_kept[i])
-            cache.ways[slot].stored_updates = 0;
+            sets.ways[slot].stored_updates = 0;
         else
-            cache.tags[slot] = 0;
+            sets.tags[slot] = 0;
     });
 }
 
 // Looks up the first `count` rows. Sets lines [n]: 0 for a miss. Sets is_missing [n]: 1 for a miss, otherwise 0.
-extern "C" __global__ void find_cached_rows(Cache cache, const u64* hashes, const u32* tables, const u32* count, u64 n,
-                                            u64* lines, i32* is_missing) {
+extern "C" __global__ void find_cached_rows(CacheSets sets, const u64* hashes, const u32* tables, const u32* count,
+                                            u64 n, u64* lines, i32* is_missing) {
     for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 i) {
-        const u32 slot = i < *count ? cache.find(tile, tables[i], hashes[i]) : NONE;
+        const u32 slot = i < *count ? sets.find(tile, tables[i], hashes[i]) : NONE;
         if (tile.lane != 0) return;
-        lines[i] = slot == NONE ? 0 : cache.line(slot);
+        lines[i] = slot == NONE ? 0 : sets.line(slot);
         is_missing[i] = i < *count && slot == NONE;
     });
 }
 
 // Sets flags [num_sets * WAYS]: 1 for a dirty slot, otherwise 0.
-extern "C" __global__ void find_dirty_slots(Cache cache, u8* flags) {
-    for_each(static_cast<u64>(cache.num_sets) * WAYS, [&](u64 slot) { flags[slot] = cache.is_dirty(slot); });
+extern "C" __global__ void find_dirty_slots(CacheSets sets, u8* flags) {
+    for_each(static_cast<u64>(sets.num_sets) * WAYS, [&](u64 slot) { flags[slot] = sets.is_dirty(slot); });
 }
 
 // Sets flags to 0 or 1: victims [n] (dirty rows to evict), absent [n] (rows to fetch), overflows [n] (no slot).

@@ -1,10 +1,10 @@
 """The set-associative cache in device memory, a table's fastest tier. It evicts the same rows as the CPU cache.
 
-Kernels find rows and choose victims; `Cache` launches these kernels and copies no row itself. Look-ahead hides the time
-to fetch missing rows. The caller announces the batches of future steps. A prefetch thread fetches the batches' rows in
-step order, on its own stream. If a batch's rows are not resident yet, its step fetches them.
+Kernels find rows and choose victims; `CacheSets` launches these kernels and copies no row itself. Look-ahead hides the
+time to fetch missing rows. The caller announces the batches of future steps. A prefetch thread fetches the batches'
+rows in step order, on its own stream. If a batch's rows are not resident yet, its step fetches them.
 
-`CudaWindow` keeps the announced batches, and lets only one thread at a time use the cache and the staging memory. The
+`BatchQueue` keeps the announced batches, and lets only one thread at a time use the cache and the staging memory. The
 table's lock is not enough, because the prefetch thread fetches rows without holding that lock. The lines of resident
 batches are pinned, so a step may use them while the next batch is fetched. CUDA events order the streams.
 """
@@ -32,11 +32,11 @@ from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines
 from ...row_format import BUCKETS, Chunks, Keys, TableIds
 from ...signals import defer_signals
-from ...store.contract import HitMask, Lines, TopTier
+from ...store.interfaces import HitMask, Lines, TopTier
 
 POLICIES = ("lru", "lfu")
 COUNT_NAMES = ("evictions_clean", "evictions_dirty", "overflows")
-_CACHE = make_struct_type("uint64 tags ways lines_start", "uint32 num_sets")
+_SETS = make_struct_type("uint64 tags ways lines_start", "uint32 num_sets")
 
 
 @dataclass(eq=False)
@@ -48,25 +48,24 @@ class _AnnouncedBatch:
     placement: Placement | None = None
 
 
-class CudaWindow:
+class BatchQueue:
     """The pinned batch, and the announced batches in step order."""
 
-    def __init__(self, device: Device, cache: Cache) -> None:
-        self._device, self._cache = device, cache
+    def __init__(self, device: Device, sets: CacheSets) -> None:
+        self._device, self._sets, self._condition = device, sets, Condition()
         self._pinned: Placement | None = None
         self._announced: deque[_AnnouncedBatch] = deque()
-        self._condition = Condition()
         self._num_waiting_steps = 0  # steps that wait for a prefetch to end
         self.is_fetching = False  # True while a thread is in `fetch`
         # (event after a step's launches, last batch completed by then). A prefetch waits for the event.
-        self._step_end: tuple[Event, int] = (device.record_event(), cache.latest_number)
+        self._step_end: tuple[Event, int] = (device.record_event(), sets.latest_number)
         self._prefetch_end = device.record_event()  # the event after the last prefetch's launches
 
     @property
     def last_completed(self) -> int:
         """The number of the last completed batch. Batches up to this number pin no rows."""
         first = self._pinned or (self._announced[0].placement if self._announced else None)
-        return self._cache.latest_number if first is None else (first.batch_number - 1) % (1 << 32)
+        return self._sets.latest_number if first is None else (first.batch_number - 1) % (1 << 32)
 
     @property
     def resident_batches(self) -> list[Batch]:
@@ -136,7 +135,7 @@ class CudaWindow:
             raise StoreError("unpin of a batch that is not pinned")
         self._pinned = None
 
-    def cancel(self) -> None:
+    def cancel_announced(self) -> None:
         """Forget the announced batches. Rows of forgotten batches stay resident but are no longer pinned."""
         if self._announced:
             with self.exclusive():
@@ -170,7 +169,7 @@ _PLACEMENT = make_struct_type("uint64 slots lines is_hit evictions victim_ways")
 
 @dataclass(frozen=True)
 class Placement:
-    """The decisions of `Cache.place_batch` for a batch. The caller must then copy the rows to their lines."""
+    """The decisions of `CacheSets.place_batch` for a batch. The caller must then copy the rows to their lines."""
 
     batch: Batch
     slots: Tensor  # [positions], each row's slot; -1 if its set is full
@@ -190,8 +189,8 @@ class Placement:
         return make_struct(_PLACEMENT, **{name: getattr(self, name) for name in _PLACEMENT.names or ()})
 
 
-class Cache:
-    """The sets of a cache, with `budget_bytes` for lines and metadata. `Cache` makes decisions but copies no row.
+class CacheSets:
+    """The sets of a cache, with `budget_bytes` for lines and metadata. Makes decisions but copies no row.
 
     Batches are numbered in the order of placement. A row is pinned until the last batch that needs it has completed. A
     row is dirty while its `updates` differ from its `updates` in the lower tier.
@@ -216,7 +215,7 @@ class Cache:
         self.latest_number = 0  # number of the latest batch
 
     def place_batch(self, batch: Batch, last_completed: int) -> Placement:
-        """Choose a slot for each row; after a fault, only for resident rows. last_completed: see `CudaWindow`."""
+        """Choose a slot for each row; after a fault, only for resident rows. last_completed: see `BatchQueue`."""
         self.latest_number = (self.latest_number + 1) % (1 << 32)
         n, num_sets, set_keys = np.uint64(batch.num_positions), np.uint32(self._num_sets), batch.empty(torch.int32)
         self._launch("compute_set_keys", batch.num_positions, 1, batch.hashes, batch.count, n, num_sets, set_keys)
@@ -237,10 +236,10 @@ class Cache:
         batch = placement.batch
         self._launch("mark_fetched", batch.num_positions, 1, self.as_struct(), placement.as_struct(), batch.count)
 
-    def cancel(self, placement: Placement, restore: bool) -> None:
+    def undo_placement(self, placement: Placement, restore: bool) -> None:
         """Undo the latest placement. restore: True to put back victims that were not written back."""
         batch, structs = placement.batch, (self.as_struct(), placement.as_struct())
-        self._launch("cancel_rows", batch.num_positions, 1, *structs, batch.count, np.uint32(restore))
+        self._launch("undo_placement", batch.num_positions, 1, *structs, batch.count, np.uint32(restore))
 
     def find(self, batch: Batch) -> Tensor:
         """Set each row's line in `batch.lines`, 0 for a miss. Returns flags, int32 [positions]: 1 for a miss."""
@@ -283,8 +282,8 @@ class Cache:
         self._tags, self._ways, self._lines = (part.new_empty(0) for part in (self._tags, self._ways, self._lines))
 
     def as_struct(self) -> np.ndarray:
-        """The Cache struct of placement.h, passed by value."""
-        return make_struct(_CACHE, tags=self._tags, ways=self._ways, lines_start=self._lines, num_sets=self._num_sets)
+        """The CacheSets struct of placement.h, passed by value."""
+        return make_struct(_SETS, tags=self._tags, ways=self._ways, lines_start=self._lines, num_sets=self._num_sets)
 
     @property
     def capacity(self) -> int:
@@ -307,32 +306,32 @@ class Cache:
         }
 
 
-class DeviceCache(TopTier[Batch]):
-    """Base class of both GPU caches: the sets, the lower tier, and the window of batches that use the sets."""
+class CudaCacheBase(TopTier[Batch]):
+    """Base class of both GPU caches: the sets, the lower tier, and the queue of batches that use the sets."""
 
-    def __init__(self, layout: Layout, lower_tier: Any, cache: Cache, faults: Faults, staging: Staging) -> None:
-        self._layout, self._lower_tier, self._cache = layout, lower_tier, cache
-        self._faults, self._staging, self._window = faults, staging, CudaWindow(layout.device, cache)
+    def __init__(self, layout: Layout, lower_tier: Any, sets: CacheSets, faults: Faults, staging: Staging) -> None:
+        self._layout, self._lower_tier, self._sets = layout, lower_tier, sets
+        self._faults, self._staging, self._queue = faults, staging, BatchQueue(layout.device, sets)
 
     def announce(self, batch: Batch) -> None:
-        self._window.announce(batch)
+        self._queue.announce(batch)
 
-    def cancel(self) -> None:
-        self._window.cancel()
+    def cancel_announced(self) -> None:
+        self._queue.cancel_announced()
 
     def locate(self, table: int, key: int) -> list[dict[str, Any]]:
-        with self._window.exclusive():
+        with self._queue.exclusive():
             lower_records = self._lower_tier.locate(table, key)
             batch = make_single_row_batch(self._layout.device, table, key, self._faults.word)
-            self._cache.find(batch)
+            self._sets.find(batch)
             if not (line := int(batch.lines)):
                 return lower_records
             row_state = self._staging.describe(batch.lines)
-            state = self._cache.describe(line, row_state["updates"], self._window.last_completed)
+            state = self._sets.describe(line, row_state["updates"], self._queue.last_completed)
             return [{"tier": "device", **row_state, **state}, *lower_records]
 
     def read(self, tables: TableIds, keys: Keys, lines: Lines, should_touch: bool = True) -> HitMask:
-        with self._window.exclusive():
+        with self._queue.exclusive():
             self._write_back()
             return self._lower_tier.read(tables, keys, lines, should_touch)
 
@@ -343,11 +342,11 @@ class DeviceCache(TopTier[Batch]):
     def close(self) -> None:
         """Wait for both streams, release the sets' memory, and close the lower tier."""
         try:
-            with self._window.exclusive():
-                self._window.close()
+            with self._queue.exclusive():
+                self._queue.close()
                 self._faults.read(wait=True)
-                if not self._window.is_fetching:  # garbage collection may close the table in the middle of a fetch
-                    self._cache.close()
+                if not self._queue.is_fetching:  # garbage collection may close the table in the middle of a fetch
+                    self._sets.close()
         finally:
             self._lower_tier.close()
 
@@ -361,13 +360,13 @@ class DeviceCache(TopTier[Batch]):
         Returns the rows as a batch, and a bool flag for each row [positions]: True if the row stays.
         """
         batch = make_row_batch(self._layout.device, tables, keys, self._faults.word)
-        batch.lines = find_lines(self._window.resident_batches, batch, self._faults.word)
+        batch.lines = find_lines(self._queue.resident_batches, batch, self._faults.word)
         is_kept = batch.lines != 0
         initialise_lines(batch, self._layout, is_kept)
-        self._cache.erase(batch, is_kept)
+        self._sets.erase(batch, is_kept)
         return batch, is_kept
 
     def _metrics(self) -> dict[str, float]:
         """Return the cache's counters and sizes, and the store's hits and misses. Needs an `exclusive` block."""
         hits, misses = self.hit_counts().sum(0).tolist()
-        return {**self._cache.metrics(), "hits": hits, "misses": misses}
+        return {**self._sets.metrics(), "hits": hits, "misses": misses}

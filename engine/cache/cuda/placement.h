@@ -5,7 +5,7 @@
 
 namespace tierbed {
 
-struct Cache {
+struct CacheSets {
     u8* tags;   // [num_sets * WAYS], 0 for a free way
     Way* ways;  // [num_sets * WAYS]
     u64 lines_start;

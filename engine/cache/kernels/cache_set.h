@@ -38,13 +38,13 @@ enum CachePolicy : u32 { LRU = 0, LFU = 1 };
 TIERBED_FN u8 get_tag(u64 hash) { return static_cast<u8>(0x80 | (hash & 0x7F)); }
 
 // Returns a bucket's first set. Needs at least BUCKETS sets: with fewer sets, buckets would share a set.
-TIERBED_FN u32 find_first_set(u32 bucket, u32 sets) { return static_cast<u32>(u64{bucket} * sets / BUCKETS); }
+TIERBED_FN u32 find_first_set(u32 bucket, u32 num_sets) { return static_cast<u32>(u64{bucket} * num_sets / BUCKETS); }
 
-TIERBED_FN u32 get_set(u64 hash, u32 sets) {
+TIERBED_FN u32 get_set(u64 hash, u32 num_sets) {
     const u32 low = static_cast<u32>(hash);
-    if (sets < BUCKETS) return multiply_high(low, sets);
-    const u32 first = find_first_set(get_bucket(hash), sets);
-    return first + multiply_high(low, find_first_set(get_bucket(hash) + 1, sets) - first);
+    if (num_sets < BUCKETS) return multiply_high(low, num_sets);
+    const u32 first = find_first_set(get_bucket(hash), num_sets);
+    return first + multiply_high(low, find_first_set(get_bucket(hash) + 1, num_sets) - first);
 }
 
 // Returns the first way of the row's home group.

@@ -80,7 +80,7 @@ class Faults:
             raise error
 
 
-class LookupArrays(NamedTuple):
+class LookupTensors(NamedTuple):
     """One lookup's ids."""
 
     keys: Tensor  # [n] int64
@@ -117,12 +117,12 @@ class LookupSpan:
     bag_length: int  # positions per bag, if `bag_offsets` is None
     bag_offsets: Tensor | None  # [bags + 1] int64, each bag's first position
     is_pooled: bool
-    column_features: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
+    feature_by_column: Tensor | None  # [columns] int32, each column's feature; None without feature_columns
     feature_columns: Tensor | None  # [features] int32, each feature's column or -1
 
 
 @dataclass(frozen=True)
-class PositionsByRow:
+class Occurrences:
     """All positions, sorted by row and ascending within a row. Padding comes first."""
 
     rows: Tensor  # [positions] int32, each position's row, -1 for padding
@@ -136,7 +136,7 @@ def make_row_batch(device: Device, tables: NDArray[np.uint32], keys: NDArray[np.
     """Make a batch of distinct rows [n] from host arrays, in the arrays' order."""
     table_ids = torch.from_numpy(tables.astype(np.int64)).to(device.torch_device)
     ids = torch.from_numpy(keys.view(np.int64)).to(device.torch_device)
-    return Batch(device, [LookupArrays(ids, table_ids)], LegalIds(int(tables.max(initial=0)) + 1), faults)
+    return Batch(device, [LookupTensors(ids, table_ids)], LegalIds(int(tables.max(initial=0)) + 1), faults)
 
 
 def make_single_row_batch(device: Device, table: int, key: int, faults: Tensor) -> Batch:
@@ -158,7 +158,7 @@ def _find_lines_in(pinned: Batch, rows: Batch, faults: Tensor) -> Tensor:
     if count == 0:
         return torch.zeros_like(rows.lines)
     table_ids = [batch.tables[: batch.num_unique].to(torch.int64) for batch in (pinned, rows)]
-    inputs = [LookupArrays(batch.keys, tables) for batch, tables in zip((pinned, rows), table_ids, strict=True)]
+    inputs = [LookupTensors(batch.keys, tables) for batch, tables in zip((pinned, rows), table_ids, strict=True)]
     num_tables = 1 + max(int(tables.max()) for tables in table_ids if len(tables))
     index = Batch(rows.device, inputs, LegalIds(num_tables), faults).inverse[count:]
     lines = pinned.lines[index.clamp(max=count - 1).to(torch.int64)]
@@ -175,7 +175,7 @@ def recover_keys(device: Device, hashes: Tensor, tables: Tensor) -> Tensor:
 
 @cache
 def _copy_feature_columns(feature_columns: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return `LookupSpan.column_features` and `LookupSpan.feature_columns`."""
+    """Return `LookupSpan.feature_by_column` and `LookupSpan.feature_columns`."""
     features = torch.from_numpy(invert_feature_columns(feature_columns).view(np.int32)).to(device)
     return features, torch.tensor(feature_columns, dtype=torch.int32, device=device)
 
@@ -188,7 +188,7 @@ class Batch:
     the table's fault word. A batch made ahead of its step has its own `faults` word.
     """
 
-    def __init__(self, device: Device, inputs: Sequence[LookupArrays], ids: LegalIds, faults: Tensor) -> None:
+    def __init__(self, device: Device, inputs: Sequence[LookupTensors], ids: LegalIds, faults: Tensor) -> None:
         self.device = device
         self.input_faults = torch.zeros_like(faults)  # fault bits for errors in the ids themselves
         # how many ids were dropped, [num_tables]; None if no table drops ids
@@ -204,7 +204,7 @@ class Batch:
         legal = ids.make_struct(self.dropped_counts)
         for lookup, arrays in zip(self.lookups, inputs, strict=True):
             parts = lookup.num_bags if lookup.bag_offsets is None else len(lookup.bag_offsets) - 1
-            columns = 1 if lookup.column_features is None else len(lookup.column_features)
+            columns = 1 if lookup.feature_by_column is None else len(lookup.feature_by_column)
             self._run(
                 "hash_ids", lookup.num_ids, arrays.keys, arrays.tables, lookup.bag_offsets, np.uint64(parts),
                 np.uint64(lookup.bag_length), np.uint64(lookup.num_ids), legal, lookup.feature_columns,
@@ -212,7 +212,7 @@ class Batch:
                 np.uint64(lookup.first_output_row), SLOT_HASH, hashes, tables, self._output_rows, self.input_faults,
             )  # fmt: skip
         self._find_unique(hashes, tables)
-        self._positions_by_row: list[PositionsByRow] = []  # shared with sibling batches; filled at first use
+        self._occurrences: list[Occurrences] = []  # shared with sibling batches; filled at first use
         self._reset_lines(faults)
 
     def make_sibling(self, faults: Tensor) -> Batch:
@@ -241,20 +241,20 @@ class Batch:
         return recover_keys(self.device, self.hashes[:count], self.tables[:count])
 
     @property
-    def positions_by_row(self) -> PositionsByRow:
+    def occurrences(self) -> Occurrences:
         """Positions grouped by row."""
-        if not self._positions_by_row:
-            self._positions_by_row.append(self._group_positions())
-        return self._positions_by_row[0]
+        if not self._occurrences:
+            self._occurrences.append(self._group_positions())
+        return self._occurrences[0]
 
-    def _group_positions(self) -> PositionsByRow:
+    def _group_positions(self) -> Occurrences:
         rows, order = torch.sort(self.inverse, stable=True)
         positions = self.empty(torch.int32)
         output_rows = self.empty(torch.int32) if self.is_pooled else None
         offsets = torch.zeros(self.num_positions + 1, dtype=torch.int32, device=rows.device)
         n = np.uint64(self.num_positions)
         self._run("group_rows", self.num_positions, rows, order, self._output_rows, n, offsets, positions, output_rows)
-        return PositionsByRow(rows, order, positions, positions if output_rows is None else output_rows, offsets)
+        return Occurrences(rows, order, positions, positions if output_rows is None else output_rows, offsets)
 
     def keep_alive(self, memory: Tensor) -> int:
         """Keep memory alive as long as the batch. Returns the memory's address."""
@@ -264,7 +264,7 @@ class Batch:
     def record_stream(self) -> None:
         """Allow this thread to use another thread's batch. Torch keeps the batch until this thread's launches end."""
         parts = [*vars(self).values(), *self._owned_memory, *(lookup.bag_offsets for lookup in self.lookups)]
-        for part in [*parts, *vars(self.positions_by_row).values()]:
+        for part in [*parts, *vars(self.occurrences).values()]:
             if isinstance(part, Tensor):
                 self.device.record_stream(part)
 
@@ -273,7 +273,7 @@ class Batch:
         memory = torch.empty(max(self.num_positions, 1), dtype=dtype, device=self.device.torch_device)
         return memory if self.num_positions else memory[:0]
 
-    def _add_lookup(self, arrays: LookupArrays) -> None:
+    def _add_lookup(self, arrays: LookupTensors) -> None:
         keys, _, bags, feature_columns = arrays
         size, count, length, offsets, features, columns = len(keys), len(keys), 1, None, None, None
         if isinstance(bags, Tensor):

@@ -18,7 +18,7 @@ extern "C" __global__ void gather(const u64* lines, const i32* inverse, u64 n, T
 struct PooledIds {
     const i32* inverse;
     const float* weights;
-    u64 count;
+    u64 num_bags;
     u32 is_mean;
     Bags bags;
 
@@ -32,14 +32,14 @@ struct PooledIds {
 
 // Pools bags to out [bags, dim].
 extern "C" __global__ void pool(const u64* lines, PooledIds ids, Type::Stored* out) {
-    for_each_item<COLUMN_LANES>(ids.count, [&](Tile tile, u64 bag) {
+    for_each_item<COLUMN_LANES>(ids.num_bags, [&](Tile tile, u64 bag) {
         pool_row<Row, Type>(tile, out + ids.bags.output_row(bag) * SHAPE.dim, lines, ids.get_bag(bag), SHAPE.dim);
     });
 }
 
 // Writes each weight's gradient to out [n], from the output's gradient grad [bags, dim].
 extern "C" __global__ void compute_weights_grad(const u64* lines, PooledIds ids, const Type::Stored* grad, float* out) {
-    for_each_item<WARP>(ids.count, [&](Tile tile, u64 bag) {
+    for_each_item<WARP>(ids.num_bags, [&](Tile tile, u64 bag) {
         compute_bag_weights_grad<Row, Type>(tile, out + ids.begin(bag), lines, ids.get_bag(bag),
                                             grad + ids.bags.output_row(bag) * SHAPE.dim, SHAPE.dim);
     });
@@ -47,10 +47,10 @@ extern "C" __global__ void compute_weights_grad(const u64* lines, PooledIds ids,
 
 // Sets scales [n], each position's gradient factor: the weight for a sum, or weight / (rows in the bag) for a mean.
 extern "C" __global__ void scale_positions(PooledIds ids, float* scales) {
-    for_each(ids.count, [&](u64 number) {
-        const Bag bag = ids.get_bag(number);
+    for_each(ids.num_bags, [&](u64 index) {
+        const Bag bag = ids.get_bag(index);
         const float factor = bag.is_mean ? 1.0f / static_cast<float>(count_rows(bag)) : 1.0f;
-        float* out = scales + ids.begin(number);
+        float* out = scales + ids.begin(index);
         for (u32 i = 0; i < bag.count; ++i) out[i] = bag.weights ? bag.weights[i] * factor : factor;
     });
 }

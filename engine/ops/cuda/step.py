@@ -22,7 +22,7 @@ LookupGradients = tuple[Sequence[Tensor], Sequence[bool], Sequence[Tensor | None
 _TYPE_STRUCTS = {torch.float32: "Float32", torch.float16: "Float16", torch.bfloat16: "BFloat16"}
 
 _BAGS = make_struct_type("uint64 offsets length features", "uint32 num_columns batch_size")
-_POOLED_IDS = make_struct_type("uint64 inverse weights count", "uint32 is_mean", ("bags", _BAGS))
+_POOLED_IDS = make_struct_type("uint64 inverse weights num_bags", "uint32 is_mean", ("bags", _BAGS))
 _OUTPUTS = ("outputs", make_struct_type("uint64 rows", "uint32 first_output_row"), (MAX_OUTPUTS,))
 _BATCH_GRADIENTS = make_struct_type(_OUTPUTS, "uint32 count", "uint64 rows offsets output_rows scales n")
 _STEP_PARAMS = make_struct_type(("hyperparams", "<f8", (MAX_HYPERPARAMS,)), "float32 scale", "uint32 step")
@@ -49,12 +49,12 @@ def weights_grad(batch: Batch, layout: Layout, index: int, grads: Tensor, out: T
 
 
 def write_step_params(
-    layout: Layout, rule: str, hyperparams: Sequence[float], step: int, scale: float, params: Tensor
+    layout: Layout, rule_name: str, hyperparams: Sequence[float], step: int, scale: float, params: Tensor
 ) -> None:
-    """Write the arguments of `Processor.set_hyperparams` to `params`, a `StepParams` that kernels read."""
+    """Write the arguments of `Processor.send_hyperparams` to `params`, a `StepParams` that kernels read."""
     values = np.zeros((), _STEP_PARAMS)
     values["hyperparams"][: len(hyperparams)], values["scale"], values["step"] = hyperparams, scale, step
-    launch(layout.device, _make_update_program(layout, rule), "write_step_params", 1, WARP, values, params)
+    launch(layout.device, _make_update_program(layout, rule_name), "write_step_params", 1, WARP, values, params)
 
 
 def update(
@@ -70,12 +70,12 @@ def update(
     )  # fmt: skip
 
 
-def preview_catch_up(layout: Layout, rule: str, batch: Batch, params: Tensor) -> None:
-    """Apply missed steps to row copies. Lookups then read the copies. `rule` must be able to apply missed steps."""
+def preview_catch_up(layout: Layout, rule_name: str, batch: Batch, params: Tensor) -> None:
+    """Apply missed steps to row copies. Lookups then read the copies. The rule must be able to apply missed steps."""
     memory = torch.empty(batch.num_positions * layout.line_bytes, dtype=torch.uint8, device=batch.lines.device)
     batch.keep_alive(memory)
     copies = batch.empty(torch.int64)
-    catch_up(layout, rule, batch, params, memory, copies)
+    catch_up(layout, rule_name, batch, params, memory, copies)
     batch.lookup_lines = copies
 
 
@@ -110,7 +110,7 @@ def allocate_step_params(device: torch.device) -> Tensor:
 
 def assign(batch: Batch, layout: Layout, values: Tensor, step: int, first_write_counts: Tensor, faults: Tensor) -> None:
     """Write values [positions, dim] to rows. A row's last value wins. Other arguments: see `update`."""
-    groups = batch.positions_by_row
+    groups = batch.occurrences
     launch(
         layout.device, layout.program(LINES), "assign_rows", batch.num_positions, WARP, batch.lines, batch.tables,
         groups.offsets, groups.positions, batch.count, values, np.uint32(step), first_write_counts, faults,
@@ -170,17 +170,17 @@ def copy_rows(batch: Batch, layout: Layout) -> None:
 
 
 def _make_pooled_ids(batch: Batch, lookup: LookupSpan, mean: bool, weights: Tensor | None) -> np.ndarray:
-    columns = 0 if lookup.column_features is None else len(lookup.column_features)
+    columns = 0 if lookup.feature_by_column is None else len(lookup.feature_by_column)
     bags = make_struct(
-        _BAGS, offsets=lookup.bag_offsets, length=lookup.bag_length, features=lookup.column_features,
+        _BAGS, offsets=lookup.bag_offsets, length=lookup.bag_length, features=lookup.feature_by_column,
         num_columns=columns, batch_size=lookup.num_bags // columns if columns else 0,
     )  # fmt: skip
     inverse = batch.inverse.data_ptr() + 4 * lookup.first_position
-    return make_struct(_POOLED_IDS, inverse=inverse, weights=weights, count=lookup.num_bags, is_mean=mean, bags=bags)
+    return make_struct(_POOLED_IDS, inverse=inverse, weights=weights, num_bags=lookup.num_bags, is_mean=mean, bags=bags)
 
 
-def _make_update_program(layout: Layout, rule: str, dtype: torch.dtype = torch.float32) -> Program:
-    macros = {"TIERBED_RULE": make_struct_name(rule), "TIERBED_GRADIENTS": _TYPE_STRUCTS[dtype]}
+def _make_update_program(layout: Layout, rule_name: str, dtype: torch.dtype = torch.float32) -> Program:
+    macros = {"TIERBED_RULE": make_struct_name(rule_name), "TIERBED_GRADIENTS": _TYPE_STRUCTS[dtype]}
     return layout.program("ops/cuda/update.cu", **macros)
 
 
@@ -198,7 +198,7 @@ def _sum_blocks(
     program: Program, layout: Layout, batch: Batch, gradients: LookupGradients
 ) -> tuple[np.ndarray, Tensor, list[Any]]:
     """Launch `sum_blocks`. Returns (the `BatchGradients` argument, the blocks' sums, objects to keep alive)."""
-    groups, grads = batch.positions_by_row, gradients[0]
+    groups, grads = batch.occurrences, gradients[0]
     n, scales = batch.num_positions, _compute_scales(_make_lookup_program(layout, _get_dtype(grads)), batch, gradients)
     if len(grads) > MAX_OUTPUTS:
         grads = [torch.cat(list(grads))]
@@ -249,4 +249,4 @@ def _compute_scales(program: Program, batch: Batch, gradients: LookupGradients) 
     for lookup, mean, tensor in zip(batch.lookups, means, weights, strict=True):
         ids, part = _make_pooled_ids(batch, lookup, mean, tensor), scales[lookup.first_position :]
         launch(batch.device, program, "scale_positions", lookup.num_bags, 1, ids, part)
-    return scales[batch.positions_by_row.order]
+    return scales[batch.occurrences.order]

@@ -6,7 +6,7 @@
 namespace tierbed {
 
 // Returns the gradient g, negated if `maximize`, plus L2 weight decay.
-TIERBED_FN float decayed(float g, float w, float weight_decay, float maximize) {
+TIERBED_FN float add_decay(float g, float w, float weight_decay, float maximize) {
     const float signed_g = maximize != 0.0f ? -g : g;
     return weight_decay != 0.0f ? signed_g + weight_decay * w : signed_g;
 }
@@ -27,7 +27,7 @@ struct Limits {
           clip_norm(static_cast<float>(limits[1])),
           row_norm(static_cast<float>(limits[2])) {}
 
-    TIERBED_FN float clipped(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
+    TIERBED_FN float clip(float g) const { return g > clip_value ? clip_value : g < -clip_value ? -clip_value : g; }
 };
 
 // The learning rates of past steps. Rates are linear between knots. `past` holds the number of knots, then a step and a

@@ -42,7 +42,7 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
     values.last = before.step;
     rule.begin_missed(values);
     Rates rates = rule.rates();
-    const bool skips_single_steps = Rule::RESTS_UNWRITTEN && before.updates == 0;
+    const bool skips_single_steps = Rule::COMBINES_UNWRITTEN && before.updates == 0;
     const u32 limit = static_cast<u32>(rule.limit()), single_steps = num_missed < limit ? num_missed : limit;
     u32 num_done = 0;
     for (; num_done < single_steps && !skips_single_steps; ++num_done) {
@@ -54,13 +54,13 @@ TIERBED_FN void catch_up_block(float* line, u32 dim, u32 begin, u32 n, const Rul
         const u32 from = before.step + 1 + num_done, remaining = num_missed - num_done;
         const double first_rate = rates.at(from);
         const u32 segment_steps = rates.segment_end() - from + 1;
-        values.rest = num_done < single_steps ? 1 : segment_steps < remaining ? segment_steps : remaining;
-        const double last_rate = rates.at(from + values.rest - 1);
+        values.num_combined = num_done < single_steps ? 1 : segment_steps < remaining ? segment_steps : remaining;
+        const double last_rate = rates.at(from + values.num_combined - 1);
         values.rate = 0.5 * (first_rate + last_rate);
         values.is_constant = first_rate == last_rate;
-        rule.missed_rest(values);
-        map_elements([&](float& weight, float* state) TIERBED_INLINE { rule.rest_element(weight, state, values); });
-        num_done += values.rest;
+        rule.begin_combined(values);
+        map_elements([&](float& weight, float* state) TIERBED_INLINE { rule.combined_element(weight, state, values); });
+        num_done += values.num_combined;
     }
     store_floats(line + begin, w, n);
     for (u32 k = 0; k < Rule::ELEMENT_STATES; ++k) store_floats(line + dim * (k + 1) + begin, states[k], n);
@@ -131,9 +131,9 @@ TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* gradient
     for_blocks(tile, dim, [&](u32 begin, u32 n) TIERBED_INLINE {
         float* const g = gradient + begin;
         Elements<Rule>(line, dim, begin).change(n, [&](float& w, float* state, u32 j) TIERBED_INLINE {
-            float step = g[j];
-            rule.element(w, step, state, row);
-            g[j] = step;
+            float update = g[j];
+            rule.element(w, update, state, row);
+            g[j] = update;
         });
     });
     synchronise(tile);
@@ -152,7 +152,7 @@ TIERBED_FN void update_by_norms(Tile tile, float* line, u32 dim, float* gradient
 // True if `apply_rule` needs a row's whole gradient before it changes the first element.
 template <class Rule>
 TIERBED_FN bool needs_whole_gradient(const Rule& rule) {
-    return Rule::REDUCES || Rule::NORMS > 0 || rule.clip_norm > 0.0f;
+    return Rule::HAS_REDUCTION || Rule::NORMS > 0 || rule.clip_norm > 0.0f;
 }
 
 // Applies one step to a row. Returns true for a row's first write. The callback sum(g, begin, n) must write columns
@@ -166,7 +166,7 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
     const auto sum_block = [&](float* g, u32 begin, u32 n) TIERBED_INLINE {
         sum(g, begin, n);
         if (rule.clip_value > 0.0f)
-            for (u32 j = 0; j < n; ++j) g[j] = rule.clipped(g[j]);
+            for (u32 j = 0; j < n; ++j) g[j] = rule.clip(g[j]);
     };
     if constexpr (Rule::CATCHES_UP)
         if (is_behind(*counters, step, Rule::MISSES_UNWRITTEN)) catch_up(tile, line, dim, rule, *counters, step);
@@ -187,8 +187,9 @@ TIERBED_FN bool apply_rule(Tile tile, u64 address, const LineShape& shape, const
             });
             synchronise(tile);
         }
-        if constexpr (Rule::REDUCES)
-            row.total = sum_columns(tile, dim, [&](i32 c) TIERBED_INLINE { return rule.term(line[c], gradient[c]); });
+        if constexpr (Rule::HAS_REDUCTION)
+            row.total = sum_columns(
+                tile, dim, [&](i32 c) TIERBED_INLINE { return rule.reduction_term(line[c], gradient[c]); });
     }
     float row_states[Rule::ROW_STATES + 1];
     for (u32 k = 0; k < Rule::ROW_STATES; ++k) row_states[k] = line[dim * (1 + Rule::ELEMENT_STATES) + k];

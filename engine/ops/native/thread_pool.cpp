@@ -214,7 +214,9 @@ void run_on_openmp(RunParallel run_parallel, std::size_t threads, TaskQueue& tas
 
 }  // namespace
 
-void use_own_pool(std::size_t threads) { own_pool = std::make_unique<Pool>(std::max<std::size_t>(threads, 1) - 1); }
+void use_own_pool(std::size_t num_threads) {
+    own_pool = std::make_unique<Pool>(std::max<std::size_t>(num_threads, 1) - 1);
+}
 
 void set_num_threads(std::size_t num_threads) {
     if (own_pool) return;  // this thread does not run steps

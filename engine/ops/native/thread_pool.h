@@ -1,4 +1,4 @@
-// The native loops' thread pool. The caller and `threads - 1` workers run numbered tasks.
+// The native loops' thread pool. The caller and `num_threads - 1` workers run numbered tasks.
 //
 // Any thread may run any task, so no two tasks may write the same memory. The first exception of a task is rethrown to
 // the caller. While one caller uses the pool, others run their tasks without workers. A forked child starts a new pool.
@@ -13,7 +13,7 @@ namespace tierbed {
 void set_num_threads(std::size_t num_threads);
 
 // Gives the calling thread its own pool, so that its loops do not compete for the steps' pool.
-void use_own_pool(std::size_t threads);
+void use_own_pool(std::size_t num_threads);
 
 // Calls task(i) for i in [0, num_tasks).
 void parallel_for(std::size_t num_tasks, const std::function<void(std::size_t)>& task);

@@ -83,8 +83,7 @@ class CudaFullTable:
         """Erase the rows whose line in `lines` [positions] is not 0; `find` sets `lines`. Waits for the device."""
         if (size := batch.num_positions) == 0:
             return
-        n, clusters = np.uint64(size), batch.empty(torch.int64)
-        index = self.make_index_struct()
+        n, clusters, index = np.uint64(size), batch.empty(torch.int64), self.make_index_struct()
         self._launch("find_clusters", size, 1, index, batch.hashes, lines, batch.count, n, clusters)
         clusters, order = torch.sort(clusters, stable=True)
         erased = batch.empty(torch.int32)
@@ -148,10 +147,10 @@ class CudaFullTable:
         while self.num_lines < self._max_rows:
             self._add_segment(1 << (self._base_bits + len(self._segments)))
 
-    def _grow_index(self, rows: int) -> None:
-        """Double the index until `rows` rows take at most `max_load` of its slots."""
+    def _grow_index(self, num_rows: int) -> None:
+        """Double the index until `num_rows` rows take at most `max_load` of its slots."""
         size = slots = self._slots.nbytes // SLOT_BYTES
-        while rows > size * self._max_load:
+        while num_rows > size * self._max_load:
             size *= 2
         if size == slots:
             return

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from .. import _core
 from ..errors import CapacityError
 from ..row_format import BUCKETS, Chunks, Keys, row_dtype
-from .contract import CapacityLimit, NativeTier, TopTier
+from .interfaces import CapacityLimit, NativeTier, TopTier
 
 
 def check_capacity(num_new: int, capacity_limit: CapacityLimit | None) -> None:

@@ -14,32 +14,31 @@ from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import allocate_lines, copy_rows, count_written
 from ...row_format import Keys, TableIds
-from ...store.contract import CapacityLimit, HitCounts, HitMask, Tier
 from ...store.cuda.changed_lines import WriteBackLog
-from ...store.cuda.full import SCAN_ROWS
-from ...store.full import check_capacity
-from .cache import Cache, DeviceCache, Placement
+from ...store.cuda.full_tier import SCAN_ROWS
+from ...store.full_tier import check_capacity
+from ...store.interfaces import CapacityLimit, HitCounts, HitMask, Tier
+from .cache import CacheSets, CudaCacheBase, Placement
 
 
-class CudaCachedTier(DeviceCache):
+class CudaCacheTier(CudaCacheBase):
     """A write-back cache in device memory above a host tier. Prefetches the rows of announced batches."""
 
-    def __init__(self, layout: Layout, lower_tier: Tier, cache: Cache, faults: Faults) -> None:
-        super().__init__(layout, lower_tier, cache, faults, Staging(layout))  # staging for write-back
+    def __init__(self, layout: Layout, lower_tier: Tier, sets: CacheSets, faults: Faults) -> None:
+        super().__init__(layout, lower_tier, sets, faults, Staging(layout))  # staging for write-back
         self._launch = partial(launch, layout.device, layout.program("cache/cuda/cache.cu"))
         self._fetch_staging = Staging(layout)
         self._overflow_rows: tuple[Tensor, int] | None = None  # the pinned batch's rows that got no slot: flags, count
         self._read_counts: HitCounts = np.zeros((layout.num_tables, 2), np.int64)  # hits and misses counted by `peek`
-        self._peek_counts = (0, 0, 0)
-        self._byte_counts = {"bytes_in": 0, "bytes_out": 0}
+        self._peek_counts, self._byte_counts = (0, 0, 0), {"bytes_in": 0, "bytes_out": 0}
         self._write_back_log: WriteBackLog | None = None
 
     def prefetch(self, batch: Batch) -> bool:
-        return self._window.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_prefetch=True))
+        return self._queue.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_prefetch=True))
 
     def pin(self, batch: Batch, capacity_limit: CapacityLimit | None) -> None:
         """Pin a batch (see `TopTier.pin`). If rows are missing, waits for the device and raises any fault's error."""
-        if not self._window.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, is_prefetch=False)):
+        if not self._queue.pin(batch, partial(self._fetch, batch, capacity_limit=capacity_limit, is_prefetch=False)):
             return
         self._faults.post(batch)
         try:
@@ -47,15 +46,15 @@ class CudaCachedTier(DeviceCache):
                 num_new = batch.count - count_written(self._layout, batch, batch.lines).sum()
                 check_capacity(int(num_new), capacity_limit)
         except BaseException:
-            self._window.unpin(batch)
+            self._queue.unpin(batch)
             raise
 
     def unpin(self, batch: Batch, is_dirty: bool) -> None:
         if self._overflow_rows is None:
-            self._window.unpin(batch)
+            self._queue.unpin(batch)
             return
-        with self._window.exclusive():
-            self._window.unpin(batch)
+        with self._queue.exclusive():
+            self._queue.unpin(batch)
             (flags, count), self._overflow_rows = self._overflow_rows, None
             if is_dirty:
                 prefix_sums = flags.cumsum(0, dtype=torch.int32)
@@ -66,8 +65,8 @@ class CudaCachedTier(DeviceCache):
                 self._write_lower_tier(count)
 
     def peek(self, batch: Batch, is_training: bool = False) -> None:
-        with self._window.exclusive():
-            absent = self._cache.find(batch)
+        with self._queue.exclusive():
+            absent = self._sets.find(batch)
             prefix_sums = absent.cumsum(0, dtype=torch.int32)
             while True:
                 self._fetch_staging.copy_keys(batch.hashes, batch.tables, absent, prefix_sums)
@@ -82,8 +81,7 @@ class CudaCachedTier(DeviceCache):
             copy_rows(batch, self._layout)
             is_hit = self._read_lower_tier(missing, should_touch=False)
             if not is_training:
-                hits, misses, unknown = self._peek_counts
-                lower_hits = int(is_hit.sum())
+                (hits, misses, unknown), lower_hits = self._peek_counts, int(is_hit.sum())
                 self._peek_counts = (hits + unique - missing, misses + lower_hits, unknown + missing - lower_hits)
             self._fetch_staging.fill(batch, absent, prefix_sums, is_hit)
 
@@ -91,7 +89,7 @@ class CudaCachedTier(DeviceCache):
         return self._peek_counts
 
     def erase(self, tables: TableIds, keys: Keys) -> None:
-        with self._window.exclusive():
+        with self._queue.exclusive():
             self._erase(tables, keys)
             self._lower_tier.erase(tables, keys)
 
@@ -106,23 +104,23 @@ class CudaCachedTier(DeviceCache):
         return self._write_back_log
 
     def metrics(self) -> dict[str, dict[str, float]]:
-        with self._window.exclusive():
+        with self._queue.exclusive():
             return {"device": {**self._metrics(), **self._byte_counts}, **self._lower_tier.metrics()}
 
     def hit_counts(self) -> HitCounts:
-        with self._window.exclusive():
-            return self._cache.hit_counters.read_total() + self._read_counts
+        with self._queue.exclusive():
+            return self._sets.hit_counters.read_total() + self._read_counts
 
     def _fetch(
         self, batch: Batch, last_completed: int, capacity_limit: CapacityLimit | None, is_prefetch: bool
     ) -> Placement | None:
-        """Fetch a batch's rows. Waits for the device once. last_completed: as in `Cache.place_batch`.
+        """Fetch a batch's rows. Waits for the device once. last_completed: as in `CacheSets.place_batch`.
 
         is_prefetch: True for a prefetch. If a row cannot be fetched, a prefetch changes nothing and returns None.
         """
         if is_prefetch and self._overflow_rows is not None:  # the pinned batch has rows that the lower tier lacks
             return None
-        placement = self._cache.place_batch(batch, last_completed)
+        placement = self._sets.place_batch(batch, last_completed)
         victims, absent, overflows = (batch.empty(torch.int32) for _ in range(3))
         struct, n = placement.as_struct(), np.uint64(batch.num_positions)
         self._launch("flag_rows", batch.num_positions, 1, struct, batch.count, n, victims, absent, overflows)
@@ -140,7 +138,7 @@ class CudaCachedTier(DeviceCache):
             if not self._staging.reserve(num_victims) | self._fetch_staging.reserve(num_absent):
                 break
         if is_prefetch and (num_overflows or fault):
-            self._cache.cancel(placement, restore=True)
+            self._sets.undo_placement(placement, restore=True)
             return None
         is_written = False  # True once the victims are in the lower tier
         try:
@@ -153,22 +151,22 @@ class CudaCachedTier(DeviceCache):
             is_hit = self._read_lower_tier(num_absent, should_touch=True)
             check_capacity(rows - num_written - int(is_hit.sum()), capacity_limit)
             self._fetch_staging.fill(batch, absent, prefix_sums, is_hit)
-            self._cache.mark_fetched(placement)
+            self._sets.mark_fetched(placement)
         except BaseException:
-            self._cache.cancel(placement, restore=not is_written)
+            self._sets.undo_placement(placement, restore=not is_written)
             raise
         self._overflow_rows = (overflows, num_overflows) if num_overflows else None
         return placement
 
     def _write_back(self) -> None:
-        with self._window.exclusive():
-            for slots in self._cache.find_dirty_slots().split(SCAN_ROWS):
-                hashes, tables, lines = self._cache.rows(slots)
+        with self._queue.exclusive():
+            for slots in self._sets.find_dirty_slots().split(SCAN_ROWS):
+                hashes, tables, lines = self._sets.rows(slots)
                 self._staging.read(lines)
                 self._staging.tables[: len(lines)] = tables
                 self._staging.keys[: len(lines)] = recover_keys(self._layout.device, hashes, tables)
                 self._write_lower_tier(len(lines))
-                self._cache.mark_clean(slots)
+                self._sets.mark_clean(slots)
 
     def _read_lower_tier(self, count: int, should_touch: bool) -> HitMask:
         is_hit = self._lower_tier.read(*self._fetch_staging.rows(count), should_touch)

@@ -1,4 +1,4 @@
-#include "cached_tier.h"
+#include "cache_tier.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -52,7 +52,7 @@ std::size_t compute_overflow_rows(const CacheOptions& options, const LineShape& 
 
 }  // namespace
 
-CachedTier::CachedTier(const Layout& layout, Tier& lower_tier, const CacheOptions& options)
+CacheTier::CacheTier(const Layout& layout, Tier& lower_tier, const CacheOptions& options)
     : layout_(layout),
       lower_tier_(lower_tier),
       overflow_rows_(compute_overflow_rows(options, layout.shape)),
@@ -66,25 +66,25 @@ CachedTier::CachedTier(const Layout& layout, Tier& lower_tier, const CacheOption
                               options.io_threads);
 }
 
-CachedTier::~CachedTier() { process_id_ == getpid() ? close() : static_cast<void>(sync_.release()); }
+CacheTier::~CacheTier() { process_id_ == getpid() ? close() : static_cast<void>(sync_.release()); }
 
-void CachedTier::close() {
+void CacheTier::close() {
     if (sync_->writer) sync_->writer->stop();
-    cancel();
+    cancel_announced();
 }
 
-CachedTier::AnnouncedBatch* CachedTier::find_announced(u32 batch_number) {
+CacheTier::AnnouncedBatch* CacheTier::find_announced(u32 batch_number) {
     for (AnnouncedBatch& entry : announced_)
         if (entry.batch_number == batch_number) return &entry;
     return nullptr;
 }
 
-void CachedTier::update_last_completed() {
+void CacheTier::update_last_completed() {
     const u32 next = announced_.empty() ? latest_number_ + 1 : announced_.front().batch_number;
     last_completed_.store((pinned_ ? pinned_number_ : next) - 1, std::memory_order_release);
 }
 
-void CachedTier::announce(std::shared_ptr<Batch> batch) {
+void CacheTier::announce(std::shared_ptr<Batch> batch) {
     const std::lock_guard directory_lock(sync_->directory_mutex);
     const BatchRows batch_rows(*batch, false);
     u32 batch_number;
@@ -97,7 +97,7 @@ void CachedTier::announce(std::shared_ptr<Batch> batch) {
     directory_.announce(batch_rows.rows, batch_number);
 }
 
-bool CachedTier::prefetch(const Batch& batch) {
+bool CacheTier::prefetch(const Batch& batch) {
     std::shared_ptr<Batch> shared_batch;
     u32 batch_number;
     {
@@ -140,7 +140,7 @@ bool CachedTier::prefetch(const Batch& batch) {
     }
 }
 
-void CachedTier::pin(std::shared_ptr<Batch> batch) {
+void CacheTier::pin(std::shared_ptr<Batch> batch) {
     u32 batch_number;
     bool is_fetched = false;
     {
@@ -187,7 +187,7 @@ void CachedTier::pin(std::shared_ptr<Batch> batch) {
     finish(true);
 }
 
-void CachedTier::unpin(const Batch& batch) {
+void CacheTier::unpin(const Batch& batch) {
     std::shared_ptr<Batch> ended_batch;
     {
         const std::lock_guard queue_lock(sync_->queue_mutex);
@@ -201,7 +201,7 @@ void CachedTier::unpin(const Batch& batch) {
     if (directory_lock && directory_.overflow.num_rows() > overflow_rows_) sync_->writer->wake(overflow_limits());
 }
 
-void CachedTier::cancel() {
+void CacheTier::cancel_announced() {
     std::deque<AnnouncedBatch> ended_batches;
     const std::lock_guard placement_lock(sync_->placement_mutex);  // no batch may end while its rows are being fetched
     const std::lock_guard directory_lock(sync_->directory_mutex);
@@ -211,7 +211,7 @@ void CachedTier::cancel() {
     update_last_completed();
 }
 
-std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
+std::pair<std::size_t, std::size_t> CacheTier::peek(Batch& batch) {
     BatchRows batch_rows(batch, false);
     const RequestedRows& rows = batch_rows.rows;
     const std::vector<u64> lines = batch.allocate_lines(batch.num_unique, layout_.shape);
@@ -227,7 +227,7 @@ std::pair<std::size_t, std::size_t> CachedTier::peek(Batch& batch) {
     return {updates.size(), static_cast<std::size_t>(std::count(updates.begin(), updates.end(), 0u))};
 }
 
-bool CachedTier::place_batch(const RequestedRows& requested, u32 batch_number, Purpose purpose) {
+bool CacheTier::place_batch(const RequestedRows& requested, u32 batch_number, Purpose purpose) {
     std::unique_lock lock(sync_->directory_mutex);
     auto& writer = sync_->writer;
     Overflow& overflow = directory_.overflow;
@@ -267,7 +267,7 @@ bool CachedTier::place_batch(const RequestedRows& requested, u32 batch_number, P
     return true;
 }
 
-void CachedTier::fetch(const RequestedRows& requested) {
+void CacheTier::fetch(const RequestedRows& requested) {
     RowList missing;
     directory_.for_each_miss([&](const Miss& miss) {
         if (miss.old_entry == NONE)
@@ -285,7 +285,7 @@ void CachedTier::fetch(const RequestedRows& requested) {
     }
 }
 
-std::vector<u32> CachedTier::read_lower_tier(const RowSpan& rows, bool should_touch) {
+std::vector<u32> CacheTier::read_lower_tier(const RowSpan& rows, bool should_touch) {
     std::vector<u32> updates(rows.n);
     if (rows.n == 0) return updates;
     const auto is_hit = std::make_unique<bool[]>(rows.n);
@@ -311,14 +311,14 @@ std::vector<u32> CachedTier::read_lower_tier(const RowSpan& rows, bool should_to
     return updates;
 }
 
-void CachedTier::write_back(const RowSpan& rows) {
+void CacheTier::write_back(const RowSpan& rows) {
     if (rows.n == 0) return;
     const Timer timer(write_latency_);
     lower_tier_.write(rows);
     bytes_out_ += rows.n * compute_stored_bytes(layout_.shape.width);
 }
 
-void CachedTier::write_back_victims() {
+void CacheTier::write_back_victims() {
     RowList victims;
     directory_.for_each_miss([&](const Miss& miss) {
         const Way& victim = miss.displaced_way;
@@ -327,14 +327,14 @@ void CachedTier::write_back_victims() {
     write_back(victims.rows());
 }
 
-void CachedTier::write_back_overflow() {
+void CacheTier::write_back_overflow() {
     Overflow& overflow = directory_.overflow;
     if (overflow.empty()) return;
     overflow.write_back(last_completed_, NONE, {0, overflow_rows_ / 2},
                         [&](const RowSpan& dirty) { write_back(dirty); });
 }
 
-std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requested, const u64* out, bool should_touch) {
+std::vector<std::size_t> CacheTier::copy_resident(const RequestedRows& requested, const u64* out, bool should_touch) {
     const u32 batch_number = should_touch ? begin_internal_batch() : 0;
     const std::lock_guard directory_lock(sync_->directory_mutex);
     std::vector<std::size_t> missing;
@@ -357,19 +357,19 @@ std::vector<std::size_t> CachedTier::copy_resident(const RequestedRows& requeste
     return missing;
 }
 
-u32 CachedTier::begin_internal_batch() {
+u32 CacheTier::begin_internal_batch() {
     const std::lock_guard queue_lock(sync_->queue_mutex);
     if (pinned_ || !announced_.empty())
         throw std::runtime_error("a cache with announced or pinned batches cannot be used as a tier");
     return ++latest_number_;
 }
 
-void CachedTier::end_internal_batch() {
+void CacheTier::end_internal_batch() {
     const std::lock_guard queue_lock(sync_->queue_mutex);
     update_last_completed();
 }
 
-void CachedTier::read(const RowSpan& rows, bool* is_hit, bool should_touch) {
+void CacheTier::read(const RowSpan& rows, bool* is_hit, bool should_touch) {
     Buffer<u64> lines(rows.n);
     const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_offsets()};
     RowList lower_rows;
@@ -390,7 +390,7 @@ void CachedTier::read(const RowSpan& rows, bool* is_hit, bool should_touch) {
     for (std::size_t i = 0; i < missing.size(); ++i) is_hit[missing[i]] = is_in_lower_tier[i];
 }
 
-void CachedTier::write(const RowSpan& rows) {
+void CacheTier::write(const RowSpan& rows) {
     Buffer<u64> lines(rows.n);
     const RequestedRows requested{rows.tables, rows.hashes, lines.data(), nullptr, rows.bucket_offsets()};
     const std::lock_guard placement_lock(sync_->placement_mutex);
@@ -407,7 +407,7 @@ void CachedTier::write(const RowSpan& rows) {
     end_internal_batch();
 }
 
-void CachedTier::erase(const RowSpan& rows) {
+void CacheTier::erase(const RowSpan& rows) {
     const std::lock_guard placement_lock(sync_->placement_mutex);
     {
         std::unique_lock directory_lock(sync_->directory_mutex);
@@ -428,7 +428,7 @@ void CachedTier::erase(const RowSpan& rows) {
     lower_tier_.erase(rows);
 }
 
-void CachedTier::forget_errors() {
+void CacheTier::forget_errors() {
     lower_tier_.forget_errors();
     const std::lock_guard placement_lock(sync_->placement_mutex);  // so that no thread waits for the writer meanwhile
     std::unique_lock directory_lock(sync_->directory_mutex);
@@ -438,11 +438,11 @@ void CachedTier::forget_errors() {
     writer->drop_error();
 }
 
-void CachedTier::flush() {
+void CacheTier::flush() {
     flush_rows([&](const auto& body) { directory_.for_each_row(body); });
 }
 
-u32 CachedTier::flush_piece(u32 begin, u32 max_rows) {
+u32 CacheTier::flush_piece(u32 begin, u32 max_rows) {
     const u32 num_slots = directory_.sets.num_slots();
     if (begin >= num_slots) {
         const auto for_each_overflow_row = [&](const auto& body) { directory_.for_each_in_overflow(body); };
@@ -454,7 +454,7 @@ u32 CachedTier::flush_piece(u32 begin, u32 max_rows) {
 }
 
 template <class ForEach>
-bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
+bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     const std::lock_guard placement_lock(sync_->placement_mutex);
     lower_tier_.forget_errors();  // drop earlier errors; a write that fails from now on throws again
     std::unique_lock directory_lock(sync_->directory_mutex);
@@ -487,7 +487,7 @@ bool CachedTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     return has_more;
 }
 
-Metrics CachedTier::metrics() const {
+Metrics CacheTier::metrics() const {
     const std::lock_guard directory_lock(sync_->directory_mutex);
     const CacheSets& sets = directory_.sets;
     const Overflow& overflow = directory_.overflow;
@@ -518,12 +518,12 @@ Metrics CachedTier::metrics() const {
     return metrics;
 }
 
-std::vector<u64> CachedTier::hit_counts() const {
+std::vector<u64> CacheTier::hit_counts() const {
     const std::lock_guard directory_lock(sync_->directory_mutex);
     return hit_counts_.sums();
 }
 
-std::optional<CachedTier::ResidentRow> CachedTier::locate(u32 table, u64 key) {
+std::optional<CacheTier::ResidentRow> CacheTier::locate(u32 table, u64 key) {
     const std::lock_guard placement_lock(sync_->placement_mutex);
     const std::lock_guard directory_lock(sync_->directory_mutex);
     const Directory::Location location = directory_.find(slot_hash(table, key), table);

@@ -159,7 +159,7 @@ class TopTier(TierBase, Protocol[B]):
         """Fetch and pin an announced batch. False if memory is short. May run in any thread, like `announce`."""
         return True
 
-    def cancel(self) -> None:
+    def cancel_announced(self) -> None:
         """Forget all announced batches except the pinned one. Forgotten batches may be announced again."""
         return
 

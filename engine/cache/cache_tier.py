@@ -11,8 +11,8 @@ from .. import _core
 from ..errors import OptionError
 from ..options.store_options import CachedHostMemOptions
 from ..row_format import Chunks
-from ..store.contract import CapacityLimit, NativeTier, Tier, TopTier
-from ..store.full import check_capacity
+from ..store.full_tier import check_capacity
+from ..store.interfaces import CapacityLimit, NativeTier, Tier, TopTier
 
 MB = 1 << 20
 FLUSH_PIECE_ROWS = 1 << 13  # rows per flush call; other threads wait during the call
@@ -26,7 +26,7 @@ def make_budget_error(option: str, budget_mb: float, line_bytes: int, error: Exc
     return OptionError(f"{option}={budget_mb} is {problem} rows of {line_bytes} bytes: {error}; give another budget")
 
 
-class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
+class CpuCacheTier(NativeTier, TopTier[_core.Batch]):
     """A write-back cache. `tier` names it in metrics; `option` names its budget in errors. Budgets include metadata."""
 
     def __init__(
@@ -34,7 +34,7 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
     ) -> None:
         self._layout, self._lower_tier, self._tier = layout, lower, tier
         try:
-            self.native = _core.CachedTier(
+            self.native = _core.CacheTier(
                 layout,
                 lower.native,
                 budget_bytes=int(budget_mb * MB),
@@ -55,8 +55,8 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
     def prefetch(self, batch: _core.Batch) -> bool:
         return self.native.prefetch(batch)
 
-    def cancel(self) -> None:
-        self.native.cancel()
+    def cancel_announced(self) -> None:
+        self.native.cancel_announced()
 
     def pin(self, batch: _core.Batch, capacity_limit: CapacityLimit | None) -> None:
         self.native.pin(batch)
@@ -95,7 +95,7 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
     def write_back(self) -> None:
         """Write dirty rows to the last tier. Unlike `flush`, this does not make the rows durable."""
         self.native.flush()
-        if isinstance(self._lower_tier, CpuCachedTier):
+        if isinstance(self._lower_tier, CpuCacheTier):
             self._lower_tier.write_back()
 
     def flush(self) -> None:
@@ -111,7 +111,7 @@ class CpuCachedTier(NativeTier, TopTier[_core.Batch]):
             yield True
             if begin == 0:
                 break
-        if isinstance(self._lower_tier, CpuCachedTier):
+        if isinstance(self._lower_tier, CpuCacheTier):
             yield from self._lower_tier.flush_pieces()
 
     def close(self) -> None:

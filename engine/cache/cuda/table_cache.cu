@@ -32,7 +32,7 @@ extern "C" __global__ void write_victims(LineIndex lower_table, Placement placem
 
 // Fetches the first `count` rows. On entry, lines [n] has each row's line in the lower table. On return, a row with a
 // slot has the slot's line; other rows keep the table's line. Skips rows at `zero_line`. Adds misses to `hit_counters`.
-extern "C" __global__ void fetch(Cache cache, Placement placement, const u64* hashes, const u32* tables,
+extern "C" __global__ void fetch(CacheSets sets, Placement placement, const u64* hashes, const u32* tables,
                                  const u32* count, u64* lines, u64 zero_line, InitialRow initial,
                                  const __grid_constant__ SlotHash slot_hash, u64* counts, DeviceCounters hit_counters) {
     Counts thread_counts;
@@ -48,7 +48,7 @@ extern "C" __global__ void fetch(Cache cache, Placement placement, const u64* ha
         if (tile.lane == 0) {
             ++thread_counts.values[stored ? LOWER_HIT : LOWER_MISS];
             counter.add(hit_index(tables[i], false));
-            if (placement.slots[i] != NONE) cache.ways[placement.slots[i]].stored_updates = stored;
+            if (placement.slots[i] != NONE) sets.ways[placement.slots[i]].stored_updates = stored;
         }
         if (stored == 0)
             initialise_line(tile, used_line, SHAPE, initial, tables[i], slot_hash.key(tables[i], hashes[i]));
@@ -61,7 +61,7 @@ extern "C" __global__ void fetch(Cache cache, Placement placement, const u64* ha
 
 // Looks up the first `count` rows for reading. If no tier has row i, sets lines[i] to 0 and absent[i] to 1. Otherwise
 // sets lines[i] to the row's line and absent[i] to 0. Counts hits and misses in hit_counters [tables, 2].
-extern "C" __global__ void look_up_rows(Cache cache, LineIndex table, const u64* hashes, const u32* tables,
+extern "C" __global__ void look_up_rows(CacheSets sets, LineIndex table, const u64* hashes, const u32* tables,
                                         const u32* count, u64 n, u64* lines, i32* absent, u64* counts,
                                         DeviceCounters hit_counters) {
     Counts thread_counts;
@@ -69,8 +69,8 @@ extern "C" __global__ void look_up_rows(Cache cache, LineIndex table, const u64*
     for_each_item<GROUP_WAYS>(n, [&](Tile tile, u64 i) {
         u64 line = 0;
         if (i < *count) {
-            const u32 slot = cache.find(tile, tables[i], hashes[i]);
-            if (slot != NONE) line = cache.line(slot);
+            const u32 slot = sets.find(tile, tables[i], hashes[i]);
+            if (slot != NONE) line = sets.line(slot);
             const u64 lower_line = line ? 0 : table.find(tile, hashes[i], tables[i]);
             const bool stored = lower_line && row_counters(lower_line, SHAPE)->updates != 0;
             if (tile.lane == 0) ++thread_counts.values[line ? CACHE_HIT : stored ? LOWER_HIT : LOWER_MISS];
@@ -86,13 +86,13 @@ extern "C" __global__ void look_up_rows(Cache cache, LineIndex table, const u64*
 }
 
 // Writes dirty rows back to the lower table, and keeps the rows in the cache.
-extern "C" __global__ void flush_rows(Cache cache, LineIndex lower_table, u64* counts) {
+extern "C" __global__ void flush_rows(CacheSets sets, LineIndex lower_table, u64* counts) {
     Counts thread_counts;
-    for_each_item<COPY_LANES>(static_cast<u64>(cache.num_sets) * WAYS, [&](Tile tile, u64 slot) {
-        if (!cache.is_dirty(slot)) return;
-        write_row(tile, lower_table, cache.ways[slot], cache.line(slot));
+    for_each_item<COPY_LANES>(static_cast<u64>(sets.num_sets) * WAYS, [&](Tile tile, u64 slot) {
+        if (!sets.is_dirty(slot)) return;
+        write_row(tile, lower_table, sets.ways[slot], sets.line(slot));
         synchronise(tile);
-        if (tile.lane == 0) cache.ways[slot].stored_updates = cache.updates(slot);
+        if (tile.lane == 0) sets.ways[slot].stored_updates = sets.updates(slot);
         thread_counts.values[WRITTEN] += tile.lane == 0;
     });
     thread_counts.add_to(counts);

@@ -40,20 +40,20 @@ struct CacheOptions {
     bool grows_with_batch = false;  // grow the overflow area to hold at least two batches
 };
 
-class CachedTier : public Tier {
+class CacheTier : public Tier {
 public:
     // The layout and the lower tier must outlive the cache.
-    CachedTier(const Layout& layout, Tier& lower_tier, const CacheOptions& options);
-    ~CachedTier() override;
-    CachedTier(const CachedTier&) = delete;
+    CacheTier(const Layout& layout, Tier& lower_tier, const CacheOptions& options);
+    ~CacheTier() override;
+    CacheTier(const CacheTier&) = delete;
 
-    // Documented in engine/store/contract.py. `announce` and `prefetch` may run in another thread. If the write-behind
-    // thread fails, the next call that fetches rows throws the error; `flush` drops the error. No row is lost.
+    // See engine/store/interfaces.py. `announce` and `prefetch` may run in another thread. If the write-behind thread
+    // fails, the next call that fetches rows throws the error; `flush` drops the error. No row is lost.
     void announce(std::shared_ptr<Batch> batch);
     bool prefetch(const Batch& batch);
     void pin(std::shared_ptr<Batch> batch);
     void unpin(const Batch& batch);
-    void cancel();
+    void cancel_announced();
     // Returns how many rows are not in the cache, and how many rows are in no tier.
     std::pair<std::size_t, std::size_t> peek(Batch& batch);
 

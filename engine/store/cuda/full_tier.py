@@ -18,7 +18,7 @@ from ...ops.cuda.layout import Layout
 from ...ops.cuda.staging import Staging
 from ...ops.cuda.step import initialise_lines, initialise_missing
 from ...row_format import BUCKETS, Chunks, Keys, TableIds, row_dtype
-from ..contract import CapacityLimit, HitCounts, HitMask, Lines, TopTier
+from ..interfaces import CapacityLimit, HitCounts, HitMask, Lines, TopTier
 from .changed_lines import ChangedLines
 from .full_table import CudaFullTable
 
@@ -38,7 +38,7 @@ class SortedRows:
 
 
 class CudaTableImage:
-    """A `TableImage` (engine/store/contract.py) on a GPU, with before-images in host memory.
+    """A `TableImage` (engine/store/interfaces.py) on a GPU, with before-images in host memory.
 
     Saving before-images waits for the device. The image reads unchanged rows from the table. Erasing a row saves its
     before-image. Only after that can another row use the erased row's line. A cache may be above the table. A step that
