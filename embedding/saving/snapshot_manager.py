@@ -119,8 +119,8 @@ class SnapshotManager:
         has_files = stack is not None and isinstance(stack.bottom, RocksDB) and self._shard is None
         if not has_files or store is None:
             return "full"
-        can_link = os.stat(store.live_path).st_dev == os.stat(store.snapshots_path.parent.resolve()).st_dev
-        return "checkpoint" if can_link else "full"
+        devices = {os.stat(path).st_dev for path in (store.live_path, store.snapshot_store.path)}
+        return "checkpoint" if len(devices) == 1 else "full"  # without hard links, files would have to be copied
 
     def name_call(self, action: str) -> str:
         """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""

@@ -17,7 +17,7 @@ from .recovery import RowsVersion
 def make_clean_marker(
     table: OpenTable, folder: StoreFolder | None, member: Member | None, rows_version: RowsVersion | None
 ) -> dict[str, Any]:
-    """Return the clean marker for the rows of `table`, after writing the keys of changed rows. Raises StoreError."""
+    """Return the clean marker for the rows of `table`, after writing the keys of changed rows."""
     assert table.stack is not None
     bottom = table.stack.bottom
     fields: dict[str, Any] = {"live": "rows"}
@@ -32,6 +32,5 @@ def make_clean_marker(
         fields[LIVE_VERSION] = member.version
     changed = table.observers.list_changed_keys()
     if folder is not None and changed is not None and len(changed[1]):  # if no row changed, the record names a snapshot
-        with folder.convert_errors("write changed keys of"):
-            fields |= write_changed_keys(folder, *changed)
+        fields |= write_changed_keys(folder, *changed)
     return {**table.describe(), **fields}

@@ -79,7 +79,7 @@ class ChangeTracker:
         if self._source is not None:
             self._later_keys.add_keys(*self._source.list_keys())
             self._source.forget()
-        later = _core.ChangedRows(self._table.step, self._later_keys.size)  # room for as many again
+        later = _core.ChangedRows(self._table.step)
         if self._increment_keys is None:
             self._increment_keys = self._later_keys
         else:

@@ -19,13 +19,18 @@ from ..files.format import CHANGED_KEYS
 from .folder_state import FolderState
 
 FILE = "CHANGED"
+CONSEQUENCE = "the next incremental snapshot compares all rows with its parent"
 log = logging.getLogger("tierbed")
 
 
 def write_changed_keys(folder: FolderState, parent_id: str, keys: RowArray) -> dict[str, Any]:
-    """Durably write the file. Returns the field for the clean marker. Raises OSError."""
-    data = keys.view(np.uint8).data
-    write_atomically(folder.path / FILE, data)
+    """Durably write the file. Returns the field for the clean marker; no field if the file cannot be written."""
+    data, path = keys.view(np.uint8).data, folder.path / FILE
+    try:
+        write_atomically(path, data)
+    except OSError as error:  # as on a full disk, where the store can still be closed
+        log.warning("%r cannot be written: %s; %s", str(path), error, CONSEQUENCE)
+        return {}
     return {CHANGED_KEYS: {"parent": parent_id, "rows": len(keys), "crc32": zlib.crc32(data)}}
 
 
@@ -45,5 +50,5 @@ def read_changed_keys(folder: FolderState, marker: dict[str, Any]) -> tuple[str,
         if len(keys) == rows and zlib.crc32(keys.view(np.uint8).data) == crc32:
             return parent_id, keys
         problem = "does not belong to these live rows, or is damaged"
-    log.warning("%r %s; the next incremental snapshot compares all rows with its parent", str(path), problem)
+    log.warning("%r %s; %s", str(path), problem, CONSEQUENCE)
     return None

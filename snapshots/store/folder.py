@@ -40,7 +40,7 @@ class StoreFolder(FolderState):
         super().__init__(Path(path).absolute())  # the working directory may change
         self.snapshot_store = self
         self.incoming = self.path / "incoming"
-        with self.convert_errors("open"), defer_signals():
+        with self._convert_errors("open"), defer_signals():
             make_folder(self.path)
             self._lock = self._acquire()
         try:
@@ -49,7 +49,7 @@ class StoreFolder(FolderState):
             if os.path.realpath(path) != os.path.realpath(self.path):
                 self.snapshot_store = StoreFolder(path, self.user)
                 if snapshots is not None:
-                    with self.convert_errors("link to other snapshots from"), defer_signals():
+                    with self._convert_errors("link to other snapshots from"), defer_signals():
                         symlink_snapshots(self.snapshots_path, snapshots)
             self.clear_incoming()
             with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error
@@ -81,7 +81,7 @@ class StoreFolder(FolderState):
         """Raises StoreError if the folder was removed or replaced while it was open, ClosedError after `unlock`."""
         if self._lock is None or not self._lock.is_locked:
             raise ClosedError(f"{self.user} was closed; create it again")
-        with self.convert_errors("find"):
+        with self._convert_errors("find"):
             try:
                 lock = os.stat(self.path / LOCK)
             except (FileNotFoundError, NotADirectoryError):
@@ -101,7 +101,7 @@ class StoreFolder(FolderState):
 
     def clear_incoming(self) -> None:
         """Remove the folder `incoming`, where loads write new rows, and its temporary folder. Raises StoreError."""
-        with self.convert_errors("prepare"):
+        with self._convert_errors("prepare"):
             remove_folder(self.incoming)
             remove_leftovers(self.path)
 
@@ -121,7 +121,7 @@ class StoreFolder(FolderState):
         except ValueError as error:
             raise StoreError(f"MARK in {str(self.path)!r} cannot store the description: {error}") from error
         self.check()
-        with self.convert_errors("write MARK of"):
+        with self._convert_errors("write MARK of"):
             if self._mark_file.exists() and Mark.parse(data) == self.mark:
                 fsync_dir(self.path)  # the content is the same, and a full disk may lack space to rewrite the file
             else:
@@ -159,7 +159,7 @@ class StoreFolder(FolderState):
 
     def reset(self) -> None:
         """Make the folder new again: remove MARK and the live rows. Raises StoreError."""
-        with self.convert_errors("empty"):
+        with self._convert_errors("empty"):
             for name in LIVE_FOLDERS:
                 remove_folder(self.path / name)
             self._mark_file.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ class StoreFolder(FolderState):
         self.check()
         if self.mark.clean_marker is not None:  # else write nothing, because the disk may be full
             self.clear_clean_marker()
-        with self.convert_errors("remove the live rows of"):
+        with self._convert_errors("remove the live rows of"):
             for name in LIVE_FOLDERS:
                 remove_folder(self.path / name)
             fsync_dir(self.path)
@@ -185,7 +185,7 @@ class StoreFolder(FolderState):
         self.check()
         old = self.live_path
         name = next(name for name in LIVE_FOLDERS if name != old.name) if old.exists() else old.name
-        with self.convert_errors("replace the live rows of"):
+        with self._convert_errors("replace the live rows of"):
             remove_folder(self.path / name)
             new.rename(self.path / name)
             fsync_dir(self.path)
@@ -194,5 +194,5 @@ class StoreFolder(FolderState):
         self.change(clean_marker={**description, **files_field}, shard_layout=None, live_folder_name=name, **fields)
         self._remove_step_file()
         if name != old.name:
-            with self.convert_errors("remove the replaced rows of"):
+            with self._convert_errors("remove the replaced rows of"):
                 remove_folder(old)

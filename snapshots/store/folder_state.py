@@ -36,7 +36,7 @@ class FolderState:
     @cached_property
     def mark(self) -> Mark:
         """The content of MARK, read once, at the first use. Raises StoreError."""
-        with self.convert_errors("read MARK of"):
+        with self._convert_errors("read MARK of"):
             try:
                 return Mark.parse(read_record_bytes(self._mark_file))
             except (FileNotFoundError, ValueError):
@@ -74,7 +74,7 @@ class FolderState:
     def sharing_stores(self) -> list[FolderState]:
         """All store folders on this host that share this store's snapshots, beginning with this folder."""
         stores, folder = [self], self.snapshot_store.snapshots_path
-        with self.convert_errors("read which stores have their snapshots in"):
+        with self._convert_errors("read which stores have their snapshots in"):
             for store in read_linked_stores(folder):
                 with contextlib.suppress(OSError):
                     if os.path.samefile(store / SNAPSHOTS, folder) and not os.path.samefile(store, self.path):
@@ -92,7 +92,7 @@ class FolderState:
     @property
     def has_rows_or_snapshots(self) -> bool:
         """True if a run ever wrote rows or snapshots in this folder. If False, the store is new."""
-        with self.convert_errors("list the snapshots of"):
+        with self._convert_errors("list the snapshots of"):
             return self._mark_file.exists() or self.live_path.exists() or has_snapshots(self.snapshots_path)
 
     @property
@@ -101,7 +101,7 @@ class FolderState:
         return self._mark_file.exists() or self.live_path.exists() or self.recorded_step is not None
 
     @contextlib.contextmanager
-    def convert_errors(self, action: str) -> Iterator[None]:
+    def _convert_errors(self, action: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -46,19 +45,9 @@ def note_changes(rows: _core.ChangedRows) -> list[tuple[int, int, int]]:
     ]
 
 
-def test_room_for_rows_takes_no_memory_until_there_are_rows() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-    before = resident()
-    rows = _core.ChangedRows(room=6_000_000)
-    assert rows.bytes >= 64 << 20
-    assert resident() - before < 8 << 20
-
-
 @given(st.lists(some_names, max_size=6), some_names)
 def test_a_list_of_names_beside_a_set_of_python(parts: list[list[Row]], others: list[Row]) -> None:
-    rows, other, expected = _core.ChangedRows(), _core.ChangedRows(room=1000), set()
+    rows, other, expected = _core.ChangedRows(), _core.ChangedRows(), set()
     for names in parts:
         rows.add_keys(*arrays(names))
         expected |= set(names)

@@ -70,7 +70,7 @@ class WriteBackLog:
         return np.concatenate(tables), np.concatenate(keys)
 
     def forget(self) -> None:
-        self._rows = _core.ChangedRows(room=self._rows.size)
+        self._rows = _core.ChangedRows()
 
     @property
     def bytes(self) -> int:

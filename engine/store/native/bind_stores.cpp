@@ -70,7 +70,7 @@ void bind_tiers(nb::module_& m) {
 
 void bind_changes(nb::module_& m) {
     nb::class_<ChangedRows>(m, "ChangedRows")
-        .def(nb::init<u32, std::size_t>(), "since_step"_a = ChangedRows::ALL_STEPS, "room"_a = 0)
+        .def(nb::init<u32>(), "since_step"_a = ChangedRows::ALL_STEPS)
         .def("add_batch", [](ChangedRows& changed, const Batch& batch,
                              const Layout& layout) { changed.add_batch(batch, layout.shape); }, Unlocked())
         .def(

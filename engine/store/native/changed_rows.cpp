@@ -11,8 +11,6 @@ constexpr std::size_t MIN_ROWS_TO_SORT = std::size_t{1} << 20;  // a list that g
 
 }  // namespace
 
-ChangedRows::ChangedRows(u32 since_step, std::size_t room) : since_step_(since_step) { rows_.reserve(room); }
-
 void ChangedRows::add_batch(const Batch& batch, const LineShape& shape) {
     for (std::size_t row = 0; row < batch.num_unique; ++row) {
         if (batch.refused_lines.size() && batch.refused_lines[row]) continue;

@@ -15,8 +15,7 @@ public:
     static constexpr u32 ALL_STEPS = std::numeric_limits<u32>::max();
 
     // since_step: the step of the table when the list begins; ALL_STEPS if last steps say nothing.
-    // room: about how many rows fit before the list grows.
-    ChangedRows(u32 since_step, std::size_t room);
+    explicit ChangedRows(u32 since_step) : since_step_(since_step) {}
     ChangedRows(const ChangedRows&) = delete;
 
     // Adds a pinned batch's rows before they are written, except rows whose lines are in the batch itself.
