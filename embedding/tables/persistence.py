@@ -73,26 +73,6 @@ log = logging.getLogger("tierbed")
 Description = dict[str, Any]  # describes rows, in the format of a snapshot's description
 
 
-<<<<<<< ours
-||||||| base
-class LiveRowsState(Enum):
-    """How an open table's live rows relate to its group's record."""
-
-    RECORDED = auto()  # the record names the live rows, so the next change must be noted first
-    CHANGED = auto()  # the record says that the live rows have changed
-    PLACEHOLDER = auto()  # empty until a load converts the stored rows; meanwhile the folder looks new
-
-
-=======
-class LiveRowsState(Enum):
-    """How an open table's live rows relate to its group's record."""
-
-    RECORDED = auto()  # the record names the live rows, so the next change must be recorded first
-    CHANGED = auto()  # the record says that the live rows have changed
-    PLACEHOLDER = auto()  # empty until a load converts the stored rows; meanwhile the folder looks new
-
-
->>>>>>> theirs
 class TablePersistence:
     """The store folder of an embedding, locked until `release`. There is no folder if the options have no path.
 

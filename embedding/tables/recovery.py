@@ -31,7 +31,7 @@ from ...snapshots.store.recovery_rule import EMPTY_ID, make_snapshot_version
 class LiveRowsState(Enum):
     """How an open table's live rows relate to its group's record."""
 
-    RECORDED = auto()  # the record names the live rows, so the next change must be noted first
+    RECORDED = auto()  # the record names the live rows, so the next change must be recorded first
     CHANGED = auto()  # the record says that the live rows have changed
     PLACEHOLDER = auto()  # empty until a load converts the stored rows; meanwhile the folder looks new
 
