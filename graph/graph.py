@@ -187,7 +187,7 @@ class Graph(ModelSnapshots, HasBuild):
             mean: Divide the sums by `steps`. Default: False.
 
         Raises:
-            OptimizerError: If `steps` is not a positive integer, or gradients of earlier calls wait for their update.
+            OptimizerError: If `steps` is not a positive integer, or gradients of earlier calls are not applied yet.
         """
         self.__check_cuda_graph("accumulate_grads", as_int(steps, minimum=2) is not None)
         self.__epilogue.set_accumulation(steps, mean)
@@ -216,7 +216,7 @@ class Graph(ModelSnapshots, HasBuild):
         self.__epilogue.scaler = scaler
 
     def compile_dense(self, **options: Any) -> None:
-        """Compile the dense part of each step with TorchInductor, by means of a C++ compiler.
+        """Compile the dense part of each step with TorchInductor, which needs a C++ compiler.
 
         The first call of each shape takes seconds longer. Random draws, in-place ops, row lookups and optimizers are
         not compiled. Results equal eager results up to rounding. If compiling fails, a call raises GraphError.
@@ -350,7 +350,7 @@ class Graph(ModelSnapshots, HasBuild):
         checkpoint.save(self, state, folder, overwrite)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
-        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Useful before a long training."""
+        """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Useful before long training."""
         checkpoint.parse_new_folder(self, path, overwrite)
 
     def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:

@@ -3,8 +3,9 @@
 Without a store folder, the state_dict holds the rows themselves, as tensors `rows.*`. With a store folder, the
 state_dict's extra state only names the rows, by step and version (`RowsReference`). With `state_dict_snapshots`, making
 the state_dict also saves a snapshot, and the extra state names this snapshot. A loaded reference is *pending* until the
-embedding has these rows. An embedding that is open or in a training group loads the snapshot at once, other embeddings
-at the first use. If no snapshot holds the rows, every use raises SnapshotError until a load or `keep_rows()` succeeds.
+embedding has these rows. If the embedding is open or belongs to a training group, it loads the snapshot at once.
+Otherwise it loads the snapshot at its first use. If no snapshot holds the rows, every use raises SnapshotError until a
+load or `keep_rows()` succeeds.
 """
 
 from __future__ import annotations
@@ -396,9 +397,10 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             try:
                 if self._is_latest_copy(tensors):
                     log.warning(
-                        "embedding %r: load_state_dict() got back what state_dict() returned, so its rows stay. To "
-                        "load a torch model's weight, call load_dense. Or select tensors by key, not by shape: %s has "
-                        "shape [1, 1] in this state. Example: own.update({k: v for k, v in old.items() if k in own})",
+                        "embedding %r: load_state_dict() received the rows that state_dict() has just returned, so the "
+                        "rows do not change. To load a torch model's weight, call load_dense. "
+                        "Or select tensors by key, not by shape: %s has shape [1, 1] in this state. "
+                        "Example: own.update({k: v for k, v in old.items() if k in own})",
                         self.name,
                         prefix + self.parameter_name,
                     )

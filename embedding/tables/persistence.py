@@ -72,7 +72,7 @@ Description = dict[str, Any]  # describes rows, in the format of a snapshot's de
 class LiveRowsState(Enum):
     """How an open table's live rows relate to its group's record."""
 
-    RECORDED = auto()  # the record names the live rows, so the next change must be noted first
+    RECORDED = auto()  # the record names the live rows, so the next change must be recorded first
     CHANGED = auto()  # the record says that the live rows have changed
     PLACEHOLDER = auto()  # empty until a load converts the stored rows; meanwhile the folder looks new
 
@@ -175,7 +175,7 @@ class TablePersistence:
         return None if self.member is None else self.member.version
 
     def set_member(self, member: Member) -> None:
-        """Set the group's member, so that later changes of the rows are noted in the group's record."""
+        """Set the group's member, so that later changes of the rows are written to the group's record."""
         self.member = member
         member.attach(self.expect_change, self._list_members)
 
@@ -258,7 +258,7 @@ class TablePersistence:
         return version is None or (member is not None and entries[member.id].live_version != version)
 
     def expect_change(self) -> None:
-        """Require a note in the group's record before the next change of rows."""
+        """Make the next change of rows write to the group's record first."""
         if self._live_rows_state is LiveRowsState.CHANGED:
             self._live_rows_state = LiveRowsState.RECORDED
 
@@ -498,7 +498,7 @@ class TablePersistence:
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
             self.begin_change(snapshot_id is None and self.rows_version is None, replaces_rows=True)
             old_table.close()
-            self._unusable_reason, self._live_rows_state = "", LiveRowsState.RECORDED  # the next write is noted
+            self._unusable_reason, self._live_rows_state = "", LiveRowsState.RECORDED  # the next write is recorded
             if member is not None:
                 member.mark_replaced(snapshot_id)
 

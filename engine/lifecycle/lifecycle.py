@@ -1,6 +1,7 @@
 """Decides which new rows a table keeps, and which rows it deletes because they expired or the table is full.
 
-The ledger (`native/ledger.h`) makes both decisions by each row's write count and age. Removed rows count as new.
+The ledger (`native/ledger.h`) makes both decisions. It admits a new row by a probability, or by how many steps looked
+the row up. It deletes rows by write count and the time since the last write. A deleted row that returns is new.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ The user announces the lookups of future steps. The thread prepares one step aft
 deduplicates the step's ids into a batch and announces the batch to the top tier, which keeps the rows cached.
 Then the thread fetches and pins the rows. When the step runs, it takes the prepared batch instead of making its own.
 
-An announcement is only a hint. A step uses a prepared batch only if the step's ids equal the announced ids. A step
-reads row values only when the step runs. So announcements only let work run earlier. They never change a row's values.
-If a step was not announced, or comes out of order, the thread pauses and the tier forgets all batches. The remaining
-batches are announced again later.
+An announcement is only a hint. A step uses a prepared batch only if its ids equal the announced ids. Row values are
+still read when the step itself runs, so an announcement changes when work is done, never the results. If a step was not
+announced, or is out of order, the thread pauses and the tier forgets all batches. The others are announced again later.
 
 One step may match several announcements, for example when gradients accumulate over micro-batches. The first such step
 shows how many announcements belong together. From then on, the thread joins that many announcements into each batch.

@@ -144,8 +144,12 @@ def expand_reads(module: fx.GraphModule, find_path: Callable[[int], str]) -> Non
 def expand_trained(module: fx.GraphModule, embedding_id: int, grad: fx.Node, find_path: Callable[[int], str]) -> None:
     """Insert an embedding's pin before its first trained lookup, a gather per lookup, and an update at the step's end.
 
-    `grad`, the gradient of the embedding's parameter, must be a plain sum of lookup gradients; otherwise raises
-    GraphError. Also raises GraphError if earlier computation would change ids or the order of random draws.
+    Args:
+        grad: The gradient of the embedding's parameter.
+
+    Raises:
+        GraphError: If `grad` is not a plain sum of lookup gradients, or computing the ids earlier would change the ids
+            or the order of random draws.
     """
     graph = module.graph
     grads_by_lookup: dict[SharedLookup, list[Any]] = defaultdict(list)

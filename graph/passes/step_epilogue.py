@@ -115,8 +115,8 @@ class StepEpilogue:
         self.scaler: GradScaler | None = None
         self.accumulate_steps = 1  # the number of calls whose gradients are summed
         self.uses_mean = False  # True to divide the sums by `accumulate_steps`
-        self.num_waiting_calls = 0  # the number of calls whose gradients wait for their update
-        self.has_batch = False  # True if this rank got a batch in any call whose gradients wait for their update
+        self.num_waiting_calls = 0  # the number of calls whose gradients are not applied yet
+        self.has_batch = False  # True if this rank got a batch in any call whose gradients are not applied yet
         self._dense_grads: dict[Optimizer, dict[Tensor, Tensor]] = {}
         self._row_grads: dict[EmbeddingBase, list[tuple[Lookup, Tensor]]] = {}  # per call: (unique rows, gradients)
 

@@ -344,7 +344,7 @@ class Run(Iterator[Any]):
             raise
 
     def _count_progress(self) -> tuple[int, int, int]:
-        """Return counts of row updates, dense updates, and calls whose gradients wait for an update."""
+        """Return counts of row updates, dense updates, and calls whose gradients are not applied yet."""
         rows = sum(item.table_handle().open_table.num_updates for item in self._embeddings if item.is_open)
         return rows, dense_step_counter.count, self._epilogue.num_waiting_calls
 

@@ -31,7 +31,7 @@ _SCHEDULER_KEYS = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momen
 
 
 def check_nothing_accumulated(epilogue: StepEpilogue) -> None:
-    """Raise GraphError while accumulated gradients wait for an update, because a state cannot hold gradients."""
+    """Raise GraphError if accumulated gradients are not applied yet, because a state cannot hold gradients."""
     if epilogue.num_waiting_calls:
         raise GraphError(
             f"gradients of {epilogue.num_waiting_calls} of {epilogue.accumulate_steps} accumulated calls wait for "

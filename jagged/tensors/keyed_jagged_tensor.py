@@ -371,10 +371,10 @@ class KeyedJaggedTensor(JaggedBase):
         return [self._select([*range(*span)], ids, weights, self._slice_offsets(*span)) for span, ids, weights in parts]
 
     def permute(self, indices: Sequence[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
-        """Return a copy with other keys or another order. Collections accept any order. Raises IndexError.
+        """Return a copy with the selected keys, in the given order. Collections accept any order without it.
 
         Args:
-            indices: The indices of the keys to copy. An index may repeat.
+            indices: The indices of the keys to copy. An index may repeat. Raises IndexError if one is out of range.
             indices_tensor: Ignored. In TorchRec, this tensor holds the same indices.
         """
         selected = [range(len(self._keys))[index] for index in check_integers("indices", indices)]
@@ -435,7 +435,6 @@ class KeyedJaggedTensor(JaggedBase):
         return format_entries(self, "KeyedJaggedTensor", lambda: [*map(self._format_key, range(len(self._keys)))])
 
     def _format_key(self, index: int) -> str:
-        """Format the key at this index for `__str__`."""
         first, last = self._bag_bounds[index : index + 2]
         parts = format_bags(self._values, self._weights, self._offsets[first : last + 1])
         return f'"{self._keys[index]}": ' + (parts[0] if self._weights is None else join_in_braces(parts, "\n        "))

@@ -1,13 +1,13 @@
 """The stores that this process has open, and the records of their training groups.
 
-Opening a store reads its entry in the record (`recovery_rule` explains records and moments), but does not lock the
-group. The first write, save or load locks the group. From then on only this process writes the record, and a
-`StoreGroup` keeps track of all members, including closed stores. Closing the last open store unlocks the group. When
-stores of two groups begin to train together, the groups are joined under a new record.
+Opening a store reads its entry in the record (explained in `recovery_rule`), but does not lock the group. The first
+write, save or load locks the group. From then on only this process writes the record, and a `StoreGroup` keeps track of
+all members, including closed stores. Closing the last open store unlocks the group. When stores of two groups begin to
+train together, the groups are joined under a new record.
 
-`clock` numbers the moments at which this process begins a save or finishes a load. `MemberRows` remembers at which
-moments a store had a snapshot's rows. `StoreGroup.write` finds the newest moment that snapshots of all stores share,
-and records these snapshots as the commit.
+A moment is a point between two steps. This process counts only the moments that recovery can return to: `clock` grows
+by 1 when a save begins or a load ends. `MemberRows` remembers at which moments a store had a snapshot's rows.
+`StoreGroup.write` finds the newest moment that snapshots of all stores share, and records them as the commit.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ _groups_lock = RLock()  # held while a thread changes groups and records
 
 
 class Clock:
-    """Counts the moments: `moment` grows by 1 when this process begins a save or finishes a load."""
-
     moment = 0
 
 
@@ -99,7 +97,6 @@ class Member(MemberRows):
         self._run_id = secrets.token_hex(8)  # makes versions unique to this process and this opening of the store
 
     def attach(self, expect_change: Callable[[], None], partners: Callable[[], Iterable[Member]]) -> None:
-        """Set the callbacks `expect_change` and `partners`."""
         self.expect_change, self.partners = expect_change, partners
 
     def mark_broken(self, reason: str) -> None:
@@ -162,7 +159,7 @@ class Member(MemberRows):
                 self.expect_change()
 
     def end_failed_load(self, entry: Entry, unusable_reason: str) -> None:
-        """Called after a load failed, with its old `entry` and `unusable_reason`. It may have replaced rows."""
+        """Restore the values from before a failed load. If it replaced rows, no durable rows are known to be equal."""
         if unusable_reason or self.unusable_reason != LOADING_REASON:
             self.mark_changed()
         else:
@@ -196,7 +193,6 @@ class Member(MemberRows):
             mark_folder.change(shard_layout=shard_layout)
 
     def leave(self) -> None:
-        """Called when this process closes the store."""
         with _groups_lock:
             self.group.leave(self)
 
@@ -406,8 +402,9 @@ class StoreGroup:
         alone = [id for id, entry in entries.items() if id != member.id and entry.snapshot not in (None, commit[id])]
         if alone and member.current_entry.snapshot is None and NO_ENTRY not in entries.values():
             log.warning(
-                "embedding %r is trained from now on, and no snapshot has the rows with which it was closed. After a "
-                "kill, recovery undoes the saves and loads that covered only %s. Save a snapshot of all embeddings",
+                "the rows of embedding %r are about to change, and no snapshot contains the rows from its last close. "
+                "If this run is killed, recovery returns all embeddings of the group to an older common snapshot, and "
+                "undoes later saves and loads of only %s. To prevent this, save a snapshot of all embeddings now",
                 member.store.path.name,
                 ", ".join(sorted(repr(self.record.locations[id].name) for id in alone)),
             )

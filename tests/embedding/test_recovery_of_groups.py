@@ -334,8 +334,8 @@ def test_a_warning_says_when_saves_of_one_alone_count_no_more(tmp_path, caplog) 
     with caplog.at_level(logging.WARNING, "tierbed"):
         assert played(tmp_path, TWO, "at; step 1; step 1; close") == [4, 3]
     (said,) = [record.getMessage() for record in caplog.records if "undoes" in record.getMessage()]
-    assert said.startswith("embedding 'b' is trained from now on")
-    assert "saves and loads that covered only 'a'" in said
+    assert said.startswith("the rows of embedding 'b' are about to change")
+    assert "saves and loads of only 'a'" in said
 
 
 def test_rows_that_join_and_are_in_no_snapshot_are_warned_of(tmp_path, caplog) -> None:

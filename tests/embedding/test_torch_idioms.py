@@ -189,7 +189,7 @@ def test_a_setting_that_changes_under_waiting_rows_says_so(name, caplog) -> None
     assert caplog.text.count(f"{name} of CatchUpAdam changed. Steps that a row has missed") == (name != "lr")
 
 
-ROWS_STAY = "load_state_dict() got back what state_dict() returned, so its rows stay"
+ROWS_STAY = "load_state_dict() received the rows that state_dict() has just returned, so the rows do not change"
 
 
 @pytest.mark.parametrize("used", [False, True])

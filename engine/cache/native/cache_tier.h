@@ -120,8 +120,8 @@ private:
     bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
     // Fills lines from the lower tier or with initial values. Returns each row's `updates`. Needs no lock.
     std::vector<u32> read_lower_tier(const RowSpan& rows, bool should_touch);
-    // Returns the limits for write-back. Half of the area stays free, or more if the `added` rows need more room. If no
-    // rows arrive, rows that announced batches need may fill 3/4 of the area.
+    // Returns the limits for write-back. Write-back empties the area down to half its capacity, or further if `added`
+    // rows need the space. If no rows are being added, rows for announced batches may keep the area up to 3/4 full.
     Overflow::Limits overflow_limits(std::size_t added = 0) const {
         const std::size_t half = overflow_rows_ / 2;
         const std::size_t rest = overflow_rows_ - std::min(overflow_rows_, added);

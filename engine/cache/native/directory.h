@@ -166,7 +166,7 @@ struct Miss {
     u32 new_entry = NONE;       // the overflow entry that a fetched row gets if the row gets no slot
     bool is_slot_free = false;  // true if the slot was free, so that no row is evicted
     bool is_victim_dirty = false;
-    Way displaced_way{};  // the evicted row's way; if no row is evicted, the missing row's own way
+    Way displaced_way{};  // the evicted row's metadata, for `undo_victims`; if none is evicted, the missing row's own
 };
 
 struct CacheCounts {
