@@ -54,7 +54,7 @@ def check_eager_world(root: nn.Module, embeddings: Sequence[EmbeddingBase]) -> W
     """Return the common world of an EagerOptimizer's embeddings, or None. Raises OptimizerError if rows would diverge.
 
     Rows diverge if the embeddings have different worlds. Without a world, rows also diverge if `root` contains a module
-    that shards or replicates parameters across ranks. Embeddings with a world must be outside such modules.
+    that shards or replicates parameters across ranks. Such a module must not contain an embedding with a world.
     """
     worlds = {id(embedding.world): embedding.world for embedding in embeddings}
     if len(worlds) > 1:

@@ -34,7 +34,7 @@ class _Decision(NamedTuple):
     """Rank 0's decision about which rows to open."""
 
     live_version: str | None  # the version of the live rows; None if the ranks do not open live rows
-    snapshot_id: str | None  # the snapshot with these rows; EMPTY_ID without rows; None if no snapshot holds the rows
+    snapshot_id: str | None  # a snapshot of these rows, if there is one; EMPTY_ID if there are no rows
     snapshot_name: str  # the name of the snapshot to load; "" if the ranks load no snapshot
     unusable_reason: str  # why the rows may not be used before a load; "" if the rows may be used
     log_level: int  # the level of the log message
@@ -45,7 +45,7 @@ class RecoveryNegotiation:
     """One rank's part in a joint decision: all ranks decide together which rows to open.
 
     Every rank creates a RecoveryNegotiation, opens its shard with `decide`, and then calls `end`. The constructor
-    raises StoreError on all ranks. Afterwards, `member` on rank 0 is the store's membership in its group.
+    raises StoreError on all ranks. After `decide`, rank 0 finds the store's `Member` in `member`.
 
     Args:
         shared_folder: the store folder as this rank sees it.

@@ -24,7 +24,7 @@ LARGE_ALLOCATION_BYTES = 1 << 20  # bytes; for larger allocations, the system cl
 
 # (keys, each bag's table id or None, bags). The third item is the length of all bags, offsets, or None without pooling
 LookupArguments = tuple[NDArray[np.uint64], NDArray[np.uint32] | None, int | NDArray[np.int64] | None]
-# (keys, table ids, bags) as in LookupArguments, then features [columns] (one per result column), then the batch size
+# keys, table ids and bags as in LookupArguments; then each result column's feature [columns]; then the batch size
 FeatureLookupArguments = tuple[NDArray[np.uint64], NDArray[np.uint32], NDArray[np.int64], NDArray[np.uint32], int]
 
 

@@ -38,7 +38,7 @@ class StepGate:
 
     @contextmanager
     def between_steps(self, tables: Callable[[], Sequence[Table]], give_up: Callable[[], bool]) -> Iterator[bool]:
-        """Run the reader's block between two steps, with the tables' locks held.
+        """A `with` block that runs between two steps, with the tables' locks held.
 
         Yields False if `give_up` returned True while the reader waited; the block must then not use the tables. Raises
         the deferred error of an earlier step; the training thread will raise this error as well.

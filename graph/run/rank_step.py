@@ -31,7 +31,7 @@ from .rollback import DynamicStepError
 
 
 class RankStepState:
-    """The state that a graph keeps from one step over several ranks to the next."""
+    """What a graph that trains over several ranks keeps between two steps."""
 
     def __init__(self) -> None:
         # the modes of steps that copied rank 0's tensors to all ranks: True is training, False is evaluation
