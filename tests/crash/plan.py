@@ -145,6 +145,7 @@ def draw_store(chance: random.Random) -> dict[str, Any]:
     if store in ("device", "host"):
         return {"store": store}
     made: dict[str, Any] = {"store": store, "budget_mb": chance.choice([1, 1, 50]) * ONE_SET_MB}
+    made["changed_keys_mb"] = chance.choice([256, 256, 0.001, 0])  # 0.001: of some tens of rows
     if store in ("ssd", "ssd_host"):
         made |= {"shards": chance.choice([None, 1, 2, 7]), "io_threads": chance.choice([1, 2])}
         made |= {"rocksdb_options": SMALL} if chance.random() < 0.3 else {}
