@@ -6,6 +6,7 @@ import contextlib
 import os
 from dataclasses import replace
 from pathlib import Path
+from threading import RLock
 from typing import Any
 
 from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
@@ -37,6 +38,7 @@ class StoreFolder(FolderState):
     def __init__(self, path: Path, user: str = "a StoreFolder", snapshots: Path | None = None) -> None:
         self.user = user
         self._lock: FileLock | None = None
+        self._change_lock = RLock()
         super().__init__(Path(path).absolute())  # the working directory may change
         self.snapshot_store = self
         self.incoming = self.path / "incoming"
@@ -115,18 +117,19 @@ class StoreFolder(FolderState):
 
     def change(self, **fields: Any) -> None:
         """Replace fields of MARK, atomically and durably. Raises StoreError."""
-        mark = replace(self.mark, exists=True, **fields)
-        try:
-            data = seal(mark.to_plain())
-        except ValueError as error:
-            raise StoreError(f"MARK in {str(self.path)!r} cannot store the description: {error}") from error
-        self.check()
-        with self._convert_errors("write MARK of"):
-            if self._mark_file.exists() and Mark.parse(data) == self.mark:
-                fsync_dir(self.path)  # the content is the same, and a full disk may lack space to rewrite the file
-            else:
-                write_atomically(self._mark_file, data)
-        self.mark = Mark.parse(data)
+        with self._change_lock:  # a background save records its snapshot while a step clears the clean marker
+            mark = replace(self.mark, exists=True, **fields)
+            try:
+                data = seal(mark.to_plain())
+            except ValueError as error:
+                raise StoreError(f"MARK in {str(self.path)!r} cannot store the description: {error}") from error
+            self.check()
+            with self._convert_errors("write MARK of"):
+                if self._mark_file.exists() and Mark.parse(data) == self.mark:
+                    fsync_dir(self.path)  # the content is the same, and a full disk may lack space to rewrite the file
+                else:
+                    write_atomically(self._mark_file, data)
+            self.mark = Mark.parse(data)
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
         """Write the clean marker, once live rows are durable. `live` says how rows are stored. Raises StoreError."""

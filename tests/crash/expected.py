@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 
@@ -27,6 +28,7 @@ class Expected:
         self.saved: dict[str, Saved] = {}
         self.begun: dict[str, Saved] = {}
         self.aside: set[str] = set()  # of the begun ones those that will not be the base
+        self.backups: dict[str, Saved] = {}  # what was overwritten while the record may have named it
         self.merged: dict[str, str] = {}  # from what each was merged, which has the same id: either may be the parent
         self.loading: str | None = None
         self.going: set[str] = set()
@@ -46,8 +48,9 @@ class Expected:
             is_running = at == "begin" and operation != "background"
             self.inside = operation if is_running else "background" if self.begun else "between"
 
-    def found(self, snapshots: Mapping[str, Saved]) -> None:
+    def found(self, snapshots: Mapping[str, Saved], backups: Mapping[str, Saved] = MappingProxyType({})) -> None:
         """After a kill these snapshots are listed, the oldest first. Those in flight exist or not from here on."""
+        self.backups = {**backups}
         names, self.step = snapshots.keys(), None
         missing = self.saved.keys() - self.going - names
         foreign = names - self.saved.keys() - self.begun.keys()
@@ -58,13 +61,17 @@ class Expected:
                 if self.begun[name] == self.saved[name]:  # either
                     self.bases.add(name)
             elif name in names:  # it counts if the record was written after it had its name
-                bases = self.bases
+                bases, old = self.bases, self.saved.get(name)
+                if name in bases:  # where the record still names what this replaced
+                    bases = bases | {backup for backup, saved in backups.items() if saved == old}
                 self._add(name)
                 self.bases |= bases | ({self.loading} - {None})
             else:
                 self.bases.discard(name)
         self.saved = {name: self.saved[name] for name in snapshots if name in self.saved}  # in the order of their saves
-        self.bases = {base for base in self.bases if base in self.saved or not base}  # no prune removes the real one
+        self.bases = {
+            base for base in self.bases if base in self.saved or base in backups or not base
+        }  # no prune removes the real one
         self.begun, self.aside, self.going, self.loading = {}, set(), set(), None
 
     def note_open(self, step: int, recovered: bool) -> None:
@@ -79,7 +86,7 @@ class Expected:
         self.dirty = any(self._step_of(base) == step for base in self.bases)
 
     def _step_of(self, base: str) -> int:
-        return (self.begun.get(base) or self.saved[base]).step if base else 0
+        return (self.begun.get(base) or self.saved.get(base) or self.backups[base]).step if base else 0
 
     def begin_open(self, store: str, fresh: bool) -> None:
         if self.dirty:  # its rows may be marked before it returns

@@ -125,8 +125,9 @@ class Check:
         listing = list_snapshots(self.folder)
         assert not listing.damaged, listing.damaged
         named = [one for one in listing.snapshots if not is_backup(one.folder)]
-        there = {s.name: Saved(s.description["step"], s.kind, s.parent and s.parent.name) for s in named}
-        self.expected.found(there)
+        listed = {s.name: Saved(s.description["step"], s.kind, s.parent and s.parent.name) for s in listing.snapshots}
+        there = {s.name: listed.pop(s.name) for s in named}
+        self.expected.found(there, listed)
         for snapshot in named:
             saved = self.expected.saved[snapshot.name]
             assert saved == there[snapshot.name], f"{snapshot.name}: not as saved"

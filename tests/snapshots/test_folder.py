@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -86,6 +87,16 @@ def test_mark_is_read_back_until_it_is_cleared_and_stays_where_another_cannot_be
         assert store.clean_marker == MARK | {"step": 13}
         store.clear_clean_marker()
         assert store.clean_marker is None
+
+
+def test_threads_change_different_fields_of_mark_at_once(tmp_path: Path) -> None:
+    """A step clears the clean marker while a background save records its snapshot."""
+    with StoreFolder(tmp_path / "users") as folder, ThreadPoolExecutor(2) as threads:
+        marks = threads.submit(lambda: [folder.write_clean_marker(MARK | {"step": step}) for step in range(100)])
+        ids = threads.submit(lambda: [folder.change(store_id=str(number)) for number in range(100)])
+        marks.result(), ids.result()
+        assert folder.mark.store_id == "99"
+        assert FolderState(folder.path).clean_marker == MARK | {"step": 99}
 
 
 def test_damaged_or_truncated_mark_is_no_mark(tmp_path: Path) -> None:
