@@ -435,7 +435,7 @@ class TablePersistence:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None
             source = contextlib.nullcontext(selected)
             table = self._build_from_rows(optimizer, loaded, source, old_table, snapshot_id, on_verified=on_verified)
-            if snapshot_id is not None:
+            if self.folder is not None and snapshot_id is not None:
                 table.observers.track_changes(snapshot_id)
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)
