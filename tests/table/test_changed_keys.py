@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,10 +16,7 @@ from support.changed_rows import Row, call, check_saved, some_rows
 from support.embeddings import make, train
 from support.examples import examples
 from support.stores import STORES, options
-from tierbed.engine.row_format import ROW_KEY_DTYPE
 from tierbed.snapshots.store import save
-from tierbed.snapshots.store.changed_keys import read_changed_keys, write_changed_keys
-from tierbed.snapshots.store.folder_state import FolderState
 
 stores = pytest.mark.parametrize("store", STORES)
 events = st.lists(
@@ -106,12 +102,3 @@ def test_keys_of_another_close_are_not_used(tmp_path: Path, store: str, caplog: 
         check_saved(embedding, "next")
     assert comparisons == [1]
     assert "does not belong to these live rows" in caplog.text
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2**64 - 1)), max_size=9))
-def test_keys_are_read_as_they_were_written(tmp_path_factory: pytest.TempPathFactory, keys: list[Row]) -> None:
-    folder, array = FolderState(tmp_path_factory.mktemp("store")), np.array(keys, ROW_KEY_DTYPE)
-    read = read_changed_keys(folder, write_changed_keys(folder, "parent", array))
-    assert read is not None
-    assert read[0] == "parent"
-    np.testing.assert_array_equal(read[1], array)

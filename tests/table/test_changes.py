@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from support.changed_rows import FIRST, SECOND, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
+from support.changed_rows import FIRST, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
 from support.cuda_tables import with_policies
 from support.embeddings import make, train
 from support.examples import examples
@@ -162,20 +162,6 @@ def test_chunks_of_changes_are_bounded() -> None:
         sizes = [len(rows) for _, rows, _ in found]
         assert sum(sizes) == 2000
         assert max(sizes) == 4 * row_dtype(10).itemsize // row_dtype(5).itemsize
-
-
-def test_what_is_tracked_begins_anew() -> None:
-    with make(options("device"), "sgd") as embedding:
-        table = embedding.table_handle().table
-        assert table.observers.read_changes(FIRST) is None
-        table.observers.track_changes(FIRST)
-        train(embedding, range(9))
-        table.observers.track_changes(SECOND)
-        train(embedding, [4])
-        assert table.observers.read_changes(FIRST) is None
-        found = table.observers.read_changes(SECOND)
-        assert found is not None
-        assert [rows["key"].tolist() for _, rows, _ in found] == [[4]]
 
 
 def test_changes_of_a_closed_table_are_not_read() -> None:
