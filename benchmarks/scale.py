@@ -78,15 +78,19 @@ def save_again(graph: Trained, folder: Path) -> Callable[[], object]:
     return save(graph, folder, "incremental")
 
 
-def verify(graph: Trained, folder: Path) -> Callable[[], object]:
+def find_last_snapshot(graph: Trained) -> str:
+    graph.rows.size()  # opens the store
     name = graph.rows.last_snapshot
     assert name is not None
-    return Snapshot.open(folder / "store" / "rows" / "snapshots" / name).chain[0].verify
+    return name
+
+
+def verify(graph: Trained, folder: Path) -> Callable[[], object]:
+    return Snapshot.open(folder / "store" / "rows" / "snapshots" / find_last_snapshot(graph)).chain[0].verify
 
 
 def load(graph: Trained, folder: Path) -> Callable[[], object]:
-    name = graph.rows.last_snapshot
-    assert name is not None
+    name = find_last_snapshot(graph)
     return lambda: graph.rows.load_snapshot(name)
 
 
