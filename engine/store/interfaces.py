@@ -125,7 +125,7 @@ class ChangeSource(Protocol[B]):
     """Collects the keys of rows that change."""
 
     def add_batch(self, batch: B) -> None:
-        """Record a pinned batch's rows, before these rows are written."""
+        """Record a pinned batch's rows, after these rows are written."""
 
     def list_keys(self) -> tuple[TableIds, Keys]:
         """Return the keys of rows changed since the last `forget`. Erased rows may be missing. May wait."""

@@ -48,7 +48,7 @@ class ChangeTracker:
 
     def add_batch(self, batch: Any) -> None:
         if self._source is None:
-            self._later_keys.add_batch(batch, self._table.layout)
+            self._later_keys.add_batch(batch)
         else:
             self._source.add_batch(batch)
 
@@ -117,7 +117,6 @@ class ChangeObservers:
         self.last_save: BackgroundSave | ForegroundSave | None = None  # the latest save; it may have ended
         self.tracker: ChangeTracker | None = None
         self._image: Image | None = None
-        self.is_active = False  # if False, calls of `before_update` and `wait_for_memory` are unnecessary
         self.max_key_bytes = 1 << 28  # memory limit for the keys of changed rows; beyond it, changes are not tracked
 
     @property
@@ -137,7 +136,6 @@ class ChangeObservers:
                 self.tracker.start_increment()
                 self.tracker.record_save(parent_id)
             else:
-                self.is_active = True  # set before `tracker`, in case a signal handler changes rows in between
                 self.tracker = ChangeTracker(parent_id, self._table)
             if changed_keys is not None:
                 self.tracker.add_keys(changed_keys["table"].copy(), changed_keys["key"].copy())
@@ -197,7 +195,6 @@ class ChangeObservers:
                 self._image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
             else:
                 self._image = MemoryImage(bottom.make_image(top_tier), dtype, max_bytes, lock, self._forget_image)
-            self.is_active = True
             return self._image
 
     def save_in_background(
@@ -258,9 +255,12 @@ class ChangeObservers:
         return None if self.last_save is None else self.last_save.finish()
 
     def before_update(self, batch: Any) -> None:
-        """Notify the observers before a pinned batch's lines are written."""
+        """Notify the image before a pinned batch's lines are written."""
         if self._image is not None:
             self._image.before_write(batch)
+
+    def after_update(self, batch: Any) -> None:
+        """Notify the tracker after a pinned batch's lines were written, which fills in the rows' last steps."""
         if self.tracker is not None:
             self.tracker.add_batch(batch)
             self._limit_memory()
@@ -281,7 +281,7 @@ class ChangeObservers:
                 "next incremental snapshot compares all rows with its parent",
                 self._table.spec.name,
             )
-            self.tracker, self.is_active = None, self._image is not None
+            self.tracker = None
 
     def wait_for_memory(self) -> None:
         """Wait while the image's memory for before-images is full. Called before rows change."""
@@ -297,7 +297,6 @@ class ChangeObservers:
 
     def _forget_image(self, image: Image) -> None:
         self._image = None
-        self.is_active = self.tracker is not None
 
     def _is_image_abandoned(self) -> bool:
         """True if nobody reads the image any more, because its save has ended."""

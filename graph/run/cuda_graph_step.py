@@ -53,6 +53,7 @@ def capture_update(pinned_batch: PinnedBatch, grads: list[Tensor], weights: list
     table.check_pinned(pinned_batch)
     table.observers.before_update(pinned_batch.batch)
     table.processor.update(pinned_batch.batch, gradients, table.rule)
+    table.observers.after_update(pinned_batch.batch)
     table.unpin_rows()
 
 

@@ -132,6 +132,7 @@ public:
     Buffer<u64> lines;               // [unique], addresses
     Buffer<u64> lookup_lines;        // [unique], the lines that lookups read; empty if lookups read `lines`
     bool has_float32_lines = false;  // true if `lines` are float32 though the table stores 16-bit floats
+    Buffer<u32> last_steps;          // [unique], the step of each row's last write before `update`; empty until then
     Buffer<u64> refused_lines;       // empty, or [unique]: a row's line if the row must not enter a tier, otherwise 0
 
 private:

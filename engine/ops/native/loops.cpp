@@ -130,6 +130,7 @@ std::size_t update(const UpdateJob& shared, std::size_t begin, std::size_t end, 
             TIERBED_NO_OVERLAP
             for (u32 j = 0; j < n; ++j) g[j] = columns[j] * job.scale;
         };
+        job.last_steps[row] = row_counters(job.lines[row], job.shape)->step;
         written += apply_rule(ONE_THREAD, job.lines[row], job.shape, read_gradient, rule, job.step, scratch);
     }
     if (rule.row_norm > 0.0f)  // a separate loop, since a branch in the loop above would cost registers

@@ -45,6 +45,7 @@ struct UpdateJob {
     LineShape shape;
     const double* hyperparams;
     u32 step;
+    u32* last_steps;  // [unique], receives the step of each row's previous write
 };
 
 struct CatchUpJob {

@@ -258,6 +258,7 @@ std::size_t update_16bit_lines(const Batch& batch, const Layout& layout, const B
     std::size_t written = 0;
     decoded.change(begin, end, &batch, stored.step, [&](std::size_t first, std::size_t n) {
         job.offsets = stored.offsets + first;
+        job.last_steps = stored.last_steps + first;
         written += rule.loops.update(job, 0, n, memory);
     });
     return written;
@@ -290,6 +291,8 @@ std::size_t update(Batch& batch, const Layout& layout, const std::vector<LookupG
     job.shape = layout.shape;
     job.hyperparams = rule.hyperparams.data();
     job.step = step;
+    batch.last_steps = Buffer<u32>(batch.num_unique);
+    job.last_steps = batch.last_steps.data();
     FirstWriteCounter first_writes{batch, layout, first_write_counts};
     parallel_ranges(batch.num_unique, ROWS_PER_TASK, [&](std::size_t begin, std::size_t end) {
         Buffer<float> memory(3 * std::size_t{layout.shape.dim});

@@ -71,8 +71,7 @@ void bind_tiers(nb::module_& m) {
 void bind_changes(nb::module_& m) {
     nb::class_<ChangedRows>(m, "ChangedRows")
         .def(nb::init<u32>(), "since_step"_a = ChangedRows::ALL_STEPS)
-        .def("add_batch", [](ChangedRows& changed, const Batch& batch,
-                             const Layout& layout) { changed.add_batch(batch, layout.shape); }, Unlocked())
+        .def("add_batch", &ChangedRows::add_batch, Unlocked())
         .def(
             "add_keys",
             [](ChangedRows& changed, InVector<u32> tables, InVector<u64> keys) {

@@ -11,33 +11,41 @@ constexpr std::size_t MIN_ROWS_TO_SORT = std::size_t{1} << 20;  // a list that g
 
 }  // namespace
 
-void ChangedRows::add_batch(const Batch& batch, const LineShape& shape) {
+inline void ChangedRows::add(u32 table, u64 key) {
+    if (size_ == blocks_.size() * BLOCK_ROWS)
+        blocks_.push_back(reinterpret_cast<Row*>(memory_.allocate(BLOCK_ROWS * sizeof(Row))));
+    row(size_) = {table, key};
+    ++size_;
+}
+
+void ChangedRows::add_batch(const Batch& batch) {
+    const bool is_update = batch.last_steps.size();
     for (std::size_t row = 0; row < batch.num_unique; ++row) {
         if (batch.refused_lines.size() && batch.refused_lines[row]) continue;
-        if (row_counters(batch.lines[row], shape)->step <= since_step_)
-            rows_.push_back({batch.tables[row], batch.key(row)});
+        if (is_update && batch.last_steps[row] > since_step_) continue;
+        add(batch.tables[row], batch.key(row));
     }
-    if (size() > 2 * num_sorted_ + MIN_ROWS_TO_SORT) sort();  // `put` may have added rows again and again
+    if (!is_update && size() > 2 * num_sorted_ + MIN_ROWS_TO_SORT) sort();  // `put` adds a row again and again
 }
 
 void ChangedRows::add_keys(const u32* tables, const u64* keys, std::size_t n) {
-    for (std::size_t i = 0; i < n; ++i) rows_.push_back({tables[i], keys[i]});
+    for (std::size_t i = 0; i < n; ++i) add(tables[i], keys[i]);
 }
 
-void ChangedRows::merge(const ChangedRows& other) {
-    rows_.insert(rows_.end(), other.rows_.begin(), other.rows_.end());
+void ChangedRows::merge(ChangedRows& other) {
+    for (std::size_t i = 0; i < other.size(); ++i) add(other.row(i).table, other.row(i).key);
 }
 
 void ChangedRows::sort() {
     std::array<std::vector<Row>, BUCKETS> buckets;
-    for (const Row& row : rows_) buckets[get_bucket(hash_row(row.table, row.key))].push_back(row);
+    for (std::size_t i = 0; i < size(); ++i) buckets[get_bucket(hash_row(row(i).table, row(i).key))].push_back(row(i));
     parallel_for(BUCKETS, size(), [&](std::size_t b) {
         std::sort(buckets[b].begin(), buckets[b].end());
         buckets[b].erase(std::unique(buckets[b].begin(), buckets[b].end()), buckets[b].end());
     });
-    rows_.clear();  // nothing below throws: the list has room
+    size_ = 0;  // nothing below throws: the list has room
     for (std::size_t b = 0; b < BUCKETS; ++b) {
-        rows_.insert(rows_.end(), buckets[b].begin(), buckets[b].end());
+        for (const Row& each : buckets[b]) add(each.table, each.key);
         bucket_offsets_[b + 1] = size();
     }
     num_sorted_ = size();
@@ -47,8 +55,8 @@ RowKeys ChangedRows::list_keys(u32 bucket) {
     if (size() != num_sorted_) sort();
     RowKeys keys;
     for (std::size_t i = bucket_offsets_[bucket]; i < bucket_offsets_[bucket + 1]; ++i) {
-        keys.tables.push_back(rows_[i].table);
-        keys.keys.push_back(rows_[i].key);
+        keys.tables.push_back(row(i).table);
+        keys.keys.push_back(row(i).key);
     }
     return keys;
 }

@@ -4,6 +4,7 @@
 #include <limits>
 
 #include "ops/native/batch.h"
+#include "ops/native/memory.h"
 #include "rows.h"
 
 namespace tierbed {
@@ -18,16 +19,16 @@ public:
     explicit ChangedRows(u32 since_step) : since_step_(since_step) {}
     ChangedRows(const ChangedRows&) = delete;
 
-    // Adds a pinned batch's rows before they are written, except rows whose lines are in the batch itself.
-    void add_batch(const Batch& batch, const LineShape& shape);
+    // Adds a pinned batch's rows after they are written, except rows whose lines are in the batch itself.
+    void add_batch(const Batch& batch);
     void add_keys(const u32* tables, const u64* keys, std::size_t n);
     // Adds the rows of another list.
-    void merge(const ChangedRows& other);
+    void merge(ChangedRows& other);
 
     // Returns the rows of a bucket, sorted by (table, key), without duplicates.
     RowKeys list_keys(u32 bucket);
-    std::size_t size() const { return rows_.size(); }  // may count a row more than once
-    std::size_t bytes() const { return rows_.capacity() * sizeof(Row); }
+    std::size_t size() const { return size_; }  // may count a row more than once
+    std::size_t bytes() const { return blocks_.size() * BLOCK_ROWS * sizeof(Row); }
 
 private:
     struct __attribute__((packed)) Row {
@@ -39,11 +40,17 @@ private:
         bool operator==(const Row& other) const { return table == other.table && key == other.key; }
     };
 
+    Row& row(std::size_t i) { return blocks_[i / BLOCK_ROWS][i % BLOCK_ROWS]; }
+    void add(u32 table, u64 key);
     void sort();
 
+    static constexpr std::size_t BLOCK_ROWS = 1024;
+
     const u32 since_step_;
-    std::vector<Row> rows_;
-    std::size_t num_sorted_ = 0;                              // how many rows the last `sort` left
+    std::vector<Row*> blocks_;  // of BLOCK_ROWS rows each: blocks never move, unlike a growing vector's rows
+    Arena memory_;
+    std::size_t size_ = 0;
+    std::size_t num_sorted_ = 0;                             // how many rows the last `sort` left
     std::array<std::size_t, BUCKETS + 1> bucket_offsets_{};  // valid if all rows are sorted
 };
 
