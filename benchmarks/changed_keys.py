@@ -49,7 +49,9 @@ def measure(store: str, rows: int, folder: Path) -> list[float]:
     graph.save_snapshot("all")
     observers = graph.rows.table_handle().open_table.observers
     tracker = observers.tracker
-    turns = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[: rows // TURN * TURN].view(-1, STEPS, BATCH)
+    turns = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[: rows // TURN * TURN].view(
+        -1, STEPS, BATCH
+    )
     medians = []
     for _ in ("first", "later"):
         seconds: dict[bool, list[float]] = {False: [], True: []}

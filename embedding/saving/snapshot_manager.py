@@ -158,9 +158,11 @@ class SnapshotManager:
                 f"kind='checkpoint' links the RocksDB files of one process, but the rows of embedding {self.name!r} "
                 f"are spread over {self.world.size} ranks; give 'full' or 'incremental'"
             )
-        if kind != "full" and background:
+        is_incremental = kind == "incremental" and not self.local.table.processor.defers_errors
+        if background and not (kind == "full" or is_incremental):
             raise OptionError(
-                f"background=True, kind={kind!r}: only kind='full' can be saved in the background; leave background out"
+                f"background=True, kind={kind!r}: only kind='full', and on a CPU 'incremental', can be saved in the "
+                "background; leave background out"
             )
         if self._folder is None:
             raise make_no_folder_error(self.name)

@@ -6,15 +6,15 @@ names. One write of the group's record then makes all the snapshots valid at onc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ...distributed.world import World, try_call
 from ...engine.durable import make_temporary_path
-from ...engine.row_format import Chunks
+from ...engine.row_format import Change, Chunks
 from ...engine.table.background_save import BackgroundSave, ForegroundSave
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import HashShard, RowFile
@@ -39,36 +39,47 @@ class TableSave:
     is_state_snapshot: bool  # saved for a `state_dict()`, so it never becomes a parent snapshot
     on_saved: Callable[[str], None]  # called with the snapshot's id
     _image: ForegroundSave | None = None
+    _changes_since: str | None = None  # the parent's id if the image has only the rows that changed since
     _written: WrittenFiles = field(default_factory=lambda: WrittenFiles(0, {}))
 
     def begin_image(self, ending: ExitStack) -> bool:
         """Begin an image of the rows as they are now, so that other threads can train during the save.
 
-        The image lasts until `ending` closes. Returns False if no image is possible: then scan rows under the lock.
+        The image lasts until `ending` closes. Returns False if no image is possible, as on a GPU: then scan rows
+        under the lock.
         """
-        if self.shard is None and self.kind == "full" and not self.table.processor.defers_errors:  # a GPU defers errors
-            self._track_changes()
-            self._image = self.table.observers.begin_foreground_save(f"snapshot {self.folder.name!r}")
+        if self.shard is None and self.kind != "checkpoint" and not self.table.processor.defers_errors:
+            self._prepare_image()
+            label = f"snapshot {self.folder.name!r}"
+            self._image = self.table.observers.begin_foreground_save(label, self._changes_since)
             ending.callback(self._image.end)
         return self._image is not None
 
     def begin_in_background(self, write: Callable[[Chunks], None], max_bytes: int) -> BackgroundSave:
         """Start a thread that passes the rows, as they are now, to `write`."""
-        self._track_changes()
-        return self.table.observers.save_in_background(f"snapshot {self.folder.name!r}", write, max_bytes)
+        self._prepare_image()
+        label = f"snapshot {self.folder.name!r}"
+        return self.table.observers.save_in_background(label, write, max_bytes, self._changes_since)
 
-    def _track_changes(self) -> None:
+    def _prepare_image(self) -> None:
+        observers = self.table.observers
+        if self.parent is not None and observers.knows_changes_since(self.parent.manifest.id):
+            self._changes_since = self.parent.manifest.id
         if not self.is_state_snapshot:
-            self.table.observers.track_during_save()
+            observers.track_during_save()
 
     def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
-        """Write this rank's rows. chunks: the rows from an image, if there is one."""
+        """Write this rank's rows. chunks: the image's rows, or its changes since the parent, if there is an image."""
         if self._image is not None and chunks is None:
             self._image.read(lambda rows: self.write(progress, rows))
             return
         if self.kind == "checkpoint":
             self.table.flush()
-        self._written = write_files(self.folder, self.kind, self.inputs, self.parent, progress, self.shard, chunks)
+        changes = None if self._changes_since is None else cast(Iterator[Change], chunks)
+        rows = chunks if changes is None else None
+        self._written = write_files(
+            self.folder, self.kind, self.inputs, self.parent, progress, self.shard, rows, changes
+        )
 
     def describe_part(self) -> list[Any]:
         """Return the row count and the files that this rank has written. Rank 0 passes them to `write_manifest`."""

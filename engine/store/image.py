@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Condition, RLock
 from typing import Any, Protocol
 
 import numpy as np
 
+from .. import _core
 from ..errors import ClosedError
-from ..row_format import BUCKETS, Chunks, Keys, TableIds
+from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, TableIds
 from ..threads import POLL_SECONDS
 from .interfaces import TableImage
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # bytes per chunk; steps wait while a chunk is read
+CHANGES_CHUNK_ROWS = 1 << 10  # rows per chunk of an `IncrementImage`; fewer, because each row may be a read of the disk
 
 
 class Image(Protocol):
@@ -140,6 +142,40 @@ class MemoryImage(Image):
         if self._table_image is None:
             raise _make_closed_error()
         return self._table_image
+
+
+class IncrementImage(MemoryImage):
+    """An image of the rows whose keys are in the list `changed`, for an incremental snapshot."""
+
+    def __init__(
+        self,
+        changed: _core.ChangedRows,
+        image: _core.TableImage,
+        dtype: np.dtype[np.void],
+        max_bytes: int,
+        lock: Any,
+        on_close: Callable[[Image], None],
+    ) -> None:
+        super().__init__(image, dtype, max_bytes, lock, on_close)
+        self._changed, self._image = changed, image
+
+    def chunks(self) -> Iterator[Change]:  # type: ignore[override]
+        """Yield all listed rows, and the keys of listed rows that did not exist."""
+        for bucket in range(BUCKETS):
+            with self._condition:
+                self._require_open().open_bucket(bucket)
+            while True:
+                rows = np.empty(CHANGES_CHUNK_ROWS, self._dtype)
+                with self._condition:
+                    self._require_open()
+                    count = self._image.read_next(rows.view(np.uint8))
+                    tables, keys = self._image.take_missing_keys()
+                    self._condition.notify_all()
+                if not count and not len(keys):
+                    break
+                missing = np.empty(len(keys), ROW_KEY_DTYPE)
+                missing["table"], missing["key"] = tables, keys
+                yield bucket, rows[:count], missing
 
 
 def _make_closed_error() -> ClosedError:

@@ -24,7 +24,7 @@ from ..cache.cache_tier import CpuCacheTier
 from ..errors import StoreError
 from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, RowArray, TableIds, extract_row_keys
 from ..signals import defer_signals
-from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, MemoryImage
+from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, IncrementImage, MemoryImage
 from ..store.interfaces import ChangeSource, TopTier
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
@@ -85,6 +85,14 @@ class ChangeTracker:
         else:
             self._increment_keys.merge(self._later_keys)
         self._later_keys = later
+
+    def make_image(self, top_tier: TopTier[Any], max_bytes: int, on_close: Callable[[Image], None]) -> Image:
+        """Make an image of the rows that changed before the last `start_increment`. On a CPU only."""
+        table, changed = self._table, self._increment_keys
+        assert changed is not None
+        changed.list_keys(0)  # sorts the list
+        image = _core.TableImage(changed, table.layout, top_tier.native)  # type: ignore[attr-defined]
+        return IncrementImage(changed, image, table.row_format.dtype, max_bytes, table.lock, on_close)
 
     def record_save(self, snapshot_id: str) -> None:
         """Record that the snapshot with id `snapshot_id` holds all changes before the last `start_increment`."""
@@ -173,10 +181,16 @@ class ChangeObservers:
             if self.tracker is not None:
                 self.tracker.record_save(snapshot_id)
 
-    def open_image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES) -> Image:
+    def knows_changes_since(self, parent_id: str) -> bool:
+        """True if the keys of all rows that changed since the snapshot with id `parent_id` are known."""
+        return self.tracker is not None and self.tracker.parent_id == parent_id
+
+    def open_image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES, parent_id: str | None = None) -> Image:
         """Open an image of all current rows. Another thread may read the image while the rows change.
 
-        max_bytes: memory limit for before-images. At the limit, steps wait for the reader. Raises StoreError.
+        max_bytes: memory limit for before-images. At the limit, steps wait for the reader.
+        parent_id: the id of a snapshot. The image then has only the rows that changed since (`knows_changes_since`).
+        Raises StoreError.
         """
         with self._table.lock, defer_signals():
             top_tier = self._table.prepare_top_tier()
@@ -184,6 +198,11 @@ class ChangeObservers:
             self.check_not_saving()
             if self._image is not None:
                 raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close that image first")
+            if parent_id is not None:
+                assert self.tracker is not None
+                self.tracker.start_increment()
+                self._image = self.tracker.make_image(top_tier, max_bytes, self._forget_image)
+                return self._image
             if isinstance(top_tier, CpuCacheTier):
                 top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
@@ -198,14 +217,18 @@ class ChangeObservers:
             return self._image
 
     def save_in_background(
-        self, label: str, write: Callable[[Chunks], object], max_bytes: int = MAX_BEFORE_IMAGE_BYTES
+        self,
+        label: str,
+        write: Callable[[Chunks], object],
+        max_bytes: int = MAX_BEFORE_IMAGE_BYTES,
+        parent_id: str | None = None,
     ) -> BackgroundSave:
         """Start a thread that passes all current rows to `write`. `write` must not wait for a lock that steps hold.
 
-        `label` names the snapshot in messages; `max_bytes` and errors are as in `open_image`.
+        `label` names the snapshot in messages; the other arguments and errors are as in `open_image`.
         """
         with self._table.lock:
-            image = self.open_image(max_bytes)
+            image = self.open_image(max_bytes, parent_id)
             try:
                 self.last_save = BackgroundSave(label, image, write, self._table.lock)
             except BaseException:
@@ -213,10 +236,14 @@ class ChangeObservers:
                 raise
             return self.last_save
 
-    def begin_foreground_save(self, label: str) -> ForegroundSave:
-        """Begin a save of all current rows by the calling thread. Reading the rows does not need the table's lock."""
+    def begin_foreground_save(self, label: str, parent_id: str | None = None) -> ForegroundSave:
+        """Begin a save by the calling thread. Reading the rows does not need the table's lock.
+
+        `label` names the snapshot in messages. `parent_id` is as in `open_image`.
+        """
         with self._table.lock:
-            self.last_save = save = ForegroundSave(label, self.open_image(), self._table.lock)
+            image = self.open_image(parent_id=parent_id)
+            self.last_save = save = ForegroundSave(label, image, self._table.lock)
             return save
 
     @property

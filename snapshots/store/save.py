@@ -105,11 +105,13 @@ def write_files(
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
     chunks: Chunks | None = None,
+    changes: Iterator[Change] | None = None,
 ) -> WrittenFiles:
     """Write rows durably into the snapshot `folder` that `begin_save` began.
 
     parent: from `begin_save`, restricted to `shard`. shard: the shard to write if each rank writes its own shard.
-    chunks: the rows to write. Default: a scan of all rows. Raises SnapshotError, StoreError.
+    chunks: all rows. Default: a scan. changes: the rows' changes since `parent`, if known. Raises SnapshotError,
+    StoreError.
     """
     temporary = make_temporary_path(folder)
     with convert_write_errors(folder, shard):
@@ -120,9 +122,10 @@ def write_files(
             rocksdb = write_rocksdb(temporary, folder.name, inputs.num_rows, inputs.rocksdb, progress)
             return WrittenFiles(inputs.num_rows, {}, rocksdb)
         if parent is not None:
-            changes = inputs.changes(parent.manifest.id)
+            if changes is None and chunks is None:
+                changes = inputs.changes(parent.manifest.id)
             if changes is None:
-                changes = find_changes(parent.chunks(), inputs.scan())
+                changes = find_changes(parent.chunks(), inputs.scan() if chunks is None else chunks)
             num_rows, files = inputs.num_rows, write_changes(temporary, inputs.description, changes, progress, shard)
         else:
             chunks = inputs.scan() if chunks is None else chunks

@@ -162,7 +162,7 @@ def test_what_cannot_be_saved_is_named_and_leaves_nothing(tmp_path: Path) -> Non
             for (kind, background), *named in (
                 (("half", False), "kind='half'", "'full', 'incremental', 'checkpoint'"),
                 (("half", True), "kind='half'"),
-                (("incremental", True), "background=True, kind='incremental'"),
+                (("checkpoint", True), "background=True, kind='checkpoint'"),
                 *([(("checkpoint", False), "kind='checkpoint'", "cached_ssd")] if store == "host" else []),
             ):
                 check_refusal((partial(embedding.save_snapshot, "a", kind, background), OptionError, *named))

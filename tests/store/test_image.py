@@ -15,10 +15,11 @@ import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from support.changed_rows import FIRST, applied, by_name
 from support.cuda_tables import on_one_device, on_processors, with_policies
 from support.embeddings import DIM, contents, make, train
 from support.examples import examples
-from support.images import check_image, in_memory, joined, small_chunks, table_of
+from support.images import change, check_image, in_memory, joined, small_chunks, table_of
 from support.lifecycle_model import POLICIES, batches
 from support.stores import STORES, options
 from tierbed import ClosedError, StoreError
@@ -49,6 +50,33 @@ def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
 ) -> None:
     path = tmp_path_factory.mktemp("store")
     check_image(*(options(store, path / part, **policy) for part in ("one", "other")), gaps, before, place)
+
+
+@stores
+@examples(0.1, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(gaps=st.lists(st.integers(0, 9), min_size=1, max_size=12), before=st.integers(0, 4), during=st.integers(0, 4))
+@pytest.mark.rotated("store")
+def test_an_image_of_changes_is_of_one_instant(
+    tmp_path_factory: pytest.TempPathFactory, store: str, gaps: list[int], before: int, during: int
+) -> None:
+    with make(options(store, tmp_path_factory.mktemp("store")), "adagrad") as embedding:
+        observers = table_of(embedding).observers
+        train(embedding, [1])
+        for number in range(before):
+            change(embedding, number)
+        observers.track_changes(FIRST)
+        old = by_name(contents(embedding))
+        for number in range(before, before + during):
+            change(embedding, number)
+        expected, numbers = by_name(contents(embedding)), itertools.count(before + during)
+        image = observers.open_image(parent_id=FIRST)
+        changes = image.chunks()
+        parts = []
+        for gap in gaps:
+            parts += itertools.islice(changes, gap)
+            change(embedding, next(numbers))
+        assert applied(old, itertools.chain(parts, changes))[0] == expected
+        image.close()
 
 
 def test_a_row_that_changes_where_reading_pauses_is_read_as_it_was() -> None:

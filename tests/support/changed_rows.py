@@ -110,8 +110,11 @@ def check_noted(how: Any, before: Calls, during: Calls, after: Calls, chunk: int
         check(kept, SECOND, touched)
 
 
+def read_snapshot(embedding: Any, name: str) -> dict[Row, bytes]:
+    snapshot = Snapshot.open(embedding.table_handle().store.snapshots_path / name)
+    return by_name(row for _, part in snapshot.chunks() for row in part)
+
+
 def check_saved(embedding: Any, name: str) -> None:
     """A snapshot in the store folder has all rows, bit for bit."""
-    snapshot = Snapshot.open(embedding.table_handle().store.snapshots_path / name)
-    rows = [row for _, part in snapshot.chunks() for row in part]
-    assert by_name(rows) == by_name(contents(embedding))
+    assert read_snapshot(embedding, name) == by_name(contents(embedding))

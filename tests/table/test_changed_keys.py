@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.changed_rows import Row, call, check_saved, some_rows
-from support.embeddings import make, train
+from support.changed_rows import Row, by_name, call, check_saved, read_snapshot, some_rows
+from support.embeddings import contents, make, train
 from support.examples import examples
 from support.stores import STORES, options
 from tierbed.snapshots.store import save
@@ -22,7 +22,8 @@ stores = pytest.mark.parametrize("store", STORES)
 events = st.lists(
     st.tuples(
         st.sampled_from(
-            ["train", "put", "delete", "full", "background", "checkpoint", "incremental", "load", "reopen", "kill"]
+            ["train", "put", "delete", "load", "reopen", "kill", "checkpoint"]
+            + [kind + place for kind in ("full", "incremental") for place in ("", " in background")]
         ),
         some_rows,
     ),
@@ -64,10 +65,13 @@ def test_every_incremental_snapshot_holds_all_rows(
             if kind in ("full", "incremental", "checkpoint"):
                 on_disk = store.startswith("ssd")
                 embedding.save_snapshot(name, kind=kind if on_disk or kind != "checkpoint" else "full")
-            elif kind == "background":
-                saving = embedding.save_snapshot(name, background=True)
-                call(embedding, "put", rows)
+            elif kind.endswith("in background"):
+                before = by_name(contents(embedding))
+                saving = embedding.save_snapshot(name, kind=kind.split()[0], background=True)
+                for change in ("put", "delete", "train"):
+                    call(embedding, change, rows)
                 saving.wait()
+                assert read_snapshot(embedding, name) == before
             elif kind == "load":
                 embedding.load_snapshot(saved[-1 - len(rows) % len(saved)])
             elif kind == "kill":
@@ -81,7 +85,7 @@ def test_every_incremental_snapshot_holds_all_rows(
                 embedding = open_store()
             else:
                 call(embedding, kind, rows)
-            if kind in ("full", "background", "checkpoint", "incremental"):
+            if kind.split()[0] in ("full", "checkpoint", "incremental"):
                 saved.append(name)
             if kind in ("full", "checkpoint", "incremental"):
                 check_saved(embedding, name)

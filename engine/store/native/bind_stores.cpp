@@ -89,6 +89,7 @@ void bind_changes(nb::module_& m) {
         .def_prop_ro("bytes", &ChangedRows::bytes);
     nb::class_<TableImage>(m, "TableImage")
         .def(nb::init<const FullTable&, const Layout&, Tier&>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
+        .def(nb::init<ChangedRows&, const Layout&, Tier&>(), nb::keep_alive<1, 2>(), nb::keep_alive<1, 4>())
         .def("save_before_images", nb::overload_cast<const Batch&>(&TableImage::save_before_images), Unlocked())
         .def(
             "save_before_images_by_key",
@@ -111,6 +112,8 @@ void bind_changes(nb::module_& m) {
                 return image.read_next(rows.data(), rows.size() / packed_row_bytes(image.width()));
             },
             Unlocked())
+        .def("take_missing_keys",
+             [](TableImage& image) { return to_arrays([&] { return image.take_missing_keys(); }); })
         .def_prop_ro("before_image_bytes", &TableImage::before_image_bytes);
 }
 

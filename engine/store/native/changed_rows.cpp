@@ -51,12 +51,24 @@ void ChangedRows::sort() {
     num_sorted_ = size();
 }
 
+bool ChangedRows::contains(u32 table, u64 key) const {
+    const u32 bucket = get_bucket(hash_row(table, key));
+    std::size_t first = bucket_offsets_[bucket], last = bucket_offsets_[bucket + 1];
+    while (first < last) {
+        const std::size_t middle = (first + last) / 2;
+        if (row(middle) < Row{table, key})
+            first = middle + 1;
+        else
+            last = middle;
+    }
+    return first < bucket_offsets_[bucket + 1] && row(first) == Row{table, key};
+}
+
 RowKeys ChangedRows::list_keys(u32 bucket) {
     if (size() != num_sorted_) sort();
     RowKeys keys;
     for (std::size_t i = bucket_offsets_[bucket]; i < bucket_offsets_[bucket + 1]; ++i) {
-        keys.tables.push_back(row(i).table);
-        keys.keys.push_back(row(i).key);
+        keys.add(row(i).table, row(i).key);
     }
     return keys;
 }

@@ -27,6 +27,8 @@ public:
 
     // Returns the rows of a bucket, sorted by (table, key), without duplicates.
     RowKeys list_keys(u32 bucket);
+    // Returns true if the list has the row. Call `list_keys` since the last change of the list.
+    bool contains(u32 table, u64 key) const;
     std::size_t size() const { return size_; }  // may count a row more than once
     std::size_t bytes() const { return blocks_.size() * BLOCK_ROWS * sizeof(Row); }
 
@@ -40,7 +42,7 @@ private:
         bool operator==(const Row& other) const { return table == other.table && key == other.key; }
     };
 
-    Row& row(std::size_t i) { return blocks_[i / BLOCK_ROWS][i % BLOCK_ROWS]; }
+    Row& row(std::size_t i) const { return blocks_[i / BLOCK_ROWS][i % BLOCK_ROWS]; }
     void add(u32 table, u64 key);
     void sort();
 

@@ -36,6 +36,11 @@ inline u8* pack_row(u8* out, u32 table, u64 key, const void* stored, const LineS
 struct RowKeys {
     std::vector<u32> tables;
     std::vector<u64> keys;
+
+    void add(u32 table, u64 key) {
+        tables.push_back(table);
+        keys.push_back(key);
+    }
 };
 
 // Rows from Python's arrays, hashed and sorted by bucket as tiers need them. `lines` may be null.
