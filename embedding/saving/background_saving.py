@@ -35,8 +35,8 @@ class BackgroundSnapshotJob:
     """Writes snapshots in threads while training continues. Implements `SaveHandle`.
 
     In one process, the last thread to finish writing gives all snapshots their names. With several ranks,
-    `try_complete` or `wait` names the snapshots once all ranks wrote their rows. `part` is empty
-    unless the snapshots belong to a checkpoint.
+    `try_complete` or `wait` names the snapshots once all ranks wrote their rows. `part` writes nothing unless the
+    snapshots belong to a checkpoint.
     """
 
     def __init__(

@@ -310,7 +310,7 @@ def save(
         temporary = ending.enter_context(_new_checkpoint(world, label, folder, overwrite, snapshot_name, managers))
         row_folders = _list_row_folders(temporary, snapshot_name, embeddings)
         # a copy, because training may go on, and safetensors refuses tensors that share memory
-        copies = {key: _copy_tensor(tensor) for key, tensor in tensors.items()} if world.rank == 0 else {}
+        copies = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items() if world.rank == 0}
         write = partial(_write_files, temporary, contents, copies, folder)
         if background:
             part = CheckpointPart(f"checkpoint {folder.name!r}", write if world.rank == 0 else lambda: None, ending)
@@ -356,10 +356,6 @@ def _new_checkpoint(
                 log.warning("snapshot %r of the replaced checkpoint stays in its store: %s", snapshot.name, error)
     finally:
         _unfinished.discard(folder)
-
-
-def _copy_tensor(tensor: Tensor) -> Tensor:
-    return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
 def _list_row_folders(checkpoint: Path, snapshot_name: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
