@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -32,6 +32,7 @@ from ..engine.checks import as_int, check_flags, validate_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
 from ..engine.optim.base import check_positive
 from ..engine.signals import defer_signals
+from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import Selection
 from .passes.lookups import KnownLookups
 from .passes.step_epilogue import StepEpilogue
@@ -328,7 +329,15 @@ class Graph(ModelSnapshots, HasBuild):
         finally:
             self.__profiled_forward = None
 
-    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False, kind: str | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = False,
+        kind: str | None = None,
+        background: bool = False,
+        extra: Mapping[str, Any] | None = None,
+    ) -> SaveHandle | None:
         """Write a checkpoint: a folder with `state_dict()` and the rows of all embeddings.
 
         The checkpoint is durable when the call returns. An embedding with a persistent_path also gets a snapshot in
@@ -339,24 +348,32 @@ class Graph(ModelSnapshots, HasBuild):
             overwrite: Atomically replace an existing checkpoint, once the new checkpoint is durable. Default: False.
             kind: How to save rows. "full" writes every row. "checkpoint" hard-links the RocksDB files of `cached_ssd`
                 stores. Default: None for "checkpoint" where possible, and otherwise "full".
+            background: Copy everything except rows, and return. A thread writes the rows as they are now, all of them,
+                while training continues. The folder gets its name once it is durable. Default: False.
+            extra: A dict of other plain values and tensors, such as the loader's position. `load` returns it.
+
+        Returns:
+            A `SaveHandle` for a save in the background: its `wait()` returns once the checkpoint is durable, or raises
+            the save's error. Otherwise None.
 
         Raises:
             SnapshotError: If `path` exists or cannot be written.
-            GraphError: If a checkpoint cannot hold the state.
-            InputError: If `path` is not a path.
-            OptionError: If `kind` is unknown, or a store has no RocksDB files to link.
+            GraphError: If a checkpoint cannot hold the state or `extra`.
+            InputError: If `path` is not a path, or another argument is of the wrong type.
+            OptionError: If `kind` is unknown or does not fit `background`, or a store has no RocksDB files to link.
+            StoreError: If another save is running, or rows cannot be read.
         """
-        folder = checkpoint.parse_new_folder(self, path, overwrite, kind)
+        folder = checkpoint.parse_new_folder(self, path, overwrite, kind, background, extra)
         extra_state.check_nothing_accumulated(self.__epilogue)
         with exclude_rows():
             state = self.state_dict()
-        checkpoint.save(self, state, folder, overwrite, kind)
+        return checkpoint.save(self, state, folder, overwrite, kind, extra=extra, background=background)
 
     def check_save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
         """Raise the errors that `save(path, overwrite=overwrite)` would raise now. Useful before long training."""
         checkpoint.parse_new_folder(self, path, overwrite)
 
-    def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> None:
+    def load(self, path: str | os.PathLike[str], *, optimizers: bool = True, convert: bool = False) -> dict[str, Any]:
         """Continue training from a checkpoint of `save`.
 
         The next steps are the same as if training had never stopped. Everything is checked before anything is replaced.
@@ -368,6 +385,9 @@ class Graph(ModelSnapshots, HasBuild):
                 none. Default: True.
             convert: True converts saved rows to the embeddings' dtype and state_dtype. A wider dtype is exact; a
                 narrower dtype rounds to nearest even. Default: False.
+
+        Returns:
+            The dict that was saved as `extra`. Its tensors are on the CPU.
 
         Raises:
             SnapshotError: If the checkpoint is missing, damaged, or belongs to another graph.
@@ -387,7 +407,7 @@ class Graph(ModelSnapshots, HasBuild):
 
         with exclude_rows():
             selection = Selection(includes_state=optimizers, converts=convert)
-            checkpoint.load(self, as_path(path), check_state, apply_state, self.state_dict, selection)
+            return checkpoint.load(self, as_path(path), check_state, apply_state, self.state_dict, selection)
 
     def get_extra_state(self) -> Any:
         """Return the extra state in `state_dict()`: optimizers, schedules, scaler and the random states of all ranks.

@@ -20,6 +20,7 @@ from ..embedding.tables.names import name_embeddings
 from ..embedding.tables.training_group import train_together
 from ..engine.checks import check_flags
 from ..engine.errors import GraphError, InputError
+from ..engine.table.background_save import SaveHandle
 from ..snapshots.store.selection import Selection
 from .graph import Graph
 from .state import checkpoint
@@ -39,7 +40,8 @@ def save_checkpoint(
     *,
     overwrite: bool = False,
     kind: str | None = None,
-) -> None:
+    background: bool = False,
+) -> SaveHandle | None:
     """Write a checkpoint of a plain training loop: a folder with the model, all its rows and its optimizers.
 
     The checkpoint is durable when the call returns. Call this after `step()`, on all ranks. Torch's random states are
@@ -54,13 +56,16 @@ def save_checkpoint(
         scaler: A `torch.amp.GradScaler`, or None. Default: None.
         extra: A dict of other plain values and tensors, such as the epoch. `load_checkpoint` returns it.
         overwrite: Replace an existing checkpoint atomically. Default: False.
-        kind: How to save rows, as in `Graph.save`. Default: None.
+        kind, background: How to save rows, as in `Graph.save`. Defaults: None, False.
+
+    Returns:
+        A `SaveHandle` for a save in the background, otherwise None.
 
     Raises:
         SnapshotError: If `path` exists or cannot be written.
         GraphError: If a checkpoint cannot hold the state, or row gradients still wait for `step()`.
         InputError: If an argument is of the wrong type.
-        OptionError: If `kind` is unknown, or a store has no RocksDB files to link.
+        OptionError, StoreError: As in `Graph.save`.
     """
     model, training_state = _prepare_training(model, optimizers, schedulers, scaler)
     for m in model.modules():
@@ -70,12 +75,10 @@ def save_checkpoint(
                 f"gradients of embedding {m.name!r} wait for step(), and a checkpoint holds no gradients; save "
                 "after step(), or call zero_grad() first"
             )
-    if extra is not None and not isinstance(extra, Mapping):
-        raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
-    folder = checkpoint.parse_new_folder(model, path, overwrite, kind)
+    folder = checkpoint.parse_new_folder(model, path, overwrite, kind, background, extra)
     with exclude_rows():
         state = _collect_state(model, training_state, extra or {})
-    checkpoint.save(model, state, folder, overwrite, kind, "loop")
+    return checkpoint.save(model, state, folder, overwrite, kind, "loop", background=background)
 
 
 def load_checkpoint(
@@ -118,14 +121,11 @@ def load_checkpoint(
     def apply_state(state: dict[str, Any]) -> None:
         model.load_state_dict(parse_model(state))
         training_state.load_state_dict(state["training"])
-        extra.update(state["extra"])
 
-    extra: dict[str, Any] = {}
     with exclude_rows():
         current_state = partial(_collect_state, model, training_state, {})
         selection = Selection(converts=convert)
-        checkpoint.load(model, as_path(path), check_state, apply_state, current_state, selection, kind="loop")
-    return extra
+        return checkpoint.load(model, as_path(path), check_state, apply_state, current_state, selection, kind="loop")
 
 
 def _collect_state(model: nn.Module, training: TrainingState, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
 from functools import partial
 from threading import Event, Lock
 from time import monotonic
@@ -19,15 +22,27 @@ from .table_save import TableSave, commit
 log = logging.getLogger("tierbed")
 
 
+@dataclass
+class CheckpointPart:
+    """What a checkpoint adds to its rows' background save. `label` names the checkpoint in messages."""
+
+    label: str
+    write: Callable[[], None]  # writes everything except rows; called by one thread on each rank
+    ending: ExitStack  # closed once all snapshots are complete, or with the error for which the save failed
+
+
 class BackgroundSnapshotJob:
     """Writes snapshots in threads while training continues. Implements `SaveHandle`.
 
     In one process, the last thread to finish writing gives all snapshots their names. With several ranks,
-    `try_complete` or `wait` names the snapshots once all ranks wrote their rows. `label` names the save in messages.
+    `try_complete` or `wait` names the snapshots once all ranks wrote their rows. `part` writes nothing unless the
+    snapshots belong to a checkpoint.
     """
 
-    def __init__(self, world: World, op: str, label: str, saves: list[TableSave], new_snapshots: NewSnapshots) -> None:
-        self.label = label
+    def __init__(
+        self, world: World, op: str, saves: list[TableSave], new_snapshots: NewSnapshots, part: CheckpointPart
+    ) -> None:
+        self.label, self._part = part.label, part
         self._world, self._op, self._saves, self._new_snapshots = world, op, saves, new_snapshots
         self._threads: list[BackgroundSave] = []
         self._lock, self._ended_tables = Lock(), set[int | None]()
@@ -42,8 +57,10 @@ class BackgroundSnapshotJob:
             raise
 
     def _start(self) -> None:
-        max_bytes = MAX_BEFORE_IMAGE_BYTES // len(self._saves)
+        max_bytes = MAX_BEFORE_IMAGE_BYTES // max(len(self._saves), 1)
         try:
+            if not self._saves:
+                self._part.write()
             for index, save in enumerate(self._saves):
                 self._threads.append(save.begin_in_background(partial(self._write, save, index), max_bytes))
         except BaseException as error:
@@ -55,7 +72,13 @@ class BackgroundSnapshotJob:
 
     def _write(self, save: TableSave, index: int, chunks: Chunks) -> None:
         """Write the rows of one table, then wait for the other tables' threads. Runs in the table's thread."""
-        _, error = try_call(lambda: save.write(chunks=self._raise_if_dropped(chunks)))
+
+        def write() -> None:
+            save.write(chunks=self._raise_if_dropped(chunks))
+            if index == 0:
+                self._part.write()
+
+        _, error = try_call(write)
         if self._world.size == 1:
             self._report_ended(index, error)
             while not self._end_event.wait(POLL_SECONDS):
@@ -94,8 +117,11 @@ class BackgroundSnapshotJob:
             self._end_event.set()
 
     def _commit(self, error: BaseException | None) -> None:
-        with self._new_snapshots:
-            ids, self._error = try_call(lambda: commit(self._world, self._op, self._saves, self._new_snapshots, error))
+        def complete() -> list[str]:
+            with self._part.ending, self._new_snapshots:
+                return commit(self._world, self._op, self._saves, self._new_snapshots, error)
+
+        ids, self._error = try_call(complete)
         self._snapshot_ids = ids or []
 
     @property
@@ -151,7 +177,8 @@ class BackgroundSnapshotJob:
         self._end_event.set()
         self._error = StoreError(f"{self.label} was not saved: the embedding was closed before all ranks wrote it")
         self._drop_event.set()
-        with self._new_snapshots:
+        with suppress(StoreError), self._part.ending, self._new_snapshots:
             for save in self._saves:
                 save.table.observers.finish_saving()
+            raise self._error
         log.error("%s", self._error)

@@ -17,7 +17,7 @@ from ...snapshots.store.group import record_load
 from ...snapshots.store.group_file import check_one_moment
 from ...snapshots.store.selection import LoadReport
 from ..tables.training_group import lock_between_steps, mark_inconsistent
-from .background_saving import BackgroundSnapshotJob
+from .background_saving import BackgroundSnapshotJob, CheckpointPart
 from .table_save import write_and_commit
 
 log = logging.getLogger("tierbed")
@@ -33,17 +33,23 @@ def save_together(
     overwrite: bool = False,
     background: bool = False,
     progress: ProgressCallback | None = None,
+    paths: Sequence[Path | None] = (),
+    part: CheckpointPart | None = None,
 ) -> SaveHandle | None:
     """Save each table's rows as snapshot `name` in the table's store folder, between two steps. All ranks call this.
 
     On an error, no snapshot exists, unless the error says otherwise. If several tables are saved as incremental, tables
     without a parent snapshot are saved in full. If `kind` is None, each table uses its `cheapest_kind`. If `background`
     is True, this returns at once, and threads save the rows. `progress` is called with the row count of each written
-    chunk. Raises SnapshotError, StoreError, OptionError.
+    chunk. `paths` are for a checkpoint, one for each table: the snapshot is also linked there, or only saved there if
+    the table has no store folder. `part` is the rest of a checkpoint that is saved in the background.
+
+    Raises SnapshotError, StoreError, OptionError.
     """
-    op, *others = [manager.name_call(f"saving snapshot {name!r}") for manager in managers]
-    count_text = f"{len(managers)} embeddings" if others else ""
-    op = f"saving snapshot {name!r} of {count_text}" if others else op
+    ops = [manager.name_call(f"saving snapshot {name!r}") for manager in managers]
+    count_text = "" if len(ops) == 1 else f"{len(managers)} embeddings"
+    op = f"saving snapshot {name!r} of {count_text}" if count_text else ops[0]
+    paths = paths or [None] * len(managers)
     for manager in managers:
         # may complete a background save, whose snapshot then becomes the parent
         manager.prepare_save(flushes=not background and kind != "incremental")
@@ -52,18 +58,22 @@ def save_together(
         kinds = [manager.cheapest_kind if kind is None else kind for manager in managers]
         if count_text and kind == "incremental" and not background:
             kinds = world.call_on_rank_0(op, lambda: [_choose_kind(manager) for manager in managers])
-        pairs = [*zip(managers, kinds, strict=True)]
-        for manager, own_kind in pairs:
+        for manager, own_kind, path in zip(managers, kinds, paths, strict=True):
             try:
-                manager.check_save(name, own_kind, overwrite, background)
+                if path is None or manager.has_folder:
+                    manager.check_save(name, own_kind, overwrite, background)
             except (OptionError, SnapshotError) as error:
                 if count_text and world.size == 1:
                     raise type(error)(f"embedding {manager.name!r}: {error}") from error
                 raise
-        saves = [manager.begin_save(op, name, k, overwrite, new_snapshots) for manager, k in pairs]
+        saves = [
+            manager.begin_save(op, name, own_kind, overwrite, new_snapshots, path)
+            for manager, own_kind, path in zip(managers, kinds, paths, strict=True)
+        ]
         if background:
             label = f"snapshot {name!r}" + (f" of {count_text}" if count_text else "")
-            job = BackgroundSnapshotJob(world, op, label, saves, new_snapshots.pop_all())
+            part = part or CheckpointPart(label, lambda: None, ExitStack())
+            job = BackgroundSnapshotJob(world, op, saves, new_snapshots.pop_all(), part)
             for manager in managers:
                 manager.set_background_save(job)
             return job

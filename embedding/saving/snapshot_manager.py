@@ -37,7 +37,7 @@ from ..tables.training_group import TrainingGroup, lock_between_steps
 from .background_saving import BackgroundSnapshotJob
 from .rows_reference import RowsReference, compare_references, make_reference, read_snapshot_reference
 from .save_and_load import save_together
-from .table_save import TableSave, commit, write_and_commit
+from .table_save import TableSave, commit
 
 log = logging.getLogger("tierbed")
 
@@ -71,6 +71,11 @@ class SnapshotManager:
     def member(self) -> Member | None:
         """The store's membership in its training group; None without a folder, and on all ranks except rank 0."""
         return self.local.member
+
+    @property
+    def has_folder(self) -> bool:
+        """True if snapshots have a folder; False for rows in memory."""
+        return self._folder is not None
 
     @property
     def folder(self) -> Path:
@@ -172,13 +177,18 @@ class SnapshotManager:
     def prepare_save(self, flushes: bool) -> None:
         """Prepare for a save. The caller does not hold the table's lock. flushes: True if the save will flush rows."""
         self.try_complete()
-        if self._shard is None:
+        if self._shard is None and self.has_folder:
             self.require_store()
             if flushes:
                 self.local.table.flush_ahead()
 
-    def begin_save(self, op: str, name: str, kind: str, overwrite: bool, new_snapshots: NewSnapshots) -> TableSave:
-        """Begin a snapshot of the rows as they are now. All ranks call this, holding the table's lock."""
+    def begin_save(
+        self, op: str, name: str, kind: str, overwrite: bool, new_snapshots: NewSnapshots, path: Path | None
+    ) -> TableSave:
+        """Begin a snapshot of the rows as they are now. All ranks call this, holding the table's lock.
+
+        path: in a checkpoint, where the snapshot is also linked, or only saved if there is no store folder.
+        """
         pending_save: PendingSave | None
         inputs: SaveInputs
         parent: Snapshot | None = None
@@ -188,6 +198,8 @@ class SnapshotManager:
             return None if self.member is None else self.member.capture(), self._make_inputs(new_snapshots.make_id())
 
         pending_save, inputs = self.world.call_on_all_ranks(op, prepare)
+        if path is not None and not self.has_folder:
+            return self._begin_snapshot(op, path, inputs, new_snapshots, "full", None)
 
         def begin() -> str | None:
             nonlocal parent
@@ -200,13 +212,15 @@ class SnapshotManager:
                 op, lambda: self._restrict_to_shard(parent or open_snapshot(self.folder / parent_name))
             )
         kind = "full" if kind == "incremental" and parent is None else kind
-        path, on_saved = self.folder / name, self.local.make_save_callback()
-        return TableSave(self.local.table, pending_save, path, kind, inputs, parent, self._shard, False, on_saved)
+        folder, on_saved = self.folder / name, self.local.make_save_callback()
+        if path is not None:  # linked before the record names the snapshot, so a failure changes no record
+            new_snapshots.call_after_publish(lambda: link_snapshot(Snapshot.open(folder), path))
+        return TableSave(self.local.table, pending_save, folder, kind, inputs, parent, self._shard, False, on_saved)
 
     def _begin_snapshot(
         self, op: str, path: Path, inputs: SaveInputs, new_snapshots: NewSnapshots, kind: str, member: Member | None
     ) -> TableSave:
-        """Begin the snapshot `path` of the present rows. member: set only if the snapshot is for a state_dict."""
+        """Begin the snapshot `path` of the present rows. member: None unless the snapshot is for a state_dict."""
         pending_save: PendingSave | None = None
 
         def begin() -> None:
@@ -217,15 +231,6 @@ class SnapshotManager:
         self.world.call_on_rank_0(f"{op} (begin)", begin)
         on_saved = self.local.make_save_callback()
         return TableSave(self.local.table, pending_save, path, kind, inputs, None, self._shard, True, on_saved)
-
-    def save_snapshot_at(self, path: Path) -> None:
-        """Save the rows as the snapshot `path`. Used if there is no store folder. Raises SnapshotError, StoreError."""
-        op = self.name_call(f"saving rows as {path.name!r}")
-        with ExitStack() as locks, NewSnapshots() as new_snapshots:
-            locks.enter_context(lock_between_steps([self], awaits_step=self.world.size == 1))
-            inputs = self.world.call_on_all_ranks(op, lambda: self._make_inputs(new_snapshots.make_id()))
-            save = self._begin_snapshot(op, path, inputs, new_snapshots, "full", None)
-            write_and_commit(self.world, op, [save], new_snapshots, locks)
 
     def save_state_dict_snapshot(self, keep: int | None) -> RowsReference:
         """Return the reference that a state_dict stores in place of the rows. Saves a snapshot if none holds the rows.
@@ -464,11 +469,6 @@ class SnapshotManager:
         return is_present is not False
 
     # linking and removing snapshots
-
-    def create_snapshot_link(self, path: Path) -> None:
-        """Create the link `path` to the store folder's snapshot of the same name. Raises SnapshotError."""
-        op, snapshot_path = self.name_call(f"linking snapshot {path.name!r}"), self.folder / path.name
-        self._on_rank_0(op, lambda store: link_snapshot(Snapshot.open(snapshot_path), path))
 
     def link_into_store(self, path: Path, link_stack: ExitStack) -> Path:
         """Link the snapshot `path` into the store folder, on rank 0, and return the link's path."""

@@ -36,7 +36,7 @@ class TableSave:
     inputs: SaveInputs
     parent: Snapshot | None  # for an incremental snapshot: this rank's shard of its parent
     shard: HashShard | None  # this rank's shard; None for all rows
-    is_state_snapshot: bool  # saved for a `state_dict()`, so it never becomes a parent snapshot
+    is_state_snapshot: bool  # saved for a `state_dict()` or without a store, so it never becomes a parent snapshot
     on_saved: Callable[[str], None]  # called with the snapshot's id
     _image: ForegroundSave | None = None
     _changes_since: str | None = None  # the parent's id if the image has only the rows that changed since
@@ -154,8 +154,9 @@ def commit(
 
     def publish() -> list[str]:
         ids = [save.write_manifest([parts[number] for parts in ranks]) for number, save in enumerate(saves)]
+        is_parent = not all(save.is_state_snapshot for save in saves)
         pending_saves = {s.pending_save: id for s, id in zip(saves, ids, strict=True) if s.pending_save is not None}
-        new_snapshots.call_after_publish(lambda: record_save(pending_saves, is_parent=not saves[0].is_state_snapshot))
+        new_snapshots.call_after_publish(lambda: record_save(pending_saves, is_parent=is_parent))
         new_snapshots.publish()
         return ids
 

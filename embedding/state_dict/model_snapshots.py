@@ -15,6 +15,7 @@ from ...engine.errors import OptionError, SnapshotError
 from ...engine.table.background_save import SaveHandle
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..autograd.shadow import make_converter
+from ..saving.background_saving import CheckpointPart
 from ..saving.save_and_load import load_rows_together, load_together, save_together
 from .saved_rows import RowLoadingMixin, SnapshotEmbedding
 
@@ -104,15 +105,19 @@ class ModelSnapshots(RowLoadingMixin):
         return [embedding.table_handle(for_load).snapshot_manager for embedding in self._require_embeddings()]
 
 
-def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], kind: str | None = None) -> None:
-    """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step. kind: None for the cheapest kind."""
-    world = _find_world(embeddings)
+def save_rows(
+    embeddings: Sequence[SnapshotEmbedding],
+    paths: Sequence[Path],
+    kind: str | None = None,
+    part: CheckpointPart | None = None,
+) -> SaveHandle | None:
+    """Save `embeddings[i]` as the snapshot `paths[i]`, all from the same step. kind: None for the cheapest kind.
+
+    With `part`, the rest of a checkpoint, this saves in the background, and returns the save.
+    """
     managers = [embedding.table_handle().snapshot_manager for embedding in embeddings]
-    have_folders = [embedding.store_options.persistent_path is not None for embedding in embeddings]
-    if any(have_folders):
-        save_together(world, [*compress(managers, have_folders)], paths[0].name, kind)
-    for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
-        (manager.create_snapshot_link if has_folder else manager.save_snapshot_at)(path)
+    world, name = _find_world(embeddings), paths[0].name if paths else ""
+    return save_together(world, managers, name, kind, background=part is not None, paths=paths, part=part)
 
 
 def load_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], selection: Selection = ALL) -> None:

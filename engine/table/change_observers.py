@@ -333,6 +333,6 @@ class ChangeObservers:
 def format_still_saving(label: str) -> str:
     """Returns the error text for a save that must wait for a background save."""
     return (
-        f"{label} is still being saved in the background, and only one save can run at a time: call wait() on the "
-        "result of save_snapshot, then try again"
+        f"{label} is still being saved in the background, and only one save can run at a time: call wait() on what "
+        "that save returned, then try again"
     )

@@ -29,8 +29,7 @@ import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
-from operator import attrgetter
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args
@@ -47,13 +46,24 @@ from torch.utils._pytree import tree_map_only
 from ...distributed.sendable import to_bytes
 from ...distributed.world import World
 from ...embedding.optim.resumed_rows import remember_run_ids
+from ...embedding.saving.background_saving import CheckpointPart
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
 from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_choice, check_flags, is_folder_name
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
-from ...engine.errors import GraphError, InputError, OptimizerError, SnapshotError, TierbedError
+from ...engine.errors import (
+    GraphError,
+    InputError,
+    OptimizerError,
+    OptionError,
+    SnapshotError,
+    StoreError,
+    TierbedError,
+)
 from ...engine.ops.embedding_base import EmbeddingBase
+from ...engine.table.background_save import SaveHandle
+from ...engine.table.change_observers import format_still_saving
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.selection import ALL, Selection
 from ..passes.collectives import find_common_world
@@ -70,6 +80,7 @@ _MAX_ITEMS = 1 << 16  # largest number of items in a container; `unseal` accepts
 _REMEDY = "leave it out of the state, or save graph.state_dict() your own way"
 _OBJECT_NAMES = {"graph": "graph", "loop": "model"}  # what error texts call the saved object
 RandomStates = list[Tensor]  # states of a process's random generators
+_unfinished: set[Path] = set()  # the checkpoints that this process is writing
 log = logging.getLogger("tierbed")
 
 
@@ -203,19 +214,33 @@ def select_random_state(world: World, rank_0_states: RandomStates, other_states:
     return other_states[world.rank - 1] if world.rank <= len(other_states) else [torch.get_rng_state()]
 
 
-def parse_new_folder(root: nn.Module, path: Any, overwrite: bool, kind: Any = None) -> Path:
-    """Check a new checkpoint's path and return it. Raises SnapshotError, InputError, OptionError or GraphError."""
+def parse_new_folder(
+    root: nn.Module, path: Any, overwrite: bool, kind: Any = None, background: bool = False, extra: Any = None
+) -> Path:
+    """Check the arguments of a save, and return the new checkpoint's path.
+
+    Raises SnapshotError, InputError, OptionError or GraphError.
+    """
     world, label = get_world(_find_saved_embeddings(root)), "checking a checkpoint"
-    folder: Path = world.call_on_all_ranks(f"{label}: its path", lambda: _parse_folder(path, overwrite, kind))
-    world.call_on_all_ranks(f"{label}: its name", lambda: None, {"name": folder.name, "overwrite": overwrite})
+    parse = partial(_parse_folder, path, overwrite, kind, background, extra)
+    folder: Path = world.call_on_all_ranks(f"{label}: its path", parse)
+    shared_values = {"name": folder.name, "overwrite": overwrite, "background": background}
+    world.call_on_all_ranks(f"{label}: its name", lambda: None, shared_values)
     world.call_on_rank_0(f"{label}: its folder", lambda: _check_can_write(folder, overwrite))
     return folder
 
 
-def _parse_folder(path: Any, overwrite: Any, kind: Any) -> Path:
-    check_flags(InputError, overwrite=overwrite)
+def _parse_folder(path: Any, overwrite: Any, kind: Any, background: Any, extra: Any) -> Path:
+    check_flags(InputError, overwrite=overwrite, background=background)
     if kind is not None:
         check_choice("kind", kind, ("full", "checkpoint"))
+    if background and kind == "checkpoint":
+        raise OptionError(
+            "background=True, kind='checkpoint': a save in the background writes every row; leave out kind, or leave "
+            "out background, because a RocksDB checkpoint takes little time"
+        )
+    if extra is not None and not isinstance(extra, Mapping):
+        raise InputError(f"extra={extra!r}: give a dict of plain values and tensors, or None")
     folder = as_path(path).absolute()
     if not is_folder_name(folder.name) or len(folder.name.encode()) > 200 - 9:
         raise SnapshotError(
@@ -247,13 +272,16 @@ def save(
     overwrite: bool = False,
     rows_kind: str | None = None,
     kind: str = "graph",
-) -> None:
+    extra: Mapping[str, Any] | None = None,
+    background: bool = False,
+) -> SaveHandle | None:
     """Write `state` and the rows of all embeddings under `root`. The checkpoint is durable on return.
 
     rows_kind: the kind of the rows' snapshots; None for the cheapest. kind: "graph", or "loop" if the state consists of
-    `model` and `training`. With `overwrite`, the old checkpoint's snapshots in store folders are replaced too. Raises
-    SnapshotError if the checkpoint cannot be written, and GraphError for a state that a checkpoint cannot hold or that
-    differs between ranks.
+    `model`, `training` and `extra`. With `overwrite`, the old checkpoint's snapshots in store folders are replaced too.
+    extra: the user's values, for a graph. With `background`, only copies the state, and returns the save, which writes
+    full snapshots while training continues. Raises SnapshotError if the checkpoint cannot be written, and GraphError
+    for a state that a checkpoint cannot hold or that differs between ranks. Raises StoreError while another save runs.
     """
     embeddings = _find_saved_embeddings(root)
     world, label = get_world(embeddings), f"saving checkpoint {folder.name!r}"
@@ -263,52 +291,90 @@ def save(
     model_state = state if kind == "graph" else state["model"]
     names = map_unwrapped_names(root, [*model_state, *(versions := read_versions(state) or {})])
     state = _rename_entries(state, names, {names[path]: version for path, version in versions.items()}, kind)
-    contents = world.call_on_all_ranks(f"{label}: state", lambda: _make_contents(state, tensors, kind))
+    contents = world.call_on_all_ranks(f"{label}: state", lambda: _make_contents(state, tensors, kind, extra or {}))
     training, model = (EXTRA_STATE_KEY, "") if kind == "graph" else ("training", "model.")
     random_states = state[training]["random"] if training in state else []
     buffers = {model + name for name in map_unwrapped_names(root, dict(root.named_buffers())).values()}
     rank_0_keys = {key for key in tensors if key in buffers or key.startswith(f"{training}.random.")}
     shared_tensors = {key: tensor for key, tensor in tensors.items() if key not in rank_0_keys}
-    _check_equal_on_ranks(world, label, [contents["state"], contents["metadata"]], shared_tensors)
+    plain_values = [contents.get(field) for field in ("state", "metadata", "extra")]
+    _check_equal_on_ranks(world, label, plain_values, shared_tensors)
     contents |= {"embeddings": list(embeddings), "snapshot": snapshot_name}
     if other_states := gather_random_states(world, label, random_states):
         contents["ranks"] = encode(other_states, tensors, "random numbers of ranks", "ranks")
-    replaced_snapshots, is_complete = _read_row_snapshots(folder), False
+    managers = {path: embedding.table_handle().snapshot_manager for path, embedding in embeddings.items()}
+    for manager in managers.values():
+        manager.try_complete()  # another save may only wait for its end
+    ending = ExitStack()
     try:
-        with _open_atomic_folder(world, label, folder, overwrite) as temporary:
-            world.call_on_rank_0(f"{label}: parameters", lambda: _write_files(temporary, contents, tensors, folder))
-            save_rows([*embeddings.values()], _list_row_folders(temporary, snapshot_name, embeddings), rows_kind)
-        is_complete = True
-    finally:
-        # Ctrl-C may arrive after the checkpoint is renamed; its snapshots must then stay
-        if not is_complete and all(snapshot.name != snapshot_name for snapshot in _read_row_snapshots(folder).values()):
-            for embedding in filter(attrgetter("is_open"), embeddings.values()):
-                with contextlib.suppress(SnapshotError):  # raise the first error only
-                    embedding.table_handle().snapshot_manager.remove_failed_snapshot(snapshot_name)
-    for path, snapshot in replaced_snapshots.items():  # drop the old checkpoint's snapshots from store folders
+        temporary = ending.enter_context(_new_checkpoint(world, label, folder, overwrite, snapshot_name, managers))
+        row_folders = _list_row_folders(temporary, snapshot_name, embeddings)
+        # a copy, because training may go on, and safetensors refuses tensors that share memory
+        copies = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items() if world.rank == 0}
+        write = partial(_write_files, temporary, contents, copies, folder)
+        if background:
+            part = CheckpointPart(f"checkpoint {folder.name!r}", write if world.rank == 0 else lambda: None, ending)
+            return save_rows([*embeddings.values()], row_folders, "full", part)
+        world.call_on_rank_0(f"{label}: parameters", write)
+        save_rows([*embeddings.values()], row_folders, rows_kind)
+    except BaseException:
+        ending.__exit__(*sys.exc_info())
+        raise
+    ending.close()
+    return None
+
+
+@contextmanager
+def _new_checkpoint(
+    world: World, label: str, folder: Path, overwrite: bool, snapshot_name: str, managers: Mapping[str, Any]
+) -> Iterator[Path]:
+    """Yield a new checkpoint's temporary folder, and rename it when the block ends. Another thread may end the block.
+
+    If the block raises, removes the folder, and the checkpoint's snapshots in store folders. managers: the embeddings'
+    `SnapshotManager`s, by path. Raises StoreError while this process writes a checkpoint to the same path.
+    """
+    if folder in _unfinished:
+        raise StoreError(format_still_saving(f"checkpoint {folder.name!r}"))
+    _unfinished.add(folder)
+    try:
+        replaced_snapshots, is_complete = _read_row_snapshots(folder), False
         try:
-            if path in embeddings:
-                embeddings[path].table_handle().snapshot_manager.remove_replaced_snapshot(snapshot)
-        except TierbedError as error:
-            log.warning("snapshot %r of the replaced checkpoint stays in the store folder: %s", snapshot.name, error)
+            with _open_atomic_folder(world, label, folder, overwrite) as temporary:
+                yield temporary
+            is_complete = True
+        finally:
+            # Ctrl-C may arrive after the checkpoint is renamed; its snapshots must then stay
+            saved_names = [] if is_complete else [snapshot.name for snapshot in _read_row_snapshots(folder).values()]
+            for manager in managers.values() if not is_complete and snapshot_name not in saved_names else ():
+                with contextlib.suppress(SnapshotError):  # raise the first error only
+                    manager.remove_failed_snapshot(snapshot_name)
+        for path, snapshot in replaced_snapshots.items():  # drop the old checkpoint's snapshots from store folders
+            try:
+                if path in managers:
+                    managers[path].remove_replaced_snapshot(snapshot)
+            except TierbedError as error:
+                log.warning("snapshot %r of the replaced checkpoint stays in its store: %s", snapshot.name, error)
+    finally:
+        _unfinished.discard(folder)
 
 
 def _list_row_folders(checkpoint: Path, snapshot_name: str, embeddings: Mapping[str, SnapshotEmbedding]) -> list[Path]:
     return [checkpoint / folders.ROWS_FOLDER / str(index) / snapshot_name for index in range(len(embeddings))]
 
 
-def _make_contents(state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str) -> dict[str, Any]:
+def _make_contents(
+    state: Mapping[str, Any], tensors: dict[str, Tensor], kind: str, extra: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the contents of STATE_FILE: the state without its tensors."""
     plain_state = encode(dict(state), tensors, "state")
     metadata = encode(read_versions(state), tensors, "metadata")
-    kind_field = {} if kind == "graph" else {"of": kind}
-    return {"format": folders.FORMAT_VERSIONS[kind], **kind_field, "state": plain_state, "metadata": metadata}
+    more = {"extra": encode(dict(extra), tensors, "extra", "extra")} if kind == "graph" else {"of": kind}
+    return {"format": folders.FORMAT_VERSIONS[kind], **more, "state": plain_state, "metadata": metadata}
 
 
 def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
     with _convert_to_snapshot_errors(folder):
-        # clone: safetensors refuses tensors that share memory
-        save_file({key: tensor.contiguous().clone() for key, tensor in tensors.items()}, temporary / TENSOR_FILE)
+        save_file(tensors, temporary / TENSOR_FILE)
         fsync_file(temporary / TENSOR_FILE)
         file_fields = {"checksum": compute_checksum(temporary / TENSOR_FILE), "created": time.time_ns()}
         try:
@@ -341,9 +407,10 @@ def load(
     get_current_state: Callable[[], dict[str, Any]],
     selection: Selection = ALL,
     kind: str = "graph",
-) -> None:
+) -> dict[str, Any]:
     """Load the state with `apply_state`, then the rows of all embeddings under `root`. A failed load changes nothing.
 
+    Returns the `extra` that was saved. Waits for saves in the background first.
     check_state: raises GraphError if a state does not fit. get_current_state: returns the present state. On failure,
     `apply_state` restores the present state. If restoring fails too, no embedding can be used until a load succeeds.
     Raises SnapshotError if the checkpoint is missing, damaged, malformed or belongs to another graph.
@@ -351,6 +418,8 @@ def load(
     folder = folder.absolute()
     embeddings = _find_saved_embeddings(root)
     world, label = get_world(embeddings), f"loading checkpoint {folder.name!r}"
+    for handle in filter(None, (embedding.open_handle for embedding in embeddings.values())):
+        handle.snapshot_manager.wait_for_save()  # it may be replacing this checkpoint
     contents, state = world.call_on_all_ranks(f"{label}: reading", lambda: _read_files(folder, list(embeddings), kind))
     state = _rename_for_module(root, state, kind)
     shared = {"checkpoint": contents["snapshot"], "optimizers": selection.includes_state, "convert": selection.converts}
@@ -386,6 +455,7 @@ def load(
         raise SnapshotError(
             f"checkpoint {str(folder)!r} does not fit this {_OBJECT_NAMES[kind]}: {format_error(error)}{remedy}"
         ) from error
+    return dict(contents["extra"])
 
 
 def copy_state(state: Mapping[str, Any]) -> Any:
@@ -433,7 +503,9 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         tensors = load_file(folder / TENSOR_FILE)
         state = StateDict(decode(contents["state"], tensors), decode(contents["metadata"], tensors))
         contents["ranks"] = decode(contents["ranks"], tensors) if "ranks" in contents else []
-        _check_types(state, contents["ranks"], kind)
+        graph_extra = decode(contents.get("extra", ["dict", []]), tensors)  # earlier versions wrote none
+        contents["extra"] = graph_extra if kind == "graph" else state["extra"]
+        _check_types(state, contents["ranks"], contents["extra"], kind)
     except (OSError, SafetensorError, *LOADING_ERRORS) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {format_error(error)}") from error
     if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, contents["embeddings"])]:
@@ -463,8 +535,8 @@ def _rename_entries(state: Any, names: Mapping[str, str], versions: Mapping[str,
     return StateDict(model_state if kind == "graph" else {**state, "model": model_state}, versions)
 
 
-def _check_types(state: OrderedDict[str, Any], ranks: Any, kind: str) -> None:
-    """Raise ValueError if names, module versions or ranks' random states have the wrong type."""
+def _check_types(state: OrderedDict[str, Any], ranks: Any, extra: Any, kind: str) -> None:
+    """Raise ValueError if names, module versions, ranks' random states or `extra` have the wrong type."""
     versions = read_versions(state)
     model_state = state if kind == "graph" else state["model"]
     if not isinstance(model_state, dict) or not all(type(name) is str for name in [*state, *model_state]):
@@ -477,6 +549,8 @@ def _check_types(state: OrderedDict[str, Any], ranks: Any, kind: str) -> None:
         raise ValueError("the versions of modules are malformed")
     if not (isinstance(ranks, list) and all(isinstance(entry, list) and entry for entry in ranks)):
         raise ValueError("the random states of ranks are malformed")
+    if not isinstance(extra, dict):
+        raise ValueError(f"extra is a {type(extra).__name__}")
 
 
 def _find_saved_embeddings(root: nn.Module) -> dict[str, SnapshotEmbedding]:

@@ -47,7 +47,7 @@ class Allowed:
     def _begin(self, line: dict[str, Any]) -> None:
         operation, more = line["op"], line.get("more", ())
         self.inside = operation
-        if operation in ("checkpoint", "state"):
+        if operation in ("checkpoint", "state", "background"):
             self.dense[more[0]] = line["dense"]
         if line.get("first") or operation == "mixed":  # the recovery of what the last trainer left
             return

@@ -220,11 +220,16 @@ class ModelTrainer(Writer):
         self.logged("save_all", lambda: self.members.save_snapshot(name, kind), name, kind)
 
     def background(self) -> None:
-        """Steps go on while it saves."""
-        name, steps = self.new_name("all"), [self.drawn_step() for _ in range(self.chance.randint(0, 2))]
+        """Steps go on while it saves, a checkpoint or snapshots alone."""
+        is_checkpoint = self.chance.random() < 0.5
+        name = self.new_name("kept" if is_checkpoint else "all")
+        steps = [self.drawn_step() for _ in range(self.chance.randint(0, 2))]
 
         def save() -> None:
-            saving = self.members.save_snapshot(name, background=True)
+            if is_checkpoint:
+                saving = save_checkpoint(self.path.parent / "kept" / name, self.members, background=True)
+            else:
+                saving = self.members.save_snapshot(name, background=True)
             assert saving is not None
             for step in steps:
                 self.say("begin", "step", more=step)

@@ -184,6 +184,8 @@ class Replica:
         self.save_all(name)
 
     def background(self, name: str, kind: str) -> None:
+        if name.startswith("kept-"):
+            self.kept[name] = {x: f"{self.count + 1}{x}" for x in self.members}
         self.process.begin_background(self.members, name, self.new_id())
 
     def state(self, name: str) -> None:

@@ -15,7 +15,7 @@ from support.live_rows import own_rows, together
 from support.optimizers import Stumbling
 from support.ranks import fails, on_ranks, outcome, run_kept
 from support.stores import options
-from tierbed import Graph, GraphError, SnapshotError
+from tierbed import Graph, GraphError, SnapshotError, StoreError
 from tierbed.distributed import World
 
 
@@ -39,13 +39,15 @@ def dense(graph: Rating) -> bytes:
     return b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
 
 
-def save_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[float], bytes, bytes]:
+def save_and_go_on(world: World, folder: Path, store: str | None, how: str) -> tuple[list[float], bytes, bytes]:
     graph = rating(world, store, folder / "a")
     torch.manual_seed(100 + world.rank)
     steps(graph, part(world)[:4])
     graph.check_save(folder / "c")
-    graph.save(folder / "c")
+    saving = graph.save(folder / "c", background=how == "background", extra={"position": 4})
     losses = steps(graph, part(world)[4:8])
+    if saving is not None:
+        assert saving.wait()
     found = losses, own_rows(graph.rows), dense(graph)
     graph.rows.close()
     return found
@@ -55,7 +57,7 @@ def load_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[
     graph = rating(world, store, folder / "b")
     torch.manual_seed(7)
     steps(graph, part(world)[:1])
-    graph.load(folder / "c")
+    assert graph.load(folder / "c") == {"position": 4}
     losses = steps(graph, part(world)[4:8])
     found = losses, own_rows(graph.rows), dense(graph)
     graph.save(folder / "c", overwrite=True)
@@ -63,9 +65,18 @@ def load_and_go_on(world: World, folder: Path, store: str | None) -> tuple[list[
     return found
 
 
-@pytest.mark.parametrize("store", [None, *(pytest.param(store, marks=pytest.mark.slow) for store in ("host", "ssd"))])
-def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(tmp_path: Path, store: str | None) -> None:
-    saved = run_kept(2, save_and_go_on, tmp_path, store)
+@pytest.mark.parametrize(
+    ("store", "how"),
+    [
+        (None, "foreground"),
+        ("host", "background"),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in ((None, "background"), ("ssd", "foreground"))),
+    ],
+)
+def test_a_loaded_graph_goes_on_to_the_bits_of_the_run_that_saved_it(
+    tmp_path: Path, store: str | None, how: str
+) -> None:
+    saved = run_kept(2, save_and_go_on, tmp_path, store, how)
     assert saved[0][0] != saved[1][0]
     assert saved[0][2] == saved[1][2]
     assert run_kept(2, load_and_go_on, tmp_path, store) == saved
@@ -156,6 +167,9 @@ def test_what_one_rank_cannot_do_is_refused_on_all(world: World, tmp_path: Path)
     assert own_rows(graph.rows) == before
     graph.load(tmp_path / "c")
     steps(graph, part(world)[2:3])
+    saving = graph.save(tmp_path / "dropped", background=True)
+    graph.rows.close()
+    assert "dropped' was not saved: the embedding was closed" in fails(saving.wait, StoreError)  # type: ignore[union-attr]
     assert sorted(os.listdir(tmp_path)) == ["a", "c", "d", "file"]
 
 

@@ -288,7 +288,7 @@ def graph_parts(path: Path) -> Parts:
     """Load, the state that it replaces, and a step of a graph that is to load the checkpoint `path`."""
     saved, other = rating("host", None), rating("host", None)
     steps(saved, IDS[:2])
-    saved.save(path)
+    saved.save(path, extra={"epoch": 1})
     steps(other, IDS[:1])
     return lambda: other.load(path), lambda: state(other), lambda: steps(other, IDS[2:3])
 

@@ -70,17 +70,21 @@ def test_a_resumed_loop_is_the_uninterrupted_one(tmp_path: Path, kind: str) -> N
     assert again.run(10, 12) == rest
 
 
-def overwrite(path: Path, begin: Any) -> None:
+def overwrite(path: Path, background: bool, begin: Any) -> None:
     torch.manual_seed(1)
     loop = Loop("host folder", path / "store")
     loop.run(0, 2)
     save_checkpoint(path / "saved", *loop.parts(), extra={"step": 2})
     loop.run(2, 3)
     begin()
-    save_checkpoint(path / "saved", *loop.parts(), extra={"step": 3}, overwrite=True)
+    saving = save_checkpoint(path / "saved", *loop.parts(), extra={"step": 3}, overwrite=True, background=background)
+    if saving is not None:
+        loop.run(3, 4)
+        saving.wait()
 
 
-def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, background: bool) -> None:
     torch.manual_seed(1)
     whole = Loop("host", tmp_path)
     expected = whole.run(0, 5)
@@ -88,7 +92,12 @@ def test_a_save_that_is_killed_leaves_the_old_checkpoint_or_the_new_one(tmp_path
     for number in range(1, 12, 3):
         place = tmp_path / str(number)
         place.mkdir()
-        killed_at(place, "rename", number, overwrite, place)
+        killed_at(place, "rename", number, overwrite, place, background)
+        left = Loop("host folder", place / "store").model
+        assert (left.users.size() > 0, left.items.size() > 0) == (True, True)
+        recovered = {rows.metrics()["table"]["step"] for rows in (left.users, left.items)}
+        assert recovered in ({2}, {3})
+        left.close()
         again = Loop("host folder", place / "new")
         step = load_checkpoint(place / "saved", *again.parts())["step"]
         seen.add(step)
