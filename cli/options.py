@@ -101,6 +101,7 @@ def _compute_memory(options: StoreOptions) -> dict[str, int | str | None]:
                 parts[f"{cache}overflow"] = mb if isinstance(mb, str) else int(options.compute_overflow_mb(mb) * MB)
     if isinstance(options, CachedSsdOptions):
         block_cache_bytes = int((options.rocksdb_cache_mb or 0) * MB)
+        parts["look_ahead"] = int(options.look_ahead_mb * MB)
         return parts | {"rocksdb": WRITE_BUFFER_BYTES + block_cache_bytes + INDEX_BYTES * (options.capacity or 0)}
     if options.capacity is None or options.storage_dim is None:
         return parts | {"table": None}

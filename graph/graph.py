@@ -289,7 +289,8 @@ class Graph(ModelSnapshots, HasBuild):
         Args:
             batches: A DataLoader or iterable. A batch is a list or tuple of `build`'s arguments, or its only argument.
             ahead: How many batches to draw ahead, 0 to 31. Default: 8 on a GPU or with several ranks. A single CPU
-                process uses 8 while an SSD store's caches miss rows, and 0 otherwise.
+                process starts with 0. While an SSD store's caches miss rows, it uses 8, 15 or 31: the number with which
+                they miss the fewest. The next run starts with the last run's choice.
             progress: True shows a progress bar with the rate; a string labels the bar. Default: False.
             uneven: If the ranks' loaders differ in length, "stop" ends all ranks' runs with the shortest loader. With
                 "join", a rank without a batch joins the steps of the other ranks. Default: "stop".

@@ -95,7 +95,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
         self.embedding_id = ops.register(self)
         self._open_lock, self._accumulate_lock = Lock(), Lock()
         self._optimizer_error: OptimizerError | None = None  # raised in training if rows do not match the optimizer
-        self.has_cache_misses = False
+        self.look_ahead = 0
 
     @property
     def name(self) -> str:

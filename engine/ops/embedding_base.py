@@ -37,7 +37,7 @@ class EmbeddingBase(Unscriptable, nn.Module):
     embedding_id: int  # a random number, by which torch ops find the module
     shadow: nn.Parameter  # [1, 1] float32; stands for the rows in optimizers and autograd
     parameter_name = "shadow"  # the shadow's name in named_parameters() and state_dict()
-    has_cache_misses: bool  # result of a run's last check: True if a cache above an SSD missed rows
+    look_ahead: int  # how many batches the last run over SSD looked ahead; the next run starts with this depth
     row_optimizer: RowOptimizer | None  # applies the next update to the rows
     world: Any = None  # the ranks that own the rows
     group: Any = None  # the training group

@@ -30,6 +30,7 @@ from ..row_format import BUCKETS
 from .rocksdb_options import format_options
 
 CACHE_POLICIES = ("lru", "lfu")
+LOOK_AHEAD_MB = 64
 MAX_OVERFLOW_MB = {"cached_host_mem": 64, "cached_ssd": 192}  # upper limits of overflow_mb's default
 BACKGROUND_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))  # keep at least half of the cores for dense layers
 OPEN_MODES = ("resume", "fresh", "error", "mixed", "pretrained")
@@ -338,6 +339,11 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
     @property
     def background_threads(self) -> int:
         return self.io_threads or BACKGROUND_THREADS
+
+    @property
+    def look_ahead_mb(self) -> float:
+        """MiB that `graph.run` may use for the ids of more than 8 announced batches."""
+        return max(LOOK_AHEAD_MB, (self.memory_mb or 0) / 8)
 
 
 def compute_default_overflow_mb(store: str, cache_mb: float) -> float:

@@ -35,12 +35,10 @@ from ...engine.signals import defer_signals
 from ...engine.table.prefetch import MAX_WINDOW
 from ..passes.lookups import KnownLookups
 from ..passes.step_epilogue import StepEpilogue, dense_step_counter
+from .look_ahead import LookAhead
 from .rank_step import RankStepState, find_world
 
 DEFAULT_AHEAD = 8
-CHECK_STEPS = 8  # steps between two checks of the miss rate
-# With rows on SSD, look ahead if caches miss at least this fraction of rows. This halves misses (benchmarks/README.md).
-MIN_MISS_RATE = 1 / 8
 UNEVEN_MODES = ("stop", "join")
 # bits of a rank's report on a step: the rank has a batch, the batch's ids are known, the rank's loader raised
 _HAS_BATCH, _IDS_KNOWN, _LOADER_FAILED = 1, 2, 4
@@ -176,8 +174,8 @@ class Run(Iterator[Any]):
         """Prepare a run. The first `next` draws the first batch.
 
         Args:
-            ahead: how many batches to look ahead. None means 8 batches if a prefetch thread can hide the reads. It
-                means 0 if no thread can hide them, or if the caches above the SSD rarely miss.
+            ahead: how many batches to look ahead. None means 8 batches if a prefetch thread can hide GPU work, or with
+                several ranks. In one process over SSD, `LookAhead` chooses. Otherwise, None means 0.
             find_lookups: returns the lookups of a call, given the call's arguments.
             abandoned_runs: gets an item if the run is garbage-collected before its end. This may happen in any thread.
         """
@@ -189,17 +187,14 @@ class Run(Iterator[Any]):
         slow_embeddings = [e for e in embeddings if e.store_options.store == "cached_ssd" or e.device.type != "cpu"]
         is_useful = self._world.size > 1 or bool(slow_embeddings)
         is_over_ssd = self._world.size == 1 and all(embedding.device.type == "cpu" for embedding in slow_embeddings)
-        self._checked_caches = slow_embeddings if is_over_ssd else []
-        self._last_hit_counts: list[int] = []  # hits and misses of `_checked_caches` at the last check
-        self._is_adaptive = ahead is None and bool(self._checked_caches)
-        if self._is_adaptive:
-            is_useful = any(cache.has_cache_misses for cache in slow_embeddings)
-        count = as_int(DEFAULT_AHEAD * is_useful if ahead is None else ahead, 0, MAX_WINDOW)
+        depth = max((each.look_ahead for each in slow_embeddings), default=0) if is_over_ssd else DEFAULT_AHEAD
+        count = as_int(depth if ahead is None else ahead, 0, MAX_WINDOW)
         if count is None:
             raise InputError(f"ahead={ahead!r}: give a whole number of batches from 0 to {MAX_WINDOW}, or None")
         if count and embeddings and not is_useful:
             log.warning("%s: ahead=%d makes steps slower, because all rows are in memory; leave it out", name, count)
-        self._graph, self._find_lookups, self._num_ahead, self._epilogue = graph, find_lookups, count, epilogue
+        self._graph, self._find_lookups, self._epilogue = graph, find_lookups, epilogue
+        self._look_ahead = LookAhead(name, slow_embeddings if is_over_ssd else [], count, ahead is None)
         self._embeddings = [embedding for embedding in embeddings if isinstance(embedding, SnapshotEmbedding)]
         self.failed: Any = None
         self._retries_batch = False  # True if the last step's batch waits for a retry
@@ -222,15 +217,15 @@ class Run(Iterator[Any]):
         if self._has_ended:
             raise StopIteration
         if not self._has_started:
-            self._world.handshake(self._label, shared_values={"ahead": self._num_ahead, "uneven": self._uneven_mode})
+            shared_values = {"ahead": self._look_ahead.depth, "uneven": self._uneven_mode}
+            self._world.handshake(self._label, shared_values=shared_values)
             self._has_started = True
         if self._has_mismatch or self._retries_batch:  # reports were lost, or a batch is planned again
             self._num_mismatches = self._world.num_mismatches
             self._forget_plans()
         try:
             while True:
-                if self._checked_caches and self._num_steps % CHECK_STEPS == 1:
-                    self._adjust_look_ahead()
+                self._look_ahead.begin_step(self._num_steps)
                 self._plan_steps()
                 reports = self._plans[0].wait().payloads
                 if any(report & _LOADER_FAILED for report in reports):
@@ -254,34 +249,10 @@ class Run(Iterator[Any]):
         """True if, since this run's last check, a handshake found that ranks were in different calls."""
         return self._num_mismatches != self._world.num_mismatches
 
-    def _adjust_look_ahead(self) -> None:
-        """Look ahead only while caches miss rows. If caches have all rows, looking ahead only costs time."""
-        old_counts = self._last_hit_counts
-        counts_by_embedding = [embedding.hit_counts() for embedding in self._checked_caches]
-        self._last_hit_counts = counts = [sum(column) for column in zip(*counts_by_embedding, strict=True)]
-        if not old_counts or counts == old_counts:  # the prefetch thread updates counts only now and then
-            return
-        hits, misses = counts[0] - old_counts[0], counts[1] - old_counts[1]
-        miss_rate = misses / max(hits + misses, 1)
-        hit_rate_text = f"have {100 * hits / max(hits + misses, 1):.0f} % of the rows"
-        is_useful = miss_rate > (MIN_MISS_RATE / 2 if self._num_ahead else MIN_MISS_RATE)
-        for cache in self._checked_caches:
-            cache.has_cache_misses = is_useful  # the next run starts with this result
-        if self._is_adaptive:
-            old_num_ahead, self._num_ahead = self._num_ahead, DEFAULT_AHEAD * is_useful
-            if self._num_ahead != old_num_ahead:
-                log.info("%s: looks %d batches ahead, because caches %s", self._label, self._num_ahead, hit_rate_text)
-        elif self._num_ahead and miss_rate < MIN_MISS_RATE / 4:
-            log.warning(
-                "%s: ahead=%d makes steps slower, because caches %s; leave it out",
-                type(self._graph).__name__, self._num_ahead, hit_rate_text,
-            )  # fmt: skip
-            self._checked_caches = []
-
     def _plan_steps(self) -> None:
         """Draw batches and report each one. A loader's exception is raised only after the steps of earlier batches."""
         is_first = not self._plans
-        while len(self._plans) <= self._num_ahead:
+        while len(self._plans) <= self._look_ahead.depth:
             index, self._last_lookups = len(self._plans), None
             if index >= len(self._window) and self._loader_exception is None:
                 self._draw_batch()
@@ -302,7 +273,7 @@ class Run(Iterator[Any]):
         with defer_signals():
             for index, plan in enumerate(self._plans):
                 can_send = not self._has_mismatch and self._world.failure is None
-                if plan.is_announced or not self._num_ahead or not can_send:
+                if plan.is_announced or not self._look_ahead.depth or not can_send:
                     continue
                 plan.is_announced = True
                 reports = plan.wait().payloads
@@ -371,11 +342,12 @@ class Run(Iterator[Any]):
             self._window.clear()
             self._window_tensors.clear()
             self._loader_exception = InputError(
-                f"ahead={self._num_ahead}: the loader reuses the tensors of a batch that has not been trained "
+                f"ahead={self._look_ahead.depth}: the loader reuses the tensors of a batch that has not been trained "
                 "yet; make it return new tensors, as a DataLoader does, or pass ahead=0"
             )
-        if self._num_ahead and self._window:
+        if self._look_ahead.depth and self._window:
             self._last_lookups = self._find_lookups(*make_arguments(self._window[-1]))
+            self._look_ahead.record_batch(self._last_lookups)
 
     def _raise_loader_error(self) -> None:
         """Raise a loader's exception on all ranks. Batches already drawn are kept, and the loader may continue."""

@@ -84,7 +84,7 @@ def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: 
     text = f'[a]\nstore = "cached_ssd"\npersistent_path = "{tmp_path}"\ncache_budget_mb = 2\nhost_cache_budget_mb = 4'
     found, _ = checked(capsys, tmp_path, text)
     mb = {part: bytes / (1 << 20) for part, bytes in found["embeddings"]["a"]["memory_bytes"].items()}
-    assert mb == {"cache": 2, "overflow": 2, "host_cache": 4, "host_cache_overflow": 4, "rocksdb": 64}
+    assert mb == {"cache": 2, "overflow": 2, "host_cache": 4, "host_cache_overflow": 4, "look_ahead": 64, "rocksdb": 64}
 
 
 WRONG = {

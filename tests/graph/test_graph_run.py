@@ -30,7 +30,7 @@ from support.graphs import embedding, graph_of, training
 from support.stores import ONE_SET_MB, STORES, options
 from tierbed import CapacityError, ClosedError, InputError, MultiTableEmbedding, StoreError
 from tierbed.graph.run import loop
-from tierbed.graph.run.loop import CHECK_STEPS
+from tierbed.graph.run.look_ahead import CHECK_STEPS
 
 
 def hits(rows: MultiTableEmbedding) -> float:

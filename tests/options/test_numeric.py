@@ -66,7 +66,7 @@ NUMBERS: dict[str, tuple[float, Callable[[Any], Any]]] = {
     "plan points": (4, lambda n: PLAN.curve(points=n).rows.tolist()),
     "keep_last": (2, lambda n: plan_prune([], n)),
     "accumulate_grads": (1, EMPTY.accumulate_grads),
-    "ahead": (3, lambda n: EMPTY.run([], ahead=n)._num_ahead),
+    "ahead": (3, lambda n: EMPTY.run([], ahead=n)._look_ahead.depth),
     "cache_budget_mb": (0.5, lambda n: ssd(cache_budget_mb=n).cache_budget_mb),
     "overflow_mb": (0.5, lambda n: ssd(overflow_mb=n).overflow_mb),
     "host_cache_budget_mb": (0.5, lambda n: ssd(host_cache_budget_mb=n).host_cache_budget_mb),
