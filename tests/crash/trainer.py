@@ -158,8 +158,9 @@ class Trainer(Writer):
 
     def prune(self) -> None:
         rule = self.any_rule()
-        with self.logged("prune", **rule):
+        with self.logged("prune", **rule) as found:
             self.embedding.prune_snapshots(**rule)
+            found["left"] = self.left()
 
     def compact(self) -> None:
         if self.embedding.store_options.store == "cached_ssd":
@@ -218,8 +219,9 @@ class Trainer(Writer):
     def command_prune(self) -> None:
         rule = self.any_rule()
         every = ["--keep-every", rule["keep_every"]] if rule["keep_every"] else []
-        with self.logged("prune", **rule):
+        with self.logged("prune", **rule) as found:
             tierbed("snapshot", "prune", "--keep-last", rule["keep_last"], *every, self.store_path)
+            found["left"] = self.left()
 
     def command_merge(self) -> None:
         if snapshot := self.any_snapshot():
@@ -267,6 +269,11 @@ class Trainer(Writer):
         """Those with a name of the user's. Others come and go with the save of rank 0."""
         found = list_snapshots(self.store_path / "snapshots").snapshots
         return [snapshot for snapshot in found if not is_backup(snapshot.folder)]
+
+    def left(self) -> dict[str, tuple[int, str, str | None]]:
+        """What there is after a prune."""
+        links = {snapshot: snapshot.manifest.parent for snapshot in self.snapshots()}
+        return {s.name: (s.description["step"], s.kind, link and link.name) for s, link in links.items()}
 
     def any_snapshot(self) -> Snapshot | None:
         snapshots = self.snapshots()
