@@ -21,7 +21,7 @@ from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import format_still_saving
 from ...snapshots.files.format import HashShard, check_name
 from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots
-from ...snapshots.files.writer import NewSnapshots
+from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Member, PendingSave, record_load
@@ -492,7 +492,9 @@ class SnapshotManager:
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_on_rank_0(keep_last, keep_every)))
 
-    def prune_on_rank_0(self, keep_last: int, keep_every: int | None) -> list[str]:
+    def prune_on_rank_0(
+        self, keep_last: int, keep_every: int | None, progress: ProgressCallback | None = None
+    ) -> list[str]:
         """Remove or fold old snapshots, and return their names. Not collective: only rank 0 calls this."""
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
@@ -500,7 +502,7 @@ class SnapshotManager:
             is_saving = self._background_save is not None or (last_save is not None and not last_save.done)
             if not is_saving:  # no temporary folder is in use
                 store.clear_snapshots()
-            plan = prune(store, keep_last, keep_every, folds=not is_saving)
+            plan = prune(store, keep_last, keep_every, not is_saving, progress)
             return [snapshot.name for snapshot in (*plan.removed, *plan.folded)]
 
     def list_names(self) -> list[str]:

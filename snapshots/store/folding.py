@@ -18,7 +18,7 @@ from ...engine.row_format import Chunks, extract_row_keys
 from ..files.format import HashShard, Kind, make_deleted_name
 from ..files.merging import apply_changes
 from ..files.reader import Snapshot
-from ..files.writer import RowFiles, write_manifest_file, write_rows
+from ..files.writer import ProgressCallback, RowFiles, write_manifest_file, write_rows
 from .linking import remove_snapshot
 
 Run = list[Snapshot]  # from oldest to latest
@@ -63,7 +63,7 @@ def _choose_members(run: Run, is_final: bool) -> Run:
     return run[begin:]
 
 
-def fold(run: Run) -> bool:
+def fold(run: Run, progress: ProgressCallback | None = None) -> bool:
     """Fold a run, and remove all its snapshots except the last one. Returns False and logs why if that is impossible.
 
     At any moment, each snapshot that is based on the last one has its parents, and reads the same rows. Raises
@@ -71,7 +71,7 @@ def fold(run: Run) -> bool:
     """
     names = ", ".join(repr(snapshot.name) for snapshot in run[:-1])
     try:
-        _merge_into_last(run)
+        _merge_into_last(run, progress)
     except OSError as error:
         log.warning("snapshots %s stay, because they cannot be folded into %r: %s", names, run[-1].name, error)
         return False
@@ -81,7 +81,7 @@ def fold(run: Run) -> bool:
     return True
 
 
-def _merge_into_last(run: Run) -> None:
+def _merge_into_last(run: Run, progress: ProgressCallback | None) -> None:
     """Replace a run's last snapshot by one that holds the whole run's changes. Raises SnapshotError, OSError."""
     last, description, parent = run[-1].manifest, run[-1].description, run[0].manifest.parent
     has_deletions = parent is not None and any(snapshot.manifest.deleted for snapshot in run)
@@ -92,10 +92,10 @@ def _merge_into_last(run: Run) -> None:
         rows, deletions = RowFiles(), RowFiles()
         for shard in shards:
             parts = [Snapshot(snapshot.folder, snapshot.manifest, shard) for snapshot in run]
-            rows |= write_rows(folder, description, _merge_rows(parts), shard=shard)
+            rows |= write_rows(folder, description, _merge_rows(parts), progress, shard)
             if has_deletions:  # reads the files again, because memory may not have room for all deleted keys
                 keys = _merge_deletions(parts)
-                deletions |= write_rows(folder, description, keys, shard=shard, make_file_name=make_deleted_name)
+                deletions |= write_rows(folder, description, keys, progress, shard, make_deleted_name)
         if parent is None:
             run[-1].check_count(sum(file.rows for file in rows.values()))
         kind: Kind = "full" if parent is None else "incremental"

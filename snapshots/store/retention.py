@@ -11,7 +11,7 @@ from ...engine.checks import check_int
 from ...engine.errors import SnapshotError
 from ..files.format import read_snapshot_id
 from ..files.reader import Snapshot, find_snapshot, list_snapshots
-from ..files.writer import find_children
+from ..files.writer import ProgressCallback, find_children
 from . import folding
 from .folder import StoreFolder
 from .folder_state import FolderState
@@ -170,18 +170,24 @@ def is_backup(folder: Path) -> bool:
     return folder.name == f"{BACKUP_PREFIX}{read_snapshot_id(folder)}"
 
 
-def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None, folds: bool = True) -> PrunePlan:
+def prune(
+    store: StoreFolder,
+    keep_last: int,
+    keep_every: int | None = None,
+    folds: bool = True,
+    progress: ProgressCallback | None = None,
+) -> PrunePlan:
     """Remove a store's snapshots that `plan_prune` does not keep, and fold others. Returns what was done.
 
     Removes the latest snapshots first, so that even after a kill, every remaining snapshot has its parents. If a
     manifest is damaged, raises SnapshotError and removes nothing, because that snapshot's parent is unknown.
-    folds: False if snapshots may be in use, so that none is folded.
+    folds: False if snapshots may be in use. progress: called with the row count of each chunk that is folded.
     """
     remove_backups(store)
     plan = plan_store_prune(store, keep_last, keep_every)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
-    return plan._replace(folds=[run for run in plan.folds if folds and folding.fold(run)])
+    return plan._replace(folds=[run for run in plan.folds if folds and folding.fold(run, progress)])
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:
