@@ -27,7 +27,7 @@ from tierbed.snapshots.store.recovery_rule import EMPTY_ID
 from tierbed.snapshots.store.retention import is_backup
 
 from .history import History, in_order
-from .plan import RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
+from .plan import CHAINS, RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
 
 HOW_TO_COME = {"step": "steps", "open": "reopen", "close": "reopen", "merge": "command"}  # to be inside of an operation
 UNSAVED = re.compile(r"has live rows from step (\d+), and no snapshot of these rows")
@@ -91,6 +91,7 @@ class Trainer(Writer):
 
     def __init__(self, path: Path, history: History, plan: dict[str, Any], files: list[int]) -> None:
         super().__init__(plan, files)
+        self.weights = {**self.weights, **(CHAINS if plan["has_chains"] else {})}
         self.path, self.history, self.store_path = path, history, path / "rows"
         self.going: tuple[SaveHandle | None, contextlib.AbstractContextManager[Any], str] | None = None
         self._recovered = Recovered()
@@ -259,6 +260,8 @@ class Trainer(Writer):
 
     def any_kind(self, base: str | None) -> str:
         """One that there can be now."""
+        if base and self.plan["has_chains"] and self.chance.random() < 0.9:
+            return "incremental"
         on_disk = self.history.world is None and self.embedding.store_options.store == "cached_ssd"
         return self.chance.choice(["full"] + ["incremental"] * 2 * bool(base) + ["checkpoint"] * on_disk)
 
