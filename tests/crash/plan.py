@@ -16,7 +16,7 @@ from .history import LIVES, TYPES, Types
 WEIGHTS = {"steps": 10, "save": 6, "background": 3, "load": 3, "prune": 2, "compact": 1, "reopen": 2, "fresh": 0.3}
 WEIGHTS |= {"command": 2, "short": 1}
 RANK_WEIGHTS = {"steps": 10, "save": 6, "background": 2, "load": 3, "prune": 2, "reopen": 3, "fresh": 0.3, "command": 2}
-CHAINS = {"save": 14, "prune": 6, "load": 0.5, "background": 0.5, "reopen": 1, "command": 1}  # of sessions with chains
+CHAINS = {"save": 20, "prune": 3, "load": 0.3, "background": 0.3, "reopen": 0.5, "command": 0.5}  # with chains
 # what a kill at a named point is inside of
 INSIDE = {"step": 1, "save": 6, "background": 3, "load": 3, "prune": 2, "merge": 1, "compact": 1, "close": 2, "open": 2}
 RANK_INSIDE = {"step": 2, "save": 6, "background": 2, "load": 4, "prune": 1, "close": 3, "open": 4}
@@ -118,7 +118,7 @@ def _session(chance: random.Random, inside: Mapping[str, float], store: Any) -> 
         operations=chance.randint(12, 40) if has_chains else chance.randint(4, 16),
         store=store(chance),
         ahead=chance.choice([0, 0, 1, 3]),
-        kill=draw_kill(chance, {**inside, "prune": 12} if has_chains else inside),
+        kill=draw_kill(chance, {"prune": 1} if has_chains else inside),
         has_chains=has_chains,
     )
 
