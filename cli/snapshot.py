@@ -63,7 +63,7 @@ def prune(
     timeout: Timeout = 60,
     as_json: Json = False,
 ) -> None:
-    """Remove old snapshots. Snapshots that recovery needs are kept. Parents of kept snapshots are kept too.
+    """Remove old snapshots, except those that recovery needs. Parents of kept snapshots are kept, or folded into one.
 
     Example: tierbed snapshot prune store/users --keep-last 5 --keep-every 100000
     """
@@ -77,19 +77,26 @@ def prune(
         _prune(plans, keep_last, keep_every, timeout, as_json)
     documents = {}
     for folder, store_name in stores.items():
-        retained, removed, needed = ([snapshot.name for snapshot in part] for part in plans[folder])
-        removed_bytes = sum(snapshot.manifest.total_bytes for snapshot in plans[folder].removed)
-        names = {"removed": removed, "kept": retained, "kept_for_live_rows": needed}
+        plan = plans[folder]
+        removed = [snapshot.name for snapshot in plan.removed]
+        folded = {snapshot.name: run[-1].name for run in plan.folds for snapshot in run[:-1]}
+        kept = plan.retained, plan.retained_for_recovery
+        retained, needed = ([snapshot.name for snapshot in part if snapshot.name not in folded] for part in kept)
+        removed_bytes = sum(snapshot.manifest.total_bytes for snapshot in plan.removed)
+        names = {"removed": removed, "folded": folded, "kept": retained, "kept_for_live_rows": needed}
         documents[store_name] = {**names, "removed_bytes": removed_bytes, "dry_run": dry_run}
         if as_json:
             continue
         prefix = store_name and f"{output.escape(store_name)}/"
         for name in removed:
             print(f"{'would remove' if dry_run else 'removed'} {prefix}{output.escape(name)}")
+        for name, target in folded.items():
+            verb = "would fold" if dry_run else "folded"
+            print(f"{verb} {prefix}{output.escape(name)} into {prefix}{output.escape(target)}")
         for name in needed:
             reason = "a save replaced it, but " if name.startswith(BACKUP_PREFIX) else ""
             print(f"{'would keep' if dry_run else 'kept'} {prefix}{output.escape(name)}: {reason}recovery needs it")
-        count = len(removed) + len(retained)
+        count = len(removed) + len(plan.retained)
         print(f"{prefix and prefix + ' '}{len(removed)} of {count} snapshots, {output.format_size(removed_bytes)}")
     if as_json:
         output.print_json(documents.get("") or {"stores": documents})
@@ -107,14 +114,17 @@ def _prune(plans: dict[Path, PrunePlan], keep_last: int, keep_every: int | None,
         try:
             for store, plan in plans.items():
                 if store in processes and (answer := request_prune(store, keep_last, keep_every, timeout)) is not None:
+                    folds = [run for run in plan.folds if run[0].name in answer[0]]
+                    gone = {*answer[0]}.difference(snapshot.name for run in folds for snapshot in run)
                     snapshots, needed = [*plan.retained, *plan.removed], plan.retained_for_recovery
-                    pruned = [s for s in snapshots if s.name in answer[0]]
+                    pruned = [s for s in snapshots if s.name in gone]
                     retained, needed = ([s for s in part if s not in pruned] for part in (snapshots, needed))
-                    plans[store] = retention.PrunePlan(retained, pruned, needed)
+                    plans[store] = retention.PrunePlan(retained, pruned, needed, folds)
                 else:
                     with StoreFolder(store) as folder:
                         plans[store] = retention.prune(folder, keep_last, keep_every)
-                removed += [f"{store.name}/{snapshot.name}" for snapshot in plans[store].removed]
+                pruned = [*plans[store].removed, *plans[store].folded]
+                removed += [f"{store.name}/{snapshot.name}" for snapshot in pruned]
         except TierbedError as error:
             if not removed:
                 raise

@@ -58,9 +58,11 @@ class LocalRequestHandler:
 
         return self._visit(save_now, save.is_given_up, others)
 
-    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
+    def prune_between_steps(
+        self, keep_last: int, keep_every: int | None, progress: Callable[[int], None]
+    ) -> tuple[list[str], list[str]]:
         manager = self._handle.snapshot_manager
-        return manager.prune_on_rank_0(keep_last, keep_every), manager.list_names()
+        return manager.prune_on_rank_0(keep_last, keep_every, progress), manager.list_names()
 
     def read_row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         return self._visit(lambda: read_plain_row(self._handle.local, table, key), give_up)

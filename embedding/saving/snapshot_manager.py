@@ -21,7 +21,7 @@ from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import format_still_saving
 from ...snapshots.files.format import HashShard, check_name
 from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots
-from ...snapshots.files.writer import NewSnapshots
+from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
 from ...snapshots.store.group import Member, PendingSave, record_load
@@ -488,20 +488,24 @@ class SnapshotManager:
             remove_snapshot(self.store.snapshots_path / name)
 
     def prune(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove old snapshots and return their names. Raises OptionError, SnapshotError."""
+        """Remove or fold old snapshots, and return their names. Raises OptionError, SnapshotError."""
         op = f"pruning snapshots of embedding {self.name!r}"  # names no step, because ranks' steps may differ
         _, error = try_call(lambda: (self.local.table, self.folder))
         self.world.handshake(op, error, {"keep_last": keep_last, "keep_every": keep_every} if error is None else None)
         return list(self.world.call_on_rank_0(op, lambda: self.prune_on_rank_0(keep_last, keep_every)))
 
-    def prune_on_rank_0(self, keep_last: int, keep_every: int | None) -> list[str]:
-        """Remove old snapshots and return their names. Not collective: only rank 0 calls this."""
+    def prune_on_rank_0(
+        self, keep_last: int, keep_every: int | None, progress: ProgressCallback | None = None
+    ) -> list[str]:
+        """Remove or fold old snapshots, and return their names. Not collective: only rank 0 calls this."""
         table, store = self.local.table, self.require_store()
         with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
             last_save = table.observers.last_save
-            if self._background_save is None and (last_save is None or last_save.done):  # no temporary folder is in use
+            is_saving = self._background_save is not None or (last_save is not None and not last_save.done)
+            if not is_saving:  # no temporary folder is in use
                 store.clear_snapshots()
-            return [snapshot.name for snapshot in prune(store, keep_last, keep_every).removed]
+            plan = prune(store, keep_last, keep_every, not is_saving, progress)
+            return [snapshot.name for snapshot in (*plan.removed, *plan.folded)]
 
     def list_names(self) -> list[str]:
         """Return the snapshots' names. Local."""

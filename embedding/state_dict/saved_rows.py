@@ -224,10 +224,11 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
             keep_last: How many snapshots to keep, counted from the latest.
             keep_every: A number of steps N. Also keep the first snapshot from step N on, from step 2N on, and so on.
 
-        Always keeps `last_snapshot`, snapshots that recovery needs, and the parents of kept snapshots.
+        Always keeps `last_snapshot` and snapshots that recovery needs. Parents of kept snapshots stay, or are folded
+        into a later parent ("Retention" in docs/snapshots.md).
 
         Returns:
-            The removed snapshots' names.
+            The names of the snapshots that were removed or folded.
 
         Raises:
             OptionError: If an argument is invalid.

@@ -49,8 +49,13 @@ class RequestHandler(Protocol):
         when the save starts, then with each chunk's row count. If `save.progress` raises, removes the new snapshot.
         """
 
-    def prune_between_steps(self, keep_last: int, keep_every: int | None) -> tuple[list[str], list[str]]:
-        """Prune the snapshots. Returns the names of the removed and of the kept snapshots. Raises TierbedError."""
+    def prune_between_steps(
+        self, keep_last: int, keep_every: int | None, progress: Callable[[int], None]
+    ) -> tuple[list[str], list[str]]:
+        """Prune the snapshots. Returns the names of the removed and of the kept snapshots. Raises TierbedError.
+
+        Calls `progress` with the row count of each chunk that is folded.
+        """
 
     def read_row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         """Read a row's values between two steps. Returns {} for a missing row, or None once `give_up()` is True."""
@@ -193,7 +198,8 @@ class Service:
             case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
                 return self._save_for(client, pid, name, kind, more.get("overwrite") is True, [*map(str, stores)])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
-                removed, kept = self._handler.prune_between_steps(keep_last, keep_every)
+                progress = _ProgressReport(client).add_rows
+                removed, kept = self._handler.prune_between_steps(keep_last, keep_every, progress)
                 return {"done": {"removed": removed, "kept": kept}}
             case {"do": "get", "table": int() | str() as table, "key": int(key)}:
                 row = self._handler.read_row_between_steps(table, key, self._stop_event.is_set)
@@ -280,6 +286,20 @@ class ClientSaveRequest:
     def send(self, message: Message) -> None:
         with contextlib.suppress(OSError):  # the client has exited or does not receive; the save continues
             send(self._client, message)
+
+
+class _ProgressReport:
+    """Tells a client how many rows were processed, so that the client does not stop waiting."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self._client, self._num_rows, self._next_time = client, 0, 0.0
+
+    def add_rows(self, count: int) -> None:
+        self._num_rows += count
+        if monotonic() >= self._next_time:
+            self._next_time = monotonic() + _PROGRESS_SECONDS
+            with contextlib.suppress(OSError):  # the client has exited or does not receive
+                send(self._client, {"rows": self._num_rows})
 
 
 def _make_error(error: Exception) -> Message:

@@ -35,7 +35,6 @@ from .format import (
     make_validator,
     parse_bucket,
     parse_shard_index,
-    read_snapshot_id,
 )
 from .merging import apply_changes, merge_sorted
 from .pipeline import read_ahead
@@ -138,6 +137,7 @@ class Snapshot:
         except ReadIOError:
             raise
         except SnapshotError as error:
+            self._check_not_replaced(error)  # a prune may have folded the parent into this snapshot
             raise SnapshotError(f"snapshot {self.name!r} lacks its parent: {error}; {remedy}") from error
         if parent.manifest.id != link.id:
             raise SnapshotError(
@@ -208,7 +208,7 @@ class Snapshot:
         rows, deleted = (report_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
         if self.manifest.parent is not None:
             older = iter(()) if parent_chunks is None else parent_chunks
-            rows = apply_changes(older, rows, deleted, self._make_conflict_error)
+            rows = apply_changes(older, rows, deleted, self.make_conflict_error)
         return rows if parent_chunks is None else self._yield_counted(rows)
 
     def _yield_counted(self, chunks: Chunks) -> Chunks:
@@ -334,24 +334,35 @@ class Snapshot:
         return None if index is None or num_shards is None else HashShard(index, num_shards)
 
     def _detect_replacement(self, chunks: Chunks) -> Chunks:
-        """Yields the chunks. Raises ReadIOError if another snapshot has replaced this one while it was read."""
+        """Yields the chunks. Raises ReadIOError if a save or prune replaced or removed this snapshot meanwhile."""
         try:
             yield from chunks
         except ReadIOError:
             raise
         except SnapshotError as error:
-            if read_snapshot_id(self.folder) in ("", self.manifest.id):
-                raise
-            raise ReadIOError(
-                f"snapshot {str(self.folder)!r} was replaced by another one while it was read: read it again"
-            ) from error
+            self._check_not_replaced(error)
+            raise
+
+    def _check_not_replaced(self, cause: SnapshotError) -> None:
+        """Raises ReadIOError if the folder was removed or has another manifest. cause: the error of a read."""
+        try:
+            if Snapshot.open(self.folder).manifest == self.manifest:
+                return
+        except ReadIOError:
+            raise
+        except SnapshotError:
+            if os.path.isdir(self.folder):
+                return
+        raise ReadIOError(
+            f"snapshot {str(self.folder)!r} was replaced or removed while it was read: read it again"
+        ) from cause
 
     def check_count(self, num_rows: int) -> None:
         """Raises SnapshotError if the manifest's row count is not `num_rows`."""
         if num_rows != self.manifest.rows:
             raise self._make_damage_error("", f"it has {num_rows} rows instead of {self.manifest.rows}")
 
-    def _make_conflict_error(self, bucket: int) -> SnapshotError:
+    def make_conflict_error(self, bucket: int) -> SnapshotError:
         """Returns the error for a bucket that contains a key as both written and deleted."""
         rows, keys = make_bucket_name(bucket), make_deleted_name(bucket)
         if self.manifest.num_shards is None:

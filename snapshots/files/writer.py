@@ -411,6 +411,12 @@ def write_manifest(
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
     now = time.time_ns()
     manifest = Manifest(kind, id, link, description, rows, deleted, files, rocksdb, now, sequence, num_shards)
+    write_manifest_file(folder, manifest)
+    return manifest
+
+
+def write_manifest_file(folder: Path, manifest: Manifest) -> None:
+    """Durably write a manifest into a snapshot's folder. Raises OSError, SnapshotError."""
     try:
         data = manifest.encode()
     except ValueError as error:
@@ -419,4 +425,3 @@ def write_manifest(
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    return manifest

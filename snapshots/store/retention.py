@@ -1,4 +1,4 @@
-"""Decides which snapshots of a store to keep, and removes the other snapshots."""
+"""Decides which snapshots of a store to keep, removes the other snapshots, and folds those that only others need."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from ...engine.checks import check_int
 from ...engine.errors import SnapshotError
 from ..files.format import read_snapshot_id
 from ..files.reader import Snapshot, find_snapshot, list_snapshots
-from ..files.writer import find_children
+from ..files.writer import ProgressCallback, find_children
+from . import folding
 from .folder import StoreFolder
 from .folder_state import FolderState
 from .group import find_group_file
@@ -24,9 +25,15 @@ log = logging.getLogger("tierbed")
 class PrunePlan(NamedTuple):
     """The snapshots that a prune keeps and removes. Each list is sorted from oldest to latest."""
 
-    retained: list[Snapshot]
+    retained: list[Snapshot]  # includes the snapshots to fold
     removed: list[Snapshot]
     retained_for_recovery: list[Snapshot]  # the part of `retained` that only recovery needs
+    folds: list[folding.Run]  # the parts of `retained` that are each merged into their last snapshot
+
+    @property
+    def folded(self) -> list[Snapshot]:
+        """The part of `retained` that is removed once it is merged into later snapshots."""
+        return [snapshot for run in self.folds for snapshot in run[:-1]]
 
 
 def plan_prune(
@@ -36,7 +43,9 @@ def plan_prune(
     recovery_snapshots: Collection[str] = (),
     state_snapshots: Collection[str] = (),
 ) -> PrunePlan:
-    """Decide which snapshots a prune keeps, including their parents. Raises OptionError, SnapshotError.
+    """Decide which snapshots a prune keeps, including their parents, and which it folds.
+
+    Raises OptionError, SnapshotError.
 
     Args:
         snapshots: All snapshots, from oldest to latest.
@@ -49,7 +58,8 @@ def plan_prune(
     if keep_every is not None:
         keep_every = check_int("keep_every", keep_every, "a whole number from 1", 1)
     counted = [snapshot for snapshot in snapshots if snapshot.name not in state_snapshots]
-    selected_names = {snapshot.name for snapshot in counted[-keep_last:]}.union(state_snapshots)
+    latest_names = {snapshot.name for snapshot in counted[-keep_last:]}
+    selected_names = latest_names.union(state_snapshots)
     last_multiple = -1
     for snapshot in counted:
         if keep_every is not None and (multiple := snapshot.description["step"] // keep_every) > last_multiple:
@@ -60,10 +70,13 @@ def plan_prune(
         for names in (selected_names, recovery_snapshots)
     )
     retained_names = required_names | recovery_names
+    retained = [snapshot for snapshot in snapshots if snapshot.name in retained_names]
+    final_names = selected_names.difference(latest_names, state_snapshots)  # those that `keep_every` keeps
     return PrunePlan(
-        [snapshot for snapshot in snapshots if snapshot.name in retained_names],
+        retained,
         [snapshot for snapshot in snapshots if snapshot.name not in retained_names],
         [snapshot for snapshot in snapshots if snapshot.name in retained_names - required_names],
+        folding.plan_folds(retained, selected_names.union(recovery_snapshots), final_names),
     )
 
 
@@ -157,17 +170,24 @@ def is_backup(folder: Path) -> bool:
     return folder.name == f"{BACKUP_PREFIX}{read_snapshot_id(folder)}"
 
 
-def prune(store: StoreFolder, keep_last: int, keep_every: int | None = None) -> PrunePlan:
-    """Remove a store's snapshots that `plan_prune` does not keep. Returns the plan.
+def prune(
+    store: StoreFolder,
+    keep_last: int,
+    keep_every: int | None = None,
+    folds: bool = True,
+    progress: ProgressCallback | None = None,
+) -> PrunePlan:
+    """Remove a store's snapshots that `plan_prune` does not keep, and fold others. Returns what was done.
 
     Removes the latest snapshots first, so that even after a kill, every remaining snapshot has its parents. If a
     manifest is damaged, raises SnapshotError and removes nothing, because that snapshot's parent is unknown.
+    folds: False if snapshots may be in use. progress: called with the row count of each chunk that is folded.
     """
     remove_backups(store)
     plan = plan_store_prune(store, keep_last, keep_every)
     for snapshot in reversed(plan.removed):
         remove_snapshot(snapshot.folder)
-    return plan
+    return plan._replace(folds=[run for run in plan.folds if folds and folding.fold(run, progress)])
 
 
 def remove_if_unreferenced(store: StoreFolder, saved: Snapshot) -> None:

@@ -27,6 +27,7 @@ from ..files.writer import (
     write_rows,
 )
 from .folder import StoreFolder
+from .folding import MAX_UNFOLDED
 from .linking import remove_snapshot
 from .recovery_rule import EMPTY_ID, Record, find_needed_ids
 from .retention import find_reusable_names, is_state_snapshot, link_backup, remove_backups
@@ -154,7 +155,10 @@ def find_parent(store: StoreFolder, name: str, inputs: SaveInputs) -> Snapshot |
     if is_state_snapshot(parent):
         reason = "the rows were loaded from it, and a state_dict made it"
     elif len(parent.chain) >= MAX_CHAIN:
-        reason = f"it has a chain of {MAX_CHAIN - 1} parents, and at most that many can be read"
+        reason = (
+            f"it has a chain of {MAX_CHAIN - 1} parents, and at most that many can be read; a prune after each save, "
+            f"with keep_last below {MAX_CHAIN - 1 - MAX_UNFOLDED}, keeps the chain short"
+        )
     else:
         return parent
     log.warning("snapshot %r is full, not incremental with parent %r: %s", name, parent.name, reason)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -56,6 +56,7 @@ class Expected:
         foreign = names - self.saved.keys() - self.begun.keys()
         assert not missing, f"lost: {missing}"
         assert not foreign, f"never saved: {foreign}"
+        self._note_folds(snapshots)
         for name in list(self.begun):
             if name in names and name in self.saved and snapshots[name] == self.saved[name]:
                 if self.begun[name] == self.saved[name]:  # either
@@ -177,15 +178,32 @@ class Expected:
             self.step = step
 
     def begin_prune(self, keep_last: int, keep_every: int | None) -> None:
-        self.going |= set().union(*self._pruned(keep_last, keep_every))
+        self.going |= set().union(*(gone | let_go for gone, let_go in self._pruned(keep_last, keep_every)))
 
-    def end_prune(self, keep_last: int, keep_every: int | None) -> None:
-        for name in set.intersection(*self._pruned(keep_last, keep_every)):
-            del self.saved[name]
+    def end_prune(self, keep_last: int, keep_every: int | None, left: Mapping[str, Sequence[Any]]) -> None:
+        """left: the snapshots after it, by name: step, kind and parent."""
+        pruned, gone = self._pruned(keep_last, keep_every), self.saved.keys() - left.keys()
+        must = set.intersection(*(removed for removed, _ in pruned))
+        assert must <= gone <= self.going, f"a prune removed {gone}, not {must}, and at most {self.going}"
+        self._note_folds({name: Saved(*saved) for name, saved in left.items()})
+        self.saved = {name: saved for name, saved in self.saved.items() if name not in gone}
         self.going &= self.saved.keys()
 
-    def _pruned(self, keep_last: int, keep_every: int | None) -> list[set[str]]:
-        """What a prune removes, for each state that it may find: of the base, of snapshots that are begun or going."""
+    def _note_folds(self, there: Mapping[str, Saved]) -> None:
+        """Snapshots over which a prune let some go may be based on what was below these."""
+        for name, saved in [*self.saved.items()]:
+            if (now := there.get(name, saved)) == saved or name in self.begun:
+                continue
+            parent = saved.parent
+            while parent != now.parent:
+                assert parent in self.going, f"{name} was folded over {parent}, which a prune has to keep: {now}"
+                parent = self.saved[parent].parent
+            assert now._replace(kind=saved.kind, parent=saved.parent) == saved
+            assert now.kind == ("full" if now.parent is None else "incremental")
+            self.saved[name] = now
+
+    def _pruned(self, keep_last: int, keep_every: int | None) -> list[tuple[set[str], set[str]]]:
+        """What a prune does, for each state that it may find: of the base, of snapshots that are begun or going."""
         bases = self.bases | (self.begun.keys() - self.aside)
         left = {name: saved for name, saved in self.saved.items() if name not in self.begun}
         states = [self.saved, {**left, **self.begun}]
@@ -194,14 +212,21 @@ class Expected:
         return [_pruned(state, keep_last, keep_every, base) for base in bases for state in states]
 
 
-def _pruned(snapshots: dict[str, Saved], keep_last: int, keep_every: int | None, base: str) -> set[str]:
-    """Not the latest, nor the first to reach a multiple of steps, nor the base, nor what one of these is based on."""
-    kept, reached = {base, *list(snapshots)[-keep_last:]}, -1
+def _pruned(
+    snapshots: dict[str, Saved], keep_last: int, keep_every: int | None, base: str
+) -> tuple[set[str], set[str]]:
+    """What it removes, and what it may fold.
+
+    The first are neither the latest, nor the first to reach a multiple of steps, nor the base, nor what one of these is
+    based on. The last are only what one of these is based on.
+    """
+    chosen, reached = {base, *list(snapshots)[-keep_last:]}, -1
     for name, saved in snapshots.items():
         if keep_every is not None and saved.step // keep_every > reached:
             reached = saved.step // keep_every
-            kept.add(name)
+            chosen.add(name)
+    kept = set(chosen)
     for name, saved in reversed(snapshots.items()):
         if name in kept and saved.parent is not None:
             kept.add(saved.parent)
-    return snapshots.keys() - kept
+    return snapshots.keys() - kept, kept - chosen

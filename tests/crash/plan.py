@@ -16,6 +16,7 @@ from .history import LIVES, TYPES, Types
 WEIGHTS = {"steps": 10, "save": 6, "background": 3, "load": 3, "prune": 2, "compact": 1, "reopen": 2, "fresh": 0.3}
 WEIGHTS |= {"command": 2, "short": 1}
 RANK_WEIGHTS = {"steps": 10, "save": 6, "background": 2, "load": 3, "prune": 2, "reopen": 3, "fresh": 0.3, "command": 2}
+CHAINS = {"save": 20, "prune": 3, "load": 0.3, "background": 0.3, "reopen": 0.5, "command": 0.5}  # with chains
 # what a kill at a named point is inside of
 INSIDE = {"step": 1, "save": 6, "background": 3, "load": 3, "prune": 2, "merge": 1, "compact": 1, "close": 2, "open": 2}
 RANK_INSIDE = {"step": 2, "save": 6, "background": 2, "load": 4, "prune": 1, "close": 3, "open": 4}
@@ -50,6 +51,7 @@ class Kill:
 class Session:
     """One trainer: the seed of its operations, how many at most, how it opens the store, and its kill.
 
+    has_chains: whether it saves mostly incremental snapshots, and prunes fold these.
     Of `ranks` each has a store, and the `victim` is killed. all_die: the others are as soon as it is; else they find
     out.
     """
@@ -59,6 +61,7 @@ class Session:
     store: Any
     ahead: int
     kill: Kill
+    has_chains: bool = False
     ranks: int = 1
     victim: int = 0
     all_die: bool = True
@@ -109,12 +112,14 @@ def draw_rank_round(seed: int, ranks: int) -> Round:
 
 
 def _session(chance: random.Random, inside: Mapping[str, float], store: Any) -> Session:
+    has_chains = chance.random() < 0.3
     return Session(
         seed=chance.randrange(1 << 32),
-        operations=chance.randint(4, 16),
+        operations=chance.randint(12, 40) if has_chains else chance.randint(4, 16),
         store=store(chance),
         ahead=chance.choice([0, 0, 1, 3]),
-        kill=draw_kill(chance, inside),
+        kill=draw_kill(chance, {"prune": 1} if has_chains else inside),
+        has_chains=has_chains,
     )
 
 

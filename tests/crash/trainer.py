@@ -27,7 +27,7 @@ from tierbed.snapshots.store.recovery_rule import EMPTY_ID
 from tierbed.snapshots.store.retention import is_backup
 
 from .history import History, in_order
-from .plan import RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
+from .plan import CHAINS, RANK_WEIGHTS, WEIGHTS, draw_store, draw_stores
 
 HOW_TO_COME = {"step": "steps", "open": "reopen", "close": "reopen", "merge": "command"}  # to be inside of an operation
 UNSAVED = re.compile(r"has live rows from step (\d+), and no snapshot of these rows")
@@ -91,6 +91,7 @@ class Trainer(Writer):
 
     def __init__(self, path: Path, history: History, plan: dict[str, Any], files: list[int]) -> None:
         super().__init__(plan, files)
+        self.weights = {**self.weights, **(CHAINS if plan["has_chains"] else {})}
         self.path, self.history, self.store_path = path, history, path / "rows"
         self.going: tuple[SaveHandle | None, contextlib.AbstractContextManager[Any], str] | None = None
         self._recovered = Recovered()
@@ -158,8 +159,9 @@ class Trainer(Writer):
 
     def prune(self) -> None:
         rule = self.any_rule()
-        with self.logged("prune", **rule):
+        with self.logged("prune", **rule) as found:
             self.embedding.prune_snapshots(**rule)
+            found["left"] = self.left()
 
     def compact(self) -> None:
         if self.embedding.store_options.store == "cached_ssd":
@@ -218,8 +220,9 @@ class Trainer(Writer):
     def command_prune(self) -> None:
         rule = self.any_rule()
         every = ["--keep-every", rule["keep_every"]] if rule["keep_every"] else []
-        with self.logged("prune", **rule):
+        with self.logged("prune", **rule) as found:
             tierbed("snapshot", "prune", "--keep-last", rule["keep_last"], *every, self.store_path)
+            found["left"] = self.left()
 
     def command_merge(self) -> None:
         if snapshot := self.any_snapshot():
@@ -257,6 +260,8 @@ class Trainer(Writer):
 
     def any_kind(self, base: str | None) -> str:
         """One that there can be now."""
+        if base and self.plan["has_chains"] and self.chance.random() < 0.9:
+            return "incremental"
         on_disk = self.history.world is None and self.embedding.store_options.store == "cached_ssd"
         return self.chance.choice(["full"] + ["incremental"] * 2 * bool(base) + ["checkpoint"] * on_disk)
 
@@ -267,6 +272,11 @@ class Trainer(Writer):
         """Those with a name of the user's. Others come and go with the save of rank 0."""
         found = list_snapshots(self.store_path / "snapshots").snapshots
         return [snapshot for snapshot in found if not is_backup(snapshot.folder)]
+
+    def left(self) -> dict[str, tuple[int, str, str | None]]:
+        """What there is after a prune."""
+        links = {snapshot: snapshot.manifest.parent for snapshot in self.snapshots()}
+        return {s.name: (s.description["step"], s.kind, link and link.name) for s, link in links.items()}
 
     def any_snapshot(self) -> Snapshot | None:
         snapshots = self.snapshots()

@@ -233,7 +233,7 @@ def test_a_running_trainer_and_commands_overwrite_where_they_are_asked_to(tmp_pa
     assert (merged.files, final.id == second.id) == (final.files, False)
 
 
-REPLACED_PREFIX = r"x' was replaced by another one while it was read: read it again"
+REPLACED_PREFIX = r"x' was replaced or removed while it was read: read it again"
 ROWS = dict.fromkeys(range(64), 9)
 
 
