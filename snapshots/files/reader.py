@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -17,7 +17,7 @@ import numpy as np
 from ...engine.checks import validate_arguments
 from ...engine.durable import open_regular, read_record_bytes
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Chunks, RowArray, extract_row_keys
+from ...engine.row_format import Change, Chunks, RowArray, extract_row_keys
 from .format import (
     MANIFEST,
     ROCKSDB,
@@ -37,7 +37,7 @@ from .format import (
     parse_shard_index,
     read_snapshot_id,
 )
-from .merging import apply_changes, merge_sorted
+from .merging import apply_changes, merge_chain, merge_sorted
 from .pipeline import read_ahead
 from .read_errors import ReadIOError, make_damage_error, make_read_error, make_remedy
 
@@ -188,10 +188,9 @@ class Snapshot:
 
     def _merge_chain(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
         """Like `chunks`, but calls `progress`. With `progress`, yields only row keys if the chain is longer than 1."""
-        chunks: Chunks = iter(())
-        for snapshot in (chain := self.chain):
-            chunks = snapshot.apply_to(chunks, max_rows, progress, len(chain) > 1)
-        return chunks
+        if len(chain := self.chain) == 1:
+            return self.apply_to(iter(()), max_rows, progress)
+        return ((bucket, rows) for bucket, rows, _ in read_changes(chain, max_rows, progress) if len(rows))
 
     def apply_to(
         self,
@@ -208,7 +207,7 @@ class Snapshot:
         rows, deleted = (report_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
         if self.manifest.parent is not None:
             older = iter(()) if parent_chunks is None else parent_chunks
-            rows = apply_changes(older, rows, deleted, self._make_conflict_error)
+            rows = apply_changes(older, rows, deleted, self.make_conflict_error)
         return rows if parent_chunks is None else self._yield_counted(rows)
 
     def _yield_counted(self, chunks: Chunks) -> Chunks:
@@ -216,10 +215,14 @@ class Snapshot:
         for bucket, rows in chunks:
             count += len(rows)
             yield bucket, rows
+        self.compare_count(count)
+
+    def compare_count(self, num_rows: int) -> None:
+        """Like `check_count`. For a shard, notes the count in `shard_rows` instead."""
         if self.shard is not None:
-            self.shard_rows[self.name] = count
+            self.shard_rows[self.name] = num_rows
         else:
-            self.check_count(count)
+            self.check_count(num_rows)
 
     def read_rows_and_deletions(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
         """Returns the rows and deleted keys in the snapshot's own files. Compares a checksum at each file's end."""
@@ -351,7 +354,7 @@ class Snapshot:
         if num_rows != self.manifest.rows:
             raise self._make_damage_error("", f"it has {num_rows} rows instead of {self.manifest.rows}")
 
-    def _make_conflict_error(self, bucket: int) -> SnapshotError:
+    def make_conflict_error(self, bucket: int) -> SnapshotError:
         """Returns the error for a bucket that contains a key as both written and deleted."""
         rows, keys = make_bucket_name(bucket), make_deleted_name(bucket)
         if self.manifest.num_shards is None:
@@ -361,6 +364,25 @@ class Snapshot:
     def _make_damage_error(self, name: str, problem: str) -> SnapshotError:
         """Returns the error for a damaged file of the snapshot, or for the whole snapshot if `name` is ""."""
         return make_damage_error(self.folder / name, problem, self.folder)
+
+
+def read_changes(
+    chain: Sequence[Snapshot], max_rows: int = 65536, progress: ProgressCallback | None = None
+) -> Iterator[Change]:
+    """Reads successive snapshots of a chain, merged as `merge_chain` does. Checks the row counts at the end.
+
+    chain: the whole chain, or its increments from one snapshot on. Row counts are then not checked, because they depend
+    on the rows of the snapshots that are not read. With `progress`, yields only keys.
+    """
+    counts = np.zeros(len(chain), np.int64)
+    streams = [
+        tuple(report_progress(part, progress, True) for part in snapshot.read_rows_and_deletions(max_rows))
+        for snapshot in chain
+    ]
+    yield from merge_chain(streams, counts, lambda index, bucket: chain[index].make_conflict_error(bucket))
+    if chain[0].manifest.parent is None:
+        for snapshot, count in zip(chain, counts.cumsum().tolist(), strict=True):
+            snapshot.compare_count(count)
 
 
 class Listing(NamedTuple):
