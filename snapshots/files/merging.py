@@ -98,7 +98,9 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
 
 
 def merge_chain(
-    snapshots: Sequence[tuple[Chunks, Chunks]], counts: NDArray[np.int64], conflict_error: Callable[[int, int], Exception]
+    snapshots: Sequence[Sequence[Chunks]],
+    counts: NDArray[np.int64],
+    conflict_error: Callable[[int, int], Exception],
 ) -> Iterator[Change]:
     """Merge the changes of successive snapshots: a key's latest row or deletion counts.
 

@@ -375,12 +375,12 @@ def read_changes(
     on the rows of the snapshots that are not read. With `progress`, yields only keys.
     """
     counts = np.zeros(len(chain), np.int64)
-    streams = [
-        tuple(report_progress(part, progress, True) for part in snapshot.read_rows_and_deletions(max_rows))
+    streams: list[list[Chunks]] = [
+        [report_progress(part, progress, True) for part in snapshot.read_rows_and_deletions(max_rows)]
         for snapshot in chain
     ]
     yield from merge_chain(streams, counts, lambda index, bucket: chain[index].make_conflict_error(bucket))
-    if chain[0].manifest.parent is None:
+    if chain and chain[0].manifest.parent is None:
         for snapshot, count in zip(chain, counts.cumsum().tolist(), strict=True):
             snapshot.compare_count(count)
 
