@@ -245,7 +245,9 @@ class Snapshot:
     def _read_file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
             self._open_file(name, entry).close()
-        if self.manifest.num_shards is None:
+        if self.manifest.num_shards is None and sum(entry.bytes for entry in files.values()) < _CHUNK_BYTES:
+            yield from self._select_shard(self._yield_checked(self._read(files, max_rows)))  # faster than threads
+        elif self.manifest.num_shards is None:
             with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._yield_checked(pieces)) as chunks:
                 yield from self._select_shard(chunks)
         else:
