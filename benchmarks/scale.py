@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import tierbed
 from tierbed.snapshots import Snapshot
+from tierbed.snapshots.files.reader import MAX_CHAIN
 
 DIM, BATCH, STEPS, CACHE_MB = 16, 8192, 50, 256
 PUT_ROWS = 1 << 18
@@ -94,6 +95,25 @@ def load(graph: Trained, folder: Path) -> Callable[[], object]:
     return lambda: graph.rows.load_snapshot(name)
 
 
+def load_increment(graph: Trained, folder: Path) -> Callable[[], object]:
+    """An increment of 0.1 % of the rows, onto its parent."""
+    parent, count = find_last_snapshot(graph), max(1, graph.num_rows // 1000)
+    graph.rows.put(torch.arange(count), torch.ones(count, DIM))
+    graph.rows.save_snapshot(f"small-{time.time_ns()}", kind="incremental")
+    name = find_last_snapshot(graph)
+    graph.rows.load_snapshot(parent)
+    return lambda: graph.rows.load_snapshot(name)
+
+
+def load_chain(graph: Trained, folder: Path) -> Callable[[], object]:
+    """A full snapshot and increments, each of 1 % of the rows, as long as a chain may be."""
+    graph.rows.save_snapshot(f"base-{time.time_ns()}")
+    for _ in range(MAX_CHAIN - 1):
+        graph.train(max(1, graph.num_rows // 100 // BATCH))
+        graph.rows.save_snapshot(f"link-{time.time_ns()}", kind="incremental")
+    return load(graph, folder)
+
+
 def open_rows(graph: Trained, folder: Path) -> Callable[[], object]:
     return graph.rows.size
 
@@ -109,6 +129,8 @@ OPERATIONS: dict[str, tuple[Callable[[Trained, Path], Callable[[], object]], boo
     "open after the kill": (open_rows, False),
     "full": (lambda graph, folder: save(graph, folder, "full"), False),
     "load full": (load, False),
+    "load 0.1 % onto parent": (load_increment, False),
+    "load chain of 100": (load_chain, False),
 }
 
 

@@ -20,7 +20,7 @@ from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import format_still_saving
 from ...snapshots.files.format import HashShard, check_name
-from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots
+from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots, read_changes
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
@@ -31,6 +31,7 @@ from ...snapshots.store.recovery_rule import EMPTY_ID, EMPTY_RECORD, NO_ENTRY, m
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
 from ...snapshots.store.save import SaveInputs, begin_save, check_kind, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
+from ..tables.increments import find_increments
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
 from ..tables.training_group import TrainingGroup, lock_between_steps
@@ -430,7 +431,11 @@ class SnapshotManager:
 
         def check() -> dict[str, int]:
             fit = self.local.fit_selection(shard, selection)
-            shard.verify()
+            if increments := find_increments(self.local.table, shard, self.local.persistence.spec, fit):
+                for _ in read_changes(increments):
+                    pass
+            else:
+                shard.verify()
             if fit.target_dtypes is not None:
                 for _ in fit.read_rows(shard, LoadReport()):
                     pass

@@ -218,6 +218,13 @@ class LoadedIdCounter:
                 np.maximum.at(self._max_keys, tables, keys)
             yield bucket, rows
 
+    def log_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
+        """Log and return what `make_remarks` returns."""
+        remarks = self.make_remarks(source, may_be_dense, stored_padding)
+        for remark in remarks:
+            log.warning("embedding %r: %s", self._spec.name, remark)
+        return remarks
+
     def make_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
         """Return remarks on ids that do not fit. source: names the stored rows.
 

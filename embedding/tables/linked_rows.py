@@ -1,44 +1,80 @@
 """Opens a RocksDB checkpoint's files as live rows without reading them, and checks them while training runs.
 
 Linking a checkpoint's files takes about as long for a billion rows as for a thousand. Names and sizes are checked at
-once, as are the files without rows. RocksDB checks each block that it reads. A thread compares the rest.
+once, as are the files without rows. RocksDB checks each block that it reads. A thread compares the rest. If increments
+follow the checkpoint, they are read and applied to the linked rows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from threading import Event
 from typing import Any
 
+from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError
 from ...engine.optim.row_state import RowState
 from ...engine.options.table_spec import TableSpec
 from ...engine.table.background_save import PAUSE_RATIO
+from ...engine.table.table import OpenTable
 from ...engine.threads import Thread
-from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.reader import Snapshot, read_changes
+from .increments import apply_changes
 
 log = logging.getLogger("tierbed")
 
 
-def can_link(snapshot: Snapshot, spec: TableSpec, state: RowState | None) -> bool:
-    """True if live rows with this spec and optimizer state can use the snapshot's files. state: None for any state."""
-    manifest = snapshot.manifest
-    if manifest.rocksdb is None:
-        return False
+def list_linkable(snapshot: Snapshot, spec: TableSpec, state: RowState | None) -> list[Snapshot]:
+    """Return the snapshot's chain if live rows can use its first snapshot's files, otherwise an empty list.
+
+    spec, state: the live rows' spec and optimizer state. state: None for any state.
+    """
+    try:
+        chain = snapshot.chain
+    except SnapshotError:
+        return []  # `load` raises the error
     state = RowState.from_description(snapshot.description) if state is None else state
-    return spec.make_row_format(state).fields == manifest.row_format.fields
+    is_linkable = spec.make_row_format(state).fields == chain[0].manifest.row_format.fields
+    return chain if chain[0].manifest.rocksdb is not None and is_linkable else []
 
 
-def link_rows(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
-    """Make `folder` live rows with the snapshot's files. Return their description. Raises SnapshotError, OSError."""
+def link_rows(chain: Sequence[Snapshot], folder: Path) -> dict[str, Any]:
+    """Make `folder` live rows with the files of the chain's first snapshot, and verify the chain's increments.
+
+    Return a description of the chain's last snapshot. Raises SnapshotError, OSError.
+    """
     from ...snapshots.files.rocksdb_files import link_checkpoint  # needs RocksDB
 
-    rocksdb = snapshot.manifest.rocksdb
+    rocksdb = chain[0].manifest.rocksdb
     assert rocksdb is not None
-    link_checkpoint(snapshot.folder, rocksdb, folder)
-    return {**snapshot.description, "rows": snapshot.manifest.rows, "shards": rocksdb.shards}
+    for _ in read_changes(chain[1:]):
+        pass
+    link_checkpoint(chain[0].folder, rocksdb, folder)
+    return {**chain[-1].description, "rows": chain[-1].manifest.rows, "shards": rocksdb.shards}
+
+
+def add_increments(table: OpenTable, increments: Sequence[Snapshot]) -> None:
+    """Change the linked rows of `table` as the verified increments say, durably. Closes `table` if this fails."""
+    try:
+        assert table.stack is not None
+        bottom = table.stack.bottom  # the caches are empty
+        for _ in apply_changes(bottom, bottom, read_changes(increments)):
+            table.counts.set_initial_counts(None)  # a scan counts each table's rows when they are asked for
+        table.flush()
+    except BaseException:
+        table.close()
+        raise
+
+
+def remove_table(table: OpenTable, path: Path | None) -> None:
+    """Close an unused table, and remove its files in the folder `path`, if there are any."""
+    table.close()
+    if path is not None:
+        with contextlib.suppress(OSError):  # keep the first error; the next open removes the folder
+            remove_folder(path)
 
 
 class FileCheck:
@@ -47,11 +83,18 @@ class FileCheck:
     Recovery opens these files without reading them all. RocksDB checks each block that it reads.
     """
 
-    def __init__(self, snapshot: Snapshot, report: Callable[[SnapshotError], None]) -> None:
-        """report: called by the thread with an error that names a damaged file."""
-        self._snapshot, self._report, self._stopped = snapshot, report, Event()
+    def __init__(self, snapshot: Snapshot, table: OpenTable) -> None:
+        """table: the next call of this table raises an error that names a damaged file."""
+        self._snapshot, self._table, self._stopped = snapshot, table, Event()
+        self.attach(table)
         self._thread = Thread(target=self._run, name="tierbed-file-check", daemon=True)
         self._thread.start()
+
+    def attach(self, table: OpenTable) -> None:
+        """Report to `table` from now on, and stop when it closes."""
+        old_table, self._table, table.on_close = self._table, table, self.stop
+        if old_table.reader_error is not None:
+            table.defer_error(old_table.reader_error)
 
     def stop(self) -> None:
         """End the thread, and wait until it has ended. May be called again."""
@@ -66,4 +109,4 @@ class FileCheck:
         error = find_damaged_file(self._snapshot.folder, self._snapshot.manifest.rocksdb, wait)
         if error is not None:
             log.error("%s", error)
-            self._report(error)
+            self._table.defer_error(error)

@@ -27,7 +27,7 @@ from ...snapshots.store.group import Member
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from .compatibility import check_stored_rows, fit_selection
 from .persistence import TablePersistence
-from .recovery import Planner, RankShard, RowsVersion
+from .recovery import Planner, RankShard, RowsVersion, describe_failed_close
 from .row_tensors import RowTensors
 from .training_group import TrainingGroup, lock_between_steps
 
@@ -323,7 +323,7 @@ class LocalTable:
                 log.error("embedding %r: %s", self.name, error)
                 return
             self._service.stop()
-            consequence = self.persistence.describe_failed_close(self._table)
+            consequence = describe_failed_close(self.store, self.member, self._table.step)
             log.error("embedding %r could not be closed: %s; %s", self.name, error, consequence)
 
     def _replace(self, build: Callable[[OpenTable], OpenTable], joins_group: bool = False) -> None:

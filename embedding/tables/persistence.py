@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 
-from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, StoreError, TierbedError
 from ...engine.lifecycle.lifecycle import Lifecycle
 from ...engine.optim.row_optimizer import RowOptimizer
@@ -30,12 +29,10 @@ from ...engine.options.store_options import CachedSsdOptions, StoreOptions
 from ...engine.options.table_spec import RUN_ID_FIELD, TableSpec
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.signals import defer_signals
-from ...engine.store.interfaces import InMemoryTier
 from ...engine.store.rocksdb import RocksDB
-from ...engine.store.table_counts import count_chunk_rows, read_counts
 from ...engine.table.auto_budgets import AutoBudgets
-from ...engine.table.row_scan import check_rows, fill_table
-from ...engine.table.stack import build_stack, get_processor_factory
+from ...engine.table.row_scan import check_rows, fill_table, restore_rows
+from ...engine.table.stack import Stack, build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import check_description
 from ...snapshots.files.read_errors import find_os_error
@@ -52,7 +49,8 @@ from ...snapshots.store.recovery_rule import EMPTY_ID
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
 from .clean_marker import make_clean_marker
 from .compatibility import LoadedIdCounter, check_stored_rows
-from .linked_rows import FileCheck, can_link, link_rows
+from .increments import count_added_rows, find_increments, take_over
+from .linked_rows import FileCheck, add_increments, link_rows, list_linkable, remove_table
 from .recovery import (
     FolderContents,
     LiveRowsState,
@@ -62,7 +60,6 @@ from .recovery import (
     RowsVersion,
     check_shards_unlocked,
     describe_full_disk,
-    describe_next_rows,
     is_disk_full,
     plan_open,
     read_contents,
@@ -102,6 +99,7 @@ class TablePersistence:
                 self.folder = StoreFolder(shard.locate_folder(path), user)
         self.member: Member | None = None  # with several ranks, set only on rank 0
         self._is_on_disk = isinstance(options, CachedSsdOptions)
+        self._file_check: FileCheck | None = None
         self._open_mode = options.open
         self._unusable_reason = ""  # the value of `unusable_reason` if `member` is None
         self._live_rows_state = LiveRowsState.RECORDED
@@ -277,12 +275,6 @@ class TablePersistence:
         if self.member is not None:
             self.member.mark_closed(read_live_version(folder.clean_marker) or "")
 
-    def describe_failed_close(self, table: OpenTable) -> str:
-        """Return the log text for a failed close. The text names the rows that the next run would open."""
-        if self.folder is None or self.folder.clean_marker is not None:
-            return "no stored row is lost by it"
-        return describe_next_rows(self.folder, self.member, table.step)
-
     def unlock(self) -> None:
         """Unlock the folder without writing, and release the memory that automatic budgets reserved."""
         self._budgets.release()
@@ -353,19 +345,21 @@ class TablePersistence:
             ids = LoadedIdCounter(self.spec)
             for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):
                 pass
-            if not self._warn_all(ids.make_remarks(label, False, None)):
+            if not ids.log_remarks(label, False, None):
                 table.reset_id_limits()
         return table
 
     def _open_snapshot(
         self, optimizer: RowOptimizer | None, snapshot: Snapshot, folder: StoreFolder, plan: OpenPlan, for_load: bool
     ) -> OpenTable:
-        """Open a table with a snapshot's rows. Reads no row if the snapshot's RocksDB files can be linked."""
+        """Open a table with a snapshot's rows. Links a RocksDB checkpoint's files, if it can."""
         state = None if optimizer is None else self.spec.make_row_state(optimizer)
-        if self._is_on_disk and self.rows_version is None and can_link(snapshot, self.spec, state):
+        chain = list_linkable(snapshot, self.spec, state) if self._is_on_disk and self.rows_version is None else []
+        if chain:
             folder.clear_incoming()
             try:
-                table = self._build(optimizer, link_rows(snapshot, folder.incoming), folder.incoming)
+                table = self._build(optimizer, link_rows(chain, folder.incoming), folder.incoming)
+                add_increments(table, chain[1:])
             except (StoreError, SnapshotError, OSError) as error:  # `load` raises an error that names the damaged file
                 log.info("snapshot %r: its files cannot be linked, so its rows are read: %s", snapshot.name, error)
             else:
@@ -374,7 +368,7 @@ class TablePersistence:
                 folder.replace_live_rows(folder.incoming, marker)
                 table = self._resume(optimizer, marker, folder, for_load)
                 table.observers.track_changes(snapshot.manifest.id)
-                table.on_close = FileCheck(snapshot, table.defer_error).stop
+                self._file_check = FileCheck(chain[0], table)
                 return table
         return self.load(optimizer, snapshot, None, on_verified=plan.on_verified, for_load=for_load)[0]
 
@@ -423,6 +417,7 @@ class TablePersistence:
         """
         report, ids = LoadReport(), LoadedIdCounter(self.spec, counts_ids=not for_load)
         description = {**snapshot.description, "rows": snapshot.manifest.rows}
+        increments = [] if old_table is None else find_increments(old_table, snapshot, self.spec, selection)
         if selection.has_every_row and snapshot.shard is None:
             report = LoadReport(snapshot.manifest.rows)
         else:
@@ -433,8 +428,11 @@ class TablePersistence:
         selected = ids.count(selection.read_rows(snapshot, LoadReport()))
         with self._adopt_seed(snapshot.description), contextlib.nullcontext() if old_table is None else old_table.lock:
             snapshot_id = snapshot.manifest.id if selection.is_whole else None
-            source = contextlib.nullcontext(selected)
-            table = self._build_from_rows(optimizer, loaded, source, old_table, snapshot_id, on_verified=on_verified)
+            if increments and old_table is not None:
+                table = self._apply_increments(optimizer, loaded, increments, old_table)
+            else:
+                source = contextlib.nullcontext(selected)
+                table = self._build_from_rows(optimizer, loaded, source, old_table, snapshot_id, on_verified)
             if self.folder is not None and snapshot_id is not None:
                 table.observers.track_changes(snapshot_id)
             if self.folder is not None and self.folder.clean_marker is None:
@@ -443,13 +441,21 @@ class TablePersistence:
             text = "embedding %r: %d rows of step %d, loaded from snapshot %r"
             log.info(text, self.spec.name, report.rows, table.step, snapshot.name)
         untrained = not description["states"] and not description["step"]
-        remarks = self._warn_all(ids.make_remarks(f"snapshot {snapshot.name!r}", untrained, description["padding_idx"]))
+        remarks = ids.log_remarks(f"snapshot {snapshot.name!r}", untrained, description["padding_idx"])
         return table, replace(report, remarks=report.remarks + remarks)
 
-    def _warn_all(self, remarks: list[str]) -> list[str]:
-        for remark in remarks:
-            log.warning("embedding %r: %s", self.spec.name, remark)
-        return remarks
+    def _apply_increments(
+        self, optimizer: RowOptimizer | None, description: Description, increments: list[Snapshot], old_table: OpenTable
+    ) -> OpenTable:
+        """Load snapshots' changes in place, and close `old_table`. A kill leaves the snapshot for the next run."""
+        added = count_added_rows(old_table, increments)
+        table = self._build(optimizer, {**description, "shards": None}, None, old_table)
+        change = partial(take_over, old_table, table, increments, added, self.member)
+        with defer_signals():
+            self._replace_rows(increments[-1].manifest.id, change)
+            if self._file_check is not None:
+                self._file_check.attach(table)
+        return table
 
     def load_tensors(self, optimizer: RowOptimizer | None, tensors: RowTensors, old_table: OpenTable) -> OpenTable:
         """Load rows from memory into a new table, and close `old_table`. The recovery snapshot stays the same."""
@@ -458,7 +464,7 @@ class TablePersistence:
             ids = LoadedIdCounter(self.spec)
             chunks = ids.count(check_rows(tensors.chunks(), self.spec.num_tables))
             table = self._build_from_rows(optimizer, tensors.describe(), contextlib.nullcontext(chunks), old_table)
-            self._warn_all(ids.make_remarks("the state", False, None))
+            ids.log_remarks("the state", False, None)
             if self.folder is not None and self.folder.clean_marker is None:
                 self.folder.store_step(table.step)
             return table
@@ -501,14 +507,14 @@ class TablePersistence:
             if on_verified is not None:
                 on_verified()
         except BaseException:
-            _remove_table(table, path)
+            remove_table(table, path)
             raise
         with defer_signals():
             try:
                 if old_table is not None:
-                    self._close_replaced(old_table, snapshot_id)
+                    self._replace_rows(snapshot_id, old_table.close)
             except BaseException:
-                _remove_table(table, path)
+                remove_table(table, path)
                 raise
             if path is None or folder is None:
                 return table
@@ -517,28 +523,38 @@ class TablePersistence:
             folder.replace_live_rows(path, marker)
             return self._build(optimizer, marker, folder.live_path)
 
-    def _close_replaced(self, old_table: OpenTable, snapshot_id: str | None) -> None:
-        """Close a table whose rows are replaced. snapshot_id: the id of the snapshot with the new rows, or None."""
+    def _replace_rows(self, snapshot_id: str | None, change: Callable[[], None]) -> None:
+        """Record that `change` replaces all rows. snapshot_id: the id of the snapshot with the new rows, or None."""
         member = self.member if self.rows_version is None else None  # for a shard, all ranks record the load together
         with record_load({member: snapshot_id}) if snapshot_id and member is not None else contextlib.nullcontext():
             self.begin_change(snapshot_id is None and self.rows_version is None, replaces_rows=True)
-            old_table.close()
+            change()
             self._unusable_reason, self._live_rows_state = "", LiveRowsState.RECORDED  # the next write is recorded
             if member is not None:
                 member.mark_replaced(snapshot_id)
 
-    def _build(self, optimizer: RowOptimizer | None, description: Description | None, path: Path | None) -> OpenTable:
-        """Build a table over empty tiers or over the RocksDB files at `path`. `description`: None without rows."""
+    def _build(
+        self,
+        optimizer: RowOptimizer | None,
+        description: Description | None,
+        path: Path | None,
+        old_table: OpenTable | None = None,
+    ) -> OpenTable:
+        """Build a table over new tiers, the files at `path`, or `old_table`'s tiers. description: None without rows."""
         state = RowState() if description is None else RowState.from_description(description)
         if optimizer is not None:
             self.check_row(optimizer)
             state = self.spec.make_row_state(optimizer)
         rows, shards = (0, None) if description is None else (description["rows"], description["shards"])
         lifecycle = Lifecycle(self.spec.name, self.spec.num_tables, self.options, rows, self.spec.seed % 2**64)
-        processor = self._processor_factory(self.spec, state, lifecycle.capacity)
-        stack = build_stack(self._budgets.resolve(processor), processor, path, shards)
+        if old_table is not None and old_table.stack is not None:
+            processor, stack = old_table.processor, old_table.stack
+            stack.make_writable()
+        else:
+            processor = self._processor_factory(self.spec, state, lifecycle.capacity)
+            stack = build_stack(self._budgets.resolve(processor), processor, path, shards)
         has_files = self.folder is not None or isinstance(stack.bottom, RocksDB)
-        before_write = partial(self._prepare_write, stack.bottom) if has_files else None
+        before_write = partial(self._prepare_write, stack) if has_files else None
         table = OpenTable(self.spec, processor, stack, state, lifecycle, before_write, self.options.background_threads)
         stored_run = "" if description is None else str(description.get(RUN_ID_FIELD, "")) or self._run_id
         self._run_id = stored_run or (self.rows_version and self.rows_version.run_id) or secrets.token_hex(8)
@@ -546,20 +562,12 @@ class TablePersistence:
         if self.folder is not None:
             table.observers.max_key_bytes = int(self.options.changed_keys_mb * (1 << 20))
         if description is not None and shards is not None:  # the rows are in RocksDB already
-            table.counts.set_initial_counts(read_counts(description, self.spec.num_tables))
-            if lifecycle.has_ledger:
-                try:
-                    remembered = lifecycle.record_loaded_chunks(check_rows(table.scan(), self.spec.num_tables))
-                    table.counts.set_initial_counts(count_chunk_rows(remembered, self.spec.num_tables))
-                except BaseException:
-                    table.close()
-                    raise
+            restore_rows(table, description)
         return table
 
-    def _prepare_write(self, bottom: RocksDB | InMemoryTier, step: int) -> None:
+    def _prepare_write(self, stack: Stack, step: int) -> None:
         """Prepare the folder for a write in step `step`. Called before each write."""
-        if isinstance(bottom, RocksDB):
-            bottom.make_writable()  # first: if this fails, the live rows keep their clean marker
+        stack.make_writable()  # first: if this fails, the live rows keep their clean marker
         if self.folder is not None:
             if self._live_rows_state is not LiveRowsState.CHANGED:
                 self.begin_change()
@@ -589,11 +597,3 @@ class TablePersistence:
                 self.folder.clear_clean_marker()
         if not self._is_on_disk:
             self.folder.discard_live_rows()  # frees disk space; a close writes the rows from memory to disk again
-
-
-def _remove_table(table: OpenTable, path: Path | None) -> None:
-    """Close an unused table, and remove its files in the folder `path`, if there are any."""
-    table.close()
-    if path is not None:
-        with contextlib.suppress(OSError):  # keep the first error; the next open removes the folder
-            remove_folder(path)

@@ -188,6 +188,13 @@ def describe_next_rows(folder: FolderState, member: Member | None, step: int) ->
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
 
 
+def describe_failed_close(folder: FolderState | None, member: Member | None, step: int) -> str:
+    """Return the log text for a failed close. The text names the rows that the next run would open."""
+    if folder is None or folder.clean_marker is not None:
+        return "no stored row is lost by it"
+    return describe_next_rows(folder, member, step)
+
+
 def is_disk_full(error: TierbedError) -> bool:
     """True if the error's cause is a full disk."""
     cause = find_os_error(error)

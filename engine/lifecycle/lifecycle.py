@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 from ..errors import CapacityError
 from ..options.store_options import StoreOptions
-from ..row_format import Chunks, Keys, TableIds
+from ..row_format import Chunks, Keys, RowArray, TableIds
 from ..store.table_counts import Counts, count_by_table
 
 log = logging.getLogger("tierbed")
@@ -30,7 +30,7 @@ class Lifecycle:
     """
 
     def __init__(self, name: str, num_tables: int, options: StoreOptions, num_stored_rows: int, seed: int) -> None:
-        self._name, self.capacity = name, options.capacity
+        self._name, self.capacity, self._capacity_option = name, options.capacity, options.capacity
         self._eviction, self._admission, self._ttl_steps = options.eviction, options.admission, options.ttl_steps
         self._ledger: _core.Ledger | None = None
         self.has_ledger = False  # if True, this class checks the capacity and must know every written row
@@ -53,6 +53,11 @@ class Lifecycle:
                 probability=options.admission if isinstance(options.admission, float) else 1.0,
                 seed=seed,
             )
+
+    def can_pass_on_ledger(self, num_rows: int) -> bool:
+        """True if another object for `num_rows` stored rows can use this ledger, which must not count lookups."""
+        is_same_capacity = self.capacity in (None, self._capacity_option) and num_rows <= (self.capacity or num_rows)
+        return self._ledger is None or (is_same_capacity and not isinstance(self._admission, int))
 
     @property
     def metrics(self) -> dict[str, int]:
@@ -99,6 +104,17 @@ class Lifecycle:
         seen_causes = [cause for cause, count in self.counts.items() if count]
         causes = [f"refused by admission={self._admission}" if cause == "refused" else cause for cause in seen_causes]
         return " or ".join(["not written since the table was opened", *causes])
+
+    def inherit_ledger(self, other: Lifecycle) -> None:
+        """Take over the ledger of `other`; see `can_pass_on_ledger`."""
+        self._ledger = other._ledger
+
+    def replace_rows(self, rows: RowArray, deleted: RowArray) -> None:
+        """Record rows that a load has replaced, and rows that it has deleted. Their counts do not change."""
+        if self._ledger is not None:
+            self._ledger.erase(deleted["table"].copy(), deleted["key"].copy())
+            for _ in self.record_loaded_chunks(iter([(0, rows)] if len(rows) else [])):
+                pass
 
     def record_loaded_chunks(self, chunks: Chunks) -> Chunks:
         """Yield rows that are being loaded into the table, and add these rows to the ledger."""

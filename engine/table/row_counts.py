@@ -25,10 +25,10 @@ class RowCounts:
 
     def set_initial_rows(self, num_rows: int) -> None:
         """Start with `num_rows` stored rows in all. `set_initial_counts` sets the number for each table."""
-        self.num_initial_rows = num_rows
+        self.num_initial_rows = num_rows - int(self._growth.sum())
 
     def set_initial_counts(self, counts: Counts | None) -> None:
-        self.initial_counts = counts
+        self.initial_counts = None if counts is None else counts - self._growth
 
     @property
     def num_rows(self) -> int:

@@ -18,7 +18,8 @@ from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
 from ..row_format import ROW_KEY_DTYPE, Chunks, RowFormat
 from ..signals import defer_signals
-from ..store.table_counts import Counts, count_by_table
+from ..store.full_tier import CpuFullTier
+from ..store.table_counts import Counts, count_by_table, count_chunk_rows, read_counts
 from .stack import Stack
 
 T = TypeVar("T")
@@ -34,6 +35,18 @@ def check_rows(chunks: Chunks, num_tables: int) -> Chunks:
         yield bucket, rows
 
 
+def scan_table(table: Any) -> Chunks:
+    """Yield all written rows of an OpenTable; see `OpenTable.scan`."""
+    top_tier = table.prepare_top_tier()
+    can_keep_scanning = table.stack is not None and isinstance(table.stack.bottom, CpuFullTier)
+    check = (lambda: table.is_replaced or table.prepare_top_tier()) if can_keep_scanning else table.finish_erasures
+    table.num_scans += 1
+    try:
+        yield from table.row_format.view_words(iterate_locked(top_tier.scan(), table.lock, check))
+    finally:
+        table.num_scans -= 1
+
+
 def fill_table(table: Any, description: Mapping[str, Any], chunks: Chunks) -> int:
     """Load scanned rows into an empty table. Rows without optimizer state get initial state. Returns the row count.
 
@@ -46,6 +59,22 @@ def fill_table(table: Any, description: Mapping[str, Any], chunks: Chunks) -> in
     counts = load_rows(table.stack, remembered, table.row_format, spec.num_tables)
     table.counts.set_initial_counts(counts)
     return int(counts.sum())
+
+
+def restore_rows(table: Any, description: Mapping[str, Any]) -> None:
+    """Count the rows of a table that opens with stored rows, and enter them into its ledger, if there is one.
+
+    table: an OpenTable. description: describes the rows, which are in RocksDB. Raises StoreError, SnapshotError.
+    """
+    num_tables = table.spec.num_tables
+    table.counts.set_initial_counts(read_counts(description, num_tables))
+    if table.lifecycle.has_ledger:
+        try:
+            remembered = table.lifecycle.record_loaded_chunks(check_rows(table.scan(), num_tables))
+            table.counts.set_initial_counts(count_chunk_rows(remembered, num_tables))
+        except BaseException:
+            table.close()
+            raise
 
 
 def load_rows(stack: Stack, chunks: Chunks, row_format: RowFormat, num_tables: int) -> Counts:

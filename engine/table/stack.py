@@ -86,6 +86,11 @@ class Stack(NamedTuple):
     top: TopTier[Any]
     bottom: RocksDB | InMemoryTier
 
+    def make_writable(self) -> None:
+        """Prepare for writes; see `RocksDB.make_writable`."""
+        if isinstance(self.bottom, RocksDB):
+            self.bottom.make_writable()
+
     def compact(self) -> None:
         if isinstance(self.bottom, RocksDB):
             self.bottom.compact()

@@ -34,14 +34,13 @@ from ..options.table_spec import ID_LIMITS_FIELD, RUN_ID_FIELD, TableSpec
 from ..processors.processor import Processor
 from ..row_format import MAX_STEP, Chunks, Keys, TableIds
 from ..signals import defer_signals
-from ..store.full_tier import CpuFullTier
 from ..store.interfaces import CapacityLimit, TopTier
 from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, count_by_table
 from .change_observers import ChangeObservers
 from .prefetch import Prefetcher
 from .row_counts import RowCounts
-from .row_scan import iterate_locked
+from .row_scan import iterate_locked, scan_table
 from .stack import FIRST_CHECK_STEP, SmallCacheDetector, Stack
 from .step_gate import StepGate
 
@@ -136,6 +135,7 @@ class OpenTable:
         self.run_id = ""  # a random id; a table that starts without rows gets a new one
         self.id_limits = spec.read_id_limits(None)
         self.num_updates = 0  # the number of updates launched on the processor
+        self.num_scans = 0  # the number of calls of `scan` in progress
         self.failure: BaseException | None = None  # the error that left the rows inconsistent
         self.is_replaced = False  # another table has replaced this one in the embedding
         self.last_metrics: dict[str, dict[str, Any]] | None = None  # returned while another thread holds the lock
@@ -205,10 +205,7 @@ class OpenTable:
 
         If a load replaces the rows, a scan in memory continues with the old rows, but a scan of RocksDB raises.
         """
-        top_tier = self.prepare_top_tier()
-        can_keep_scanning = self.stack is not None and isinstance(self.stack.bottom, CpuFullTier)
-        check = (lambda: self.is_replaced or self.prepare_top_tier()) if can_keep_scanning else self.finish_erasures
-        yield from self.row_format.view_words(iterate_locked(top_tier.scan(), self.lock, check))
+        yield from scan_table(self)
 
     def flush(self) -> None:
         with self.lock, defer_signals():
@@ -231,15 +228,16 @@ class OpenTable:
             if self.prefetcher is not None:
                 self.prefetcher.close()
 
-    def close(self) -> None:
-        """Release memory and files without flushing. May be called again."""
+    def close(self, keeps_tiers: bool = False) -> None:
+        """Release memory and files without flushing. May be called again. keeps_tiers: another table uses the tiers."""
         with self.lock, defer_signals():
             stack, self.stack, self._pinned = self.stack, None, None
             if stack is not None:
-                self.on_close()
                 self.observers.close()
                 self.stop_prefetch()
-                stack.top.close()
+                if not keeps_tiers:
+                    self.on_close()
+                    stack.top.close()
 
     def raise_deferred_error(self, wait: bool = True) -> None:
         """Raise the deferred error of an earlier call, an InputError or CapacityError, if there is one."""

@@ -97,6 +97,63 @@ def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error:
             yield bucket, merged.view(dtype)
 
 
+def merge_chain(
+    snapshots: Sequence[Sequence[Chunks]],
+    counts: NDArray[np.int64],
+    conflict_error: Callable[[int, int], Exception],
+) -> Iterator[Change]:
+    """Merge the changes of successive snapshots: a key's latest row or deletion counts.
+
+    Reads each stream once, however many there are. Adds to `counts` [n] by how many rows each snapshot adds to its
+    parent. Keeps up to two chunks of each stream in memory.
+
+    Args:
+        snapshots: Each snapshot's rows and deleted keys [n], from the oldest snapshot to the latest.
+        conflict_error: Called with a snapshot's index and a bucket if both streams have the same key.
+
+    Yields:
+        (bucket, rows, deleted keys). Both ascend by (table, key), and no key is in both.
+    """
+    cursors = [RowCursor(stream) for streams in zip(*snapshots, strict=True) for stream in streams]  # rows come first
+    while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:
+        present = [index for index, cursor in enumerate(cursors) if cursor.bucket == bucket]
+        if present == [0]:
+            rows = cursors[0].take()
+            counts[0] += len(rows)
+            yield bucket, rows, _NO_KEYS
+            continue
+        lasts = [cursors[index].rows[-1] for index in present if cursors[index].has_more]
+        last = min(((row["table"], row["key"]) for row in lasts), default=None)  # later rows wait for the next pass
+        parts = {index: cursors[index].take(_count_until(cursors[index].rows, last)) for index in present}
+        tables, keys = (np.concatenate([part[name] for part in parts.values()]) for name in ("table", "key"))
+        snapshot = np.repeat([index % len(snapshots) for index in parts], [len(part) for part in parts.values()])
+        has_row = np.repeat([index < len(snapshots) for index in parts], [len(part) for part in parts.values()])
+        order = np.lexsort((snapshot, keys, tables))
+        tables, keys, snapshot, has_row = tables[order], keys[order], snapshot[order], has_row[order]
+        is_repeated = (tables[1:] == tables[:-1]) & (keys[1:] == keys[:-1])
+        if (conflicts := is_repeated & (snapshot[1:] == snapshot[:-1])).any():
+            raise conflict_error(int(snapshot[1:][conflicts][0]), bucket)
+        had_row = np.append(False, has_row[:-1] & is_repeated)
+        np.add.at(counts, snapshot, has_row.astype(np.int64) - had_row)
+        is_latest = np.append(~is_repeated, True)
+        latest, is_deletion = order[is_latest], ~has_row[is_latest]
+        rows, deleted = _NO_KEYS, _NO_KEYS
+        if stored := [part for index, part in parts.items() if index < len(snapshots)]:
+            rows = np.concatenate(stored)[latest[~is_deletion]]
+        if is_deletion.any():
+            deleted = np.empty(int(is_deletion.sum()), ROW_KEY_DTYPE)
+            deleted["table"], deleted["key"] = tables[is_latest][is_deletion], keys[is_latest][is_deletion]
+        yield bucket, rows, deleted
+
+
+def _count_until(rows: RowArray, last: tuple[int, int] | None) -> int:
+    """Returns how many of the sorted rows have a (table, key) up to `last`; None stands for all."""
+    if last is None:
+        return len(rows)
+    table, key = last
+    return int(((rows["table"] < table) | ((rows["table"] == table) & (rows["key"] <= key))).sum())
+
+
 def find_changes(before: Chunks, after: Chunks) -> Iterator[Change]:
     """Yields the changes from table `before` to `after`, in the order of `join_tables`. Row dtypes must be equal."""
     for bucket, old, new, is_removed, status in join_tables(before, after):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -17,7 +17,7 @@ import numpy as np
 from ...engine.checks import validate_arguments
 from ...engine.durable import open_regular, read_record_bytes
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Chunks, RowArray, extract_row_keys
+from ...engine.row_format import Change, Chunks, RowArray, extract_row_keys
 from .format import (
     MANIFEST,
     ROCKSDB,
@@ -36,7 +36,7 @@ from .format import (
     parse_bucket,
     parse_shard_index,
 )
-from .merging import apply_changes, merge_sorted
+from .merging import apply_changes, merge_chain, merge_sorted
 from .pipeline import read_ahead
 from .read_errors import ReadIOError, make_damage_error, make_read_error, make_remedy
 
@@ -188,10 +188,9 @@ class Snapshot:
 
     def _merge_chain(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
         """Like `chunks`, but calls `progress`. With `progress`, yields only row keys if the chain is longer than 1."""
-        chunks: Chunks = iter(())
-        for snapshot in (chain := self.chain):
-            chunks = snapshot.apply_to(chunks, max_rows, progress, len(chain) > 1)
-        return chunks
+        if len(chain := self.chain) == 1:
+            return self.apply_to(iter(()), max_rows, progress)
+        return ((bucket, rows) for bucket, rows, _ in read_changes(chain, max_rows, progress) if len(rows))
 
     def apply_to(
         self,
@@ -216,10 +215,14 @@ class Snapshot:
         for bucket, rows in chunks:
             count += len(rows)
             yield bucket, rows
+        self.compare_count(count)
+
+    def compare_count(self, num_rows: int) -> None:
+        """Like `check_count`. For a shard, notes the count in `shard_rows` instead."""
         if self.shard is not None:
-            self.shard_rows[self.name] = count
+            self.shard_rows[self.name] = num_rows
         else:
-            self.check_count(count)
+            self.check_count(num_rows)
 
     def read_rows_and_deletions(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
         """Returns the rows and deleted keys in the snapshot's own files. Compares a checksum at each file's end."""
@@ -242,7 +245,9 @@ class Snapshot:
     def _read_file_rows(self, files: dict[str, RowFile], max_rows: int) -> Chunks:
         for name, entry in files.items():
             self._open_file(name, entry).close()
-        if self.manifest.num_shards is None:
+        if self.manifest.num_shards is None and sum(entry.bytes for entry in files.values()) < _CHUNK_BYTES:
+            yield from self._select_shard(self._yield_checked(self._read(files, max_rows)))  # faster than threads
+        elif self.manifest.num_shards is None:
             with read_ahead(self._read(files, max_rows)) as pieces, read_ahead(self._yield_checked(pieces)) as chunks:
                 yield from self._select_shard(chunks)
         else:
@@ -372,6 +377,25 @@ class Snapshot:
     def _make_damage_error(self, name: str, problem: str) -> SnapshotError:
         """Returns the error for a damaged file of the snapshot, or for the whole snapshot if `name` is ""."""
         return make_damage_error(self.folder / name, problem, self.folder)
+
+
+def read_changes(
+    chain: Sequence[Snapshot], max_rows: int = 65536, progress: ProgressCallback | None = None
+) -> Iterator[Change]:
+    """Reads successive snapshots of a chain, merged as `merge_chain` does. Checks the row counts at the end.
+
+    chain: the whole chain, or its increments from one snapshot on. Row counts are then not checked, because they depend
+    on the rows of the snapshots that are not read. With `progress`, yields only keys.
+    """
+    counts = np.zeros(len(chain), np.int64)
+    streams: list[list[Chunks]] = [
+        [report_progress(part, progress, True) for part in snapshot.read_rows_and_deletions(max_rows)]
+        for snapshot in chain
+    ]
+    yield from merge_chain(streams, counts, lambda index, bucket: chain[index].make_conflict_error(bucket))
+    if chain and chain[0].manifest.parent is None:
+        for snapshot, count in zip(chain, counts.cumsum().tolist(), strict=True):
+            snapshot.compare_count(count)
 
 
 class Listing(NamedTuple):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from support.changed_rows import check_saved
 from support.embeddings import contents, make, train
@@ -19,12 +20,17 @@ from tierbed.snapshots.files import rocksdb_files
 on_disk = pytest.mark.parametrize("store", ["ssd", "ssd_host"])
 
 
-def killed_after_checkpoint(folder: Path, store: str) -> tuple[Path, bytes]:
-    """A copy of a store whose run saved a RocksDB checkpoint, trained on, and was killed; and the saved rows."""
+def killed_after_checkpoint(folder: Path, store: str, increments: int = 0) -> tuple[Path, bytes]:
+    """A copy of a store whose run saved a RocksDB checkpoint, trained on, and was killed; and the rows saved last."""
     with make(options(store, folder / "first"), "adagrad") as embedding:
         train(embedding, range(500))
         embedding.delete(np.arange(20), 0)
         embedding.save_snapshot("base", kind="checkpoint")
+        for i in range(increments):
+            train(embedding, range(100 * i, 100 * i + 50), 1)
+            embedding.delete(np.arange(20 + 70 * i, 50 + 70 * i), 0)
+            embedding.put(torch.arange(10 * i, 10 * i + 15), torch.full((15, embedding.dim), float(i)), 2)
+            embedding.save_snapshot(f"increment {i}", kind="incremental")
         saved = contents(embedding).tobytes()
         train(embedding, range(300, 900))
         ignored = shutil.ignore_patterns("LOCK", "SOCKET")
@@ -39,8 +45,11 @@ def size_again_and_again(embedding: MultiTableEmbedding) -> None:
 
 
 @on_disk
-def test_recovery_from_a_checkpoint_reads_no_row(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, saved = killed_after_checkpoint(tmp_path, store)
+@pytest.mark.parametrize("increments", [0, 3])
+def test_recovery_reads_only_what_follows_a_checkpoint(
+    tmp_path: Path, store: str, increments: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, saved = killed_after_checkpoint(tmp_path, store, increments)
     monkeypatch.setattr(rocksdb_files, "checkpoint_chunks", None)
     for _ in range(2):  # the second time from the clean marker
         with make(options(store, path), "adagrad") as embedding:
@@ -53,12 +62,21 @@ def test_recovery_from_a_checkpoint_reads_no_row(tmp_path: Path, store: str, mon
 
 
 @on_disk
-def test_a_damaged_row_file_is_named(tmp_path: Path, store: str) -> None:
-    path, _ = killed_after_checkpoint(tmp_path, store)
+@pytest.mark.parametrize("increments", [0, 1])
+def test_a_damaged_row_file_is_named(tmp_path: Path, store: str, increments: int) -> None:
+    path, _ = killed_after_checkpoint(tmp_path, store, increments)
     file = max((path / "rows" / "snapshots").rglob("*.sst"), key=lambda file: file.stat().st_size)
     flip_bit(file, 4 * file.stat().st_size)
     with make(options(store, path), "adagrad") as embedding, pytest.raises(SnapshotError, match=file.name):
         size_again_and_again(embedding)
+
+
+def test_a_damaged_increment_after_a_checkpoint_is_named(tmp_path: Path) -> None:
+    path, _ = killed_after_checkpoint(tmp_path, "ssd", 2)
+    file = next((path / "rows" / "snapshots" / "increment 0").glob("bucket-*"))
+    flip_bit(file, 8 * file.stat().st_size - 1)
+    with make(options("ssd", path), "adagrad") as embedding, pytest.raises(SnapshotError, match=file.name):
+        embedding.size()
 
 
 @pytest.mark.parametrize("name", ["MANIFEST", "CURRENT", "OPTIONS"])
