@@ -19,9 +19,9 @@ from tierbed.snapshots.files import rocksdb_files
 on_disk = pytest.mark.parametrize("store", ["ssd", "ssd_host"])
 
 
-def killed_after_checkpoint(folder: Path, store: str) -> tuple[Path, bytes]:
+def killed_after_checkpoint(folder: Path, store: str, index_mb: float | None = None) -> tuple[Path, bytes]:
     """A copy of a store whose run saved a RocksDB checkpoint, trained on, and was killed; and the saved rows."""
-    with make(options(store, folder / "first"), "adagrad") as embedding:
+    with make(options(store, folder / "first", index_mb=index_mb), "adagrad") as embedding:
         train(embedding, range(500))
         embedding.delete(np.arange(20), 0)
         embedding.save_snapshot("base", kind="checkpoint")
@@ -39,14 +39,18 @@ def size_again_and_again(embedding: MultiTableEmbedding) -> None:
 
 
 @on_disk
-def test_recovery_from_a_checkpoint_reads_no_row(tmp_path: Path, store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, saved = killed_after_checkpoint(tmp_path, store)
+@pytest.mark.parametrize("limits", [(None, None), (None, 1), (1, None)])
+def test_recovery_from_a_checkpoint_reads_no_row(
+    tmp_path: Path, store: str, limits: tuple[float | None, float | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the limit for the files' indexes changes, and with it the format of new files."""
+    path, saved = killed_after_checkpoint(tmp_path, store, limits[0])
     monkeypatch.setattr(rocksdb_files, "checkpoint_chunks", None)
     for _ in range(2):  # the second time from the clean marker
-        with make(options(store, path), "adagrad") as embedding:
+        with make(options(store, path, index_mb=limits[1]), "adagrad") as embedding:
             assert contents(embedding).tobytes() == saved
     monkeypatch.undo()
-    with make(options(store, path), "adagrad") as embedding:
+    with make(options(store, path, index_mb=limits[1]), "adagrad") as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("next", kind="incremental")
         check_saved(embedding, "next")
