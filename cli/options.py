@@ -104,13 +104,12 @@ def _compute_memory(options: StoreOptions) -> dict[str, int | str | None]:
         if index_bytes is None and options.capacity is not None and options.storage_dim is not None:
             row_index_bytes = compute_index_bytes(4 * options.storage_dim + 8, options.physical_block_size)
             index_bytes = int(options.capacity * row_index_bytes)
-        threads = options.io_threads or READ_THREADS
         return parts | {
             "write_buffers": WRITE_BUFFER_BYTES,
             "index_and_filters": index_bytes,
             "data_blocks": int((options.rocksdb_cache_mb or 0) * MB),
             "changed_keys_at_most": int(options.changed_keys_mb * MB),
-            "threads": compute_thread_bytes(0, options.physical_block_size, threads),
+            "threads": compute_thread_bytes(0, options.physical_block_size, options.io_threads or READ_THREADS),
         }
     if options.capacity is None or options.storage_dim is None:
         return parts | {"table": None}

@@ -11,15 +11,8 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
-from ..cache.memory_split import (
-    LINE_OVERHEAD_BYTES,
-    MB,
-    MIN_CACHE_ROWS,
-    MemorySharer,
-    MemorySplit,
-    compute_thread_bytes,
-    split_memory,
-)
+from ..cache import memory_split
+from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySharer, MemorySplit, split_memory
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, read_free_host_memory
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, as_mb
@@ -116,7 +109,7 @@ class AutoBudgets:
             self._reserved_bytes[memory_key] = int((split.free_mb - split.rest_mb) * MB)
         line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.location}: {split}"
         if sharer == "rocksdb":
-            threads_mb = compute_thread_bytes(threads=self._options.get("io_threads") or READ_THREADS) / MB
+            threads_mb = memory_split.compute_thread_bytes(threads=self._options.get("io_threads") or READ_THREADS) / MB
             line += f", of which changed keys at most {self._options.changed_keys_mb:.1f}, threads {threads_mb:.1f}"
         if line not in self._printed_lines and sys.stderr is not None:
             self._printed_lines.add(line)

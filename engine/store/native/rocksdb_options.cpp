@@ -76,9 +76,8 @@ std::size_t compute_data_cache_bytes(const RocksOptions& options) {
 
 bool uses_block_cache(const RocksOptions& options) { return compute_data_cache_bytes(options) + options.index_bytes; }
 
-// Divides each file's index and filter into partitions, so that the block cache holds only the partitions in use. Makes
-// both smaller: keys of the index share prefixes, and Ribbon filters take 30 % less than Bloom filters. Both cost CPU
-// time, and save disk reads if the cache is too small for all partitions.
+// Divides each file's index and filter into partitions, so that the block cache can hold some of them. Makes both
+// smaller, for some CPU time: keys of the index share prefixes, and Ribbon filters take 30 % less than Bloom filters.
 void cache_index(rocksdb::BlockBasedTableOptions& table) {
     table.cache_index_and_filter_blocks = true;  // by RocksDB's defaults, data blocks are evicted first
     table.index_type = rocksdb::BlockBasedTableOptions::kTwoLevelIndexSearch;
@@ -188,11 +187,9 @@ NamedOptions parse_options(const std::string& text) {
 std::shared_ptr<rocksdb::Cache> make_block_cache(const RocksOptions& options) {
     if (!uses_block_cache(options)) return nullptr;
     const std::size_t bytes = compute_data_cache_bytes(options) + options.index_bytes;
-    rocksdb::LRUCacheOptions cache;
-    cache.capacity = bytes;
-    if (options.index_bytes)  // the share that data blocks cannot take from indexes and filters
-        cache.high_pri_pool_ratio = static_cast<double>(options.index_bytes) / static_cast<double>(bytes);
-    return rocksdb::NewLRUCache(cache);
+    // the share that data blocks cannot take from indexes and filters; without these, RocksDB's default
+    const double share = static_cast<double>(options.index_bytes) / static_cast<double>(bytes);
+    return rocksdb::NewLRUCache(bytes, -1, false, options.index_bytes ? share : 0.5);
 }
 
 rocksdb::Options make_shard_options(const RocksOptions& options, std::size_t row_bytes) {
