@@ -55,9 +55,8 @@ class MemorySplit(NamedTuple):
         parts = zip(("cache", "overflow", "RocksDB", "other options"), sizes, strict=True)
         texts = [f"{name} {mb:.1f} MiB" for name, mb in parts if mb]
         if index_mb := max(self.rocksdb_mb - WRITE_BUFFER_BYTES / MB, 0):
-            write_mb = self.rocksdb_mb - index_mb
             position = 2 if self.overflow_mb else 1
-            texts[position] += f" (write buffers {write_mb:.1f}, index and filters {index_mb:.1f})"
+            texts[position] += f" (write buffers {self.rocksdb_mb - index_mb:.1f}, index and filters {index_mb:.1f})"
         if self.overflow_mb:
             texts[1] += f" ({self.cache_mb + self.overflow_mb:.1f} together)"
         return ", ".join([*texts, f"{REST_NAMES[self.sharer]} {self.rest_mb:.1f} MiB"])
