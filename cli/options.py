@@ -86,11 +86,11 @@ def _compute_memory(options: StoreOptions) -> dict[str, int | str | None]:
 
     On a machine without a GPU, the device cache is in host memory and needs an overflow area.
     """
-    from ..engine.cache.memory_split import INDEX_BYTES
+    from ..engine.cache.memory_split import compute_index_bytes, compute_thread_bytes
     from ..engine.options.store_options import CachedHostMemOptions, CachedSsdOptions
     from ..engine.row_format import compute_line_bytes
     from ..engine.store.full_tier import compute_full_table_bytes
-    from ..engine.store.rocksdb import WRITE_BUFFER_BYTES
+    from ..engine.store.rocksdb import READ_THREADS, WRITE_BUFFER_BYTES
 
     parts: dict[str, int | str | None] = {}
     if isinstance(options, CachedHostMemOptions):
@@ -100,9 +100,18 @@ def _compute_memory(options: StoreOptions) -> dict[str, int | str | None]:
                 parts[cache.removesuffix("_") or "cache"] = mb if isinstance(mb, str) else int(mb * MB)
                 parts[f"{cache}overflow"] = mb if isinstance(mb, str) else int(options.compute_overflow_mb(mb) * MB)
     if isinstance(options, CachedSsdOptions):
-        block_cache_bytes = int((options.rocksdb_cache_mb or 0) * MB)
-        parts["look_ahead"] = int(options.look_ahead_mb * MB)
-        return parts | {"rocksdb": WRITE_BUFFER_BYTES + block_cache_bytes + INDEX_BYTES * (options.capacity or 0)}
+        index_bytes = None if options.index_mb is None else int(options.index_mb * MB)
+        if index_bytes is None and options.capacity is not None and options.storage_dim is not None:
+            row_index_bytes = compute_index_bytes(4 * options.storage_dim + 8, options.physical_block_size)
+            index_bytes = int(options.capacity * row_index_bytes)
+        return parts | {
+            "write_buffers": WRITE_BUFFER_BYTES,
+            "index_and_filters": index_bytes,
+            "data_blocks": int((options.rocksdb_cache_mb or 0) * MB),
+            "look_ahead": int(options.look_ahead_mb * MB),
+            "changed_keys_at_most": int(options.changed_keys_mb * MB),
+            "threads": compute_thread_bytes(0, options.physical_block_size, options.io_threads or READ_THREADS),
+        }
     if options.capacity is None or options.storage_dim is None:
         return parts | {"table": None}
     return parts | {"table": compute_full_table_bytes(options.capacity, compute_line_bytes(options.storage_dim))}

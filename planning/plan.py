@@ -19,6 +19,8 @@ from ..engine.cache.memory_split import (
     MIN_CACHE_ROWS,
     OVERFLOW_OVERHEAD_BYTES,
     MemorySplit,
+    compute_index_bytes,
+    compute_thread_bytes,
     split_memory,
 )
 from ..engine.checks import as_int, as_number, check_budget, check_int, validate_arguments
@@ -27,7 +29,8 @@ from ..engine.host_memory import read_free_host_memory
 from ..engine.options.initializers import MASK64
 from ..engine.options.store_options import compute_default_overflow_mb
 from ..engine.options.table_spec import check_dtype, check_state_dtype
-from ..engine.row_format import compute_line_bytes, count_words
+from ..engine.row_format import ROW_KEY_DTYPE, compute_line_bytes, count_words
+from ..engine.store.rocksdb import WRITE_BUFFER_BYTES
 from .stack_distance import HitModel, Sample
 
 MAX_RANKS = 1024
@@ -80,7 +83,7 @@ class Plan:
     ) -> None:
         """`num_words` is how many 4-byte words a row with its state needs."""
         self.dim, self.state, self.memory_mb, self.ranks = dim, state, memory_mb, ranks
-        self.line_bytes = compute_line_bytes(num_words)
+        self.line_bytes, self._stored_bytes = compute_line_bytes(num_words), 4 * num_words + 8
         self.rate = sample.rate
         self.batches = max(len(sample.batch_rows) - warmup, 0)
         uses = sample.collect_uses()
@@ -159,6 +162,23 @@ class Plan:
             capacity = _check_count("capacity", capacity, 1)
         return split_memory(self.memory_mb, self.bytes(1), "rocksdb", capacity=capacity, overflow_mb=None)
 
+    def memory(self, rows: int | None = None) -> dict[str, float]:
+        """Return how many MiB the parts of a `cached_ssd` store take at most, besides caches and overflow areas.
+
+        `index_and_filters` is the memory without the option `index_mb`; `index_mb_for_all` is the `index_mb` that is
+        enough for all rows. Both count one version of each row; replaced versions add to it until they are compacted.
+
+        `rows` is how many rows are stored. Default: the trace's distinct rows. Raises OptionError.
+        """
+        num_rows = int(self.seen.sum()) if rows is None else _check_count("rows", rows, 1)
+        return {
+            "write_buffers": WRITE_BUFFER_BYTES / MB,
+            "index_and_filters": num_rows * compute_index_bytes(self._stored_bytes) / MB,
+            "index_mb_for_all": num_rows * compute_index_bytes(self._stored_bytes, is_bounded=True) / MB,
+            "changed_keys": num_rows * ROW_KEY_DTYPE.itemsize / MB,
+            "threads": compute_thread_bytes(self._max_batch_rows) / MB,
+        }
+
     def curve(self, table: int | None = None, points: int = 32) -> Curve:
         """Return miss ratios for cache sizes from MIN_CACHE_ROWS to twice the trace's distinct rows.
 
@@ -223,6 +243,8 @@ class Plan:
             hit_rate, on_rocksdb = (self.hit_rate(rows=rows, overflow_mb=mb) for mb in (0, overflow))
             sizes = f"{overflow:15.2f}{budget + overflow:12.2f}"
             lines.append(f"{budget:16.2f}{rows:12d}{fraction:8.0%}{hit_rate:10.1%}{sizes}{on_rocksdb:12.1%}")
+        parts = ", ".join(f"{name.replace('_', ' ')} {mb:.1f}" for name, mb in self.memory().items())
+        lines.append(f"MiB of RocksDB's other parts, for {seen} rows: {parts}")
         if self.memory_mb is not None:
             lines.append(f"'auto' divides {self.memory_mb:.1f} MiB: {self.division()}")
         return "\n".join(lines)

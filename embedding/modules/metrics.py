@@ -43,7 +43,10 @@ METRICS: dict[str, Metric] = {
     "expired": _counter("rows deleted because of `ttl_steps`"),
     "deleted": _counter("rows deleted by `delete`"),
     "ledger_bytes": _gauge("host memory that `eviction`, `admission` and `ttl_steps` use"),
-    "total_bytes": _gauge("memory of all tiers, their overflow areas, and `ledger_bytes`", "total_memory_bytes"),
+    "changed_keys_bytes": _gauge("memory of the list of changed rows, at most `changed_keys_mb`"),
+    "total_bytes": _gauge(
+        "memory of all tiers, their overflow areas, `ledger_bytes` and `changed_keys_bytes`", "total_memory_bytes"
+    ),
     **{
         f"{purpose}_{name}": _counter(f"rows that {calls} found {meaning}")
         for purpose, calls in (("train", "training or `put`"), ("evaluate", "evaluation"))
@@ -94,9 +97,10 @@ METRICS: dict[str, Metric] = {
     "rows_written": _counter("rows written to RocksDB"),
     "rows_erased": _counter("rows that RocksDB was told to erase, even rows that it did not have"),
     "read_threads": _gauge("number of threads for the next read, up to `io_threads`"),
+    "read_buffer_bytes": _gauge("the most memory that the threads of one read held"),
     "memtable_bytes": _gauge("memory of written rows that are not yet in RocksDB's files"),
     "index_filter_bytes": _gauge("memory of indexes and filters, outside the block cache"),
-    "block_cache_bytes": _gauge("memory of RocksDB's block cache"),
+    "block_cache_bytes": _gauge("memory of RocksDB's block cache; with `index_mb`, it holds indexes and filters"),
     "block_cache_hits": _counter("blocks found in RocksDB's block cache"),
     "block_cache_misses": _counter("blocks read from files instead of the block cache"),
     "bloom_useful": _counter("file reads that a Bloom filter avoided"),

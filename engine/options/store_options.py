@@ -38,6 +38,8 @@ EVICTIONS = ("none", "lru", "lfu", "ttl", "distance_lfu")
 MAX_ADMISSION_COUNT = 255  # the ledger counts lookups in one byte
 Budget = float | Literal["auto"]  # MiB, or "auto", which engine/cache/memory_split.py replaces by a number
 ROCKSDB_CACHE_MB = 32  # default size of RocksDB's block cache
+MIN_INDEX_MB = 1  # RocksDB's smallest cache is two shards of half a MiB
+MAX_ROWS_PER_INDEX_MB = 40_000_000  # of more rows, the pinned top level of the indexes takes over half of the cache
 READ_MODES = ("buffered", "mmap", "direct")
 AnyPath = str | os.PathLike[str]
 _Class = TypeVar("_Class", bound=type)
@@ -303,6 +305,9 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         async_io: Read with io_uring, if this build's RocksDB supports it.
         rocksdb_cache_mb: The size in MiB of RocksDB's block cache, only for `read_mode="direct"`; the other modes use
             the page cache. Default: 32.
+        index_mb: The size in MiB of a cache for the indexes and filters of RocksDB's files. Reads of rows then read
+            missing parts from the disk. None keeps indexes and filters in memory, which takes 2 to 13 bytes for each
+            row. Not with `read_mode="mmap"`, which keeps indexes in the page cache.
         rocksdb_options: RocksDB options that override tierbed's settings, as a dict or RocksDB's options string. File
             format options go into {"block_based_table_factory": {...}}. docs/tiers.md lists the legal options.
     """
@@ -314,6 +319,7 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
     io_threads: int | None = field(default=None, kw_only=True)
     async_io: bool = field(default=True, kw_only=True)
     rocksdb_cache_mb: float | None = field(default=None, kw_only=True)
+    index_mb: float | None = field(default=None, kw_only=True)
     rocksdb_options: str | Mapping[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -329,12 +335,25 @@ class CachedSsdOptions(CachedHostMemOptions, _HostCacheFields):
         elif self.rocksdb_cache_mb is not None:
             problem = f"read_mode={self.read_mode!r} uses the page cache instead"
             raise self._make_error("rocksdb_cache_mb", f"{problem}; give read_mode='direct', or leave it out")
+        if self.index_mb is not None:
+            self._check_index_mb(self.index_mb)
         self._set_int("io_threads", "1 to 64", 1, 64)
         check_flags(OptionError, async_io=self.async_io)
         if self.rocksdb_options is not None:
             self._set("rocksdb_options", format_options(self.rocksdb_options))
         if self.persistent_path is None:
             raise OptionError("persistent_path=None: cached_ssd keeps rows on disk; give a folder on the SSD")
+
+    def _check_index_mb(self, index_mb: float) -> None:
+        self._set("index_mb", check_budget("index_mb", index_mb, allows_zero=False))
+        if self.read_mode == "mmap":
+            remedy = "leave it out, or give read_mode='buffered'"
+            raise self._make_error("index_mb", f"read_mode='mmap' keeps indexes in the page cache; {remedy}")
+        minimum = max(MIN_INDEX_MB, (self.capacity or 0) / MAX_ROWS_PER_INDEX_MB)
+        if index_mb < minimum:
+            rows = "" if self.capacity is None else f" for capacity={self.capacity} rows"
+            problem = f"this is too small to keep any index{rows}; give at least {minimum:.3g}"
+            raise self._make_error("index_mb", f"{problem}, or None for no limit")
 
     @property
     def background_threads(self) -> int:

@@ -18,6 +18,7 @@ from .interfaces import NativeTier
 
 SHARDS = 4
 WRITE_BUFFER_BYTES = 64 << 20  # limit for the memtables of all shards together
+MIN_READS = 8  # rows that a thread reads at least; also in rocksdb_tier.cpp
 READ_THREADS = 64  # more threads would not read faster
 SCAN_BYTES = 1 << 20  # bytes per chunk
 MB = 1 << 20
@@ -57,6 +58,7 @@ class RocksDB(NativeTier):
         new_shards: int = SHARDS,
         block_bytes: int = 4096,
         cache_mb: float = ROCKSDB_CACHE_MB,
+        index_mb: float | None = None,
         read_mode: str = "buffered",
         async_io: bool = True,
         read_threads: int = READ_THREADS,
@@ -77,7 +79,8 @@ class RocksDB(NativeTier):
                     read_only=read_only,
                     num_shards=self.shards,
                     block_bytes=block_bytes,
-                    block_cache_bytes=int(cache_mb * MB),
+                    data_cache_bytes=int(cache_mb * MB),
+                    index_bytes=int((index_mb or 0) * MB),
                     write_buffer_bytes=WRITE_BUFFER_BYTES,
                     read_mode=read_mode,
                     async_io=async_io,

@@ -11,11 +11,13 @@ from threading import Lock
 from typing import Any
 from weakref import WeakSet
 
+from ..cache import memory_split
 from ..cache.memory_split import LINE_OVERHEAD_BYTES, MB, MIN_CACHE_ROWS, MemorySharer, MemorySplit, split_memory
 from ..errors import OptionError
 from ..host_memory import ROOT, FreeMemory, read_free_host_memory
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, StoreOptions, as_mb
 from ..processors.processor import Processor
+from ..store.rocksdb import READ_THREADS
 
 TOP, LOWER = "cache_budget_mb", "host_cache_budget_mb"
 
@@ -57,7 +59,7 @@ class AutoBudgets:
         name = TOP if options.cache_budget_mb == "auto" else LOWER
         budgets = [options.get(LOWER, 0), options.cache_budget_mb if has_top_cache else 0]
         fixed_mb = sum(as_mb(mb) + options.compute_overflow_mb(as_mb(mb)) for mb in budgets if mb and mb != "auto")
-        fixed_mb += options.get("rocksdb_cache_mb") or 0
+        fixed_mb += (options.get("rocksdb_cache_mb") or 0) + (options.get("index_mb") or 0)
         sharer: MemorySharer = "rocksdb" if isinstance(options, CachedSsdOptions) else "table"
         free = read_free_host_memory(self._root)
         if free is not None and self._num_ranks > 1:
@@ -94,8 +96,9 @@ class AutoBudgets:
             free = self._free_memory[memory_key]
             capacity = self._options.capacity
             split = split_memory(
-                free.bytes / MB, row_bytes, sharer, capacity=capacity, overflow_mb=overflow_mb, fixed_mb=fixed_mb
-            )
+                free.bytes / MB, row_bytes, sharer, capacity=capacity, overflow_mb=overflow_mb, fixed_mb=fixed_mb,
+                has_index_limit=self._options.get("index_mb") is not None,
+            )  # fmt: skip
             if split.cache_mb * MB < MIN_CACHE_ROWS * row_bytes:
                 other_options = f", and other options take {fixed_mb:.1f} MiB (lower these options)" if fixed_mb else ""
                 raise OptionError(
@@ -105,6 +108,9 @@ class AutoBudgets:
                 )
             self._reserved_bytes[memory_key] = int((split.free_mb - split.rest_mb) * MB)
         line = f"tierbed: {option} divides {split.free_mb:.1f} MiB free {free.location}: {split}"
+        if sharer == "rocksdb":
+            threads_mb = memory_split.compute_thread_bytes(threads=self._options.get("io_threads") or READ_THREADS) / MB
+            line += f", of which changed keys at most {self._options.changed_keys_mb:.1f}, threads {threads_mb:.1f}"
         if line not in self._printed_lines and sys.stderr is not None:
             self._printed_lines.add(line)
             with suppress(OSError, ValueError):  # stderr may be closed

@@ -114,6 +114,7 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             new_shards=options.shards or SHARDS,
             block_bytes=options.physical_block_size,
             cache_mb=options.rocksdb_cache_mb or 0,
+            index_mb=options.index_mb,
             read_mode=options.read_mode,
             async_io=options.async_io,
             read_threads=options.io_threads or READ_THREADS,

@@ -83,8 +83,21 @@ def test_a_full_table_reports_this_memory(tmp_path: Path, capsys: pytest.Capture
 def test_a_store_on_ssd_asks_for_its_caches_and_buffers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = f'[a]\nstore = "cached_ssd"\npersistent_path = "{tmp_path}"\ncache_budget_mb = 2\nhost_cache_budget_mb = 4'
     found, _ = checked(capsys, tmp_path, text)
-    mb = {part: bytes / (1 << 20) for part, bytes in found["embeddings"]["a"]["memory_bytes"].items()}
-    assert mb == {"cache": 2, "overflow": 2, "host_cache": 4, "host_cache_overflow": 4, "look_ahead": 64, "rocksdb": 64}
+    taken = found["embeddings"]["a"]["memory_bytes"]
+    assert taken.pop("index_and_filters") is None
+    caches = {"cache": 2, "overflow": 2, "host_cache": 4, "host_cache_overflow": 4}
+    parts = {
+        **caches,
+        "write_buffers": 64,
+        "data_blocks": 0,
+        "look_ahead": 64,
+        "changed_keys_at_most": 256,
+        "threads": 6,
+    }
+    assert {part: bytes / (1 << 20) for part, bytes in taken.items()} == parts
+    for given, mb in (("capacity = 1000000\nstorage_dim = 32", 2.07), ("index_mb = 5", 5)):
+        found, _ = checked(capsys, tmp_path, f"{text}\n{given}")
+        assert found["embeddings"]["a"]["memory_bytes"]["index_and_filters"] / (1 << 20) == pytest.approx(mb, abs=0.01)
 
 
 WRONG = {

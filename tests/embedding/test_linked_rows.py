@@ -20,9 +20,11 @@ from tierbed.snapshots.files import rocksdb_files
 on_disk = pytest.mark.parametrize("store", ["ssd", "ssd_host"])
 
 
-def killed_after_checkpoint(folder: Path, store: str, increments: int = 0) -> tuple[Path, bytes]:
+def killed_after_checkpoint(
+    folder: Path, store: str, increments: int = 0, index_mb: float | None = None
+) -> tuple[Path, bytes]:
     """A copy of a store whose run saved a RocksDB checkpoint, trained on, and was killed; and the rows saved last."""
-    with make(options(store, folder / "first"), "adagrad") as embedding:
+    with make(options(store, folder / "first", index_mb=index_mb), "adagrad") as embedding:
         train(embedding, range(500))
         embedding.delete(np.arange(20), 0)
         embedding.save_snapshot("base", kind="checkpoint")
@@ -45,17 +47,22 @@ def size_again_and_again(embedding: MultiTableEmbedding) -> None:
 
 
 @on_disk
-@pytest.mark.parametrize("increments", [0, 3])
+@pytest.mark.parametrize("increments, limits", [(0, (None, None)), (3, (None, None)), (0, (None, 1)), (3, (1, None))])
 def test_recovery_reads_only_what_follows_a_checkpoint(
-    tmp_path: Path, store: str, increments: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    store: str,
+    increments: int,
+    limits: tuple[float | None, float | None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path, saved = killed_after_checkpoint(tmp_path, store, increments)
+    """Also if the limit for the files' indexes changes, and with it the format of new files."""
+    path, saved = killed_after_checkpoint(tmp_path, store, increments, limits[0])
     monkeypatch.setattr(rocksdb_files, "checkpoint_chunks", None)
     for _ in range(2):  # the second time from the clean marker
-        with make(options(store, path), "adagrad") as embedding:
+        with make(options(store, path, index_mb=limits[1]), "adagrad") as embedding:
             assert contents(embedding).tobytes() == saved
     monkeypatch.undo()
-    with make(options(store, path), "adagrad") as embedding:
+    with make(options(store, path, index_mb=limits[1]), "adagrad") as embedding:
         train(embedding, range(5))
         embedding.save_snapshot("next", kind="incremental")
         check_saved(embedding, "next")

@@ -19,7 +19,7 @@ from support.embeddings import attach, contents, make, train
 from support.places import BENCHMARKS, environment
 from support.refusals import check_refusal
 from tierbed import OptionError, plan
-from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, split_memory
+from tierbed.engine.cache.memory_split import MB, MIN_CACHE_ROWS, compute_index_bytes, split_memory
 from tierbed.engine.host_memory import FreeMemory, read_free_host_memory
 from tierbed.engine.optim.row_state import RowState
 from tierbed.engine.processors.cuda import make_cuda_factory
@@ -80,7 +80,7 @@ def test_the_parts_add_up_to_no_more_than_is_of_use(
     assert part.overflow_mb <= overflow_mb
     if capacity is not None:
         assert part.cache_mb * MB <= max(1.5 * capacity, MIN_CACHE_ROWS) * 177 * (1 + 1e-9)
-        assert part.rocksdb_mb <= 64 + 3 * capacity / MB + 1e-9
+        assert part.rocksdb_mb <= 64 + compute_index_bytes(177) * capacity / MB + 1e-9
 
 
 def test_the_rule_of_the_docs() -> None:
@@ -97,6 +97,7 @@ def test_the_rule_of_the_docs() -> None:
         ({"overflow_mb": 8}, {"cache_budget_mb": 500}),
         # what other options take of the same memory is not divided
         ({"overflow_mb": 8, "host_cache_budget_mb": 100, "read_mode": "direct"}, {"cache_budget_mb": 860 / 2}),
+        ({"overflow_mb": 8, "index_mb": 60}, {"cache_budget_mb": 940 / 2}),
         ({"budget_mb": 100, "overflow_mb": 8, "host_cache_budget_mb": "auto"}, {"host_cache_budget_mb": 892 / 2}),
         ({"overflow_mb": 8, "host_cache_budget_mb": "auto"}, {"cache_budget_mb": 500, "host_cache_budget_mb": 0}),
     ],

@@ -70,6 +70,7 @@ NUMBERS: dict[str, tuple[float, Callable[[Any], Any]]] = {
     "cache_budget_mb": (0.5, lambda n: ssd(cache_budget_mb=n).cache_budget_mb),
     "overflow_mb": (0.5, lambda n: ssd(overflow_mb=n).overflow_mb),
     "host_cache_budget_mb": (0.5, lambda n: ssd(host_cache_budget_mb=n).host_cache_budget_mb),
+    "index_mb": (1.5, lambda n: ssd(index_mb=n).index_mb),
     "rocksdb_cache_mb": (0.5, lambda n: ssd(rocksdb_cache_mb=n, read_mode="direct").rocksdb_cache_mb),
     "admission by chance": (0.5, lambda n: tierbed.make_host_mem_store_options(admission=n).admission),
     "budget_mb": (0.5, lambda n: PLAN.hit_rate(budget_mb=n)),

@@ -38,6 +38,7 @@ ROCKSDB = {
     "read_mode": "buffered",
     "async_io": True,
     "rocksdb_cache_mb": None,
+    "index_mb": None,
     "rocksdb_options": None,
 }
 MADE = {
@@ -112,6 +113,10 @@ VALUES = [
     (ssd(host_cache_budget_mb="Auto"), "host_cache_budget_mb=", "'Auto'", '"auto"'),
     (ssd(overflow_mb="auto"), "overflow_mb=", "'auto'"),
     (ssd(persistent_path=None), "persistent_path=", "None"),
+    *[(ssd(index_mb=one), "index_mb=", repr(one)) for one in (0, -1, "64", float("nan"))],
+    (ssd(index_mb=0.9), "index_mb=0.9", "at least 1,"),
+    (ssd(index_mb=3, capacity=200_000_000), "index_mb=3", "capacity=200000000", "at least 5,"),
+    (ssd(index_mb=64, read_mode="mmap"), "index_mb=64", "read_mode='buffered'"),
     (lambda: tierbed.make_cached_host_mem_store_options(0), "cache_budget_mb=", "0"),
     (host(persistent_path="~nobody-here/a"), "'~nobody-here'", "'./~nobody-here'"),
     (lambda: embedding(None), "store_options=", "None"),

@@ -33,11 +33,18 @@ actions = st.lists(
 
 
 @examples(0.5)
-@given(actions=actions, shards=st.sampled_from([1, 3, 8]), mode=st.sampled_from(["buffered", "mmap"]))
-def test_it_holds_what_a_dict_of_rows_holds(actions: Any, shards: int, mode: str) -> None:
+@given(
+    actions=actions,
+    shards=st.sampled_from([1, 3, 8]),
+    mode=st.sampled_from(["buffered", "mmap"]),
+    limits=st.tuples(*[st.sampled_from([None, 1])] * 2),
+)
+def test_it_holds_what_a_dict_of_rows_holds(actions: Any, shards: int, mode: str, limits: Any) -> None:
     model: dict[tuple[int, int], int] = {}
     with tempfile.TemporaryDirectory() as path:
-        tier = RocksDB(Path(path), WIDTH, new_shards=shards, read_mode=mode, options="write_buffer_size=64k")
+        tier = RocksDB(
+            Path(path), WIDTH, new_shards=shards, read_mode=mode, index_mb=limits[0], options="write_buffer_size=64k"
+        )
         for count, (action, names) in enumerate(actions, 1):
             rows = Rows(names, count)
             if action == "write":
@@ -61,7 +68,7 @@ def test_it_holds_what_a_dict_of_rows_holds(actions: Any, shards: int, mode: str
             elif action == "reopen":
                 tier.flush()
                 tier.close()
-                tier = RocksDB(Path(path), WIDTH, shards, read_mode=mode)
+                tier = RocksDB(Path(path), WIDTH, shards, read_mode=mode, index_mb=limits[1])
             elif action == "scan":
                 scanned = [(bucket, row) for bucket, rows_ in tier.scan() for row in rows_]
                 assert {(int(row["table"]), int(row["key"])) for _, row in scanned} == set(model)
@@ -215,7 +222,7 @@ def test_metrics_follow_what_was_done(tmp_path: Path) -> None:
     per_byte = (metrics["flush_bytes"] + metrics["compaction_bytes"]) / metrics["bytes_in"]
     assert metrics["write_amplification"] == pytest.approx(per_byte)
     assert metrics["bytes"] == sum(
-        metrics[part] for part in ("memtable_bytes", "index_filter_bytes", "block_cache_bytes")
+        metrics[part] for part in ("memtable_bytes", "index_filter_bytes", "block_cache_bytes", "read_buffer_bytes")
     )
     for call in ("fetch", "write"):
         p50, p99, most = (metrics[f"{call}_seconds_{name}"] for name in ("p50", "p99", "max"))

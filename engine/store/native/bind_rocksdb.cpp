@@ -60,17 +60,18 @@ void bind_rocksdb(nb::module_& m) {
     tier.def(
             "__init__",
             [](RocksTier* self, const std::string& folder, u32 width, bool create_if_missing, bool read_only,
-               u32 num_shards, std::size_t block_bytes, std::size_t block_cache_bytes, std::size_t write_buffer_bytes,
+               u32 num_shards, std::size_t block_bytes, std::size_t data_cache_bytes, std::size_t index_bytes,
+               std::size_t write_buffer_bytes,
                const std::string& read_mode, bool async_io, std::size_t max_read_threads, const NamedOptions& named) {
                 require(read_mode == "buffered" || read_mode == "mmap" || read_mode == "direct",
                         "read_mode: buffered, mmap or direct");
-                const RocksOptions tuned{create_if_missing,  read_only, num_shards, block_bytes,      block_cache_bytes,
+                const RocksOptions tuned{create_if_missing,  read_only, num_shards, block_bytes,      data_cache_bytes, index_bytes,
                                          write_buffer_bytes, read_mode, async_io,   max_read_threads, named};
                 nb::gil_scoped_release unlocked;
                 new (self) RocksTier(folder, width, tuned);
             },
             "folder"_a, "width"_a, nb::kw_only(), "create_if_missing"_a, "read_only"_a, "num_shards"_a, "block_bytes"_a,
-            "block_cache_bytes"_a, "write_buffer_bytes"_a, "read_mode"_a, "async_io"_a, "max_read_threads"_a,
+            "data_cache_bytes"_a, "index_bytes"_a, "write_buffer_bytes"_a, "read_mode"_a, "async_io"_a, "max_read_threads"_a,
             "options"_a)
         .def("flush", &RocksTier::flush, Unlocked())
         .def("compact", &RocksTier::compact, Unlocked())

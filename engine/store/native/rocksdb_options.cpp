@@ -8,6 +8,7 @@
 #include <thread>
 #include <unordered_map>
 
+#include <rocksdb/cache.h>
 #include <rocksdb/convenience.h>
 #include <rocksdb/env.h>
 #include <rocksdb/file_checksum.h>
@@ -69,13 +70,30 @@ int compute_max_open_files(u32 shards) {
     return static_cast<int>(std::clamp<rlim_t>(limit.rlim_cur / 2 / shards, 16, 1 << 20));
 }
 
+std::size_t compute_data_cache_bytes(const RocksOptions& options) {
+    return options.read_mode == "direct" ? options.data_cache_bytes : 0;
+}
+
+bool uses_block_cache(const RocksOptions& options) { return compute_data_cache_bytes(options) + options.index_bytes; }
+
+// Divides each file's index and filter into partitions, so that the block cache can hold some of them. Makes both
+// smaller, for some CPU time: keys of the index share prefixes, and Ribbon filters take 30 % less than Bloom filters.
+void cache_index(rocksdb::BlockBasedTableOptions& table) {
+    table.cache_index_and_filter_blocks = true;  // by RocksDB's defaults, data blocks are evicted first
+    table.index_type = rocksdb::BlockBasedTableOptions::kTwoLevelIndexSearch;
+    table.partition_filters = true;
+    table.index_block_restart_interval = 16;
+    table.filter_policy.reset(rocksdb::NewRibbonFilterPolicy(10));
+}
+
 rocksdb::Options make_tier_options(const RocksOptions& options) {
     rocksdb::BlockBasedTableOptions table;
     table.block_size = options.block_bytes;
-    table.no_block_cache = !uses_block_cache(options);
     table.filter_policy.reset(rocksdb::NewBloomFilterPolicy(10));
     table.data_block_index_type = rocksdb::BlockBasedTableOptions::kDataBlockBinaryAndHash;
     table.format_version = 5;  // RocksDB 6.6 and later can read this version
+    if (options.index_bytes) cache_index(table);
+    table.no_block_cache = !uses_block_cache(options);
     rocksdb::Options database;
     database.table_factory.reset(rocksdb::NewBlockBasedTableFactory(table));
     database.create_if_missing = options.create_if_missing;
@@ -166,8 +184,12 @@ NamedOptions parse_options(const std::string& text) {
     return named;
 }
 
-bool uses_block_cache(const RocksOptions& options) {
-    return options.read_mode == "direct" && options.block_cache_bytes;
+std::shared_ptr<rocksdb::Cache> make_block_cache(const RocksOptions& options) {
+    if (!uses_block_cache(options)) return nullptr;
+    const std::size_t bytes = compute_data_cache_bytes(options) + options.index_bytes;
+    // the share that data blocks cannot take from indexes and filters; without these, RocksDB's default
+    const double share = static_cast<double>(options.index_bytes) / static_cast<double>(bytes);
+    return rocksdb::NewLRUCache(bytes, -1, false, options.index_bytes ? share : 0.5);
 }
 
 rocksdb::Options make_shard_options(const RocksOptions& options, std::size_t row_bytes) {
@@ -181,7 +203,7 @@ rocksdb::Options make_shard_options(const RocksOptions& options, std::size_t row
 }
 
 void check_options(const NamedOptions& user_options) {
-    make_shard_options({false, false, 1, 4096, 1 << 20, 1 << 20, "buffered", false, 1, user_options}, 64);
+    make_shard_options({false, false, 1, 4096, 1 << 20, 0, 1 << 20, "buffered", false, 1, user_options}, 64);
 }
 
 std::string read_library_version() { return rocksdb::GetRocksVersionAsString(); }

@@ -1,6 +1,7 @@
 // Options for a RocksTier's databases: the tier's own settings, and options that a user sets by name.
 #pragma once
 #include <cstddef>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -8,6 +9,7 @@
 #include "ops/kernels/portable.h"
 
 namespace rocksdb {
+class Cache;
 struct Options;
 }  // namespace rocksdb
 
@@ -20,7 +22,8 @@ struct RocksOptions {
     bool read_only;          // if true, nothing is written to the folder
     u32 num_shards;
     std::size_t block_bytes;
-    std::size_t block_cache_bytes;   // RocksDB's block cache, for direct reads only; other reads use the page cache
+    std::size_t data_cache_bytes;    // memory for data blocks, for direct reads only; other reads use the page cache
+    std::size_t index_bytes;         // limit for the memory of indexes and filters; 0: no limit
     std::size_t write_buffer_bytes;  // limit for all shards' memtables together
     std::string read_mode;           // buffered, mmap or direct
     bool async_io;                   // ignored if the library cannot use io_uring
@@ -28,7 +31,8 @@ struct RocksOptions {
     NamedOptions user_options;
 };
 
-bool uses_block_cache(const RocksOptions& options);
+// Returns the block cache of all shards, or null if nothing is cached in it.
+std::shared_ptr<rocksdb::Cache> make_block_cache(const RocksOptions& options);
 
 // Returns a shard's options, except the cache and statistics that all shards share. Throws as `check_options` does.
 rocksdb::Options make_shard_options(const RocksOptions& options, std::size_t row_bytes);

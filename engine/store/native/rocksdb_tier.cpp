@@ -7,6 +7,7 @@
 #include <cstring>
 #include <mutex>
 #include <pthread.h>
+#include <random>
 #include <stdexcept>
 #include <thread>
 #include <tuple>
@@ -59,6 +60,8 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
     : shape_{width, width, compute_line_bytes(width)},
       folder_(folder),
       process_id_(getpid()),
+      block_bytes_(options.block_bytes),
+      caches_data_(!options.index_bytes || options.read_mode == "direct"),
       options_(std::make_unique<rocksdb::Options>(make_shard_options(options, compute_stored_bytes(width)))),
       read_threads_(std::make_unique<ReadThreadPool>(options.max_read_threads)) {
     make_forked_children_exit_early();
@@ -68,7 +71,7 @@ RocksTier::RocksTier(const std::string& folder, u32 width, const RocksOptions& o
         database.file_checksum_gen_factory = fence_->make_checksum_factory();
     database.env->IncBackgroundThreadsIfNeeded(count_background_threads(database).flushes, rocksdb::Env::HIGH);
     auto* table = database.table_factory->GetOptions<rocksdb::BlockBasedTableOptions>();
-    if (uses_block_cache(options)) table->block_cache = cache_ = rocksdb::NewLRUCache(options.block_cache_bytes);
+    table->block_cache = cache_ = make_block_cache(options);
     database.statistics = statistics_ = rocksdb::CreateDBStatistics();
     statistics_->set_stats_level(rocksdb::kExceptHistogramOrTimers);
     info_ = {count_background_threads(database),
@@ -159,6 +162,7 @@ namespace {
 
 constexpr std::size_t KEY_BYTES = 13;
 constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys per MultiGet
+constexpr u32 FILL_INTERVAL = 8;                       // of so many MultiGets, one fills a cache for indexes
 constexpr std::size_t BATCH_BYTES = 256u << 10;        // bytes per WriteBatch
 constexpr std::chrono::milliseconds POLL_INTERVAL(2);
 constexpr char RELOAD_REMEDY[] = "load the last snapshot";
@@ -226,6 +230,9 @@ void RocksTier::read(const RowSpan& rows, bool* is_hit, bool) {
     for (std::size_t shard = 0; shard < sorted.size(); ++shard)
         for (std::size_t begin = 0; begin < sorted[shard].size(); begin += range_rows)
             ranges.push_back({shard, begin, std::min(begin + range_rows, sorted[shard].size())});
+    const std::size_t held = std::min(rows.n, range_rows * read_threads_->thread_target()) * block_bytes_;
+    u64 max_held = counts_.read_buffer_bytes;
+    while (held > max_held && !counts_.read_buffer_bytes.compare_exchange_weak(max_held, held)) continue;
     std::atomic<u64> hits{0};
     read_threads_->run(ranges.size(), [&](std::size_t i) {
         const auto& [shard, begin, end] = ranges[i];
@@ -239,6 +246,9 @@ std::size_t RocksTier::read_sorted(rocksdb::DB& db, const RowSpan& rows, const S
                                    bool* is_hit) const {
     rocksdb::ReadOptions options;
     options.async_io = info_.async_io;
+    // RocksDB cannot cache an index without the data block that it leads to. So few reads fill a cache for indexes.
+    thread_local std::minstd_rand random;
+    options.fill_cache = caches_data_ || random() % FILL_INTERVAL == 0;
     std::vector<Key> keys;
     std::vector<rocksdb::Slice> slices;
     keys.reserve(n);

@@ -115,6 +115,7 @@ private:
     // Counts since the tier was opened.
     struct Counts {
         std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
+        std::atomic<u64> read_buffer_bytes{0};  // the most memory of blocks that one call's threads held
         Histogram fetch, write;  // call latencies
     };
 
@@ -151,6 +152,8 @@ private:
     pid_t process_id_;
     mutable std::atomic<bool> has_failed_{false};
     std::unique_ptr<Fence> fence_ = std::make_unique<Fence>();
+    const std::size_t block_bytes_;
+    const bool caches_data_;  // the block cache, if any, is for data blocks too
     std::unique_ptr<rocksdb::Options> options_;
     std::atomic<bool> is_disk_full_{false};  // a shard is read-only because the disk was full
     bool has_held_files_ = false;            // between `hold_files` and `release_files`; guarded by `open_mutex_`
