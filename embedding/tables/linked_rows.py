@@ -9,13 +9,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 from ...engine.errors import SnapshotError
 from ...engine.optim.row_state import RowState
 from ...engine.options.table_spec import TableSpec
 from ...engine.table.background_save import PAUSE_RATIO
+from ...engine.table.table import OpenTable
 from ...engine.threads import Thread
 from ...snapshots.files.reader import Snapshot
 
@@ -41,6 +42,15 @@ def link_rows(snapshot: Snapshot, folder: Path) -> dict[str, Any]:
     return {**snapshot.description, "rows": snapshot.manifest.rows, "shards": rocksdb.shards}
 
 
+def check_files(table: OpenTable, snapshot: Snapshot) -> None:
+    """Check the linked files of `table` in a thread. After damage, the next call raises. Closes the table on error."""
+    try:
+        table.on_close = FileCheck(snapshot, table.defer_error).stop
+    except BaseException:  # as when the system cannot start a thread
+        table.close()
+        raise
+
+
 class FileCheck:
     """A background thread that compares a checkpoint's row files with their checksums, until `stop`.
 
@@ -56,7 +66,8 @@ class FileCheck:
     def stop(self) -> None:
         """End the thread, and wait until it has ended. May be called again."""
         self._stopped.set()
-        self._thread.join()
+        if current_thread() is not self._thread:  # garbage collection may close the table in any thread
+            self._thread.join()
 
     def _run(self) -> None:
         from ...snapshots.files.rocksdb_files import find_damaged_file  # needs RocksDB

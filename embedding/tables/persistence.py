@@ -52,7 +52,7 @@ from ...snapshots.store.recovery_rule import EMPTY_ID
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
 from .clean_marker import make_clean_marker
 from .compatibility import LoadedIdCounter, check_stored_rows
-from .linked_rows import FileCheck, can_link, link_rows
+from .linked_rows import can_link, check_files, link_rows
 from .recovery import (
     FolderContents,
     LiveRowsState,
@@ -374,7 +374,7 @@ class TablePersistence:
                 folder.replace_live_rows(folder.incoming, marker)
                 table = self._resume(optimizer, marker, folder, for_load)
                 table.observers.track_changes(snapshot.manifest.id)
-                table.on_close = FileCheck(snapshot, table.defer_error).stop
+                check_files(table, snapshot)
                 return table
         return self.load(optimizer, snapshot, None, on_verified=plan.on_verified, for_load=for_load)[0]
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import threading
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -13,7 +16,9 @@ from support.embeddings import contents, make, train
 from support.small_snapshots import flip_bit
 from support.stores import options
 from tierbed import MultiTableEmbedding
+from tierbed.embedding.tables import linked_rows
 from tierbed.engine.errors import SnapshotError
+from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files import rocksdb_files
 
 on_disk = pytest.mark.parametrize("store", ["ssd", "ssd_host"])
@@ -30,6 +35,11 @@ def killed_after_checkpoint(folder: Path, store: str) -> tuple[Path, bytes]:
         ignored = shutil.ignore_patterns("LOCK", "SOCKET")
         shutil.copytree(folder / "first", folder / "killed", ignore=ignored)
     return folder / "killed", saved
+
+
+def refuse(*arguments: object) -> None:
+    """As of the system at its limit of threads."""
+    raise RuntimeError("can't start new thread")
 
 
 def size_again_and_again(embedding: MultiTableEmbedding) -> None:
@@ -59,6 +69,49 @@ def test_a_damaged_row_file_is_named(tmp_path: Path, store: str) -> None:
     flip_bit(file, 4 * file.stat().st_size)
     with make(options(store, path), "adagrad") as embedding, pytest.raises(SnapshotError, match=file.name):
         size_again_and_again(embedding)
+
+
+def test_a_damaged_file_is_found_beside_files_that_a_prune_removed(tmp_path: Path) -> None:
+    path, _ = killed_after_checkpoint(tmp_path, "ssd")
+    snapshot = Snapshot.open(path / "rows" / "snapshots" / "base")
+    removed, damaged = sorted(snapshot.folder.rglob("*.sst"))
+    removed.unlink()
+    flip_bit(damaged, 4 * damaged.stat().st_size)
+    assert snapshot.manifest.rocksdb is not None
+    error = rocksdb_files.find_damaged_file(snapshot.folder, snapshot.manifest.rocksdb, lambda seconds: False)
+    assert str(damaged) in str(error)
+
+
+def test_a_store_whose_embedding_is_collected_in_the_thread_of_the_check_is_closed(tmp_path: Path) -> None:
+    path, _ = killed_after_checkpoint(tmp_path, "ssd")
+    snapshot, is_ready = Snapshot.open(path / "rows" / "snapshots" / "base"), Event()
+    flip_bit(max(snapshot.folder.rglob("*.sst")), 999)
+    embeddings = [make(options("ssd", tmp_path / "first"), "adagrad")]
+
+    def drop(error: SnapshotError) -> None:
+        is_ready.wait()
+        embeddings.clear()
+        gc.collect()
+
+    check = linked_rows.FileCheck(snapshot, drop)
+    embeddings[0].table_handle().table.on_close = check.stop
+    is_ready.set()
+    check._thread.join()
+    with make(options("ssd", tmp_path / "first"), "adagrad") as embedding:
+        assert embedding.size() == 880
+
+
+def test_an_open_without_a_thread_for_the_check_leaves_the_store_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, saved = killed_after_checkpoint(tmp_path, "ssd")
+    refused = make(options("ssd", path), "adagrad")
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        refused.size()
+    monkeypatch.undo()
+    with make(options("ssd", path), "adagrad") as embedding:
+        assert contents(embedding).tobytes() == saved
 
 
 @pytest.mark.parametrize("name", ["MANIFEST", "CURRENT", "OPTIONS"])
