@@ -109,6 +109,9 @@ def save_rows(embeddings: Sequence[SnapshotEmbedding], paths: Sequence[Path], ki
     world = _find_world(embeddings)
     managers = [embedding.table_handle().snapshot_manager for embedding in embeddings]
     have_folders = [embedding.store_options.persistent_path is not None for embedding in embeddings]
+    if kind == "checkpoint" and not all(have_folders):
+        name = embeddings[have_folders.index(False)].name
+        raise OptionError(f"kind='checkpoint': the rows of embedding {name!r} are in memory; leave kind out")
     if any(have_folders):
         save_together(world, [*compress(managers, have_folders)], paths[0].name, kind)
     for manager, has_folder, path in zip(managers, have_folders, paths, strict=True):
