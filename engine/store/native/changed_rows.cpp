@@ -17,15 +17,20 @@ void ChangedRows::add_batch(const Batch& batch, const LineShape& shape) {
         if (row_counters(batch.lines[row], shape)->step <= since_step_)
             rows_.push_back({batch.tables[row], batch.key(row)});
     }
-    if (size() > 2 * num_sorted_ + MIN_ROWS_TO_SORT) sort();  // `put` may have added rows again and again
+    limit_duplicates();
 }
 
 void ChangedRows::add_keys(const u32* tables, const u64* keys, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) rows_.push_back({tables[i], keys[i]});
+    limit_duplicates();
 }
 
 void ChangedRows::merge(const ChangedRows& other) {
     rows_.insert(rows_.end(), other.rows_.begin(), other.rows_.end());
+}
+
+void ChangedRows::limit_duplicates() {
+    if (size() > 2 * num_sorted_ + MIN_ROWS_TO_SORT) sort();
 }
 
 void ChangedRows::sort() {

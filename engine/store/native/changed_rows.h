@@ -39,6 +39,8 @@ private:
         bool operator==(const Row& other) const { return table == other.table && key == other.key; }
     };
 
+    // Drops duplicates if there may be many, as of a row that is put or deleted again and again.
+    void limit_duplicates();
     void sort();
 
     const u32 since_step_;
