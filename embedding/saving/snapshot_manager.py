@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ...distributed.world import World, try_call
@@ -125,8 +125,10 @@ class SnapshotManager:
         has_files = stack is not None and isinstance(stack.bottom, RocksDB) and self._shard is None
         if not has_files or store is None:
             return "full"
-        devices = {os.stat(path).st_dev for path in (store.live_path, store.snapshot_store.path)}
-        return "checkpoint" if len(devices) == 1 else "full"  # without hard links, files would have to be copied
+        with suppress(OSError):  # if a folder was removed, the save raises
+            if os.stat(store.live_path).st_dev == os.stat(store.snapshot_store.path).st_dev:
+                return "checkpoint"
+        return "full"  # without hard links, files would have to be copied
 
     def name_call(self, action: str) -> str:
         """Return a collective's name, with the step. Raises on all ranks if any rank has closed its rows."""

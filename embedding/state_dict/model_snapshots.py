@@ -116,6 +116,10 @@ def save_rows(
     With `part`, the rest of a checkpoint, this saves in the background, and returns the save.
     """
     managers = [embedding.table_handle().snapshot_manager for embedding in embeddings]
+    if kind == "checkpoint" and (
+        name := next((e.name for e in embeddings if not e.store_options.persistent_path), None)
+    ):
+        raise OptionError(f"kind='checkpoint': the rows of embedding {name!r} are in memory; leave kind out")
     world, name = _find_world(embeddings), paths[0].name if paths else ""
     return save_together(world, managers, name, kind, background=part is not None, paths=paths, part=part)
 

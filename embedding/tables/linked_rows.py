@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread
 from typing import Any
 
 from ...engine.durable import remove_folder
@@ -77,6 +77,15 @@ def remove_table(table: OpenTable, path: Path | None) -> None:
             remove_folder(path)
 
 
+def check_files(table: OpenTable, snapshot: Snapshot) -> FileCheck:
+    """Check the linked files of `table` in a thread. After damage, the next call raises. Closes the table on error."""
+    try:
+        return FileCheck(snapshot, table)
+    except BaseException:  # as when the system cannot start a thread
+        table.close()
+        raise
+
+
 class FileCheck:
     """A background thread that compares a checkpoint's row files with their checksums, until `stop`.
 
@@ -86,9 +95,9 @@ class FileCheck:
     def __init__(self, snapshot: Snapshot, table: OpenTable) -> None:
         """table: the next call of this table raises an error that names a damaged file."""
         self._snapshot, self._table, self._stopped = snapshot, table, Event()
-        self.attach(table)
         self._thread = Thread(target=self._run, name="tierbed-file-check", daemon=True)
         self._thread.start()
+        self.attach(table)
 
     def attach(self, table: OpenTable) -> None:
         """Report to `table` from now on, and stop when it closes."""
@@ -99,7 +108,8 @@ class FileCheck:
     def stop(self) -> None:
         """End the thread, and wait until it has ended. May be called again."""
         self._stopped.set()
-        self._thread.join()
+        if current_thread() is not self._thread:  # garbage collection may close the table in any thread
+            self._thread.join()
 
     def _run(self) -> None:
         from ...snapshots.files.rocksdb_files import find_damaged_file  # needs RocksDB

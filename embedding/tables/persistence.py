@@ -50,7 +50,7 @@ from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_des
 from .clean_marker import make_clean_marker
 from .compatibility import LoadedIdCounter, check_stored_rows
 from .increments import count_added_rows, find_increments, take_over
-from .linked_rows import FileCheck, add_increments, link_rows, list_linkable, remove_table
+from .linked_rows import FileCheck, add_increments, check_files, link_rows, list_linkable, remove_table
 from .recovery import (
     FolderContents,
     LiveRowsState,
@@ -368,7 +368,7 @@ class TablePersistence:
                 folder.replace_live_rows(folder.incoming, marker)
                 table = self._resume(optimizer, marker, folder, for_load)
                 table.observers.track_changes(snapshot.manifest.id)
-                self._file_check = FileCheck(chain[0], table)
+                self._file_check = check_files(table, chain[0])
                 return table
         return self.load(optimizer, snapshot, None, on_verified=plan.on_verified, for_load=for_load)[0]
 

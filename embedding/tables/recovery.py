@@ -50,7 +50,7 @@ class OpenPlan(NamedTuple):
 
     clean_marker: dict[str, Any] | None = None  # the clean marker of the live rows, if the table opens them
     snapshot: Snapshot | None = None  # the snapshot to load, if there is one
-    snapshot_id: str | None = None  # the id of a snapshot that equals the live rows, if there is one
+    snapshot_id: str | None = None  # the id of the last snapshot, if it equals the live rows
     run_id: str = ""  # `run_id`, `num_writes` and `version` are for a shard's `RowsVersion`
     num_writes: int = 0
     version: str = ""
@@ -72,7 +72,8 @@ def plan_open(folder: StoreFolder, contents: FolderContents, member: Member) -> 
     live = read_live_version(contents.clean_marker)
     loaded = make_snapshot_version(member.entry.snapshot)  # the live rows' version if a kill interrupted a load
     if live is not None and live in (member.entry.live_version, loaded):
-        return OpenPlan(contents.clean_marker, snapshot_id=member.entry.snapshot)
+        parent = member.group.record.parents.get(member.id)  # another snapshot if a state_dict saved the last one
+        return OpenPlan(contents.clean_marker, snapshot_id=parent if parent == member.entry.snapshot else None)
     ranks = folder.num_ranks
     step = read_last_step(folder.path, ranks) if ranks else contents.recorded_step
     snapshot, versions = choose_snapshot(folder, member, step), read_shard_versions(folder.path, ranks)

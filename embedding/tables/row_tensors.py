@@ -121,6 +121,8 @@ class RowTensors:
             if len(numbers) and not (numbers.min() >= 0 and numbers.max() < 2**32):
                 found = f"values from {numbers.min()} to {numbers.max()}"
                 raise ValueError(f"rows.{name} has {found}; all values must be from 0 to 2**32 - 1")
+        if len(tensors["step"]) and (last := int(tensors["step"].max())) > description["step"]:
+            raise ValueError(f"rows.step has {last}, but the table's step is {description['step']}")
         table, key = tensors["table"].numpy(), tensors["key"].numpy()
         order = np.lexsort((key, table))
         table, key = table[order], key[order]

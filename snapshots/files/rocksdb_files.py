@@ -202,8 +202,8 @@ def find_damaged_file(folder: Path, files: RocksDBFiles, wait: Callable[[float],
                     if wait(monotonic() - begin):
                         return None
                     begin = monotonic()
-        except FileNotFoundError:  # the snapshot was removed meanwhile
-            return None
+        except FileNotFoundError:  # the snapshot was removed or replaced meanwhile
+            continue
         except OSError as error:
             return make_read_error(path, error, folder)
         if checksum.finish() != entry["crc32c"]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import threading
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
@@ -14,7 +17,9 @@ from support.embeddings import contents, make, train
 from support.small_snapshots import flip_bit
 from support.stores import options
 from tierbed import MultiTableEmbedding
+from tierbed.embedding.tables import linked_rows
 from tierbed.engine.errors import SnapshotError
+from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files import rocksdb_files
 
 on_disk = pytest.mark.parametrize("store", ["ssd", "ssd_host"])
@@ -40,6 +45,11 @@ def killed_after_checkpoint(
     return folder / "killed", saved
 
 
+def refuse(*arguments: object) -> None:
+    """As of the system at its limit of threads."""
+    raise RuntimeError("can't start new thread")
+
+
 def size_again_and_again(embedding: MultiTableEmbedding) -> None:
     """Until a call raises what a thread has found."""
     while True:
@@ -47,7 +57,9 @@ def size_again_and_again(embedding: MultiTableEmbedding) -> None:
 
 
 @on_disk
-@pytest.mark.parametrize("increments, limits", [(0, (None, None)), (3, (None, None)), (0, (None, 1)), (3, (1, None))])
+@pytest.mark.parametrize(
+    ("increments", "limits"), [(0, (None, None)), (3, (None, None)), (0, (None, 1)), (3, (1, None))]
+)
 def test_recovery_reads_only_what_follows_a_checkpoint(
     tmp_path: Path,
     store: str,
@@ -84,6 +96,52 @@ def test_a_damaged_increment_after_a_checkpoint_is_named(tmp_path: Path) -> None
     flip_bit(file, 8 * file.stat().st_size - 1)
     with make(options("ssd", path), "adagrad") as embedding, pytest.raises(SnapshotError, match=file.name):
         embedding.size()
+
+
+def test_a_damaged_file_is_found_beside_files_that_a_prune_removed(tmp_path: Path) -> None:
+    path, _ = killed_after_checkpoint(tmp_path, "ssd")
+    snapshot = Snapshot.open(path / "rows" / "snapshots" / "base")
+    removed, damaged = sorted(snapshot.folder.rglob("*.sst"))
+    removed.unlink()
+    flip_bit(damaged, 4 * damaged.stat().st_size)
+    assert snapshot.manifest.rocksdb is not None
+    error = rocksdb_files.find_damaged_file(snapshot.folder, snapshot.manifest.rocksdb, lambda seconds: False)
+    assert str(damaged) in str(error)
+
+
+def test_a_store_whose_embedding_is_collected_in_the_thread_of_the_check_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = killed_after_checkpoint(tmp_path, "ssd")
+    snapshot, is_ready = Snapshot.open(path / "rows" / "snapshots" / "base"), Event()
+    flip_bit(max(snapshot.folder.rglob("*.sst")), 999)
+    embeddings = [make(options("ssd", tmp_path / "first"), "adagrad")]
+
+    def drop(error: SnapshotError) -> None:
+        is_ready.wait()
+        embeddings.clear()
+        gc.collect()
+
+    table = embeddings[0].table_handle().table
+    monkeypatch.setattr(table, "defer_error", drop)
+    check = linked_rows.FileCheck(snapshot, table)
+    is_ready.set()
+    check._thread.join()
+    with make(options("ssd", tmp_path / "first"), "adagrad") as embedding:
+        assert embedding.size() == 880
+
+
+def test_an_open_without_a_thread_for_the_check_leaves_the_store_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, saved = killed_after_checkpoint(tmp_path, "ssd")
+    refused = make(options("ssd", path), "adagrad")
+    monkeypatch.setattr(threading, "_start_new_thread", refuse)
+    with pytest.raises(RuntimeError, match="can't start"):
+        refused.size()
+    monkeypatch.undo()
+    with make(options("ssd", path), "adagrad") as embedding:
+        assert contents(embedding).tobytes() == saved
 
 
 @pytest.mark.parametrize("name", ["MANIFEST", "CURRENT", "OPTIONS"])

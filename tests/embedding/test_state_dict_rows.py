@@ -132,6 +132,7 @@ def test_rows_of_a_state_that_do_not_fit_are_told_and_nothing_goes_on_with_other
     assert other.rows.size() == 5
     for field, broken, said in (
         ("step", stored["rows.rows.step"][:2], r"rows.step is torch.int64 \[2\]"),
+        ("step", stored["rows.rows.step"] + 1, r"rows\.step has 2, but the table's step is 1"),
         ("updates", torch.zeros(5, dtype=torch.int64), "updates=0"),
         ("description", torch.zeros(3, dtype=torch.uint8), "description cannot be read"),
         ("embedding", stored["rows.rows.embedding"].half(), "is torch.float16"),

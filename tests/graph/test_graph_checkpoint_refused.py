@@ -23,7 +23,7 @@ from support.refusals import check_refusal
 from support.stores import options
 from support.two_towers import IDS as LOOP_IDS
 from support.two_towers import TwoTowers
-from tierbed import Graph, GraphError, MultiTableEmbedding, SnapshotError, load_checkpoint, save_checkpoint
+from tierbed import Graph, GraphError, MultiTableEmbedding, OptionError, SnapshotError, load_checkpoint, save_checkpoint
 from tierbed.embedding.state_dict.saved_rows import exclude_rows
 from tierbed.engine.durable import seal, unseal
 from tierbed.graph.state.folders import STATE_FILE
@@ -221,6 +221,25 @@ def test_a_save_that_fails_after_rows_takes_them_back(tmp_path: Path) -> None:
     (tmp_path / "store" / "other" / "snapshots").unlink()
     graph.save(tmp_path / "checkpoint")
     assert len(snapshots(tmp_path / "store")) == 3
+
+
+@pytest.mark.parametrize("kind", [None, "full", "checkpoint"])
+def test_a_folder_of_snapshots_that_was_removed_is_told(tmp_path: Path, kind: str | None) -> None:
+    where = options("ssd", tmp_path / "store", snapshot_path=tmp_path / "elsewhere")
+    graph = Rating(make(where, None, "rows", tables=2))
+    steps(graph, IDS[:1])
+    shutil.rmtree(tmp_path / "elsewhere")
+    with pytest.raises(SnapshotError, match="was not written"):
+        graph.save(tmp_path / "checkpoint", kind=kind)
+
+
+def test_rows_in_memory_have_no_files_to_link(tmp_path: Path) -> None:
+    for path in (None, tmp_path / "store"):
+        graph = rating("host", path)
+        steps(graph, IDS[:1])
+        with pytest.raises(OptionError, match="kind='checkpoint'"):
+            graph.save(tmp_path / "checkpoint", kind="checkpoint")
+        assert not (tmp_path / "checkpoint").exists()
 
 
 class First(nn.Module):

@@ -93,6 +93,17 @@ def test_every_incremental_snapshot_holds_all_rows(
     assert not comparisons[0] or limit_mb != 256
 
 
+def test_a_snapshot_of_a_state_dict_leaves_the_keys_to_the_snapshots_of_the_user(tmp_path: Path) -> None:
+    with counted_comparisons() as comparisons:
+        for name in ("first", "second"):
+            with make(options("host", tmp_path, state_dict_snapshots=True), "sgd") as embedding:
+                embedding.save_snapshot(name, kind="full" if name == "first" else "incremental")
+                check_saved(embedding, name)
+                train(embedding, range(9))
+                embedding.state_dict()
+    assert not comparisons[0]
+
+
 @stores
 def test_keys_of_another_close_are_not_used(tmp_path: Path, store: str, caplog: pytest.LogCaptureFixture) -> None:
     for name, ids in (("first", [1, 2]), ("other", [3])):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.changed_rows import FIRST, Calls, Row, by_name, calls, check_noted, in_order, in_small_chunks
-from support.cuda_tables import with_policies
+from support.cuda_tables import on_one_device, with_policies
 from support.embeddings import make, train
 from support.examples import examples
 from support.rows import any_key
@@ -22,7 +23,7 @@ from support.small_snapshots import chunked
 from support.stores import STORES, options
 from tierbed import StoreError
 from tierbed.engine import _core
-from tierbed.engine.row_format import ROW_KEY_DTYPE, row_dtype
+from tierbed.engine.row_format import BUCKETS, ROW_KEY_DTYPE, row_dtype
 from tierbed.snapshots.files.merging import find_changes
 
 Rows = NDArray[np.void]
@@ -68,6 +69,27 @@ def test_a_row_that_is_written_again_and_again_is_noted_once(tmp_path: Path, sto
             train(embedding, range(100))
         assert observers.tracker is not None
         assert observers.tracker.bytes == 12 * 1024  # one block
+
+
+def test_names_that_are_added_again_and_again_take_little_memory() -> None:
+    rows, keys = _core.ChangedRows(), np.arange(10_000, dtype=np.uint64)
+    for _ in range(1000):
+        rows.add_keys(np.zeros(len(keys), np.uint32), keys)
+    assert rows.bytes < 48 << 20
+    assert sum(len(rows.list_keys(bucket)[1]) for bucket in range(BUCKETS)) == len(keys)
+
+
+@on_one_device
+def test_beyond_the_limit_of_memory_no_tier_notes_rows(place: torch.device, tmp_path: Path) -> None:
+    with make(options("ssd", tmp_path, changed_keys_mb=0.001), "sgd").to(place) as embedding:
+        observers = embedding.table_handle().table.observers
+        observers.track_changes(FIRST)
+        assert observers.tracker is not None
+        source = weakref.ref(observers.tracker._source)
+        for begin in range(0, 2000, 100):
+            train(embedding, range(begin, begin + 100))
+        assert observers.tracker is None
+        assert source() is None
 
 
 def test_a_set_of_names_refuses_what_is_no_list_of_rows() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from weakref import ref
 
 import numpy as np
 import torch
@@ -31,7 +33,7 @@ class CudaCacheTier(CudaCacheBase):
         self._overflow_rows: tuple[Tensor, int] | None = None  # the pinned batch's rows that got no slot: flags, count
         self._read_counts: HitCounts = np.zeros((layout.num_tables, 2), np.int64)  # hits and misses counted by `peek`
         self._peek_counts, self._byte_counts = (0, 0, 0), {"bytes_in": 0, "bytes_out": 0}
-        self._write_back_log: WriteBackLog | None = None
+        self._find_write_back_log: Callable[[], WriteBackLog | None] = lambda: None
 
     def prefetch(self, batch: Batch) -> bool:
         return self._queue.fetch(batch, partial(self._fetch, batch, capacity_limit=None, is_prefetch=True))
@@ -100,8 +102,9 @@ class CudaCacheTier(CudaCacheBase):
 
     def start_change_source(self) -> WriteBackLog:
         self._write_back()  # the log is for later changes only
-        self._write_back_log = WriteBackLog(self._write_back)
-        return self._write_back_log
+        write_back_log = WriteBackLog(self._write_back)
+        self._find_write_back_log = ref(write_back_log)  # ends when the caller no longer tracks changes
+        return write_back_log
 
     def metrics(self) -> dict[str, dict[str, float]]:
         with self._queue.exclusive():
@@ -176,6 +179,6 @@ class CudaCacheTier(CudaCacheBase):
     def _write_lower_tier(self, count: int) -> None:
         tables, keys, lines = self._staging.rows(count)
         self._lower_tier.write(tables, keys, lines)
-        if self._write_back_log is not None:
-            self._write_back_log.add_keys(tables, keys)
+        if (write_back_log := self._find_write_back_log()) is not None:
+            write_back_log.add_keys(tables, keys)
         self._byte_counts["bytes_out"] += count * self._layout.stored_bytes

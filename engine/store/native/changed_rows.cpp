@@ -25,15 +25,20 @@ void ChangedRows::add_batch(const Batch& batch) {
         if (is_update && batch.last_steps[row] > since_step_) continue;
         add(batch.tables[row], batch.key(row));
     }
-    if (!is_update && size() > 2 * num_sorted_ + MIN_ROWS_TO_SORT) sort();  // `put` adds a row again and again
+    if (!is_update) limit_duplicates();
 }
 
 void ChangedRows::add_keys(const u32* tables, const u64* keys, std::size_t n) {
     for (std::size_t i = 0; i < n; ++i) add(tables[i], keys[i]);
+    limit_duplicates();
 }
 
 void ChangedRows::merge(ChangedRows& other) {
     for (std::size_t i = 0; i < other.size(); ++i) add(other.row(i).table, other.row(i).key);
+}
+
+void ChangedRows::limit_duplicates() {
+    if (size() > 2 * num_sorted_ + MIN_ROWS_TO_SORT) sort();
 }
 
 void ChangedRows::sort() {

@@ -44,6 +44,8 @@ private:
 
     Row& row(std::size_t i) const { return blocks_[i / BLOCK_ROWS][i % BLOCK_ROWS]; }
     void add(u32 table, u64 key);
+    // Drops duplicates if there may be many, as of a row that is put or deleted again and again.
+    void limit_duplicates();
     void sort();
 
     static constexpr std::size_t BLOCK_ROWS = 1024;
