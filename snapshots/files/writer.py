@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ...engine import _core
+from ...engine.checksum import crc32
 from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowFormat
@@ -135,7 +135,7 @@ class _RowFile:
     def write(self, rows: RowArray) -> None:
         data = rows.view(np.uint8).data
         self._file.write(data)
-        self._checksum = zlib.crc32(data, self._checksum)
+        self._checksum = crc32(data, self._checksum)
         self._count += len(rows)
 
     def write_header(self, submit_sync: Callable[[Task], object]) -> None:
