@@ -120,7 +120,7 @@ class RocksDB(NativeTier):
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:
-        """Write many rows faster during the block, into an empty tier. The rows are readable when the block ends.
+        """Write distinct rows faster during the block, into an empty tier. They are readable when the block ends.
 
         Rows should be written in the order of `scan`: such rows go to sorted files, other rows are slower.
         """
