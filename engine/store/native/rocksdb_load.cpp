@@ -2,21 +2,18 @@
 
 namespace tierbed {
 
-namespace {
-
 constexpr std::size_t SYNC_BYTES = 1 << 20;  // RocksDB starts to write this many bytes to the disk at a time
-
-rocksdb::Options make_file_options(rocksdb::Options options) {
-    options.bytes_per_sync = SYNC_BYTES;
-    return options;
-}
-
-}  // namespace
 
 SortedFiles::SortedFiles(const rocksdb::Options& options, const std::string& folder)
     : folder_(folder),
       max_file_bytes_(options.target_file_size_base),
-      writer_(rocksdb::EnvOptions(make_file_options(options)), options, nullptr, false) {
+      writer_(
+          [&] {
+              rocksdb::EnvOptions files(options);
+              files.bytes_per_sync = SYNC_BYTES;
+              return files;
+          }(),
+          options, nullptr, false) {
     files_.options.move_files = true;
     files_.options.write_global_seqno = false;
     files_.options.verify_file_checksum = false;
