@@ -125,4 +125,5 @@ def import_(
         manifest = import_snapshot(
             store, name, source, keys=keys, table_ids=ids, tensor=names, dtype=torch_dtype, progress=advance
         )
-    report("imported", name, {"": manifest}, begin, as_json)
+    rate = round(manifest.rows / (time.monotonic() - begin))
+    report("imported", name, {"": manifest}, begin, as_json, rows_per_second=rate)

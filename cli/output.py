@@ -249,13 +249,14 @@ def report(action: str, name: str, manifests: dict[str, Manifest], begin: float,
         entries = {store: make_entry(name, manifest) for store, manifest in manifests.items()}
         print_json({**(entries.get("") or {"stores": entries}), **fields, "seconds": round(seconds, 3)})
         return
-    skipped = f", {fields['left_out']:,} rows skipped" if fields.get("left_out") else ""
+    details = f" ({fields['rows_per_second']:,} rows/s)" if "rows_per_second" in fields else ""
+    details += f", {fields['left_out']:,} rows skipped" if fields.get("left_out") else ""
     for store, manifest in manifests.items():
         store_text = f" of {escape(store)}" if store else ""
         kind = "" if manifest.kind == "full" else f"{manifest.kind}, "
         size, step = format_size(manifest.total_bytes), manifest.description["step"]
         contents = f"{kind}{manifest.rows:,} rows, {size}, step {step:,}"
-        print(f"{action} {escape(name)}{store_text}: {contents}, in {format_seconds(seconds)}{skipped}")
+        print(f"{action} {escape(name)}{store_text}: {contents}, in {format_seconds(seconds)}{details}")
 
 
 def report_sound(sound: Iterable[str], damaged: Mapping[str, Exception], as_json: bool) -> None:

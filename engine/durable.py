@@ -8,7 +8,6 @@ import errno
 import os
 import shutil
 import stat
-import zlib
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from threading import Lock
@@ -16,6 +15,7 @@ from typing import Any, BinaryIO
 
 import msgpack  # type: ignore[import-untyped]
 
+from .checksum import crc32
 from .signals import defer_signals
 
 TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being written
@@ -211,7 +211,7 @@ def seal(value: Any) -> bytes:
         payload = msgpack.packb(value)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"msgpack cannot hold this value: {error}") from error
-    data: bytes = msgpack.packb([payload, zlib.crc32(payload)])
+    data: bytes = msgpack.packb([payload, crc32(payload)])
     if len(data) > MAX_SEALED_BYTES:
         raise ValueError(f"more than {MAX_SEALED_BYTES} bytes")
     unseal(data)  # never write a record that cannot be read
@@ -224,7 +224,7 @@ def unseal(data: bytes) -> Any:
     if type(record) is not list or [type(item) for item in record] != [bytes, int]:
         raise ValueError("not a sealed record")
     payload, checksum = record
-    if zlib.crc32(payload) != checksum:
+    if crc32(payload) != checksum:
         raise ValueError("the checksum does not match")
     return _unpack(payload, max_array_len=1 << 16, max_map_len=1 << 18)
 

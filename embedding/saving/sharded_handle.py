@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import torch
 
 from ...distributed.sharded_table import ShardedTable
 from ...distributed.world import World, try_call
+from ...engine.checksum import crc32
 from ...engine.errors import SnapshotError
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.store_options import StoreOptions

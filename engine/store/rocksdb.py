@@ -121,6 +121,16 @@ class RocksDB(NativeTier):
             scan.close()
             self._scans.remove(scan)
 
+    @contextlib.contextmanager
+    def load(self) -> Iterator[None]:
+        """Write distinct rows faster during the block, into an empty tier. They are readable when the block ends.
+
+        Rows should be written in the order of `scan`: such rows go to sorted files, other rows are slower.
+        """
+        self.native.begin_load()
+        yield
+        self.native.finish_load()
+
     def flush(self) -> None:
         self.native.flush()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from threading import RLock
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from ..options.table_spec import TableSpec
 from ..row_format import ROW_KEY_DTYPE, Chunks, RowFormat
 from ..signals import defer_signals
 from ..store.full_tier import CpuFullTier
+from ..store.rocksdb import RocksDB
 from ..store.table_counts import Counts, count_by_table, count_chunk_rows, read_counts
 from .stack import Stack
 
@@ -80,12 +82,13 @@ def restore_rows(table: Any, description: Mapping[str, Any]) -> None:
 def load_rows(stack: Stack, chunks: Chunks, row_format: RowFormat, num_tables: int) -> Counts:
     """Write scanned rows to the bottom tier of an empty stack. Returns each table's row count. Raises StoreError."""
     counts = np.zeros(num_tables, np.int64)
-    for _, rows in chunks:
-        if rows.dtype != row_format.dtype or not rows.flags.c_contiguous:
-            raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {row_format.dtype}")
-        tables = rows["table"].copy()
-        stack.bottom.write(tables, rows["key"].copy(), locate_lines(rows))
-        counts += count_by_table(tables, num_tables)
+    with stack.bottom.load() if isinstance(stack.bottom, RocksDB) else nullcontext():
+        for _, rows in chunks:
+            if rows.dtype != row_format.dtype or not rows.flags.c_contiguous:
+                raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {row_format.dtype}")
+            tables = rows["table"].copy()
+            stack.bottom.write(tables, rows["key"].copy(), locate_lines(rows))
+            counts += count_by_table(tables, num_tables)
     return counts
 
 

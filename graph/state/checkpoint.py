@@ -25,7 +25,6 @@ import os
 import secrets
 import sys
 import time
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -51,6 +50,7 @@ from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
 from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_choice, check_flags, is_folder_name
+from ...engine.checksum import crc32
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
 from ...engine.errors import (
     GraphError,
@@ -188,8 +188,8 @@ def _check_equal_on_ranks(world: World, label: str, plain_values: Any, tensors: 
     rank_checksums: list[dict[str, int]] = world.all_gather_object(
         f"{label}: state",
         lambda: {
-            "values that are not tensors": zlib.crc32(msgpack.packb(plain_values)),
-            **{name: zlib.crc32(to_bytes(tensor).numpy().data) for name, tensor in tensors.items()},
+            "values that are not tensors": crc32(msgpack.packb(plain_values)),
+            **{name: crc32(to_bytes(tensor).numpy().data) for name, tensor in tensors.items()},
         },
     )
     names = dict.fromkeys(name for checksums in rank_checksums for name in checksums)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...engine.checks import is_folder_name
+from ...engine.checksum import crc32
 from ...engine.durable import TEMPORARY_PREFIX, open_regular, read_record_bytes, remove_folder, unseal
 from ...engine.errors import SnapshotError
 from ...snapshots.files.reader import Snapshot
@@ -99,7 +99,7 @@ def compute_checksum(path: Path) -> int:
     crc = 0
     with open_regular(path) as file:
         while chunk := file.read(_CHUNK_BYTES):
-            crc = zlib.crc32(chunk, crc)
+            crc = crc32(chunk, crc)
     return crc
 
 

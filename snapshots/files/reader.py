@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from ...engine.checks import validate_arguments
+from ...engine.checksum import crc32
 from ...engine.durable import open_regular, read_record_bytes
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Change, Chunks, RowArray, extract_row_keys
@@ -278,7 +278,7 @@ class Snapshot:
             validator = make_validator(self.description, parse_bucket(name), self._find_shard(name))
             for _, rows in group:
                 data = rows.view(np.uint8)
-                checksum = zlib.crc32(data.data, checksum)
+                checksum = crc32(data.data, checksum)
                 count += len(rows)
                 if count == entry.rows and checksum != entry.crc32:
                     raise self._make_damage_error(name, "its checksum does not match")

@@ -11,18 +11,18 @@ from __future__ import annotations
 import os
 import secrets
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
 from functools import partial
-from itertools import groupby
+from itertools import cycle, groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ...engine import _core
+from ...engine.checksum import crc32
 from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
 from ...engine.row_format import BUCKETS, Change, RowArray, RowFormat
@@ -54,6 +54,7 @@ from .reader import Snapshot, list_snapshots
 
 RowFiles = dict[str, RowFile]
 _OPEN_FILES = 8  # how many files per table may wait for a sync; many tables may be saved together
+_SYNC_THREADS = 2  # so that the disk writes a file's data while it commits the file before
 _SMALL_BYTES = 1 << 18  # for fewer bytes, a write is faster than passing the bytes to a thread
 
 
@@ -91,7 +92,8 @@ def write_rows(
     Threads write and sync large chunks while the caller makes the next chunk. File names are durable only after the
     folder is synced. Raises SnapshotError for invalid rows. Raises OSError.
     """
-    files, threads, small_syncs = dict[str, _RowFile](), list[TaskThread](), list[Task]()
+    files, small_syncs = dict[str, _RowFile](), list[Task]()
+    writer: TaskThread | None = None
     submit: Callable[[Task], object]
     submit_sync: Callable[[Task], object]
     last_bucket, row_format = -1, RowFormat.from_description(description)
@@ -108,9 +110,11 @@ def write_rows(
                 if file is None:
                     file = files[name] = open_files.enter_context(closing(_RowFile(f"{folder}/{name}", rows.dtype)))
                     if rows.nbytes >= _SMALL_BYTES:
-                        if not threads:
-                            threads = [workers.enter_context(TaskThread(f"tierbed-{job}")) for job in ("sync", "write")]
-                        submit_sync, submit = (thread.submit for thread in threads)
+                        if writer is None:
+                            syncs = [workers.enter_context(TaskThread("tierbed-sync")) for _ in range(_SYNC_THREADS)]
+                            sync_threads = cycle(syncs)
+                            writer = workers.enter_context(TaskThread("tierbed-write"))  # ends before the sync threads
+                        submit, submit_sync = writer.submit, next(sync_threads).submit
                 submit(partial(file.write, rows))
                 if progress is not None:
                     progress(len(rows))
@@ -135,7 +139,7 @@ class _RowFile:
     def write(self, rows: RowArray) -> None:
         data = rows.view(np.uint8).data
         self._file.write(data)
-        self._checksum = zlib.crc32(data, self._checksum)
+        self._checksum = crc32(data, self._checksum)
         self._count += len(rows)
 
     def write_header(self, submit_sync: Callable[[Task], object]) -> None:

@@ -8,11 +8,11 @@ file's checksum. So the file is used only with the live rows for which it was wr
 from __future__ import annotations
 
 import logging
-import zlib
 from typing import Any
 
 import numpy as np
 
+from ...engine.checksum import crc32
 from ...engine.durable import write_atomically
 from ...engine.row_format import ROW_KEY_DTYPE, RowArray
 from ..files.format import CHANGED_KEYS
@@ -31,13 +31,13 @@ def write_changed_keys(folder: FolderState, parent_id: str, keys: RowArray) -> d
     except OSError as error:  # as on a full disk, where the store can still be closed
         log.warning("%r cannot be written: %s; %s", str(path), error, CONSEQUENCE)
         return {}
-    return {CHANGED_KEYS: {"parent": parent_id, "rows": len(keys), "crc32": zlib.crc32(data)}}
+    return {CHANGED_KEYS: {"parent": parent_id, "rows": len(keys), "crc32": crc32(data)}}
 
 
 def read_changed_keys(folder: FolderState, marker: dict[str, Any]) -> tuple[str, RowArray] | None:
     """Returns the parent's id and the keys [n] of rows that changed since; None if they are unknown."""
     match marker.get(CHANGED_KEYS):
-        case {"parent": str(parent_id), "rows": int(rows), "crc32": int(crc32)}:
+        case {"parent": str(parent_id), "rows": int(rows), "crc32": int(checksum)}:
             pass
         case _:
             return None
@@ -47,7 +47,7 @@ def read_changed_keys(folder: FolderState, marker: dict[str, Any]) -> tuple[str,
     except OSError as error:
         problem = f"cannot be read: {error}"
     else:
-        if len(keys) == rows and zlib.crc32(keys.view(np.uint8).data) == crc32:
+        if len(keys) == rows and crc32(keys.view(np.uint8).data) == checksum:
             return parent_id, keys
         problem = "does not belong to these live rows, or is damaged"
     log.warning("%r %s; %s", str(path), problem, CONSEQUENCE)

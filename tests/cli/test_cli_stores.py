@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -255,7 +256,10 @@ def test_a_dense_table_is_imported_and_trained_on(cli: Cli, tmp_path: Path) -> N
     torch.save({"net": {"emb.weight": dense}}, tmp_path / "model.pt")
     arguments = "import", "dense", str(tmp_path / "model.pt"), "--tensor", "net.emb.weight"
     assert "or add --create to create it" in cli.fails(*arguments)
-    assert cli.json(*arguments, "--create")["rows"] == 50
+    imported = cli.json(*arguments, "--create")
+    assert imported["rows"] == 50
+    assert imported["rows_per_second"] > 0
+    assert re.search(r", in .* \([\d,]+ rows/s\)$", cli.says("import", "again", *arguments[2:]).strip())
     cli.json("load", "dense")
     with make(options("device", tmp_path), "adam", tables=1) as embedding:
         assert torch.equal(embedding.get(torch.arange(50)), dense)

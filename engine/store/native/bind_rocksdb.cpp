@@ -73,6 +73,8 @@ void bind_rocksdb(nb::module_& m) {
             "folder"_a, "width"_a, nb::kw_only(), "create_if_missing"_a, "read_only"_a, "num_shards"_a, "block_bytes"_a,
             "data_cache_bytes"_a, "index_bytes"_a, "write_buffer_bytes"_a, "read_mode"_a, "async_io"_a, "max_read_threads"_a,
             "options"_a)
+        .def("begin_load", &RocksTier::begin_load, Unlocked())
+        .def("finish_load", &RocksTier::finish_load, Unlocked())
         .def("flush", &RocksTier::flush, Unlocked())
         .def("compact", &RocksTier::compact, Unlocked())
         .def("close", &RocksTier::close, Unlocked())

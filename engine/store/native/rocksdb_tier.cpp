@@ -22,6 +22,7 @@
 
 #include "ops/kernels/hash.h"
 #include "ops/native/thread_pool.h"
+#include "rocksdb_load.h"
 #include "rocksdb_open.h"
 #include "rocksdb_status.h"
 #include "rows.h"
@@ -318,13 +319,29 @@ void RocksTier::write_or_erase(const RowSpan& rows, bool is_erase) {
         rocksdb::WriteBatch batch(std::min(sorted.size() * row_bytes, BATCH_BYTES) + row_bytes);
         for (const SortedRow& row : sorted) {
             const Key key = row.encode();
-            const u64 line = is_erase ? 0 : rows.lines[row.index];
-            check(is_erase ? batch.Delete(key.slice())
-                           : batch.Put(key.slice(), {reinterpret_cast<const char*>(line), value_bytes}),
-                  folder_, "write");
+            const rocksdb::Slice value(is_erase ? nullptr : reinterpret_cast<const char*>(rows.lines[row.index]),
+                                       value_bytes);
+            if (!is_erase && shard.load && shard.load->accepts(key.slice())) {
+                check(call([&] { return shard.load->add(key.slice(), value); }), folder_, "load");
+                continue;
+            }
+            check(is_erase ? batch.Delete(key.slice()) : batch.Put(key.slice(), value), folder_, "write");
             if (batch.GetDataSize() >= BATCH_BYTES) apply_batch(shard, batch);
         }
         if (batch.Count()) apply_batch(shard, batch);
+    });
+}
+
+void RocksTier::begin_load() {
+    for (auto& shard : shards_) shard->load = std::make_shared<SortedFiles>(*options_, shard->folder);
+}
+
+void RocksTier::finish_load() {
+    require_open();
+    const std::shared_lock lock(open_mutex_);
+    parallel_for(shards_.size(), [&](std::size_t i) {
+        const std::shared_ptr<SortedFiles> load = std::move(shards_[i]->load);
+        check(call([&] { return load->finish(*shards_[i]->db); }), folder_, "load");
     });
 }
 

@@ -50,6 +50,8 @@ struct RocksInfo {
     bool async_io;
 };
 
+class SortedFiles;
+
 class RocksTier : public Tier {
 public:
     RocksTier(const std::string& folder, u32 width, const RocksOptions& options);
@@ -62,6 +64,9 @@ public:
     bool is_on_disk() const override { return true; }
     // Returns a row's counters without counting a hit.
     std::optional<RowCounters> locate(u32 table, u64 key) const;
+    // Begins to load rows into an empty tier. Until `finish_load`, rows written in the order of a scan are invisible.
+    void begin_load();
+    void finish_load();
     void flush();
     // Reopens read-only databases for writing. Call before rows are written or erased.
     void make_writable();
@@ -109,6 +114,7 @@ private:
         bool is_writable;
         bool manifest_is_stale = false;      // the MANIFEST still contains keys of merged files
         std::atomic<i64> bytes_to_flush{0};  // writing this many bytes triggers an early flush, once
+        std::shared_ptr<SortedFiles> load;   // during a load
         std::mutex flush_mutex;              // held to flush, or to retry a failed flush
     };
 
