@@ -97,7 +97,9 @@ def load(graph: Trained, folder: Path) -> Callable[[], object]:
 
 def load_increment(graph: Trained, folder: Path) -> Callable[[], object]:
     """An increment of 0.1 % of the rows, onto its parent."""
-    parent, count = find_last_snapshot(graph), max(1, graph.num_rows // 1000)
+    graph.rows.size()  # opens the store
+    graph.rows.save_snapshot(parent := f"parent-{time.time_ns()}", kind="incremental")
+    count = max(1, graph.num_rows // 1000)
     graph.rows.put(torch.arange(count), torch.ones(count, DIM))
     graph.rows.save_snapshot(f"small-{time.time_ns()}", kind="incremental")
     name = find_last_snapshot(graph)
@@ -112,6 +114,47 @@ def load_chain(graph: Trained, folder: Path) -> Callable[[], object]:
         graph.train(max(1, graph.num_rows // 100 // BATCH))
         graph.rows.save_snapshot(f"link-{time.time_ns()}", kind="incremental")
     return load(graph, folder)
+
+
+def save_beside_steps(graph: Trained, folder: Path) -> Callable[[], object]:
+    """An increment of 1 % of the rows, in the background. Steps go on until the save has ended."""
+    step_seconds = time_steps(graph, 50, lambda: False)
+    graph.rows.save_snapshot(f"parent-{time.time_ns()}", kind="checkpoint")
+    graph.train(max(1, graph.num_rows // 100 // BATCH))
+
+    def run() -> dict[str, float]:
+        begin = time.perf_counter()
+        save = graph.rows.save_snapshot(f"beside-{time.time_ns()}", kind="incremental", background=True)
+        call_seconds = time.perf_counter() - begin
+        assert save is not None
+        longest = max(time_steps(graph, 10_000, lambda: save.done))
+        return {"call": call_seconds, "longest_step": longest, "step": sorted(step_seconds)[25]}
+
+    return run
+
+
+def time_steps(graph: Trained, count: int, is_done: Callable[[], bool]) -> list[float]:
+    """Return the seconds of each of `count` steps, or of the steps until `is_done()`."""
+    seconds = []
+    while len(seconds) < count and not (seconds and is_done()):
+        begin = time.perf_counter()
+        graph.train(1)
+        seconds.append(time.perf_counter() - begin)
+    return seconds
+
+
+def save_graph(graph: Trained, folder: Path, kind: str | None, background: bool = False) -> Callable[[], object]:
+    graph.train()
+
+    def run() -> dict[str, float]:
+        begin = time.perf_counter()
+        save = graph.save(folder / "graph", overwrite=True, kind=kind, background=background)
+        call_seconds = time.perf_counter() - begin
+        if save is not None:
+            save.wait()
+        return {"call": call_seconds}
+
+    return run
 
 
 def open_rows(graph: Trained, folder: Path) -> Callable[[], object]:
@@ -129,6 +172,10 @@ OPERATIONS: dict[str, tuple[Callable[[Trained, Path], Callable[[], object]], boo
     "open after the kill": (open_rows, False),
     "full": (lambda graph, folder: save(graph, folder, "full"), False),
     "load full": (load, False),
+    "graph.save, full": (lambda graph, folder: save_graph(graph, folder, "full"), False),
+    "graph.save": (lambda graph, folder: save_graph(graph, folder, None), False),
+    "graph.save in background": (lambda graph, folder: save_graph(graph, folder, None, background=True), False),
+    "incremental beside steps": (save_beside_steps, False),
     "load 0.1 % onto parent": (load_increment, False),
     "load chain of 100": (load_chain, False),
 }
@@ -161,13 +208,13 @@ def run_child(operation: str, folder: Path, rows: int) -> None:
         graph = Trained(folder, rows)
         call = prepare(graph, folder)
         before, begin = read_disk_bytes(), time.perf_counter()
-        call()
+        others = call()
         seconds, after = time.perf_counter() - begin, read_disk_bytes()
     finally:
         ended.set()
         watcher.join()
     figures = {"seconds": seconds, "anonymous": peak[0], "read": after[0] - before[0], "written": after[1] - before[1]}
-    print(json.dumps(figures), flush=True)
+    print(json.dumps(figures | (others if isinstance(others, dict) else {})), flush=True)
     if is_killed:
         graph.train(1)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -215,9 +262,11 @@ def main() -> None:
             if figures := measure(operation, folder, rows, arguments.memory_mb):
                 results.setdefault(operation, {})[rows] = figures
                 sizes = [figures[name] / MIB for name in ("anonymous", "read", "written")]
-                print(
-                    f"{operation:26}{rows:12,}{figures['seconds']:10.2f}{sizes[0]:16.0f}{sizes[1]:10.0f}{sizes[2]:13.0f}"
-                )
+                line = f"{figures['seconds']:10.2f}{sizes[0]:16.0f}{sizes[1]:10.0f}{sizes[2]:13.0f}"
+                others = [
+                    f"{name} {figures[name]:.3f} s" for name in ("call", "step", "longest_step") if name in figures
+                ]
+                print(f"{operation:26}{rows:12,}{line}  {', '.join(others)}", flush=True)
             else:
                 print(f"{operation:26}{rows:12,}    failed")
         shutil.rmtree(folder)
