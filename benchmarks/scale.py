@@ -1,6 +1,7 @@
 """Measure saves, loads and restarts of `cached_ssd` over the number of rows, in a limited memory.
 
-    python benchmarks/scale.py --folder FOLDER [--rows 10000000 40000000] [--memory-mb 2048] [--plot scale.svg]
+    python benchmarks/scale.py --folder FOLDER [--rows 10000000 40000000] [--memory-mb 2048] [--operations fill open]
+        [--plot scale.svg]
 
 One embedding (16 columns, Adagrad, a cache of 256 MiB) grows to each number of rows. Each operation runs in a process
 of its own. `--memory-mb` limits the process's memory, including its page cache, in a new memory cgroup; 0 sets no
@@ -247,6 +248,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000_000, 40_000_000])
     parser.add_argument("--memory-mb", type=int, default=2048)
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--child", choices=OPERATIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -258,7 +260,7 @@ def main() -> None:
     for rows in arguments.rows:
         folder = arguments.folder / f"rows-{rows}"
         shutil.rmtree(folder, ignore_errors=True)
-        for operation in OPERATIONS:
+        for operation in arguments.operations:
             if figures := measure(operation, folder, rows, arguments.memory_mb):
                 results.setdefault(operation, {})[rows] = figures
                 sizes = [figures[name] / MIB for name in ("anonymous", "read", "written")]

@@ -15,7 +15,7 @@ from ..store.full_tier import check_capacity
 from ..store.interfaces import CapacityLimit, NativeTier, Tier, TopTier
 
 MB = 1 << 20
-FLUSH_PIECE_ROWS = 1 << 13  # rows per flush call; other threads wait during the call
+FLUSH_PIECE_ROWS = 1 << 15  # slots per flush call; other threads wait during the call, which writes their dirty rows
 
 log = logging.getLogger("tierbed")
 
