@@ -1,7 +1,7 @@
 """Measure saves, loads and restarts of `cached_ssd` over the number of rows, in a limited memory.
 
-    python benchmarks/scale.py --folder FOLDER [--rows 10000000 40000000] [--memory-mb 2048] [--operations fill open]
-        [--plot scale.svg]
+    python benchmarks/scale.py --folder FOLDER [--rows 10000000 40000000] [--memory-mb 2048] [--index-mb 256]
+        [--operations fill open] [--plot scale.svg]
 
 One embedding (16 columns, Adagrad, a cache of 256 MiB) grows to each number of rows. Each operation runs in a process
 of its own. `--memory-mb` limits the process's memory, including its page cache, in a new memory cgroup; 0 sets no
@@ -40,9 +40,9 @@ MIB = float(1 << 20)
 class Trained(tierbed.Graph):
     """A graph that trains one embedding in a folder."""
 
-    def __init__(self, folder: Path, rows: int) -> None:
+    def __init__(self, folder: Path, rows: int, index_mb: int | None = None) -> None:
         super().__init__()
-        options = tierbed.make_cached_ssd_store_options(CACHE_MB, str(folder / "store"))
+        options = tierbed.make_cached_ssd_store_options(CACHE_MB, str(folder / "store"), index_mb=index_mb)
         self.rows = tierbed.MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, None, options)
         self.layer = nn.Linear(DIM, 1)
         self.add_optimizer(torch.optim.Adagrad(self.parameters(), lr=0.1))
@@ -194,7 +194,7 @@ def read_disk_bytes() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
-def run_child(operation: str, folder: Path, rows: int) -> None:
+def run_child(operation: str, folder: Path, rows: int, index_mb: int | None) -> None:
     """Run an operation in this process, and print what it took as JSON."""
     peak, ended = [0], Event()
 
@@ -206,7 +206,7 @@ def run_child(operation: str, folder: Path, rows: int) -> None:
     watcher.start()
     try:
         prepare, is_killed = OPERATIONS[operation]
-        graph = Trained(folder, rows)
+        graph = Trained(folder, rows, index_mb)
         call = prepare(graph, folder)
         before, begin = read_disk_bytes(), time.perf_counter()
         others = call()
@@ -222,9 +222,10 @@ def run_child(operation: str, folder: Path, rows: int) -> None:
     graph.rows.close()
 
 
-def measure(operation: str, folder: Path, rows: int, memory_mb: int) -> dict[str, Any]:
+def measure(operation: str, folder: Path, rows: int, memory_mb: int, index_mb: int | None) -> dict[str, Any]:
     """Run an operation in a process of its own. Returns its figures, or an empty dict if it failed."""
     command = [sys.executable, __file__, "--child", operation, "--folder", str(folder), "--rows", str(rows)]
+    command += [] if index_mb is None else ["--index-mb", str(index_mb)]
     with memory_limit(memory_mb << 20 or None) as limit:
         child = subprocess.run(command, preexec_fn=limit, stdout=subprocess.PIPE, text=True)
     line = child.stdout.strip().rpartition("\n")[2]
@@ -248,12 +249,13 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000_000, 40_000_000])
     parser.add_argument("--memory-mb", type=int, default=2048)
+    parser.add_argument("--index-mb", type=int)
     parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--child", choices=OPERATIONS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
-        run_child(arguments.child, arguments.folder, arguments.rows[0])
+        run_child(arguments.child, arguments.folder, arguments.rows[0], arguments.index_mb)
         return
     results: dict[str, dict[int, dict[str, Any]]] = {}
     print(f"{'operation':26}{'rows':>12}{'seconds':>10}{'anonymous MiB':>16}{'read MiB':>10}{'written MiB':>13}")
@@ -261,7 +263,7 @@ def main() -> None:
         folder = arguments.folder / f"rows-{rows}"
         shutil.rmtree(folder, ignore_errors=True)
         for operation in arguments.operations:
-            if figures := measure(operation, folder, rows, arguments.memory_mb):
+            if figures := measure(operation, folder, rows, arguments.memory_mb, arguments.index_mb):
                 results.setdefault(operation, {})[rows] = figures
                 sizes = [figures[name] / MIB for name in ("anonymous", "read", "written")]
                 line = f"{figures['seconds']:10.2f}{sizes[0]:16.0f}{sizes[1]:10.0f}{sizes[2]:13.0f}"
