@@ -56,8 +56,8 @@ def save_together(
     with ExitStack() as locks, NewSnapshots() as new_snapshots:
         locks.enter_context(lock_between_steps(managers, awaits_step=world.size == 1))
         kinds = [manager.cheapest_kind if kind is None else kind for manager in managers]
-        if count_text and kind == "incremental" and not background:
-            kinds = world.call_on_rank_0(op, lambda: [_choose_kind(manager) for manager in managers])
+        if count_text and kind == "incremental":
+            kinds = world.call_on_rank_0(op, lambda: [_choose_kind(manager, background) for manager in managers])
         for manager, own_kind, path in zip(managers, kinds, paths, strict=True):
             try:
                 if path is None or manager.has_folder:
@@ -81,9 +81,9 @@ def save_together(
     return None
 
 
-def _choose_kind(manager: Any) -> str:
+def _choose_kind(manager: Any, background: bool) -> str:
     """Return "incremental", or "full" for a table without a parent snapshot."""
-    if manager.last_snapshot_name:
+    if manager.last_snapshot_name or (background and manager.local.table.processor.defers_errors):  # on a GPU, refused
         return "incremental"
     log.info("embedding %r has no parent for an incremental snapshot, so it is saved full", manager.name)
     return "full"

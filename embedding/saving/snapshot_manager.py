@@ -505,8 +505,8 @@ class SnapshotManager:
         self, keep_last: int, keep_every: int | None, progress: ProgressCallback | None = None
     ) -> list[str]:
         """Remove or fold old snapshots, and return their names. Not collective: only rank 0 calls this."""
-        table, store = self.local.table, self.require_store()
-        with table.lock:  # a snapshot that a background save writes is not listed yet, and has no parent
+        store = self.require_store()
+        with self.local.lock_table() as table:  # a snapshot that a background save writes is not listed yet
             last_save = table.observers.last_save
             is_saving = self._background_save is not None or (last_save is not None and not last_save.done)
             if not is_saving:  # no temporary folder is in use

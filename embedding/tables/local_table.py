@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
@@ -336,6 +336,16 @@ class LocalTable:
                     if old_table is self._table:
                         self._swap(old_table, build)
                         return
+
+    @contextmanager
+    def lock_table(self) -> Iterator[OpenTable]:
+        """Lock the table and yield it. A load that held the lock may have replaced the table meanwhile."""
+        while True:
+            table = self.table
+            with table.lock:
+                if table is self._table:
+                    yield table
+                    return
 
     def _swap(self, old_table: OpenTable, build: Callable[[OpenTable], OpenTable]) -> None:
         cache_metrics(old_table)

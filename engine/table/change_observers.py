@@ -154,9 +154,10 @@ class ChangeObservers:
             self.track_changes(NO_PARENT)
 
     def list_changed_keys(self) -> tuple[str, RowArray] | None:
-        """Returns the parent's id, and the keys [n] of rows that changed since; None if they are not tracked."""
+        """Returns the parent's id and the keys [n] of rows that changed since; None if untracked or during a save."""
         with self._table.lock:
-            if self.tracker is None or self.tracker.parent_id == NO_PARENT:
+            is_saving = self.last_save is not None and not self.last_save.done  # the parent is about to change
+            if self.tracker is None or self.tracker.parent_id == NO_PARENT or is_saving:
                 return None
             return self.tracker.parent_id, self.tracker.list_keys()
 

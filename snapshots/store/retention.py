@@ -97,14 +97,20 @@ def list_needed_names(store: FolderState) -> set[str]:
 
 
 def find_reusable_names(snapshots: Path, record: Record, store_id: str) -> set[str]:
-    """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots."""
+    """Returns the names of a store's snapshots that recovery skipped. A run may overwrite these snapshots.
+
+    Excludes parents of snapshots that were saved later, after a load of a skipped snapshot.
+    """
     low, high = record.skipped_sequences.get(store_id, (0, 0))
+    reusable_names, kept_names = set[str](), set[str]()
     needed_ids = find_needed_ids(record, store_id)
-    return {
-        snapshot.name
-        for snapshot in (list_snapshots(snapshots).snapshots if high > low else ())
-        if low < snapshot.manifest.sequence <= high and snapshot.manifest.id not in needed_ids
-    }
+    for snapshot in reversed(list_snapshots(snapshots).snapshots if high > low else []):  # children before parents
+        manifest = snapshot.manifest
+        if low < manifest.sequence <= high and not (manifest.id in needed_ids or snapshot.name in kept_names):
+            reusable_names.add(snapshot.name)
+        elif manifest.parent is not None:
+            kept_names.add(manifest.parent.name)
+    return reusable_names
 
 
 def link_state_snapshot(store: StoreFolder, id: str | None, keep: int | None) -> Path | None:

@@ -22,7 +22,6 @@ from ..files.writer import (
     check_name_free,
     check_parent,
     convert_write_errors,
-    find_children,
     write_changes,
     write_rows,
 )
@@ -61,9 +60,8 @@ def check_save(store: StoreFolder, name: str, kind: str, inputs: SaveInputs, ove
     check_kind(kind)
     remove_backups(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
     folder = store.snapshots_path / name
-    reusable = find_reusable_names(store.snapshots_path, inputs.record, inputs.store_id)
-    if name not in reusable or not reusable.issuperset(find_children(folder)):
-        check_name_free(folder, overwrite or name in reusable)
+    if name not in find_reusable_names(store.snapshots_path, inputs.record, inputs.store_id):
+        check_name_free(folder, overwrite)
     if kind == "checkpoint" and inputs.rocksdb is None:
         raise OptionError("kind='checkpoint' needs RocksDB's files, which only cached_ssd stores have; give 'full'")
 

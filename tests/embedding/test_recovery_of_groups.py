@@ -386,3 +386,15 @@ def test_a_state_is_no_parent_and_no_last_snapshot(tmp_path) -> None:
     chains = {one.name: [link.name for link in one.chain] for one in list_snapshots(tmp_path / "a/snapshots").snapshots}
     assert chains["two"] == ["one", "two"]
     assert at(tmp_path, one) == [3]
+
+
+def test_no_save_takes_the_name_of_a_skipped_snapshot_that_a_later_one_needs(tmp_path) -> None:
+    killed(played, tmp_path, TWO, f"step 1; save s1; {MORE}")
+    model = Model(tmp_path, TWO)
+    member = model.members[0]
+    member.load_snapshot("s3")
+    member.save_snapshot("s4", "incremental")
+    with pytest.raises(SnapshotError, match="s2' exists"):
+        member.save_snapshot("s2")
+    assert names(tmp_path)[0] == {"s1", "s2", "s3", "s4"}
+    model.close()

@@ -160,3 +160,15 @@ def test_a_rename_that_fails_leaves_the_snapshots_before_it_and_says_which(tmp_p
     model.save_snapshot("two", overwrite=True)
     assert saved(tmp_path, "two") == [3, 3]
     model.close()
+
+
+def test_a_background_save_of_all_is_full_for_one_without_a_parent(tmp_path) -> None:
+    model = Model(tmp_path, ("host", "host"))
+    model.steps(1)
+    model.members[0].save_snapshot("base")
+    saving = model.save_snapshot("all", "incremental", background=True)
+    assert saving is not None
+    saving.wait()
+    snapshots = [list_snapshots(tmp_path / name / "snapshots").snapshots[-1] for name in "ab"]
+    assert [(one.name, one.kind) for one in snapshots] == [("all", "incremental"), ("all", "full")]
+    model.close()

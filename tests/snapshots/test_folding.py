@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from support.stores import options
 from tierbed import EagerOptimizer, MultiTableEmbedding, make_host_mem_store_options
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import ROW_KEY_DTYPE, row_dtype
+from tierbed.engine.table import background_save
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.files import reader
 from tierbed.snapshots.files.read_errors import ReadIOError
@@ -283,6 +285,40 @@ def test_a_prune_during_a_background_save_folds_nothing(tmp_path: Path, monkeypa
         assert saving is not None
         saving.wait()
         assert embedding.prune_snapshots(3) == ["s1"]
+
+
+class WatchedLock:
+    """A lock that says when a thread begins to wait for it."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock, self.waits = lock, Event()
+
+    def __enter__(self) -> None:
+        self.waits.set()
+        self.lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self.lock.release()
+
+
+def test_a_prune_that_waits_for_a_load_leaves_the_next_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_save, "PAUSE_RATIO", 1e9)  # the save lasts until somebody waits for it
+    with make(options("host", tmp_path), "adagrad") as embedding:
+        train(embedding, range(3000))
+        embedding.save_snapshot("base")
+        table = embedding.table_handle().open_table
+        monkeypatch.setattr(table, "lock", lock := WatchedLock(table.lock))
+        pruning = Thread(target=lambda: embedding.prune_snapshots(1))
+        with lock.lock:
+            pruning.start()
+            lock.waits.wait()
+            embedding.load_snapshot("base")  # replaces the table
+            saving = embedding.save_snapshot("next", background=True)
+        pruning.join()
+        assert saving is not None
+        saving.wait()
 
 
 def test_the_shell_says_what_a_prune_folds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

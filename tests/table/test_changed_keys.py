@@ -16,6 +16,7 @@ from support.changed_rows import Row, by_name, call, check_saved, read_snapshot,
 from support.embeddings import contents, make, train
 from support.examples import examples
 from support.stores import STORES, options
+from tierbed.snapshots.files import writer
 from tierbed.snapshots.store import save
 
 stores = pytest.mark.parametrize("store", STORES)
@@ -117,3 +118,22 @@ def test_keys_of_another_close_are_not_used(tmp_path: Path, store: str, caplog: 
         check_saved(embedding, "next")
     assert comparisons == [1]
     assert "does not belong to these live rows" in caplog.text
+
+
+def test_a_check_of_a_snapshot_while_a_save_ends_loses_no_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish = writer.NewSnapshots.publish
+    with make(options("host", tmp_path), "adagrad") as embedding:
+        manager = embedding.table_handle().snapshot_manager
+
+        def change_check_and_publish(new: writer.NewSnapshots) -> None:
+            train(embedding, range(5, 15))
+            manager.check_snapshot(manager.open_by_name("base"))
+            publish(new)
+
+        train(embedding, range(9))
+        embedding.save_snapshot("base")
+        with monkeypatch.context() as patch:
+            patch.setattr(writer.NewSnapshots, "publish", change_check_and_publish)
+            embedding.save_snapshot("first", kind="incremental")
+        embedding.save_snapshot("second", kind="incremental")
+        check_saved(embedding, "second")
