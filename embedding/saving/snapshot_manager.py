@@ -20,7 +20,7 @@ from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import format_still_saving
 from ...snapshots.files.format import HashShard, check_name
-from ...snapshots.files.reader import Snapshot, find_snapshot_name, list_snapshots, read_changes
+from ...snapshots.files.reader import Snapshot, exhaust, find_snapshot_name, list_snapshots, read_changes
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
@@ -434,13 +434,11 @@ class SnapshotManager:
         def check() -> dict[str, int]:
             fit = self.local.fit_selection(shard, selection)
             if increments := find_increments(self.local.table, shard, self.local.persistence.spec, fit):
-                for _ in read_changes(increments):
-                    pass
+                exhaust(read_changes(increments))
             else:
                 shard.verify()
             if fit.target_dtypes is not None:
-                for _ in fit.read_rows(shard, LoadReport()):
-                    pass
+                exhaust(fit.read_rows(shard, LoadReport()))
             return shard.shard_rows
 
         check_row_count(self.world, f"checking snapshot {snapshot.name!r} of embedding {self.name!r}", shard, check)

@@ -42,7 +42,7 @@ def list_linkable(snapshot: Snapshot, spec: TableSpec, state: RowState | None) -
 
 
 def link_rows(chain: Sequence[Snapshot], folder: Path) -> dict[str, Any]:
-    """Make `folder` live rows with the files of the chain's first snapshot, and verify the chain's increments.
+    """Make `folder` live rows with the files of the chain's first snapshot; see `add_increments` for the others.
 
     Return a description of the chain's last snapshot. Raises SnapshotError, OSError.
     """
@@ -50,14 +50,12 @@ def link_rows(chain: Sequence[Snapshot], folder: Path) -> dict[str, Any]:
 
     rocksdb = chain[0].manifest.rocksdb
     assert rocksdb is not None
-    for _ in read_changes(chain[1:]):
-        pass
     link_checkpoint(chain[0].folder, rocksdb, folder)
     return {**chain[-1].description, "rows": chain[-1].manifest.rows, "shards": rocksdb.shards}
 
 
 def add_increments(table: OpenTable, increments: Sequence[Snapshot]) -> None:
-    """Change the linked rows of `table` as the verified increments say, durably. Closes `table` if this fails."""
+    """Verify increments, and change the linked rows of `table` as they say, durably. Closes `table` if this fails."""
     try:
         assert table.stack is not None
         bottom = table.stack.bottom  # the caches are empty
@@ -77,15 +75,6 @@ def remove_table(table: OpenTable, path: Path | None) -> None:
             remove_folder(path)
 
 
-def check_files(table: OpenTable, snapshot: Snapshot) -> FileCheck:
-    """Check the linked files of `table` in a thread. After damage, the next call raises. Closes the table on error."""
-    try:
-        return FileCheck(snapshot, table)
-    except BaseException:  # as when the system cannot start a thread
-        table.close()
-        raise
-
-
 class FileCheck:
     """A background thread that compares a checkpoint's row files with their checksums, until `stop`.
 
@@ -93,10 +82,14 @@ class FileCheck:
     """
 
     def __init__(self, snapshot: Snapshot, table: OpenTable) -> None:
-        """table: the next call of this table raises an error that names a damaged file."""
+        """table: its next call raises an error that names a damaged file. Closes the table if no thread starts."""
         self._snapshot, self._table, self._stopped = snapshot, table, Event()
         self._thread = Thread(target=self._run, name="tierbed-file-check", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            table.close()
+            raise
         self.attach(table)
 
     def attach(self, table: OpenTable) -> None:

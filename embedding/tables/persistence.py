@@ -36,7 +36,7 @@ from ...engine.table.stack import Stack, build_stack, get_processor_factory
 from ...engine.table.table import OpenTable
 from ...snapshots.files.format import check_description
 from ...snapshots.files.read_errors import find_os_error
-from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.reader import Snapshot, exhaust
 from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.changed_keys import read_changed_keys
 from ...snapshots.store.closed_store import check_live, scan_live_rows
@@ -47,10 +47,9 @@ from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import read_live_version
 from ...snapshots.store.recovery_rule import EMPTY_ID
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
-from .clean_marker import make_clean_marker
 from .compatibility import LoadedIdCounter, check_stored_rows
 from .increments import count_added_rows, find_increments, take_over
-from .linked_rows import FileCheck, add_increments, check_files, link_rows, list_linkable, remove_table
+from .linked_rows import FileCheck, add_increments, link_rows, list_linkable, remove_table
 from .recovery import (
     FolderContents,
     LiveRowsState,
@@ -61,6 +60,7 @@ from .recovery import (
     check_shards_unlocked,
     describe_full_disk,
     is_disk_full,
+    make_clean_marker,
     plan_open,
     read_contents,
 )
@@ -269,9 +269,8 @@ class TablePersistence:
             else:
                 folder.clear_incoming()
                 write_snapshot(folder.incoming, table.describe(), table.scan())
-                folder.replace_live_rows(
-                    folder.incoming, make_clean_marker(table, self.folder, self.member, self.rows_version)
-                )
+                marker = make_clean_marker(table, folder, self.member, self.rows_version)
+                folder.replace_live_rows(folder.incoming, marker)
         if self.member is not None:
             self.member.mark_closed(read_live_version(folder.clean_marker) or "")
 
@@ -343,8 +342,7 @@ class TablePersistence:
         own_limits = self.spec.read_id_limits(None)
         if self.spec.max_ids is not None and table.id_limits != own_limits and not for_load:
             ids = LoadedIdCounter(self.spec)
-            for _ in ids.count(check_rows(table.scan(), self.spec.num_tables)):
-                pass
+            exhaust(ids.count(check_rows(table.scan(), self.spec.num_tables)))
             if not ids.log_remarks(label, False, None):
                 table.reset_id_limits()
         return table
@@ -368,7 +366,7 @@ class TablePersistence:
                 folder.replace_live_rows(folder.incoming, marker)
                 table = self._resume(optimizer, marker, folder, for_load)
                 table.observers.track_changes(snapshot.manifest.id)
-                self._file_check = check_files(table, chain[0])
+                self._file_check = FileCheck(chain[0], table)
                 return table
         return self.load(optimizer, snapshot, None, on_verified=plan.on_verified, for_load=for_load)[0]
 

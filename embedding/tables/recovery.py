@@ -1,4 +1,4 @@
-"""Chooses the rows that a table opens.
+"""Chooses the rows that a table opens, and makes the clean marker that the next open reads.
 
 The training group's record contains an entry for each store. The entry says which rows the store opens: live rows, a
 snapshot, or no rows. A clean shutdown writes the live rows and a clean marker. `plan_open` turns the entry into an
@@ -19,8 +19,13 @@ from typing import Any, NamedTuple
 
 from ...engine.errors import StoreError, TierbedError
 from ...engine.options.store_options import StoreOptions
+from ...engine.store.rocksdb import RocksDB
+from ...engine.store.table_counts import TABLE_ROWS
+from ...engine.table.table import OpenTable
+from ...snapshots.files.format import LIVE_FILES, LIVE_VERSION, SHARD_FIELD
 from ...snapshots.files.read_errors import find_os_error
 from ...snapshots.files.reader import Snapshot, find_snapshot, list_snapshots
+from ...snapshots.store.changed_keys import write_changed_keys
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, find_holder, locate_shard, read_last_step, read_shard_versions
 from ...snapshots.store.group import Member
@@ -275,3 +280,28 @@ class RowsVersion:
     def make_marker_fields(self) -> dict[str, Any]:
         """Return the shard's fields for its clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.num_ranks, "run": self.run_id, "writes": self.num_writes}
+
+
+def make_clean_marker(
+    table: OpenTable, folder: StoreFolder | None, member: Member | None, rows_version: RowsVersion | None
+) -> dict[str, Any]:
+    """Return the clean marker for the rows of `table`, after writing the keys of changed rows.
+
+    The marker describes the rows, and says that the live rows are complete and durable.
+    """
+    assert table.stack is not None
+    bottom = table.stack.bottom
+    fields: dict[str, Any] = {"live": "rows"}
+    if isinstance(bottom, RocksDB):
+        fields = {"live": "rocksdb", "shards": bottom.shards, LIVE_FILES: bottom.read_versions()}
+    fields["rows"] = table.counts.num_rows
+    if (counts := table.counts.known_table_counts) is not None:
+        fields[TABLE_ROWS] = counts.tolist()
+    if rows_version is not None:
+        fields[SHARD_FIELD] = rows_version.make_marker_fields()
+    elif member is not None:
+        fields[LIVE_VERSION] = member.version
+    changed = table.observers.list_changed_keys()
+    if folder is not None and changed is not None and len(changed[1]):  # if no row changed, the record names a snapshot
+        fields |= write_changed_keys(folder, *changed)
+    return {**table.describe(), **fields}

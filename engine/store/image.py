@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from threading import Condition, RLock
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -145,19 +145,7 @@ class MemoryImage(Image):
 
 
 class IncrementImage(MemoryImage):
-    """An image of the rows whose keys are in the list `changed`, for an incremental snapshot."""
-
-    def __init__(
-        self,
-        changed: _core.ChangedRows,
-        image: _core.TableImage,
-        dtype: np.dtype[np.void],
-        max_bytes: int,
-        lock: Any,
-        on_close: Callable[[Image], None],
-    ) -> None:
-        super().__init__(image, dtype, max_bytes, lock, on_close)
-        self._changed, self._image = changed, image
+    """An image of a list of rows, for an incremental snapshot. On a CPU only."""
 
     def chunks(self) -> Iterator[Change]:  # type: ignore[override]
         """Yield all listed rows, and the keys of listed rows that did not exist."""
@@ -167,9 +155,9 @@ class IncrementImage(MemoryImage):
             while True:
                 rows = np.empty(CHANGES_CHUNK_ROWS, self._dtype)
                 with self._condition:
-                    self._require_open()
-                    count = self._image.read_next(rows.view(np.uint8))
-                    tables, keys = self._image.take_missing_keys()
+                    image = cast(_core.TableImage, self._require_open())
+                    count = image.read_next(rows.view(np.uint8))
+                    tables, keys = image.take_missing_keys()
                     self._condition.notify_all()
                 if not count and not len(keys):
                     break

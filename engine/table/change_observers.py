@@ -92,7 +92,7 @@ class ChangeTracker:
         assert changed is not None
         changed.list_keys(0)  # sorts the list
         image = _core.TableImage(changed, table.layout, top_tier.native)  # type: ignore[attr-defined]
-        return IncrementImage(changed, image, table.row_format.dtype, max_bytes, table.lock, on_close)
+        return IncrementImage(image, table.row_format.dtype, max_bytes, table.lock, on_close)
 
     def record_save(self, snapshot_id: str) -> None:
         """Record that the snapshot with id `snapshot_id` holds all changes before the last `start_increment`."""

@@ -1,4 +1,4 @@
-"""Compares two sorted streams of rows, applies changes to a sorted stream, and merges several sorted streams."""
+"""Compares two sorted streams of rows, and merges several sorted streams of rows or changes."""
 
 from __future__ import annotations
 
@@ -72,29 +72,6 @@ def join_tables(
                 left, right = (repack_fields(rows[["table", "key", "updates", "step"]]) for rows in (left, right))
             is_removed, status = _core.diff_rows(_as_bytes(left), _as_bytes(right), left.dtype.itemsize)
         yield bucket, old.take(len(is_removed)), newer.take(len(status)), is_removed, status
-
-
-def apply_changes(older: Chunks, newer: Chunks, deleted: Chunks, conflict_error: Callable[[int], Exception]) -> Chunks:
-    """Apply changes to the table `older`: drop rows whose keys are `deleted`, and replace or add the rows in `newer`.
-
-    Raises `conflict_error(bucket)` if `newer` and `deleted` share a key. All streams may contain keys instead of rows.
-    """
-    cursors = [RowCursor(chunks) for chunks in (older, newer, deleted)]
-    while (bucket := min(cursor.bucket for cursor in cursors)) < BUCKETS:
-        present = [cursor for cursor in cursors if cursor.bucket == bucket]
-        if present == cursors[:1]:
-            yield bucket, present[0].take()
-            continue
-        dtype = present[0].rows.dtype
-        before, after, deleted_keys = (_as_bytes(cursor.rows if cursor in present else _NO_KEYS) for cursor in cursors)
-        merged, *counts, has_conflict = _core.merge_rows(before, after, deleted_keys, dtype.itemsize)
-        if has_conflict:
-            raise conflict_error(bucket)
-        for cursor, count in zip(cursors, counts, strict=True):
-            if cursor in present:
-                cursor.take(count)
-        if len(merged):
-            yield bucket, merged.view(dtype)
 
 
 def merge_chain(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from operator import itemgetter
@@ -36,7 +36,7 @@ from .format import (
     parse_bucket,
     parse_shard_index,
 )
-from .merging import apply_changes, merge_chain, merge_sorted
+from .merging import merge_chain, merge_sorted
 from .pipeline import read_ahead
 from .read_errors import ReadIOError, make_damage_error, make_read_error, make_remedy
 
@@ -57,8 +57,8 @@ def report_progress(chunks: Chunks, progress: ProgressCallback | None, keys_only
             yield bucket, extract_row_keys(rows) if keys_only else rows
 
 
-def exhaust(chunks: Chunks) -> None:
-    deque(chunks, maxlen=0)
+def exhaust(items: Iterable[object]) -> None:
+    deque(items, maxlen=0)
 
 
 class Snapshot:
@@ -68,6 +68,9 @@ class Snapshot:
         shard: read only this shard's rows; None reads all rows.
         shard_rows: receives the number of the shard's rows in each snapshot of the chain, by snapshot name. Manifests
             do not store these numbers, so they are known only after all of `chunks` has been read.
+
+    Attributes:
+        error: The error that this snapshot's own files caused in the last read, or None.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class Snapshot:
     ) -> None:
         self.folder, self.manifest, self.shard = folder, manifest, shard
         self.shard_rows = {} if shard_rows is None else shard_rows
+        self.error: SnapshotError | None = None
 
     @classmethod
     def open(cls, folder: Path) -> Snapshot:
@@ -166,7 +170,7 @@ class Snapshot:
 
         progress: called with each chunk's row count. The sum of the counts is the sum of `num_entries` over the chain.
         """
-        exhaust(self._merge_chain(65536, progress or (lambda count: None)))
+        exhaust(read_changes(self.chain, progress=progress or (lambda count: None)))
 
     def chunks(self, max_rows: int = 65536) -> Chunks:
         """Yields every row of the table, sorted like `Tier.scan`.
@@ -184,38 +188,8 @@ class Snapshot:
         Raises:
             SnapshotError: If a file is damaged or missing. The message names the file.
         """
-        return self._merge_chain(max_rows)
-
-    def _merge_chain(self, max_rows: int, progress: ProgressCallback | None = None) -> Chunks:
-        """Like `chunks`, but calls `progress`. With `progress`, yields only row keys if the chain is longer than 1."""
-        if len(chain := self.chain) == 1:
-            return self.apply_to(iter(()), max_rows, progress)
-        return ((bucket, rows) for bucket, rows, _ in read_changes(chain, max_rows, progress) if len(rows))
-
-    def apply_to(
-        self,
-        parent_chunks: Chunks | None,
-        max_rows: int = 65536,
-        progress: ProgressCallback | None = None,
-        keys_only: bool = False,
-    ) -> Chunks:
-        """Yields the table's rows after this snapshot's changes, and checks the row count at the end.
-
-        parent_chunks: the table's rows in the parent snapshot, or empty for a full snapshot. If None, only this
-        snapshot's own files are read and checked. progress, keys_only: see `report_progress`.
-        """
-        rows, deleted = (report_progress(part, progress, keys_only) for part in self.read_rows_and_deletions(max_rows))
-        if self.manifest.parent is not None:
-            older = iter(()) if parent_chunks is None else parent_chunks
-            rows = apply_changes(older, rows, deleted, self.make_conflict_error)
-        return rows if parent_chunks is None else self._yield_counted(rows)
-
-    def _yield_counted(self, chunks: Chunks) -> Chunks:
-        count = 0
-        for bucket, rows in chunks:
-            count += len(rows)
-            yield bucket, rows
-        self.compare_count(count)
+        changes = read_changes(self.chain, max_rows)
+        return ((bucket, rows) for bucket, rows, _ in changes if len(rows))
 
     def compare_count(self, num_rows: int) -> None:
         """Like `check_count`. For a shard, notes the count in `shard_rows` instead."""
@@ -346,6 +320,7 @@ class Snapshot:
             raise
         except SnapshotError as error:
             self._check_not_replaced(error)
+            self.error = error
             raise
 
     def _check_not_replaced(self, cause: SnapshotError) -> None:
@@ -376,7 +351,8 @@ class Snapshot:
 
     def _make_damage_error(self, name: str, problem: str) -> SnapshotError:
         """Returns the error for a damaged file of the snapshot, or for the whole snapshot if `name` is ""."""
-        return make_damage_error(self.folder / name, problem, self.folder)
+        self.error = make_damage_error(self.folder / name, problem, self.folder)
+        return self.error
 
 
 def read_changes(
@@ -385,11 +361,11 @@ def read_changes(
     """Reads successive snapshots of a chain, merged as `merge_chain` does. Checks the row counts at the end.
 
     chain: the whole chain, or its increments from one snapshot on. Row counts are then not checked, because they depend
-    on the rows of the snapshots that are not read. With `progress`, yields only keys.
+    on the rows of the snapshots that are not read. With `progress`, a chain of several snapshots yields only keys.
     """
     counts = np.zeros(len(chain), np.int64)
     streams: list[list[Chunks]] = [
-        [report_progress(part, progress, True) for part in snapshot.read_rows_and_deletions(max_rows)]
+        [report_progress(part, progress, len(chain) > 1) for part in snapshot.read_rows_and_deletions(max_rows)]
         for snapshot in chain
     ]
     yield from merge_chain(streams, counts, lambda index, bucket: chain[index].make_conflict_error(bucket))

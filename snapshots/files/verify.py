@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...engine.errors import SnapshotError
-from ...engine.row_format import Chunks
 from .read_errors import ReadIOError
-from .reader import ProgressCallback, Snapshot, exhaust
+from .reader import ProgressCallback, Snapshot, exhaust, read_changes
 
 Chain = list[Snapshot]
 Damaged = dict[str, SnapshotError]
@@ -33,41 +32,27 @@ def verify_all(chains: dict[str, Chain], damaged: Damaged, progress: ProgressCal
     """
     errors, intact = dict(damaged), set[str]()  # intact: snapshots whose own files are intact
 
-    def note_damage(snapshot: Snapshot, chunks: Chunks) -> Chunks:
+    def is_intact(chain: Chain) -> bool:
         try:
-            yield from chunks
-        except SnapshotError as error:
-            if error not in errors.values():  # an error that is already listed comes from a parent
-                errors[snapshot.name] = error
-            raise
-
-    def is_intact(chunks: Chunks) -> bool:
-        try:
-            exhaust(chunks)
+            exhaust(read_changes(chain, progress=progress))
         except ReadIOError:
             raise
-        except SnapshotError:
+        except SnapshotError as error:
+            errors[next(snapshot.name for snapshot in chain if snapshot.error is error)] = error
             return False
+        intact.update(snapshot.name for snapshot in chain)
         return True
 
     def verify(chain: Chain) -> None:
         """Verify those snapshots in a chain that are not verified yet."""
         names = [snapshot.name for snapshot in chain]
-        if intact.union(errors).issuperset(names):
+        if intact.union(errors).issuperset(names) or (errors.keys().isdisjoint(names) and is_intact(chain)):
             return
-        if errors.keys().isdisjoint(names):
-            chunks: Chunks = iter(())
-            for snapshot in chain:
-                chunks = note_damage(snapshot, snapshot.apply_to(chunks, progress=progress, keys_only=len(chain) > 1))
-            if is_intact(chunks):
-                intact.update(names)
-                return
         first = next(index for index, name in enumerate(names) if name in errors)
         verify(chain[:first])
         for snapshot in chain[first + 1 :]:
-            chunks = note_damage(snapshot, snapshot.apply_to(None, progress=progress, keys_only=True))
-            if snapshot.name not in intact and snapshot.name not in errors and is_intact(chunks):
-                intact.add(snapshot.name)
+            if snapshot.name not in intact and snapshot.name not in errors:
+                is_intact([snapshot])
 
     for chain in sorted(chains.values(), key=len, reverse=True):
         verify(chain)

@@ -14,10 +14,8 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ...engine.durable import atomic_folder, check_exchange
-from ...engine.row_format import Chunks, extract_row_keys
 from ..files.format import HashShard, Kind, make_deleted_name
-from ..files.merging import apply_changes
-from ..files.reader import Snapshot
+from ..files.reader import Snapshot, read_changes
 from ..files.writer import ProgressCallback, RowFiles, write_manifest_file, write_rows
 from .linking import remove_snapshot
 
@@ -92,9 +90,10 @@ def _merge_into_last(run: Run, progress: ProgressCallback | None) -> None:
         rows, deletions = RowFiles(), RowFiles()
         for shard in shards:
             parts = [Snapshot(snapshot.folder, snapshot.manifest, shard) for snapshot in run]
-            rows |= write_rows(folder, description, _merge_rows(parts), progress, shard)
+            written = ((bucket, part) for bucket, part, _ in read_changes(parts) if len(part))
+            rows |= write_rows(folder, description, written, progress, shard)
             if has_deletions:  # reads the files again, because memory may not have room for all deleted keys
-                keys = _merge_deletions(parts)
+                keys = ((bucket, part) for bucket, _, part in read_changes(parts))
                 deletions |= write_rows(folder, description, keys, progress, shard, make_deleted_name)
         if parent is None:
             run[-1].check_count(sum(file.rows for file in rows.values()))
@@ -102,22 +101,3 @@ def _merge_into_last(run: Run, progress: ProgressCallback | None) -> None:
         deleted = sum(file.rows for file in deletions.values())
         files = {**rows, **deletions}
         write_manifest_file(folder, replace(last, kind=kind, parent=parent, deleted=deleted, files=files))
-
-
-def _merge_rows(run: Run) -> Chunks:
-    """Yields the rows that a run wrote and did not delete later."""
-    merged: Chunks = iter(())
-    for snapshot in run:
-        rows, deleted = snapshot.read_rows_and_deletions()
-        merged = apply_changes(merged, rows, deleted, snapshot.make_conflict_error)
-    return merged
-
-
-def _merge_deletions(run: Run) -> Chunks:
-    """Yields the keys that a run deleted and did not write later."""
-    merged: Chunks = iter(())
-    for snapshot in run:
-        rows, deleted = snapshot.read_rows_and_deletions()
-        written = ((bucket, extract_row_keys(chunk)) for bucket, chunk in rows)
-        merged = apply_changes(merged, deleted, written, snapshot.make_conflict_error)
-    return merged

@@ -153,16 +153,6 @@ void bind_packed_rows(nb::module_& m) {
             return std::make_pair(to_numpy(std::move(merged.rows)), merged.rows_read);
         },
         "parts"_a, "has_more"_a, "row_bytes"_a);
-    m.def(
-        "merge_rows",
-        [](InVector<u8> before, InVector<u8> after, InVector<u8> erased_keys, std::size_t row_bytes) {
-            const PackedRows older = parse_rows(before, row_bytes), newer = parse_rows(after, row_bytes),
-                             erased = parse_rows(erased_keys, KEY_BYTES);
-            MergedRows merged = without_gil([&] { return merge_rows(older, newer, erased); });
-            const auto& read = merged.rows_read;
-            return std::make_tuple(to_numpy(std::move(merged.rows)), read[0], read[1], read[2], merged.has_conflict);
-        },
-        "before"_a, "after"_a, "erased_keys"_a, "row_bytes"_a);
 }
 
 }  // namespace

@@ -50,31 +50,6 @@ RowDiff diff_rows(const PackedRows& older, const PackedRows& newer) {
     return diff;
 }
 
-MergedRows merge_rows(const PackedRows& base, const PackedRows& changes, const PackedRows& erased_keys) {
-    const PackedRows sides[] = {base, changes, erased_keys};
-    MergedRows merged{{}, std::vector<std::size_t>(3)};
-    std::vector<std::size_t>& read = merged.rows_read;
-    std::optional<RowKey> last;  // the smallest of the inputs' last keys; rows beyond this key wait for another call
-    for (const PackedRows& side : sides)
-        if (side.count) last = std::min(last.value_or(side.row_key(side.count - 1)), side.row_key(side.count - 1));
-    merged.rows.reserve((base.count + changes.count) * base.row_bytes);
-    for (;;) {
-        std::optional<RowKey> least, keys[3];
-        for (int i = 0; i < 3; ++i) {
-            if (read[i] < sides[i].count) keys[i] = sides[i].row_key(read[i]);
-            if (keys[i] && (!least || *keys[i] < *least)) least = keys[i];
-        }
-        if (!least || *last < *least) return merged;
-        const bool replaced = keys[1] == least, erased = keys[2] == least;
-        if (replaced || !erased) {
-            const PackedRows& side = sides[replaced];
-            merged.rows.insert(merged.rows.end(), side.row(read[replaced]), side.row(read[replaced] + 1));
-        }
-        merged.has_conflict = merged.has_conflict || (replaced && erased);
-        for (int i = 0; i < 3; ++i) read[i] += keys[i] == least;
-    }
-}
-
 MergedRows merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& has_more) {
     using Next = std::pair<RowKey, std::size_t>;  // the key of a part's next row, and the part
     MergedRows merged{{}, std::vector<std::size_t>(parts.size())};

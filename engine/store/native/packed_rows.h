@@ -56,11 +56,7 @@ RowDiff diff_rows(const PackedRows& older, const PackedRows& newer);
 struct MergedRows {
     std::vector<u8> rows;
     std::vector<std::size_t> rows_read;  // how many rows of each input were read
-    bool has_conflict = false;           // a row key is both changed and erased
 };
-
-// Adds or replaces `changes` in `base`, and removes `erased_keys`. Stops at the smallest of the inputs' last keys.
-MergedRows merge_rows(const PackedRows& base, const PackedRows& changes, const PackedRows& erased_keys);
 
 // Merges parts that share no rows. Stops at the end of part i if has_more[i]: its other rows come in a later call.
 MergedRows merge_parts(const std::vector<PackedRows>& parts, const std::vector<bool>& has_more);
