@@ -46,7 +46,7 @@ def find_increments(table: OpenTable, snapshot: Snapshot, spec: TableSpec, selec
         or table.pending_erasure is not None
         or table.reader_error is not None
         or not table.lifecycle.can_pass_on_ledger(snapshot.manifest.rows)
-        or table.observers.has_image
+        or table.observers.image is not None
         or table.num_scans
     ):
         return []

@@ -124,13 +124,8 @@ class ChangeObservers:
         self._table: Table = weakref.proxy(table)
         self.last_save: BackgroundSave | ForegroundSave | None = None  # the latest save; it may have ended
         self.tracker: ChangeTracker | None = None
-        self._image: Image | None = None
+        self.image: Image | None = None  # the open image; rows that change may need before-images
         self.max_key_bytes = 1 << 28  # memory limit for the keys of changed rows; beyond it, changes are not tracked
-
-    @property
-    def has_image(self) -> bool:
-        """True while an image is open. Rows that change may then need before-images."""
-        return self._image is not None
 
     def track_changes(self, parent_id: str, changed_keys: RowArray | None = None) -> None:
         """Track changes from now on. The current rows equal the snapshot with id `parent_id`.
@@ -197,13 +192,13 @@ class ChangeObservers:
             top_tier = self._table.prepare_top_tier()
             self._table.raise_deferred_error()
             self.check_not_saving()
-            if self._image is not None:
+            if self.image is not None:
                 raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close that image first")
             if parent_id is not None:
                 assert self.tracker is not None
                 self.tracker.start_increment()
-                self._image = self.tracker.make_image(top_tier, max_bytes, self._forget_image)
-                return self._image
+                self.image = self.tracker.make_image(top_tier, max_bytes, self._forget_image)
+                return self.image
             if isinstance(top_tier, CpuCacheTier):
                 top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
@@ -212,10 +207,10 @@ class ChangeObservers:
                 self.tracker.start_increment()
             bottom, dtype, lock = self._table.stack.bottom, self._table.row_format.dtype, self._table.lock
             if isinstance(bottom, RocksDB):
-                self._image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
+                self.image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
             else:
-                self._image = MemoryImage(bottom.make_image(top_tier), dtype, max_bytes, lock, self._forget_image)
-            return self._image
+                self.image = MemoryImage(bottom.make_image(top_tier), dtype, max_bytes, lock, self._forget_image)
+            return self.image
 
     def save_in_background(
         self,
@@ -283,9 +278,9 @@ class ChangeObservers:
         return None if self.last_save is None else self.last_save.finish()
 
     def before_update(self, batch: Any) -> None:
-        """Notify the image before a pinned batch's lines are written."""
-        if self._image is not None:
-            self._image.before_write(batch)
+        """Notify the image, if one is open, before a pinned batch's lines are written."""
+        if self.image is not None:
+            self.image.before_write(batch)
 
     def after_update(self, batch: Any) -> None:
         """Notify the tracker after a pinned batch's lines were written, which fills in the rows' last steps."""
@@ -295,8 +290,8 @@ class ChangeObservers:
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Notify the observers before distinct rows are erased."""
-        if self._image is not None:
-            self._image.before_erase(tables, keys)
+        if self.image is not None:
+            self.image.before_erase(tables, keys)
         if self.tracker is not None:
             self.tracker.add_keys(tables, keys)
             self._limit_memory()
@@ -313,22 +308,22 @@ class ChangeObservers:
 
     def wait_for_memory(self) -> None:
         """Wait while the image's memory for before-images is full. Called before rows change."""
-        if self._image is not None:
+        if self.image is not None:
             with self._table.lock:
-                if self._image is not None:
-                    self._image.wait_for_memory(self._is_image_abandoned)
+                if self.image is not None:
+                    self.image.wait_for_memory(self._is_image_abandoned)
 
     def close(self) -> None:
         """Close the image, if one is open."""
-        if self._image is not None:
-            self._image.close()
+        if self.image is not None:
+            self.image.close()
 
     def _forget_image(self, image: Image) -> None:
-        self._image = None
+        self.image = None
 
     def _is_image_abandoned(self) -> bool:
         """True if nobody reads the image any more, because its save has ended."""
-        return self.last_save is not None and self.last_save.image is self._image and self.last_save.done
+        return self.last_save is not None and self.last_save.image is self.image and self.last_save.done
 
 
 def format_still_saving(label: str) -> str:

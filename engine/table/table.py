@@ -396,7 +396,7 @@ class OpenTable:
             self.processor.update(pinned.batch, gradients, rule)
             self.record_update(step, hyperparams)
 
-        if self.observers.has_image:
+        if self.observers.image is not None:
             self.observers.wait_for_memory()
         with self.lock:
             self._write(pinned, step, write)
@@ -543,12 +543,14 @@ class OpenTable:
     def _write(self, pinned: PinnedBatch, step: int, write: Callable[[], None]) -> None:
         """Write a pinned batch's lines at `step` by calling `write`, and unpin the batch. Signals are deferred."""
         self.check_pinned(pinned)
-        self.observers.before_update(pinned.batch)
+        if self.observers.image is not None:
+            self.observers.before_update(pinned.batch)
         self.before_write(step)
         is_written = False
         try:
             write()
-            self.observers.after_update(pinned.batch)
+            if self.observers.tracker is not None:
+                self.observers.after_update(pinned.batch)
             if self.lifecycle.has_ledger:
                 self.lifecycle.record_write(pinned.batch, step)
             is_written, self._pinned = True, None

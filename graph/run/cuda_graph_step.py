@@ -278,7 +278,7 @@ def _do_host_work(
 
 def _make_replay_key(table: OpenTable) -> Hashable | None:
     """Return a key for the table state that a captured graph depends on; None if the graph must not be replayed."""
-    if table.observers.has_image:  # a background save needs copies of rows before they change, but a replay makes none
+    if table.observers.image is not None:  # it needs copies of rows before they change, but a replay makes none
         return None
     return table.optimizer and table.optimizer.rule, table.catch_up_rule, table.observers.tracker
 

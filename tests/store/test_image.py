@@ -239,7 +239,7 @@ def test_a_save_that_failed_on_a_device_holds_no_rows(place: torch.device) -> No
 
         def write(chunks: Chunks) -> None:
             next(chunks)
-            kept = table_of(embedding).observers._image
+            kept = table_of(embedding).observers.image
             assert isinstance(kept, MemoryImage)
             alive.append(weakref.ref(kept._table_image))
             raise OSError("as planned")

@@ -87,7 +87,7 @@ def saving(how: Any, *max_bytes: int, changes: int = 1, allowed: int = 0) -> Ite
 
 
 def waits_of(embedding: MultiTableEmbedding) -> int:
-    image = table_of(embedding).observers._image
+    image = table_of(embedding).observers.image
     assert isinstance(image, MemoryImage)
     return image.num_waits
 
