@@ -186,8 +186,15 @@ class Expected:
         must = set.intersection(*(removed for removed, _ in pruned))
         assert must <= gone <= self.going, f"a prune removed {gone}, not {must}, and at most {self.going}"
         self._note_folds({name: Saved(*saved) for name, saved in left.items()})
+        copies = self._find_copies(self.bases) - gone
+        self.bases = (self.bases - gone) | (copies if self.bases & gone else set())
         self.saved = {name: saved for name, saved in self.saved.items() if name not in gone}
         self.going &= self.saved.keys()
+
+    def _find_copies(self, names: set[str]) -> set[str]:
+        """The snapshots that have the id of one of `names`, because they were merged from it: a prune keeps one."""
+        sources = {self._source(name) for name in names}
+        return {name for name in self.saved if self._source(name) in sources}
 
     def _note_folds(self, there: Mapping[str, Saved]) -> None:
         """Snapshots over which a prune let some go may be based on what was below these."""
@@ -205,6 +212,7 @@ class Expected:
     def _pruned(self, keep_last: int, keep_every: int | None) -> list[tuple[set[str], set[str]]]:
         """What a prune does, for each state that it may find: of the base, of snapshots that are begun or going."""
         bases = self.bases | (self.begun.keys() - self.aside)
+        bases |= self._find_copies(bases)
         left = {name: saved for name, saved in self.saved.items() if name not in self.begun}
         states = [self.saved, {**left, **self.begun}]
         # of those that an earlier prune may have removed, none or all are gone
