@@ -220,7 +220,7 @@ class Service:
             raise StoreError(f"process {os.getpid()} is saving {other}; ask again when that is done")
         self._save = save
         try:
-            save.send({"waiting": "for the end of a step"})
+            save.report.send({"waiting": "for the end of a step"})
             manifest = self._handler.save_between_steps(save)
             if manifest is None:
                 raise save.make_undone_error()
@@ -236,6 +236,24 @@ class Service:
         return {"done": {**done, "step": manifest.description["step"]}}
 
 
+class _ProgressReport:
+    """Tells a client how many rows were processed, so that the client does not stop waiting."""
+
+    def __init__(self, client: socket.socket) -> None:
+        self.num_rows = 0
+        self._client, self._next_time = client, 0.0
+
+    def add_rows(self, count: int, **fields: int | None) -> None:
+        self.num_rows += count
+        if monotonic() >= self._next_time:
+            self._next_time = monotonic() + _PROGRESS_SECONDS
+            self.send({"rows": self.num_rows, **fields})
+
+    def send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # the client has exited or does not receive; the work continues
+            send(self._client, message)
+
+
 @dataclass(eq=False)
 class ClientSaveRequest:
     """A save that a client requested. While the client listens, it receives progress messages."""
@@ -247,12 +265,16 @@ class ClientSaveRequest:
     kind: str
     overwrite: bool
     stores: Sequence[str]  # real paths of all stores to save together; if empty, only the handler's own store is saved
-    num_rows: int = 0  # how many rows are written
     num_total_rows: int | None = None  # the total number of rows; known once a full save of one store has started
-    _next_progress_time: float = 0.0
 
     def __post_init__(self) -> None:
         self._client.setblocking(False)
+        self.report = _ProgressReport(self._client)
+
+    @property
+    def num_rows(self) -> int:
+        """How many rows are written."""
+        return self.report.num_rows
 
     def is_given_up(self) -> bool:
         """True if the client no longer waits for the save, or the server stops. Called before the save starts."""
@@ -278,28 +300,7 @@ class ClientSaveRequest:
             raise self.make_undone_error()
         if self.num_total_rows is None and self.kind == "full" and not self.stores:
             self.num_total_rows = self._handler.status()["rows"]
-        self.num_rows += count
-        if monotonic() >= self._next_progress_time:
-            self._next_progress_time = monotonic() + _PROGRESS_SECONDS
-            self.send({"rows": self.num_rows, "of": self.num_total_rows})
-
-    def send(self, message: Message) -> None:
-        with contextlib.suppress(OSError):  # the client has exited or does not receive; the save continues
-            send(self._client, message)
-
-
-class _ProgressReport:
-    """Tells a client how many rows were processed, so that the client does not stop waiting."""
-
-    def __init__(self, client: socket.socket) -> None:
-        self._client, self._num_rows, self._next_time = client, 0, 0.0
-
-    def add_rows(self, count: int) -> None:
-        self._num_rows += count
-        if monotonic() >= self._next_time:
-            self._next_time = monotonic() + _PROGRESS_SECONDS
-            with contextlib.suppress(OSError):  # the client has exited or does not receive
-                send(self._client, {"rows": self._num_rows})
+        self.report.add_rows(count, of=self.num_total_rows)
 
 
 def _make_error(error: Exception) -> Message:

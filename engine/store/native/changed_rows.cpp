@@ -33,7 +33,7 @@ void ChangedRows::add_keys(const u32* tables, const u64* keys, std::size_t n) {
     limit_duplicates();
 }
 
-void ChangedRows::merge(ChangedRows& other) {
+void ChangedRows::merge(const ChangedRows& other) {
     for (std::size_t i = 0; i < other.size(); ++i) add(other.row(i).table, other.row(i).key);
 }
 

@@ -23,7 +23,7 @@ public:
     void add_batch(const Batch& batch);
     void add_keys(const u32* tables, const u64* keys, std::size_t n);
     // Adds the rows of another list.
-    void merge(ChangedRows& other);
+    void merge(const ChangedRows& other);
 
     // Returns the rows of a bucket, sorted by (table, key), without duplicates.
     RowKeys list_keys(u32 bucket);
