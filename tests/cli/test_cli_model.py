@@ -17,7 +17,7 @@ import torch
 
 from support.embeddings import make
 from support.forked import with_pipe
-from support.killed import holds, step
+from support.killed import copy_as_killed, holds, step
 from support.ranks import run_ranks
 from support.records import last_snapshot
 from support.shell import Cli, command
@@ -100,7 +100,7 @@ def test_a_load_that_is_killed_between_two_stores_is_finished(tmp_path: Path, sh
     killed(played, tmp_path / "made", STORES, CLOSED)
     for number in range(1, 60):
         path = tmp_path / str(number)
-        shutil.copytree(tmp_path / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
+        copy_as_killed(tmp_path / "made", path)
         if killed_at(path, "rename", number, in_shell, ["snapshot", "load", path, "two"]) == "done":
             break
     assert number > 4
@@ -141,7 +141,7 @@ def test_a_live_trainer_saves_prunes_and_reads_for_others(tmp_path: Path, shell:
         assert (row["key"], len(row["embedding"]), row["updates"] > 0) == (5, 5, True)
         store("a").fails("get", "12345678", code=4)
         assert steps_of(tmp_path) == {"a": [("four", 4), ("alone-a", 5)], "b": [("four", 4), ("alone-b", 6)]}
-        shutil.copytree(tmp_path, tmp_path / "killed", ignore=shutil.ignore_patterns("SOCKET", "LOCK"))
+        copy_as_killed(tmp_path, tmp_path / "killed")
         assert after(1) == [7, 7]
         assert set(shell().json("save", "seven", "--kind", "incremental")["stores"]) == {"a", "b"}
         assert after(2) == [9, 9]
@@ -416,7 +416,7 @@ def test_a_kill_at_any_write_leaves_it_in_the_group_or_out_of_it(tmp_path: Path,
     killed(played, tmp_path / "made", HOSTS, plan)
     for number in range(1, 20):
         path = tmp_path / str(number)
-        shutil.copytree(tmp_path / "made", path, ignore=shutil.ignore_patterns("SOCKET"))
+        copy_as_killed(tmp_path / "made", path)
         said = killed_at(path, "rename", number, in_shell, ["store", "detach", path / "a"])
         seen.add(len(together(store(f"{number}/a"))))
         assert [killed(alone_at, path, name) for name in "ba"] == [expected] * 2

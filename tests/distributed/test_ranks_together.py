@@ -15,7 +15,7 @@ import torch
 
 from support import shim
 from support.embeddings import make
-from support.killed import step
+from support.killed import copy_as_killed, step
 from support.live_rows import left_open, opened, own_rows
 from support.live_rows import step as train
 from support.ranks import alike, fails, on_ranks, run_kept, started
@@ -371,7 +371,7 @@ def test_one_process_does_not_lose_what_ranks_have_on_other_hosts(tmp_path: Path
 
 def copied(live: Path, to: Path) -> Path:
     """A copy of a model and of its snapshots."""
-    shutil.copytree(live.parent, to, symlinks=True, ignore=shutil.ignore_patterns("SOCKET"))
+    copy_as_killed(live.parent, to)
     for name in "ab":
         (to / "live" / name / "snapshots").unlink()
         (to / "live" / name / "snapshots").symlink_to(to / "snapshots" / name / "snapshots")

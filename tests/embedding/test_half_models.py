@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shutil
 import warnings
 from collections.abc import Callable
 from itertools import product
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from support.forked import in_process
 from support.graphs import graph_of
+from support.killed import copy_as_killed
 from support.ranks import run_ranks
 from support.stores import options
 from support.two_towers import IDS, TwoTowers, losses, optimizer_of
@@ -119,7 +119,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(("make", "load"), [*product([optimizer_of], OF_LOOPS), *product([scores], OF_GRAPHS)])
 def test_what_was_loaded_or_chosen_is_not_told(tmp_path, saved, caplog, make, load) -> None:
     path = tmp_path / "copy"
-    shutil.copytree(saved, path, ignore=shutil.ignore_patterns("SOCKET"))
+    copy_as_killed(saved, path)
     again = towers(path)
     part = make(again)
     LOADS[load](path, again, part)

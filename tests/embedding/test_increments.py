@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.changed_rows import Calls, call, calls, check_saved
 from support.embeddings import contents, make, train
 from support.examples import examples
+from support.killed import copy_as_killed
 from support.small_snapshots import flip_bit
 from support.stores import options
 from tierbed import MultiTableEmbedding
@@ -146,7 +147,7 @@ def test_a_load_that_fails_halfway_or_is_killed(tmp_path: Path, store: str, monk
 
     def fail(*args: Any) -> Iterator[Change]:
         yield next(apply_changes(*args))
-        shutil.copytree(tmp_path / "store", tmp_path / "killed", ignore=shutil.ignore_patterns("LOCK", "SOCKET"))
+        copy_as_killed(tmp_path / "store", tmp_path / "killed")
         raise OSError("the test's error")
 
     with embedding:

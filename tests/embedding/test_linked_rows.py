@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import shutil
 import threading
 from pathlib import Path
 from threading import Event
@@ -14,6 +13,7 @@ import torch
 
 from support.changed_rows import check_saved
 from support.embeddings import contents, make, train
+from support.killed import copy_as_killed
 from support.small_snapshots import flip_bit
 from support.stores import options
 from tierbed import MultiTableEmbedding
@@ -40,9 +40,7 @@ def killed_after_checkpoint(
             embedding.save_snapshot(f"increment {i}", kind="incremental")
         saved = contents(embedding).tobytes()
         train(embedding, range(300, 900))
-        ignored = shutil.ignore_patterns("LOCK", "SOCKET")
-        shutil.copytree(folder / "first", folder / "killed", ignore=ignored)
-    return folder / "killed", saved
+        return copy_as_killed(folder / "first", folder / "killed"), saved
 
 
 def refuse(*arguments: object) -> None:

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from support import tbe
 from support.embeddings import make
 from support.forked import in_process
-from support.killed import step
+from support.killed import copy_as_killed, step
 from support.ranks import fails
 from support.stores import options
 from support.together import Model, at, killed, played
@@ -198,7 +198,7 @@ def moved(path: Path, other: Path, order: str) -> list[int]:
 @pytest.mark.parametrize("order", ["ab", "ba"])
 def test_a_copy_of_a_store_takes_its_place_when_that_is_gone(tmp_path, order) -> None:
     killed(played, tmp_path / "one", TWO, APART)
-    shutil.copytree(tmp_path / "one" / "b", tmp_path / "two" / "b", ignore=shutil.ignore_patterns("SOCKET"))
+    copy_as_killed(tmp_path / "one" / "b", tmp_path / "two" / "b")
     said = killed(moved, tmp_path / "one", tmp_path / "two", order)
     assert f"'{tmp_path}/two/b' is a copy of '{tmp_path}/one/b'" in said
     shutil.rmtree(tmp_path / "one" / "b")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from support.embeddings import DIM, rows_by_key, train
 from support.graphs import graph_of
+from support.killed import copy_as_killed
 from support.table_names import filled, firsts, opened
 from tierbed import Graph, MultiTableEmbedding, make_normal_initializer, make_table_options
 from tierbed.engine.errors import InputError, OptionError, StoreError
@@ -56,7 +57,7 @@ def test_tables_in_another_order_do_not_swap_their_rows(tmp_path, names, store) 
     clean, unclean, other = tmp_path / "clean", tmp_path / "unclean", tmp_path / "other"
     with filled(clean, "a", "b", store=store) as embedding:
         embedding.save_snapshot("s")
-        shutil.copytree(clean, unclean, ignore=shutil.ignore_patterns("SOCKET"))
+        copy_as_killed(clean, unclean)
     labels = [str(i) if name is None else name for i, name in enumerate(names)]
     both = rf"tables \['a', 'b'\].*{str(labels)[1:-1]}.*matched by position"
     for place in (clean, unclean):  # by the clean marker, by the snapshot

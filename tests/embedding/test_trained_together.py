@@ -9,7 +9,7 @@ import pytest
 
 from support.embeddings import make
 from support.forked import in_process
-from support.killed import remarks
+from support.killed import copy_as_killed, remarks
 from support.killed import steps as steps_of
 from support.stores import options
 from support.together import Model, at, killed, killed_at, played, played_from
@@ -71,8 +71,7 @@ def test_one_name_for_each_save_never_loses_the_last_step_of_all(tmp_path, store
 
 
 def copied(made: Path, path: Path) -> Path:
-    shutil.copytree(made, path, ignore=shutil.ignore_patterns("SOCKET"))
-    return path
+    return copy_as_killed(made, path)
 
 
 @pytest.mark.parametrize("stores", [TWO, pytest.param(("ssd", "host"), marks=SLOW)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from support.embeddings import contents, make, train
+from support.killed import copy_as_killed
 from support.lifecycle_model import POLICIES, Model, NoRoomError, batches, written
 from support.small_snapshots import keys_of_few_files
 from support.stores import STORES, options
@@ -246,7 +246,7 @@ def test_after_an_unclean_end_lost_puts_and_deletes_are_told(tmp_path: Path, cap
         embedding.save_snapshot("s")
         embedding.put([30], torch.ones(1, 5), [0])
         assert embedding.delete(range(5), 0) == 5
-        shutil.copytree(running, ended, ignore=shutil.ignore_patterns("SOCKET"))  # what a kill would leave
+        copy_as_killed(running, ended)
     with make(options("ssd", ended), "sgd") as embedding:
         assert embedding.size() == 20
     assert "'s', of step 1; no training step is lost, but writes after the snapshot by put or delete" in caplog.text

@@ -22,7 +22,7 @@ from support import small_snapshots as snapshots
 from support.asked import Training, waits
 from support.embeddings import contents, make, train
 from support.forked import in_process
-from support.killed import Warm
+from support.killed import Warm, copy_as_killed
 from support.records import last_snapshot
 from support.refusals import check_refusal
 from support.shell import command
@@ -388,7 +388,7 @@ def test_a_kill_or_power_loss_leaves_the_old_or_the_new(
     more = {} if (store, kind) == ("device", "full") else {"unlink": 1, "mkdir": 1}
     for call, stride in {"rename": 1, "sync": 5, **more}.items():
         for place, number, returned in kills(warm, tmp_path, call, stride, **plan):
-            shutil.copytree(place / "store", place / "killed", symlinks=True, ignore=shutil.ignore_patterns("SOCKET"))
+            copy_as_killed(place / "store", place / "killed")
             Disk(place / "store", (place / "trace").read_text()).cut(random.Random(number))
             seen["killed"].add(check(place / "killed", store, expected, returned))
             seen["without power"].add(check(place / "store", store, expected, returned))

@@ -36,6 +36,7 @@ from support.forged import (
     write_rows,
 )
 from support.forked import in_process
+from support.killed import copy_as_killed
 from support.refusals import check_refusal
 from support.stores import options
 from tierbed import OptimizerError, SnapshotError, StoreError, TierbedError
@@ -268,7 +269,7 @@ def check(sound: Path, path: Path, kind: str, store: str, types: Types, forge: C
             embedding.save_snapshot(f"{saved} after", saved)
         latest = contents(embedding).tobytes()
         killed = path / "killed"
-        shutil.copytree(path / "rows", killed / "rows", ignore=shutil.ignore_patterns("SOCKET"))
+        copy_as_killed(path / "rows", killed / "rows")
     with make(options(store, killed), "adagrad", **of_rows(types)) as embedding:
         assert contents(embedding).tobytes() == latest
         for name in (*(f"{saved} after" for saved in kinds), kind):

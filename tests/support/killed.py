@@ -6,11 +6,13 @@ import gc
 import logging
 import os
 import random
+import shutil
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -51,6 +53,26 @@ def step(embedding: MultiTableEmbedding) -> int:
 
 def ids_of(number: int) -> torch.Tensor:
     return (torch.arange(12) * 7 + number * 5) % 31
+
+
+def copy_as_killed(source: Path, target: Path) -> Path:
+    """Copies folders of stores that may be open, as a kill would leave them. Returns `target`.
+
+    RocksDB's threads may replace files meanwhile. Then copies again, because the copy would mix two moments.
+    """
+
+    def list_files() -> list[tuple[Path, int, int]]:
+        paths = [path for path in sorted(source.rglob("*")) if not path.is_relative_to(target)]
+        return [(path, (found := path.lstat()).st_size, found.st_mtime_ns) for path in paths]
+
+    for _ in range(100):
+        with suppress(FileNotFoundError, shutil.Error):  # a file was removed
+            before = list_files()
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("LOCK", "SOCKET"))
+            if list_files() == before:
+                return target
+        shutil.rmtree(target)
+    raise AssertionError(f"files in {source} change all the time")
 
 
 def steps(embedding: MultiTableEmbedding, count: int) -> None:

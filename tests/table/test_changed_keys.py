@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support.changed_rows import Row, by_name, call, check_saved, read_snapshot, some_rows
 from support.embeddings import contents, make, train
 from support.examples import examples
+from support.killed import copy_as_killed
 from support.stores import STORES, options
 from tierbed.snapshots.files import writer
 from tierbed.snapshots.store import save
@@ -76,10 +77,8 @@ def test_every_incremental_snapshot_holds_all_rows(
             elif kind == "load":
                 embedding.load_snapshot(saved[-1 - len(rows) % len(saved)])
             elif kind == "kill":
-                copy = tmp_path_factory.mktemp("copy")
-                shutil.copytree(path, copy, dirs_exist_ok=True, ignore=shutil.ignore_patterns("LOCK", "SOCKET"))
+                path = copy_as_killed(path, tmp_path_factory.mktemp("copy") / "store")
                 embedding.close()
-                path, embedding = copy, None
                 embedding = open_store()
             elif kind == "reopen":
                 embedding.close()
