@@ -68,7 +68,7 @@ def copy_as_killed(source: Path, target: Path) -> Path:
     for _ in range(100):
         with suppress(FileNotFoundError, shutil.Error):  # a file was removed
             before = list_files()
-            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("LOCK", "SOCKET"))
+            shutil.copytree(source, target, symlinks=True, ignore=shutil.ignore_patterns("SOCKET"))
             if list_files() == before:
                 return target
         shutil.rmtree(target)
