@@ -6,7 +6,8 @@
 One embedding (16 columns, Adagrad, a cache of 256 MiB) grows to each number of rows. Each operation runs in a process
 of its own. `--memory-mb` limits the process's memory, including its page cache, in a new memory cgroup; 0 sets no
 limit. An operation's seconds do not include the process's start. `anonymous` is the largest anonymous memory while
-the process lives. `read` and `written` count bytes on the disk. What an operation leaves is removed before the next.
+the process lives. `read` and `written` count bytes on the disk. `reads_of_disk` is the rate at which training reads
+rows, divided by the rate of the disk's random reads. What an operation leaves is removed before the next.
 """
 
 from __future__ import annotations
@@ -25,16 +26,19 @@ from threading import Event, Thread
 from typing import Any
 
 import torch
+from disk import floor
 from disk.memory_limit import memory_limit
 from torch import Tensor, nn
 
 import tierbed
+import tierbed.cli
 from tierbed.snapshots import Snapshot
-from tierbed.snapshots.files.reader import MAX_CHAIN
+from tierbed.snapshots.files.reader import MAX_CHAIN, list_snapshots
 
-DIM, BATCH, STEPS, CACHE_MB = 16, 8192, 50, 256
+DIM, BATCH, STEPS, TRAIN_STEPS, CACHE_MB = 16, 8192, 50, 1000, 256
 PUT_ROWS = 1 << 18
 MIB = float(1 << 20)
+COMMON = "seconds", "anonymous", "read", "written"  # the figures of every operation
 
 
 class Trained(tierbed.Graph):
@@ -56,7 +60,10 @@ class Trained(tierbed.Graph):
     def train(self, steps: int = STEPS) -> None:
         """Train with ids from a power law."""
         for _ in range(steps):
-            self((torch.rand(BATCH, generator=self.random, dtype=torch.float64) ** 4 * self.num_rows).long())
+            self(self.draw_ids())
+
+    def draw_ids(self) -> Tensor:
+        return (torch.rand(BATCH, generator=self.random, dtype=torch.float64) ** 4 * self.num_rows).long()
 
 
 def fill(graph: Trained, folder: Path) -> Callable[[], object]:
@@ -158,6 +165,43 @@ def save_graph(graph: Trained, folder: Path, kind: str | None, background: bool 
     return run
 
 
+def train(graph: Trained, folder: Path) -> Callable[[], object]:
+    """Train with `graph.run`. Compares the rows that it reads from the disk with the disk's random reads."""
+    graph.train()
+
+    def run() -> dict[str, float]:
+        before, begin = graph.rows.metrics()["ssd"]["hits"], time.perf_counter()
+        for _ in graph.run(graph.draw_ids() for _ in range(TRAIN_STEPS)):
+            pass
+        seconds = time.perf_counter() - begin
+        reads = graph.rows.metrics()["ssd"]["hits"] - before
+        disk = floor.measure(list((folder / "store").rglob("*.sst")), 2.0)
+        return {"seconds": seconds, "reads_of_disk": reads / seconds / disk.reads_per_second}
+
+    return run
+
+
+def run_command(words: str) -> Callable[[Trained, Path], Callable[[], object]]:
+    """Return an operation that runs `tierbed snapshot`. STORE and FILE in `words` become paths, LAST a name."""
+
+    def prepare(graph: Trained, folder: Path) -> Callable[[], object]:
+        store = folder / "store" / "rows"
+        last = list_snapshots(store / "snapshots").snapshots[-1].name
+        values = {"STORE": str(store), "LAST": last, "FILE": str(folder / "rows.parquet")}
+        command = ["snapshot", *(values.get(word, word) for word in words.split())]
+
+        def run() -> None:
+            try:
+                tierbed.cli.main(command)
+            except SystemExit as end:
+                if end.code:
+                    raise
+
+        return run
+
+    return prepare
+
+
 def open_rows(graph: Trained, folder: Path) -> Callable[[], object]:
     return graph.rows.size
 
@@ -178,6 +222,13 @@ OPERATIONS: dict[str, tuple[Callable[[Trained, Path], Callable[[], object]], boo
     "graph.save in background": (lambda graph, folder: save_graph(graph, folder, None, background=True), False),
     "incremental beside steps": (save_beside_steps, False),
     "load 0.1 % onto parent": (load_increment, False),
+    "merge": (run_command("merge STORE LAST merged"), False),
+    "diff": (run_command("diff STORE LAST merged"), False),
+    "export": (run_command("export STORE LAST FILE"), False),
+    "prune": (run_command("prune STORE --keep-last 1"), False),
+    "import": (run_command("import STORE imported FILE"), False),
+    "inspect": (run_command("inspect STORE imported"), False),
+    "train": (train, False),
     "load chain of 100": (load_chain, False),
 }
 
@@ -265,11 +316,9 @@ def main() -> None:
         for operation in arguments.operations:
             if figures := measure(operation, folder, rows, arguments.memory_mb, arguments.index_mb):
                 results.setdefault(operation, {})[rows] = figures
-                sizes = [figures[name] / MIB for name in ("anonymous", "read", "written")]
+                sizes = [figures[name] / MIB for name in COMMON[1:]]
                 line = f"{figures['seconds']:10.2f}{sizes[0]:16.0f}{sizes[1]:10.0f}{sizes[2]:13.0f}"
-                others = [
-                    f"{name} {figures[name]:.3f} s" for name in ("call", "step", "longest_step") if name in figures
-                ]
+                others = [f"{name} {value:.3f}" for name, value in figures.items() if name not in COMMON]
                 print(f"{operation:26}{rows:12,}{line}  {', '.join(others)}", flush=True)
             else:
                 print(f"{operation:26}{rows:12,}    failed")
