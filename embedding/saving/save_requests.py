@@ -83,11 +83,9 @@ class LocalRequestHandler:
             sleep(_POLL_SECONDS)  # the table was closed; a new table is about to replace it
 
     def _list_tables(self, others: Sequence[Handle]) -> list[OpenTable]:
-        groups = {
-            id(handle.group): handle.group for handle in (self._handle, *others) if handle.group is not None
-        }.values()
+        groups = {handle.group for handle in (self._handle, *others) if handle.group is not None}
         handles = [self._handle, *others, *(handle for group in groups for handle in group.list_handles())]
-        return list({id(handle.local.table): handle.local.table for handle in handles}.values())
+        return list(dict.fromkeys(handle.local.table for handle in handles))
 
 
 class RankRequestHandler(LocalRequestHandler):

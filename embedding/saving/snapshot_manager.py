@@ -15,11 +15,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ...distributed.world import World, try_call
+from ...engine.checks import check_choice
 from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import format_still_saving
-from ...snapshots.files.format import HashShard, check_name
+from ...snapshots.files.format import KINDS, HashShard, check_name
 from ...snapshots.files.reader import Snapshot, exhaust, find_snapshot_name, list_snapshots, read_changes
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.folder import StoreFolder
@@ -29,7 +30,7 @@ from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linking import STATE_PREFIX, check_linked, link_snapshot, link_temporarily, remove_snapshot
 from ...snapshots.store.recovery_rule import EMPTY_ID, EMPTY_RECORD, NO_ENTRY, make_snapshot_version
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
-from ...snapshots.store.save import SaveInputs, begin_save, check_kind, check_save
+from ...snapshots.store.save import SaveInputs, begin_save, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.increments import find_increments
 from ..tables.local_table import LocalTable
@@ -159,7 +160,7 @@ class SnapshotManager:
             self._on_rank_0(op, check)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
-        check_kind(kind)
+        check_choice("kind", kind, KINDS)
         check_name(name)
         if kind == "checkpoint" and self._shard is not None:
             raise OptionError(

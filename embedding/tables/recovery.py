@@ -235,10 +235,6 @@ class RankShard:
     num_ranks: int
     num_ranks_on_host: int = 1  # how many ranks share the host
 
-    def locate_folder(self, store_path: Path) -> Path:
-        """Return the shard's store folder, inside the table's store folder."""
-        return locate_shard(store_path, self.rank, self.num_ranks)
-
     def make_options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""
         if options.capacity is None or options.eviction == "none":
