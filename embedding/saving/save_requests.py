@@ -16,7 +16,7 @@ from ...engine.errors import GroupError, TierbedError
 from ...engine.table.table import OpenTable
 from ...snapshots.control.server import ClientSaveRequest
 from ...snapshots.files.format import Manifest
-from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.reader import Snapshot, list_snapshots
 from ...snapshots.inspection.row import read_row, resolve_row_key, to_plain_row
 from ..tables.local_table import LocalTable
 from .rows_reference import check_not_pending
@@ -62,7 +62,8 @@ class LocalRequestHandler:
         self, keep_last: int, keep_every: int | None, progress: Callable[[int], None]
     ) -> tuple[list[str], list[str]]:
         manager = self._handle.snapshot_manager
-        return manager.prune_on_rank_0(keep_last, keep_every, progress), manager.list_names()
+        pruned = manager.prune_on_rank_0(keep_last, keep_every, progress)
+        return pruned, [snapshot.name for snapshot in list_snapshots(manager.folder).snapshots]
 
     def read_row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         return self._visit(lambda: read_plain_row(self._handle.local, table, key), give_up)

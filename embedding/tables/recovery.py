@@ -179,8 +179,10 @@ def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
     return f"all {writes} are lost (steps {base_step + 1} to {live_step})"
 
 
-def describe_next_rows(folder: FolderState, member: Member | None, step: int) -> str:
-    """Return log text about the next run's rows, if this run ends at `step` without a clean marker."""
+def describe_failed_close(folder: FolderState | None, member: Member | None, step: int) -> str:
+    """Return the log text for a close that failed at `step`. The text names the rows that the next run would open."""
+    if folder is None or folder.clean_marker is not None:
+        return "no stored row is lost by it"
     if member is None:
         return "all ranks recover from a snapshot in the next run"
     try:
@@ -192,13 +194,6 @@ def describe_next_rows(folder: FolderState, member: Member | None, step: int) ->
         return "the next run starts empty, because the embedding has no snapshot of its own"
     lost = describe_lost_steps(base, step)
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
-
-
-def describe_failed_close(folder: FolderState | None, member: Member | None, step: int) -> str:
-    """Return the log text for a failed close. The text names the rows that the next run would open."""
-    if folder is None or folder.clean_marker is not None:
-        return "no stored row is lost by it"
-    return describe_next_rows(folder, member, step)
 
 
 def is_disk_full(error: TierbedError) -> bool:
