@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..engine.errors import GroupError, OptionError
+from ..engine.errors import GroupError, OptionError, undo_on_error
 from ..engine.ops.batch import empty
 from ..engine.signals import defer_signals, list_deferred_signals
 from .peer_monitor import GroupAbortedError, PeerMonitor, connect
@@ -317,13 +317,10 @@ class RankGroup:
             )
         except RuntimeError as error:
             raise GroupError(f"the ranks {ranks} could not form a process group: {error}") from error
-        try:
+        with undo_on_error(self.close):
             exchange = partial(self.exchange_bytes, self._last_op)
             sockets, self.num_ranks_on_host = connect(self.rank, self.size, exchange, CONNECT_SECONDS)
             self._peer_monitor = PeerMonitor(sockets, self._report_lost_rank)
-        except BaseException:
-            self.close()
-            raise
         self.timeout = timeout
 
 

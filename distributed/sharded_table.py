@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..engine import _core
-from ..engine.errors import CapacityError, StoreError
+from ..engine.errors import CapacityError, StoreError, undo_on_error
 from ..engine.ops.batch import Gradients, check_gradients, make_batch
 from ..engine.ops.exact_sum import add_partial_sums, compute_partial_sum
 from ..engine.optim.row_optimizer import RowOptimizer
@@ -34,7 +34,6 @@ from .rank_group import PendingAllToAll
 from .row_exchange import IdExchange, LocalBatch, RankBuffers, Traffic, concat_lookups, start_exchange, zero_out_rank
 from .world import World, try_call
 
-T = TypeVar("T")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
@@ -97,9 +96,10 @@ class ShardedBatch:
         """Wait for the rows. Raises on every rank if any rank could not send rows, or if `capacity` is exceeded."""
         if self._rows is not None:
             return
-        self._unpin_on_error(self._row_transfer.wait)
-        answer = self._unpin_on_error(self._handshake.wait)
-        self._unpin_on_error(lambda: self._table.check_capacity(answer.payloads, answer.counts))
+        with undo_on_error(self.unpin_rows):
+            self._row_transfer.wait()
+            answer = self._handshake.wait()
+            self._table.check_capacity(answer.payloads, answer.counts)
         self._rows = self._received_buffers.rows.to(self.local_batch.processor.device, torch.float32)
         assert self.owner_batch is not None
         own_offset = sum(self._requested_counts[: self._world.rank])
@@ -221,17 +221,10 @@ class ShardedBatch:
             self.wait_for_rows()
             _, error = try_call(lambda: self.send(grads, weights))
             self.send_nothing()
-            self._unpin_on_error(lambda: self._world.handshake(f"gradients of {self._op}", error))
+            with undo_on_error(self.unpin_rows):
+                self._world.handshake(f"gradients of {self._op}", error)
         assert self.owner_batch is not None
         return self.owner_batch
-
-    def _unpin_on_error(self, call: Callable[[], T]) -> T:
-        """Return a call's result. If the call raises, unpin the rows."""
-        try:
-            return call()
-        except BaseException:
-            self.unpin_rows()
-            raise
 
     @contextmanager
     def _while_pinned(self) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import msgpack  # type: ignore[import-untyped]
 
 from .checksum import crc32
+from .errors import undo_on_error
 from .signals import defer_signals
 
 TEMPORARY_PREFIX = ".tmp-"  # name prefix of a file or folder that is being written
@@ -67,13 +68,10 @@ class NewFolder:
     def __init__(self, path: Path, overwrite: bool = False) -> None:
         """Create the parents and the temporary folder, after removing leftovers of a killed process. Raises OSError."""
         self.path, self.temporary, self._overwrite = path, make_temporary_path(path), overwrite
-        try:
+        with undo_on_error(self.drop):
             make_folder(path.parent)
             remove_temporary([self.temporary])
             self.temporary.mkdir()
-        except BaseException:
-            self.drop()
-            raise
 
     def publish(self) -> None:
         """Durably rename the folder to `path`. Renames an old folder at `path` to `temporary`; `drop` removes it."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 
 class TierbedError(Exception):
@@ -54,3 +55,13 @@ for _error in (
     GraphError, GroupError,
 ):  # fmt: skip
     _error.__module__ = "tierbed"  # tracebacks show the module that users import
+
+
+@contextmanager
+def undo_on_error(undo: Callable[..., object], *args: object) -> Iterator[None]:
+    """Call `undo(*args)` if the block raises any exception. The exception is then raised."""
+    try:
+        yield
+    except BaseException:
+        undo(*args)
+        raise

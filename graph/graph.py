@@ -29,7 +29,7 @@ from ..embedding.optim.ddp_guard import check_not_in_ddp
 from ..embedding.state_dict.model_snapshots import ModelSnapshots
 from ..embedding.state_dict.saved_rows import EXTRA_STATE_KEY, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, validate_arguments
-from ..engine.errors import GraphError, InputError, OptimizerError, OptionError
+from ..engine.errors import GraphError, InputError, OptimizerError, OptionError, undo_on_error
 from ..engine.optim.base import check_positive
 from ..engine.signals import defer_signals
 from ..engine.table.background_save import SaveHandle
@@ -145,11 +145,8 @@ class Graph(ModelSnapshots, HasBuild):
                 another optimizer of this graph. Also if `lr_sch` is not a scheduler of `optimizer`.
         """
         self.__optimizers.add(optimizer, lr_sch)
-        try:
+        with undo_on_error(self.__optimizers.optimizers.pop, optimizer, None):
             self.__optimizers.attach(self)
-        except BaseException:
-            self.__optimizers.optimizers.pop(optimizer, None)
-            raise
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move the graph, and the optimizer state of its parameters."""

@@ -11,7 +11,7 @@ from threading import Event, Lock
 from time import monotonic
 
 from ...distributed.world import World, try_call
-from ...engine.errors import StoreError
+from ...engine.errors import StoreError, undo_on_error
 from ...engine.row_format import Chunks
 from ...engine.store.image import MAX_BEFORE_IMAGE_BYTES
 from ...engine.table.background_save import BackgroundSave
@@ -50,11 +50,8 @@ class BackgroundSnapshotJob:
         self._error: BaseException | None = None
         self._drop_event, self._end_event = Event(), Event()
         _, error = try_call(self._start)
-        try:
+        with undo_on_error(self.drop):
             world.handshake(f"{op}: threads", error)
-        except BaseException:
-            self.drop()
-            raise
 
     def _start(self) -> None:
         max_bytes = MAX_BEFORE_IMAGE_BYTES // max(len(self._saves), 1)

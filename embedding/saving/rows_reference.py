@@ -85,12 +85,6 @@ def read_snapshot_reference(snapshots: Path | None, name: str | None) -> RowsRef
     return RowsReference(int(snapshot.description["step"]), name, digest, make_snapshot_version(snapshot.manifest.id))
 
 
-def make_reference(step: int | None, snapshots: Path | None, base: str | None, version: str | None) -> RowsReference:
-    """Return a reference to rows of a step and version. It names the snapshot `base` if `base` has these rows."""
-    reference = read_snapshot_reference(snapshots, base)
-    return reference if reference and reference.version == version else RowsReference(step, version=version)
-
-
 def read_reference(store_path: Path, is_fresh: bool) -> RowsReference:
     """Return a reference to the rows that the next open of a closed store folder would use. Raises StoreError."""
     entry = None if is_fresh else GroupFile(FolderState(store_path)).choose_own_entry()

@@ -16,7 +16,7 @@ from ...engine.errors import GroupError, TierbedError
 from ...engine.table.table import OpenTable
 from ...snapshots.control.server import ClientSaveRequest
 from ...snapshots.files.format import Manifest
-from ...snapshots.files.reader import Snapshot
+from ...snapshots.files.reader import Snapshot, list_snapshots
 from ...snapshots.inspection.row import read_row, resolve_row_key, to_plain_row
 from ..tables.local_table import LocalTable
 from .rows_reference import check_not_pending
@@ -62,7 +62,8 @@ class LocalRequestHandler:
         self, keep_last: int, keep_every: int | None, progress: Callable[[int], None]
     ) -> tuple[list[str], list[str]]:
         manager = self._handle.snapshot_manager
-        return manager.prune_on_rank_0(keep_last, keep_every, progress), manager.list_names()
+        pruned = manager.prune_on_rank_0(keep_last, keep_every, progress)
+        return pruned, [snapshot.name for snapshot in list_snapshots(manager.folder).snapshots]
 
     def read_row_between_steps(self, table: int | str, key: int, give_up: Callable[[], bool]) -> dict[str, Any] | None:
         return self._visit(lambda: read_plain_row(self._handle.local, table, key), give_up)
@@ -83,11 +84,9 @@ class LocalRequestHandler:
             sleep(_POLL_SECONDS)  # the table was closed; a new table is about to replace it
 
     def _list_tables(self, others: Sequence[Handle]) -> list[OpenTable]:
-        groups = {
-            id(handle.group): handle.group for handle in (self._handle, *others) if handle.group is not None
-        }.values()
+        groups = {handle.group for handle in (self._handle, *others) if handle.group is not None}
         handles = [self._handle, *others, *(handle for group in groups for handle in group.list_handles())]
-        return list({id(handle.local.table): handle.local.table for handle in handles}.values())
+        return list(dict.fromkeys(handle.local.table for handle in handles))
 
 
 class RankRequestHandler(LocalRequestHandler):

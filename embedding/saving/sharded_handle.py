@@ -12,7 +12,7 @@ import torch
 from ...distributed.sharded_table import ShardedTable
 from ...distributed.world import World, try_call
 from ...engine.checksum import crc32
-from ...engine.errors import SnapshotError
+from ...engine.errors import SnapshotError, undo_on_error
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import TableSpec
@@ -148,11 +148,8 @@ class ShardedTableHandle:
         shard = HashShard(self.world.rank, self.world.size)
         chunks = [shard.select_rows(rows) for _, rows in all_rows.chunks()]
         shard_tensors = RowTensors.from_chunks(all_rows.description, sum(map(len, chunks)), chunks)
-        try:
+        with undo_on_error(self.close):  # some ranks may have new rows while other ranks have old rows
             self.world.call_on_all_ranks(f"{op}: done", lambda: self.local.load_tensors(shard_tensors))
-        except BaseException:
-            self.close()  # some ranks may have new rows while other ranks have old rows
-            raise
 
     def use_optimizer(self, optimizer: RowOptimizer) -> None:
         """Train the rows with `optimizer`. Every rank calls this. If one rank closes its rows, all ranks do."""

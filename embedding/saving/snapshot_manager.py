@@ -15,12 +15,13 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from ...distributed.world import World, try_call
+from ...engine.checks import check_choice
 from ...engine.errors import OptionError, SnapshotError, StoreError
 from ...engine.store.rocksdb import RocksDB
 from ...engine.table.background_save import SaveHandle
 from ...engine.table.change_observers import format_still_saving
-from ...snapshots.files.format import HashShard, check_name
-from ...snapshots.files.reader import Snapshot, exhaust, find_snapshot_name, list_snapshots, read_changes
+from ...snapshots.files.format import KINDS, HashShard, check_name
+from ...snapshots.files.reader import Snapshot, exhaust, find_snapshot_name, read_changes
 from ...snapshots.files.writer import NewSnapshots, ProgressCallback
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState
@@ -29,14 +30,14 @@ from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.linking import STATE_PREFIX, check_linked, link_snapshot, link_temporarily, remove_snapshot
 from ...snapshots.store.recovery_rule import EMPTY_ID, EMPTY_RECORD, NO_ENTRY, make_snapshot_version
 from ...snapshots.store.retention import link_state_snapshot, prune, remove_if_unreferenced
-from ...snapshots.store.save import SaveInputs, begin_save, check_kind, check_save
+from ...snapshots.store.save import SaveInputs, begin_save, check_save
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from ..tables.increments import find_increments
 from ..tables.local_table import LocalTable
 from ..tables.rank_recovery import check_row_count
 from ..tables.training_group import TrainingGroup, lock_between_steps
 from .background_saving import BackgroundSnapshotJob
-from .rows_reference import RowsReference, compare_references, make_reference, read_snapshot_reference
+from .rows_reference import RowsReference, compare_references, read_snapshot_reference
 from .save_and_load import save_together
 from .table_save import TableSave, commit
 
@@ -159,7 +160,7 @@ class SnapshotManager:
             self._on_rank_0(op, check)
 
     def _check_arguments(self, name: str, kind: str, background: bool) -> None:
-        check_kind(kind)
+        check_choice("kind", kind, KINDS)
         check_name(name)
         if kind == "checkpoint" and self._shard is not None:
             raise OptionError(
@@ -456,7 +457,8 @@ class SnapshotManager:
         """
         step = self.local.step
         version = None if self._folder is None else self.local.persistence.version
-        return make_reference(step, self._folder, self.last_snapshot_name, version)
+        reference = read_snapshot_reference(self._folder, self.last_snapshot_name)
+        return reference if reference and reference.version == version else RowsReference(step, version=version)
 
     def restore(self, pending: RowsReference) -> bool:
         """Load the rows that a state_dict names, if they are not present. Returns False if no snapshot holds them."""
@@ -511,10 +513,6 @@ class SnapshotManager:
                 store.clear_snapshots()
             plan = prune(store, keep_last, keep_every, not is_saving, progress)
             return [snapshot.name for snapshot in (*plan.removed, *plan.folded)]
-
-    def list_names(self) -> list[str]:
-        """Return the snapshots' names. Local."""
-        return [snapshot.name for snapshot in list_snapshots(self.folder).snapshots]
 
     def _on_rank_0(self, op: str, call: Callable[[StoreFolder], object]) -> None:
         """Call `call` with rank 0's store folder, if there is one. An error of the call is raised on all ranks."""

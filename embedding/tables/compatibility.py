@@ -219,14 +219,7 @@ class LoadedIdCounter:
             yield bucket, rows
 
     def log_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
-        """Log and return what `make_remarks` returns."""
-        remarks = self.make_remarks(source, may_be_dense, stored_padding)
-        for remark in remarks:
-            log.warning("embedding %r: %s", self._spec.name, remark)
-        return remarks
-
-    def make_remarks(self, source: str, may_be_dense: bool, stored_padding: int | None) -> list[str]:
-        """Return remarks on ids that do not fit. source: names the stored rows.
+        """Log and return remarks on ids that do not fit. source: names the stored rows.
 
         `may_be_dense` is True if the rows may come from a dense table. A dense table's ids begin at 0, without gaps.
         `stored_padding` is the stored rows' padding_idx. An import left out the row of this id.
@@ -252,4 +245,6 @@ class LoadedIdCounter:
                     f"{source} has ids 0 to {ids - 1} of table {label}, which takes {num_ids}, so the others begin as "
                     f"new rows: if there are no more ids, give the table num_embeddings (or ids) of {ids}"
                 )
+        for remark in remarks:
+            log.warning("embedding %r: %s", self._spec.name, remark)
         return remarks

@@ -15,7 +15,7 @@ from threading import Event, current_thread
 from typing import Any
 
 from ...engine.durable import remove_folder
-from ...engine.errors import SnapshotError
+from ...engine.errors import SnapshotError, undo_on_error
 from ...engine.optim.row_state import RowState
 from ...engine.options.table_spec import TableSpec
 from ...engine.table.background_save import PAUSE_RATIO
@@ -56,15 +56,12 @@ def link_rows(chain: Sequence[Snapshot], folder: Path) -> dict[str, Any]:
 
 def add_increments(table: OpenTable, increments: Sequence[Snapshot]) -> None:
     """Verify increments, and change the linked rows of `table` as they say, durably. Closes `table` if this fails."""
-    try:
+    with undo_on_error(table.close):
         assert table.stack is not None
         bottom = table.stack.bottom  # the caches are empty
         for _ in apply_changes(bottom, bottom, read_changes(increments)):
             table.counts.set_initial_counts(None)  # a scan counts each table's rows when they are asked for
         table.flush()
-    except BaseException:
-        table.close()
-        raise
 
 
 def remove_table(table: OpenTable, path: Path | None) -> None:
@@ -85,11 +82,8 @@ class FileCheck:
         """table: its next call raises an error that names a damaged file. Closes the table if no thread starts."""
         self._snapshot, self._table, self._stopped = snapshot, table, Event()
         self._thread = Thread(target=self._run, name="tierbed-file-check", daemon=True)
-        try:
+        with undo_on_error(table.close):
             self._thread.start()
-        except BaseException:
-            table.close()
-            raise
         self.attach(table)
 
     def attach(self, table: OpenTable) -> None:

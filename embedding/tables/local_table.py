@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ...engine.durable import choose_remedy
-from ...engine.errors import ClosedError, OptimizerError, SnapshotError, StoreError
+from ...engine.errors import ClosedError, OptimizerError, SnapshotError, StoreError, undo_on_error
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.store_options import StoreOptions
@@ -65,11 +65,8 @@ class LocalTable:
         self.persistence = TablePersistence(
             spec, options, device, shard, self._list_members, () if group is None else group.list_folders()
         )
-        try:
+        with undo_on_error(self.persistence.unlock):
             self._table = self.persistence.open(optimizer, planner, for_load)
-        except BaseException:
-            self.persistence.unlock()
-            raise
         cache_metrics(self._table)
         if shard is None or shard.rank == 0:
             (level, text), rows = self.persistence.log_entry, f"{self._table.counts.num_rows:,} rows"

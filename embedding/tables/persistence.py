@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ...engine.errors import SnapshotError, StoreError, TierbedError
+from ...engine.errors import SnapshotError, StoreError, TierbedError, undo_on_error
 from ...engine.lifecycle.lifecycle import Lifecycle
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
@@ -41,7 +41,7 @@ from ...snapshots.files.writer import write_snapshot
 from ...snapshots.store.changed_keys import read_changed_keys
 from ...snapshots.store.closed_store import check_live, scan_live_rows
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.folder_state import FolderState, locate_snapshots, remove_other_shards
+from ...snapshots.store.folder_state import FolderState, locate_shard, locate_snapshots, remove_other_shards
 from ...snapshots.store.group import Member, open_store, record_load
 from ...snapshots.store.group_file import GroupFile
 from ...snapshots.store.mark import read_live_version
@@ -96,7 +96,7 @@ class TablePersistence:
             if shard is None:
                 self.folder = StoreFolder(path, user, locate_snapshots(options.snapshot_path, spec.name))
             else:
-                self.folder = StoreFolder(shard.locate_folder(path), user)
+                self.folder = StoreFolder(locate_shard(path, shard.rank, shard.num_ranks), user)
         self.member: Member | None = None  # with several ranks, set only on rank 0
         self._is_on_disk = isinstance(options, CachedSsdOptions)
         self._file_check: FileCheck | None = None
@@ -381,11 +381,8 @@ class TablePersistence:
                 table = self._build(optimizer, marker, folder.live_path)
                 assert table.stack is not None
                 assert isinstance(table.stack.bottom, RocksDB)
-                try:
+                with undo_on_error(table.close):
                     check_live(folder, marker, table.stack.bottom)
-                except BaseException:
-                    table.close()
-                    raise
                 return table
             return self._build_from_rows(optimizer, marker, scan_live_rows(folder, marker))
         except (SnapshotError, StoreError) as error:
@@ -495,7 +492,7 @@ class TablePersistence:
         if folder is not None:
             folder.clear_incoming()
         table = self._build(optimizer, {**description, "shards": None}, path)
-        try:
+        with undo_on_error(remove_table, table, path):
             with source as chunks:
                 count = fill_table(table, description, chunks)
             if count != description["rows"]:
@@ -504,16 +501,10 @@ class TablePersistence:
                 table.flush()
             if on_verified is not None:
                 on_verified()
-        except BaseException:
-            remove_table(table, path)
-            raise
         with defer_signals():
-            try:
+            with undo_on_error(remove_table, table, path):
                 if old_table is not None:
                     self._replace_rows(snapshot_id, old_table.close)
-            except BaseException:
-                remove_table(table, path)
-                raise
             if path is None or folder is None:
                 return table
             marker = make_clean_marker(table, self.folder, self.member, self.rows_version)

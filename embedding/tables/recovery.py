@@ -179,8 +179,10 @@ def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
     return f"all {writes} are lost (steps {base_step + 1} to {live_step})"
 
 
-def describe_next_rows(folder: FolderState, member: Member | None, step: int) -> str:
-    """Return log text about the next run's rows, if this run ends at `step` without a clean marker."""
+def describe_failed_close(folder: FolderState | None, member: Member | None, step: int) -> str:
+    """Return the log text for a close that failed at `step`. The text names the rows that the next run would open."""
+    if folder is None or folder.clean_marker is not None:
+        return "no stored row is lost by it"
     if member is None:
         return "all ranks recover from a snapshot in the next run"
     try:
@@ -192,13 +194,6 @@ def describe_next_rows(folder: FolderState, member: Member | None, step: int) ->
         return "the next run starts empty, because the embedding has no snapshot of its own"
     lost = describe_lost_steps(base, step)
     return f"the next run restores snapshot {base.name!r}, of step {_read_step(base)}; {lost}"
-
-
-def describe_failed_close(folder: FolderState | None, member: Member | None, step: int) -> str:
-    """Return the log text for a failed close. The text names the rows that the next run would open."""
-    if folder is None or folder.clean_marker is not None:
-        return "no stored row is lost by it"
-    return describe_next_rows(folder, member, step)
 
 
 def is_disk_full(error: TierbedError) -> bool:
@@ -234,10 +229,6 @@ class RankShard:
     rank: int
     num_ranks: int
     num_ranks_on_host: int = 1  # how many ranks share the host
-
-    def locate_folder(self, store_path: Path) -> Path:
-        """Return the shard's store folder, inside the table's store folder."""
-        return locate_shard(store_path, self.rank, self.num_ranks)
 
     def make_options(self, options: StoreOptions) -> StoreOptions:
         """Return the shard's store options. With eviction, `capacity` is divided by the ranks and rounded up."""

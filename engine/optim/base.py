@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT as ParamsT  # other optimizers import this type from here
 
 from ..checks import as_number
-from ..errors import OptimizerError
+from ..errors import OptimizerError, undo_on_error
 from . import adam
 from .rule import ParamGroup, load_rules
 
@@ -67,16 +67,13 @@ class CheckedOptimizer(torch.optim.Optimizer):
         """Add a param group after checking its settings."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        try:
+        with undo_on_error(self.param_groups.pop):
             if group.get("amsgrad"):
                 raise OptimizerError(f"{type(self).__name__}: amsgrad=True is not supported; use amsgrad=False")
             for rule in load_rules():
                 if isinstance(self, rule.optimizer):
                     rule.compute_hyperparams(group, 1)
                     rule.compute_initial(group)
-        except BaseException:
-            self.param_groups.pop()
-            raise
 
 
 class DenseOptimizer(CheckedOptimizer):

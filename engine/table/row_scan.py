@@ -12,17 +12,16 @@ import torch
 from numpy.typing import NDArray
 
 from .. import _core
-from ..errors import SnapshotError, StoreError
+from ..errors import SnapshotError, StoreError, undo_on_error
 from ..optim.row_state import RowState
 from ..optim.rule import needs_catch_up
 from ..options.initializers import make_constant_initializer, make_table_options
 from ..options.table_spec import TableSpec
-from ..row_format import ROW_KEY_DTYPE, Chunks, RowFormat
+from ..row_format import ROW_KEY_DTYPE, Chunks
 from ..signals import defer_signals
 from ..store.full_tier import CpuFullTier
 from ..store.rocksdb import RocksDB
-from ..store.table_counts import Counts, count_by_table, count_chunk_rows, read_counts
-from .stack import Stack
+from ..store.table_counts import count_by_table, count_chunk_rows, read_counts
 
 T = TypeVar("T")
 
@@ -52,13 +51,19 @@ def scan_table(table: Any) -> Chunks:
 def fill_table(table: Any, description: Mapping[str, Any], chunks: Chunks) -> int:
     """Load scanned rows into an empty table. Rows without optimizer state get initial state. Returns the row count.
 
-    table: an OpenTable, whose module imports this one. description: describes the scanned rows.
+    table: an OpenTable, whose module imports this one. description: describes the scanned rows. Raises StoreError.
     """
     spec = table.spec
     if table.state.names and not description["states"]:
         chunks = table.state.add_initial_state(chunks, spec.dim, spec.dtype)
-    remembered = table.lifecycle.record_loaded_chunks(check_rows(chunks, spec.num_tables))
-    counts = load_rows(table.stack, remembered, table.row_format, spec.num_tables)
+    counts, bottom, dtype = np.zeros(spec.num_tables, np.int64), table.stack.bottom, table.row_format.dtype
+    with bottom.load() if isinstance(bottom, RocksDB) else nullcontext():
+        for _, rows in table.lifecycle.record_loaded_chunks(check_rows(chunks, spec.num_tables)):
+            if rows.dtype != dtype or not rows.flags.c_contiguous:
+                raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {dtype}")
+            tables = rows["table"].copy()
+            bottom.write(tables, rows["key"].copy(), locate_lines(rows))
+            counts += count_by_table(tables, spec.num_tables)
     table.counts.set_initial_counts(counts)
     return int(counts.sum())
 
@@ -71,25 +76,9 @@ def restore_rows(table: Any, description: Mapping[str, Any]) -> None:
     num_tables = table.spec.num_tables
     table.counts.set_initial_counts(read_counts(description, num_tables))
     if table.lifecycle.has_ledger:
-        try:
+        with undo_on_error(table.close):
             remembered = table.lifecycle.record_loaded_chunks(check_rows(table.scan(), num_tables))
             table.counts.set_initial_counts(count_chunk_rows(remembered, num_tables))
-        except BaseException:
-            table.close()
-            raise
-
-
-def load_rows(stack: Stack, chunks: Chunks, row_format: RowFormat, num_tables: int) -> Counts:
-    """Write scanned rows to the bottom tier of an empty stack. Returns each table's row count. Raises StoreError."""
-    counts = np.zeros(num_tables, np.int64)
-    with stack.bottom.load() if isinstance(stack.bottom, RocksDB) else nullcontext():
-        for _, rows in chunks:
-            if rows.dtype != row_format.dtype or not rows.flags.c_contiguous:
-                raise StoreError(f"rows of {rows.dtype} cannot be loaded as rows of {row_format.dtype}")
-            tables = rows["table"].copy()
-            stack.bottom.write(tables, rows["key"].copy(), locate_lines(rows))
-            counts += count_by_table(tables, num_tables)
-    return counts
 
 
 def locate_lines(rows: NDArray[np.void]) -> NDArray[np.uint64]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..cache.cache_tier import CpuCacheTier
-from ..errors import InputError
+from ..errors import InputError, undo_on_error
 from ..options.rocksdb_options import format_options
 from ..options.store_options import CachedHostMemOptions, CachedSsdOptions, DeviceMemOptions, StoreOptions, as_mb
 from ..processors.cpu import CpuProcessor
@@ -120,15 +120,12 @@ def build_stack(options: StoreOptions, processor: Processor[Any], folder: Path |
             read_threads=options.io_threads or READ_THREADS,
             options=format_options(options.rocksdb_options),
         )
-        try:
+        with undo_on_error(rocksdb.close):
             lower_tier: Tier = rocksdb
             if options.host_cache_budget_mb:
                 budget_mb = as_mb(options.host_cache_budget_mb)
                 lower_tier = CpuCacheTier(layout, lower_tier, options, budget_mb, "host", "host_cache_budget_mb")
             return Stack(processor.make_cache(lower_tier, options), rocksdb)
-        except BaseException:
-            rocksdb.close()
-            raise
     if isinstance(options, CachedHostMemOptions):
         return Stack(*processor.make_table_cache(options))
     table = processor.make_full_table("device" if isinstance(options, DeviceMemOptions) else "host")

@@ -15,6 +15,8 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from ...engine.errors import undo_on_error
+
 SOCKET = "SOCKET"
 MAX_PACKET_BYTES = 1 << 16  # bytes per packet
 MAX_PACKETS = 1024  # packets per answer
@@ -34,13 +36,10 @@ def listen(folder_fd: int) -> socket.socket:
     """Listen on a new socket in the folder. First removes a socket that a killed process left. Raises OSError."""
     remove_socket(folder_fd)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
+    with undo_on_error(listener.close):
         os.fchmod(listener.fileno(), 0o600)  # before `bind`, so the socket never has another mode
         listener.bind(_make_address(folder_fd))
         listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
     return listener
 
 

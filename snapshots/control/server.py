@@ -14,7 +14,7 @@ from threading import Event, Lock, current_thread
 from time import monotonic
 from typing import Any, Protocol
 
-from ...engine.errors import SnapshotError, StoreError, TierbedError
+from ...engine.errors import SnapshotError, StoreError, TierbedError, undo_on_error
 from ...engine.signals import defer_signals
 from ...engine.threads import Thread
 from ..files.format import Manifest
@@ -88,18 +88,12 @@ class Service:
     def _start(self, folder: Path, handler: RequestHandler) -> None:
         self._path, self._handler, self._stop_event = folder, handler, Event()
         self._folder_fd = open_folder_fd(folder)
-        try:
+        with undo_on_error(os.close, self._folder_fd):
             self._listener = listen(self._folder_fd)
-        except BaseException:
-            os.close(self._folder_fd)
-            raise
         self._thread = Thread(target=self._accept, name="tierbed-server", daemon=True)
         _services.add(self)
-        try:
+        with undo_on_error(self._remove):
             self._thread.start()
-        except BaseException:
-            self._remove()
-            raise
         self._is_running = True
 
     def stop(self) -> None:
@@ -190,8 +184,9 @@ class Service:
             raise StoreError(f"process {os.getpid()} serves only user {os.geteuid()}; run as that user")
         match request:
             case {"do": "status"}:
-                save = self._save
-                saving = None if save is None else {"name": save.name, "rows": save.num_rows, "of": save.num_total_rows}
+                saving = None
+                if (save := self._save) is not None:
+                    saving = {"name": save.name, "rows": save.report.num_rows, "of": save.num_total_rows}
                 return {"status": {**self._handler.status(), "pid": os.getpid(), "saving": saving}}
             case {"do": "save", "name": str(name), "kind": str(kind), **more}:
                 return self._save_for(client, pid, name, kind, more.get("overwrite") is True)
@@ -270,11 +265,6 @@ class ClientSaveRequest:
     def __post_init__(self) -> None:
         self._client.setblocking(False)
         self.report = _ProgressReport(self._client)
-
-    @property
-    def num_rows(self) -> int:
-        """How many rows are written."""
-        return self.report.num_rows
 
     def is_given_up(self) -> bool:
         """True if the client no longer waits for the save, or the server stops. Called before the save starts."""

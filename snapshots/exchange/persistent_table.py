@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ...engine.checks import validate_arguments
-from ...engine.errors import ClosedError, InputError, OptionError
+from ...engine.errors import ClosedError, InputError, OptionError, undo_on_error
 from ...engine.options.table_spec import KEY_TYPES, check_key_type
 from ...engine.table.row_scan import catch_up_rows
 from ..files.format import check_name
@@ -191,7 +191,7 @@ def make_persistent_table_writer(
     if description is not None:
         description = validate_description(description, "description")
     folder = StoreFolder(to_path(path, "path"), "a PersistentTableWriter")
-    try:
+    with undo_on_error(folder.unlock):
         check_name_free(folder.snapshots_path / snapshot_name, None)
         description = description or read_description(folder)
         description = description or description_for(folder.path.name, storage_dim, key_type)
@@ -199,9 +199,6 @@ def make_persistent_table_writer(
         if storage_dim != Columns(description).storage_dim:
             description = drop_state(description)
         return PersistentTableWriter(folder, snapshot_name, description)
-    except BaseException:
-        folder.unlock()
-        raise
 
 
 def _check_value_type(value_type: Any) -> None:

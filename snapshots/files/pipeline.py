@@ -10,12 +10,12 @@ import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import cycle
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
 
 from ...engine.threads import POLL_SECONDS, Thread
@@ -61,7 +61,7 @@ def run_syncs(tasks: Sequence[Task]) -> None:
             thread.add(task)
 
 
-class TaskThread:
+class TaskThread(AbstractContextManager["TaskThread"]):
     """Runs tasks in one thread, in the order of `add` calls. After a task has failed, no more tasks run.
 
     Works like an executor with one thread, but a wait never hangs if the thread dies because memory runs out.
@@ -117,9 +117,6 @@ class TaskThread:
         if self._has_thread:
             self._queue.put(None)
             self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:

@@ -10,7 +10,7 @@ from threading import RLock
 from typing import Any
 
 from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
-from ...engine.errors import ClosedError, SnapshotError, StoreError
+from ...engine.errors import ClosedError, SnapshotError, StoreError, undo_on_error
 from ...engine.signals import defer_signals
 from ..files.format import LIVE_FILES, read_snapshot_id
 from .folder_state import LOCK, FolderState, symlink_snapshots
@@ -18,7 +18,7 @@ from .lock import FileLock, InUseError
 from .mark import LIVE_FOLDERS, Mark
 
 
-class StoreFolder(FolderState):
+class StoreFolder(FolderState, contextlib.AbstractContextManager["StoreFolder"]):
     """A store folder, `<persistent_path>/<embedding name>`. Stays locked until `unlock` is called or the process ends.
 
     Creates `path` and its parents, and removes files that killed processes left. docs/snapshots.md lists the files in
@@ -45,7 +45,7 @@ class StoreFolder(FolderState):
         with self._convert_errors("open"), defer_signals():
             make_folder(self.path)
             self._lock = self._acquire()
-        try:
+        with undo_on_error(self.unlock):
             self.check()
             path = FolderState(self.path).snapshot_store.path if snapshots is None else snapshots.parent
             if os.path.realpath(path) != os.path.realpath(self.path):
@@ -56,9 +56,6 @@ class StoreFolder(FolderState):
             self.clear_incoming()
             with contextlib.suppress(SnapshotError):  # the next save tries again, and then raises the error
                 self.clear_snapshots()
-        except StoreError:
-            self.unlock()
-            raise
 
     def _acquire(self) -> FileLock:
         try:
@@ -94,9 +91,6 @@ class StoreFolder(FolderState):
                 "it was open. tierbed writes nothing more there. All rows are lost, except in copied snapshots. "
                 "Create the embedding again"
             )
-
-    def __enter__(self) -> StoreFolder:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.unlock()

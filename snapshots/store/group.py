@@ -23,7 +23,7 @@ from threading import RLock
 from time import sleep
 from typing import Any
 
-from ...engine.errors import SnapshotError, StoreError
+from ...engine.errors import SnapshotError, StoreError, undo_on_error
 from ...engine.threads import POLL_SECONDS
 from ..files.reader import list_snapshots
 from .folder import StoreFolder
@@ -227,14 +227,11 @@ def open_store(
         mark_folder = store.snapshot_store if store.num_ranks else store
         member = Member(store, mark_folder, file.store_id, group, entry, unusable_reason)
         group.enter(member, mode)
-        try:
+        with undo_on_error(member.leave):
             if mode == "fresh":
                 with record_load({member: EMPTY_ID}):
                     member.mark_replaced(EMPTY_ID)
                 member.group.write()
-        except BaseException:
-            member.leave()
-            raise
         return member
 
 
@@ -320,7 +317,7 @@ class StoreGroup:
         """Lock the group, and record the rows that recovery chooses. Raises StoreError, SnapshotError."""
         if self.is_locked:
             return
-        try:
+        with undo_on_error(self._unlock):
             if self.file.path is not None:
                 self._lock = lock_group(self.file)
                 store = next(iter(self.members.values())).store
@@ -329,9 +326,6 @@ class StoreGroup:
                     raise StoreError(_describe_change(store))
                 self.file = file
             self._recover()
-        except BaseException:
-            self._unlock()
-            raise
 
     def _recover(self) -> None:
         if self.file.path is None:

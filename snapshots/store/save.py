@@ -57,7 +57,7 @@ class SaveInputs(NamedTuple):
 
 def check_save(store: StoreFolder, name: str, kind: str, inputs: SaveInputs, overwrite: bool) -> None:
     """Raises OptionError or SnapshotError if rows cannot be saved as snapshot `name`. Writes nothing."""
-    check_kind(kind)
+    check_choice("kind", kind, KINDS)
     remove_backups(store)  # otherwise a replaced snapshot that depends on `name` could prevent the overwrite
     folder = store.snapshots_path / name
     if name not in find_reusable_names(store.snapshots_path, inputs.record, inputs.store_id):
@@ -133,10 +133,6 @@ def write_files(
         if shard is not None:  # another process, perhaps on another host, renames the folder
             fsync_dir(temporary)
         return WrittenFiles(num_rows, files)
-
-
-def check_kind(kind: str) -> None:
-    check_choice("kind", kind, KINDS)
 
 
 def find_parent(store: StoreFolder, name: str, inputs: SaveInputs) -> Snapshot | None:

@@ -53,43 +53,30 @@ private:
 class Pages {
 public:
     Pages() = default;
-    explicit Pages(std::size_t bytes, bool may_be_huge = true) {
+    explicit Pages(std::size_t bytes, bool may_be_huge = true) : size_(bytes) {
         const bool huge = may_be_huge && bytes >= 2 * HUGE_PAGE;
-        size_ = bytes;
-        mapped_bytes_ = bytes + (huge ? HUGE_PAGE : 0);
-        base_ = mmap(nullptr, mapped_bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-        if (base_ == MAP_FAILED) {
-            base_ = nullptr;
-            throw std::bad_alloc();
-        }
-        start_ = reinterpret_cast<u64>(base_);
+        const std::size_t mapped_bytes = bytes + (huge ? HUGE_PAGE : 0);
+        void* const base = mmap(nullptr, mapped_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (base == MAP_FAILED) throw std::bad_alloc();
+        memory_ = {base, Unmap{mapped_bytes}};
+        start_ = reinterpret_cast<u64>(base);
         if (huge) {
             start_ = (start_ + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
             madvise(reinterpret_cast<void*>(start_), size_, MADV_HUGEPAGE);
         }
-    }
-    ~Pages() {
-        if (base_) munmap(base_, mapped_bytes_);
-    }
-    Pages(Pages&& other) noexcept { swap(other); }
-    Pages& operator=(Pages&& other) noexcept {
-        swap(other);
-        return *this;
     }
 
     u64 start() const { return start_; }
     std::size_t size() const { return size_; }
 
 private:
-    void swap(Pages& other) {
-        std::swap(base_, other.base_);
-        std::swap(mapped_bytes_, other.mapped_bytes_);
-        std::swap(start_, other.start_);
-        std::swap(size_, other.size_);
-    }
+    struct Unmap {
+        std::size_t bytes;
+        void operator()(void* memory) const { munmap(memory, bytes); }
+    };
 
-    void* base_ = nullptr;
-    std::size_t mapped_bytes_ = 0, size_ = 0;
+    std::unique_ptr<void, Unmap> memory_;
+    std::size_t size_ = 0;
     u64 start_ = 0;
 };
 
