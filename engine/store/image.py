@@ -187,16 +187,13 @@ class IncrementImage(MemoryImage):
 
 
 class CachedDiskImage(IncrementImage):
-    """An image of RocksDB's rows with caches above, on a CPU.
+    """An image of the rows in RocksDB and in caches above, on a CPU. Only listed rows may get before-images.
 
-    Rows that differ in a cache are listed in `image`, and may get before-images. `disk` has the other rows.
+    `disk` has all rows except those that differ in a cache; the other arguments list these rows.
     """
 
-    def __init__(
-        self, image: TableImage, disk: DiskImage, dtype: np.dtype[np.void], max_bytes: int, lock: Any,
-        on_close: Callable[[Image], None],
-    ) -> None:  # fmt: skip
-        super().__init__(image, dtype, max_bytes, lock, on_close)
+    def __init__(self, disk: DiskImage, *arguments: Any) -> None:
+        super().__init__(*arguments)
         self._disk = disk
 
     def chunks(self) -> Chunks:  # type: ignore[override]

@@ -216,7 +216,7 @@ class ChangeObservers:
             if dirty is not None:
                 image = _core.TableImage(dirty, self._table.layout, top_tier.native)
                 disk = DiskImage(bottom.scan_parts(), dtype, lock, lambda _: None)
-                self.image = CachedDiskImage(image, disk, dtype, max_bytes, lock, self._forget_image)
+                self.image = CachedDiskImage(disk, image, dtype, max_bytes, lock, self._forget_image)
             elif isinstance(bottom, RocksDB):
                 self.image = DiskImage(bottom.scan_parts(), dtype, lock, self._forget_image)
             else:

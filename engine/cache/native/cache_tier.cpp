@@ -490,23 +490,12 @@ bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
 RowKeys CacheTier::list_dirty() {
     const std::lock_guard placement_lock(sync_->placement_mutex);
     const std::lock_guard directory_lock(sync_->directory_mutex);
-    std::array<RowKeys, BUCKETS> lists;
-    const u32 num_slots = directory_.sets.num_slots(), part = (num_slots + BUCKETS - 1) / BUCKETS;
-    parallel_for(BUCKETS, [&](std::size_t b) {
-        const auto add = [&, &list = lists[b]](const Way& way, u64 line, i64) {
-            if (is_dirty(row_counters(line, layout_.shape)->updates, way.stored_updates))
-                list.add(way.table, get_key(way.table, way.hash));
-        };
-        const u32 begin = static_cast<u32>(b) * part;
-        directory_.for_each_in_slots(std::min(begin, num_slots), std::min(begin + part, num_slots), add);
-        if (b == 0) directory_.for_each_in_overflow(add);
+    RowKeys keys;
+    directory_.for_each_row([&](const Way& way, u64 line, i64) {
+        if (is_dirty(row_counters(line, layout_.shape)->updates, way.stored_updates))
+            keys.add(way.table, get_key(way.table, way.hash));
     });
-    RowKeys& all = lists[0];
-    for (u32 b = 1; b < BUCKETS; ++b) {
-        all.tables.insert(all.tables.end(), lists[b].tables.begin(), lists[b].tables.end());
-        all.keys.insert(all.keys.end(), lists[b].keys.begin(), lists[b].keys.end());
-    }
-    return std::move(all);
+    return keys;
 }
 
 Metrics CacheTier::metrics() const {
