@@ -71,7 +71,7 @@ class BackgroundSnapshotJob:
         """Write the rows of one table, then wait for the other tables' threads. Runs in the table's thread."""
 
         def write() -> None:
-            save.write(chunks=self._raise_if_dropped(chunks))
+            save.write(parts=[self._raise_if_dropped(chunks)])
             if index == 0:
                 self._part.write()
 

@@ -68,17 +68,16 @@ class TableSave:
         if not self.is_state_snapshot:
             observers.track_during_save()
 
-    def write(self, progress: ProgressCallback | None = None, chunks: Chunks | None = None) -> None:
-        """Write this rank's rows. chunks: the image's rows, or its changes since the parent, if there is an image."""
-        if self._image is not None and chunks is None:
-            self._image.read(lambda rows: self.write(progress, rows))
+    def write(self, progress: ProgressCallback | None = None, parts: Sequence[Chunks] = ()) -> None:
+        """Write this rank's rows. parts: the image's rows, or its changes since the parent, if there is an image."""
+        if self._image is not None and not parts:
+            self._image.read(lambda parts: self.write(progress, parts))
             return
         if self.kind == "checkpoint":
             self.table.flush()
-        changes = None if self._changes_since is None else cast(Iterator[Change], chunks)
-        rows = chunks if changes is None else None
+        changes = None if self._changes_since is None else cast(Iterator[Change], parts[0])
         self._written = write_files(
-            self.folder, self.kind, self.inputs, self.parent, progress, self.shard, rows, changes
+            self.folder, self.kind, self.inputs, self.parent, progress, self.shard, parts, changes
         )
 
     def describe_part(self) -> list[Any]:

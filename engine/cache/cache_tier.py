@@ -98,6 +98,18 @@ class CpuCacheTier(NativeTier, TopTier[_core.Batch]):
         if isinstance(self._lower_tier, CpuCacheTier):
             self._lower_tier.write_back()
 
+    def list_dirty(self, max_bytes: int) -> _core.ChangedRows | None:
+        """Return the sorted keys of all rows that differ from the last tier. None if the keys exceed `max_bytes`."""
+        tier: Tier = self
+        keys = _core.ChangedRows()
+        while isinstance(tier, CpuCacheTier):
+            keys.add_keys(*tier.native.list_dirty())
+            tier = tier._lower_tier
+        if keys.bytes > max_bytes:
+            return None
+        keys.list_keys(0)  # sorts the keys
+        return keys
+
     def flush(self) -> None:
         self.native.flush()
         self._lower_tier.flush()

@@ -14,6 +14,7 @@ from ..errors import ClosedError
 from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, TableIds
 from ..threads import POLL_SECONDS
 from .interfaces import TableImage
+from .merging import merge_sorted, replace_rows
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # bytes per chunk; steps wait while a chunk is read
@@ -28,6 +29,10 @@ class Image(Protocol):
 
     def chunks(self) -> Chunks:
         """Yield all rows, once and in one thread. Raises StoreError, or ClosedError if the image or table is closed."""
+
+    def parts(self) -> list[Chunks]:
+        """Return iterators over all rows, divided by bucket. Each may be read by another thread."""
+        return [self.chunks()]
 
     def close(self) -> None:
         """Stop saving before-images. May be called more than once."""
@@ -51,29 +56,44 @@ class Image(Protocol):
 
 
 class DiskImage(Image):
-    """An image that scans a consistent view of RocksDB. `close` calls `on_close` with the table's lock held."""
+    """An image that reads RocksDB's rows, divided into `scans`. `close` calls `on_close` with the table's lock held.
 
-    def __init__(self, rows: Chunks, dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]) -> None:
-        self._rows, self._dtype, self._lock, self._on_close = rows, dtype, lock, on_close
-        self._read_lock, self._is_closed = RLock(), False
-        self._first_chunk = next(rows, None)  # opens the scan
+    The scans are from one moment if the caller holds the table's lock, and no cache has rows to write back.
+    """
+
+    def __init__(
+        self, scans: list[Chunks], dtype: np.dtype[np.void], lock: Any, on_close: Callable[[Image], None]
+    ) -> None:
+        self._dtype, self._lock, self._on_close, self._is_closed = dtype, lock, on_close, False
+        self._scans = [(scan, RLock()) for scan in scans]
+        for scan in scans:
+            next(scan)  # opens the scan, and reads no rows
 
     def chunks(self) -> Chunks:
-        chunk = self._first_chunk
-        while chunk is not None:
-            yield chunk[0], chunk[1].view(self._dtype)
-            with self._read_lock:
+        return merge_sorted(self.parts())
+
+    def parts(self) -> list[Chunks]:
+        return [self._read(*scan) for scan in self._scans]
+
+    def _read(self, scan: Chunks, read_lock: Any) -> Chunks:
+        while True:
+            with read_lock:
                 if self._is_closed:
                     raise _make_closed_error()
-                chunk = next(self._rows, None)
+                chunk = next(scan, None)
+            if chunk is None:
+                return
+            yield chunk[0], chunk[1].view(self._dtype)
 
     def close(self) -> None:
-        with self._lock, self._read_lock:
-            if not self._is_closed:
-                self._is_closed = True
-                with suppress(ValueError):  # if garbage collection calls `close` during a read, the scan closes later
-                    self._rows.close()  # type: ignore[attr-defined]
-                self._on_close(self)
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            for scan, read_lock in self._scans:
+                with read_lock, suppress(ValueError):  # if garbage collection calls this during a read, it closes later
+                    scan.close()  # type: ignore[attr-defined]
+            self._on_close(self)
 
 
 class MemoryImage(Image):
@@ -164,6 +184,24 @@ class IncrementImage(MemoryImage):
                 missing = np.empty(len(keys), ROW_KEY_DTYPE)
                 missing["table"], missing["key"] = tables, keys
                 yield bucket, rows[:count], missing
+
+
+class CachedDiskImage(IncrementImage):
+    """An image of the rows in RocksDB and in caches above, on a CPU. Only listed rows may get before-images.
+
+    `disk` has all rows except those that differ in a cache; the other arguments list these rows.
+    """
+
+    def __init__(self, disk: DiskImage, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._disk = disk
+
+    def chunks(self) -> Chunks:  # type: ignore[override]
+        return replace_rows(self._disk.chunks(), ((bucket, rows) for bucket, rows, _ in super().chunks()))
+
+    def close(self) -> None:
+        self._disk.close()
+        super().close()
 
 
 def _make_closed_error() -> ClosedError:

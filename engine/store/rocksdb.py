@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,12 +106,13 @@ class RocksDB(NativeTier):
         bucket = _core.buckets(np.array([table], np.uint32), np.array([key], np.uint64))[0]
         return [{"tier": "ssd", **counters, "shard": int(bucket) % self.shards}]
 
-    def scan(self) -> Chunks:
+    def scan(self, part: int = 0, num_parts: int = 1) -> Chunks:
         dtype = row_dtype(self._width)
         chunk_rows = max(1, SCAN_BYTES // dtype.itemsize)
-        scan = self.native.scan()
+        scan = self.native.scan(part, num_parts)
         self._scans.append(scan)
         try:
+            yield part, np.empty(0, dtype)  # the view is fixed now; the next chunk is the first that reads rows
             while True:
                 rows = np.empty(chunk_rows, dtype)
                 bucket, n = scan.next(rows.view(np.uint8), chunk_rows)
@@ -120,6 +122,11 @@ class RocksDB(NativeTier):
         finally:
             scan.close()
             self._scans.remove(scan)
+
+    def scan_parts(self) -> list[Chunks]:
+        """Return two scans, which two threads may read; each has half of the buckets. One scan if `shards` is odd."""
+        num_parts = math.gcd(self.shards, 2)
+        return [self.scan(part, num_parts) for part in range(num_parts)]
 
     @contextlib.contextmanager
     def load(self) -> Iterator[None]:

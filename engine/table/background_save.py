@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from math import inf
 from threading import Condition, Event, current_thread, get_native_id, main_thread
 from time import monotonic, perf_counter
@@ -49,12 +49,12 @@ class ForegroundSave:
         """True while another, living thread runs this save."""
         return not self.done and current_thread() is not self._thread and self._thread.is_alive()
 
-    def read(self, write: Callable[[Chunks], T]) -> T:
-        """Pass the rows to `write`, close the image, and return the result. The save counts as running until `end`."""
+    def read(self, write: Callable[[list[Chunks]], T]) -> T:
+        """Pass the image's parts to `write`, close the image, and return the result. The save runs until `end`."""
         self.is_running = True
         try:
-            with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]  # a traceback would keep chunks open
-                return write(chunks)
+            with ExitStack() as stack:  # closes the parts, because a traceback would keep them open
+                return write([stack.enter_context(closing(part)) for part in self.image.parts()])  # type: ignore[type-var]
         finally:
             self.image.close()
 

@@ -2,8 +2,8 @@
 
 A snapshot shows all rows as they were at one step, but saving it takes longer than a step. So a save reads an *image*:
 the rows as of the save's step. Before a later step changes a row in memory, the table notifies its `ChangeObservers`.
-The image then copies the row. The save reads this copy, the row's before-image. With RocksDB as the bottom tier, the
-image is a RocksDB read view and needs no copies.
+The image then copies the row. The save reads this copy, the row's before-image. With RocksDB as the bottom tier, a
+RocksDB read view has the rows that do not differ in a cache, and these need no copies.
 
 An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys,
 from the moment when the rows equal a snapshot. A store keeps the keys over a clean close.
@@ -24,7 +24,7 @@ from ..cache.cache_tier import CpuCacheTier
 from ..errors import StoreError
 from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, RowArray, TableIds, extract_row_keys
 from ..signals import defer_signals
-from ..store.image import MAX_BEFORE_IMAGE_BYTES, DiskImage, Image, IncrementImage, MemoryImage
+from ..store.image import MAX_BEFORE_IMAGE_BYTES, CachedDiskImage, DiskImage, Image, IncrementImage, MemoryImage
 from ..store.interfaces import ChangeSource, TopTier
 from ..store.rocksdb import RocksDB
 from .background_save import BackgroundSave, ForegroundSave
@@ -181,11 +181,14 @@ class ChangeObservers:
         """True if the keys of all rows that changed since the snapshot with id `parent_id` are known."""
         return self.tracker is not None and self.tracker.parent_id == parent_id
 
-    def open_image(self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES, parent_id: str | None = None) -> Image:
+    def open_image(
+        self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES, parent_id: str | None = None, writes_back: bool = False
+    ) -> Image:
         """Open an image of all current rows. Another thread may read the image while the rows change.
 
         max_bytes: memory limit for before-images. At the limit, steps wait for the reader.
         parent_id: the id of a snapshot. The image then has only the rows that changed since (`knows_changes_since`).
+        writes_back: write dirty rows to RocksDB first. Reading the image is then faster, and needs no before-images.
         Raises StoreError.
         """
         with self._table.lock, defer_signals():
@@ -199,15 +202,23 @@ class ChangeObservers:
                 self.tracker.start_increment()
                 self.image = self.tracker.make_image(top_tier, max_bytes, self._forget_image)
                 return self.image
+            bottom, dtype, lock = self._table.stack.bottom, self._table.row_format.dtype, self._table.lock
+            dirty = None
             if isinstance(top_tier, CpuCacheTier):
-                top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
+                if isinstance(bottom, RocksDB) and not writes_back:
+                    dirty = top_tier.list_dirty(max_bytes)
+                if dirty is None:
+                    top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
                 top_tier.flush()
             if self.tracker is not None:
                 self.tracker.start_increment()
-            bottom, dtype, lock = self._table.stack.bottom, self._table.row_format.dtype, self._table.lock
-            if isinstance(bottom, RocksDB):
-                self.image = DiskImage(bottom.scan(), dtype, lock, self._forget_image)
+            if dirty is not None:
+                image = _core.TableImage(dirty, self._table.layout, top_tier.native)
+                disk = DiskImage(bottom.scan_parts(), dtype, lock, lambda _: None)
+                self.image = CachedDiskImage(disk, image, dtype, max_bytes, lock, self._forget_image)
+            elif isinstance(bottom, RocksDB):
+                self.image = DiskImage(bottom.scan_parts(), dtype, lock, self._forget_image)
             else:
                 self.image = MemoryImage(bottom.make_image(top_tier), dtype, max_bytes, lock, self._forget_image)
             return self.image
@@ -238,7 +249,7 @@ class ChangeObservers:
         `label` names the snapshot in messages. `parent_id` is as in `open_image`.
         """
         with self._table.lock:
-            image = self.open_image(parent_id=parent_id)
+            image = self.open_image(parent_id=parent_id, writes_back=True)
             self.last_save = save = ForegroundSave(label, image, self._table.lock)
             return save
 

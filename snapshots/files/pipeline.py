@@ -13,11 +13,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, TypeVar
 from weakref import finalize
 
+from ...engine.durable import fsync_file
 from ...engine.threads import POLL_SECONDS, Thread
 
 T = TypeVar("T")
@@ -59,6 +61,12 @@ def run_syncs(tasks: Sequence[Task]) -> None:
         threads = [stack.enter_context(TaskThread("tierbed-sync")) for _ in tasks[count : count + _SYNC_THREADS]]
         for thread, task in zip(cycle(threads), tasks[count:], strict=False):
             thread.add(task)
+
+
+def sync_new_files(folder: Path) -> None:
+    """Make a folder durable, with its subfolders and files. Skips hard links to durable files. Raises OSError."""
+    paths = (folder, *folder.rglob("*"))
+    run_syncs([partial(fsync_file, path) for path in paths if path.is_dir() or path.stat().st_nlink == 1])
 
 
 class TaskThread(AbstractContextManager["TaskThread"]):

@@ -18,6 +18,7 @@ from ...engine.checksum import crc32
 from ...engine.durable import open_regular, read_record_bytes
 from ...engine.errors import SnapshotError
 from ...engine.row_format import Change, Chunks, RowArray, extract_row_keys
+from ...engine.store.merging import merge_chain, merge_sorted
 from .format import (
     MANIFEST,
     ROCKSDB,
@@ -36,7 +37,6 @@ from .format import (
     parse_bucket,
     parse_shard_index,
 )
-from .merging import merge_chain, merge_sorted
 from .pipeline import read_ahead
 from .read_errors import ReadIOError, make_damage_error, make_read_error, make_remedy
 

@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...engine import _core
-from ...engine.durable import check_regular, fsync_dir, open_regular
+from ...engine.durable import check_regular, open_regular
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.options.store_options import require_rocksdb
 from ...engine.row_format import Chunks, RowFormat
 from ...engine.store.rocksdb import SCAN_BYTES, DatabaseFile, RocksDB
 from .format import ROCKSDB, Manifest, RocksDBFiles
+from .pipeline import sync_new_files
 from .read_errors import ReadIOError, find_os_error, make_damage_error, make_read_error
 from .rocksdb_child import END, FAILED, HEADER, READY
 
@@ -182,8 +183,7 @@ def link_checkpoint(folder: Path, files: RocksDBFiles, target: Path) -> None:
             _copy(source, path, file)
         elif (error := _link(source, path, file)) is not None:
             raise error
-    for directory in (*target.iterdir(), target):
-        fsync_dir(directory)
+    sync_new_files(target)
 
 
 def find_damaged_file(folder: Path, files: RocksDBFiles, wait: Callable[[float], bool]) -> SnapshotError | None:
@@ -277,8 +277,7 @@ def write_rocksdb(
             rows_reported, bytes_written = rows * bytes_written // size, bytes_written + file.size
             if progress is not None and (count := rows * bytes_written // size - rows_reported):
                 progress(count)
-        for folder in (*top.iterdir(), top):
-            fsync_dir(folder)
+        sync_new_files(top)
     if refusal is not None:
         is_other = refusal.errno == errno.EXDEV
         reason = f"is on another filesystem than {tier.folder}" if is_other else f"cannot have links: {refusal}"
@@ -300,7 +299,7 @@ def _link(source: Path, target: Path, file: DatabaseFile) -> OSError | None:
 
 
 def _copy(source: Path, target: Path, file: DatabaseFile) -> int:
-    """Copy a file durably, or write its `content`. Returns the checksum after comparing it with RocksDB's checksum."""
+    """Copy a file, or write its `content`. Returns the checksum after comparing it with RocksDB's checksum."""
     checksum = _core.Crc32c()
     with open_regular(source) as from_, target.open("xb") as to:
         content = file.content
@@ -308,8 +307,6 @@ def _copy(source: Path, target: Path, file: DatabaseFile) -> int:
         for piece in pieces:
             checksum.update(piece)
             to.write(piece.data)
-        to.flush()
-        os.fsync(to.fileno())
     crc32c = checksum.finish()
     if file.crc32c not in (None, crc32c):
         raise _make_store_error(source, "its checksum does not match")

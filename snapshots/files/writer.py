@@ -11,12 +11,13 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from copy import copy
 from functools import partial
-from itertools import cycle, groupby
+from itertools import cycle, groupby, takewhile
 from pathlib import Path
+from threading import Event, Lock
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from ...engine import _core
 from ...engine.checksum import crc32
 from ...engine.durable import NewFolder, UnsyncedError, check_exchange, fsync_dir
 from ...engine.errors import SnapshotError
-from ...engine.row_format import BUCKETS, Change, RowArray, RowFormat
+from ...engine.row_format import BUCKETS, Change, Chunks, RowArray, RowFormat
 from ...engine.signals import defer_signals
 from .format import (
     LAST_SEQUENCE,
@@ -125,6 +126,38 @@ def write_rows(
                 small_syncs.clear()
         run_syncs(small_syncs)
     return {name: file.entry for name, file in files.items()}
+
+
+def write_parts(
+    folder: Path,
+    description: dict[str, Any],
+    parts: Sequence[Chunks],
+    progress: ProgressCallback | None = None,
+    shard: HashShard | None = None,
+) -> RowFiles:
+    """Write rows that are divided into `parts` by bucket, like `write_rows`, with a thread for each part."""
+    failed, lock = Event(), Lock()
+
+    def report(count: int) -> None:
+        with lock:
+            if progress is not None:
+                progress(count)
+
+    def write(chunks: Chunks) -> RowFiles:
+        try:
+            return write_rows(folder, description, takewhile(lambda _: not failed.is_set(), chunks), report, shard)
+        except BaseException:
+            failed.set()  # ends the other parts early
+            raise
+
+    with ExitStack() as stack:
+        threads = [stack.enter_context(TaskThread("tierbed-part")) for _ in parts[1:]]
+        for thread, part in zip(threads, parts[1:], strict=True):
+            thread.add(partial(write, part))
+        files = write(parts[0])
+        for thread in threads:
+            files |= thread.next_result()
+    return files
 
 
 class _RowFile:

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from ...engine.errors import SnapshotError
 from ...engine.options.table_names import Names, label_tables, merge_names, read_table_names
 from ...engine.row_format import RowArray
+from ...engine.store.merging import STATUS_NEW, join_tables
 from ..exchange.columns import EMBEDDING, Columns
 from ..files.format import name_hyperparams
-from ..files.merging import STATUS_NEW, join_tables
 from ..files.reader import Snapshot
 
 DiffKind = Literal["added", "changed", "gone"]

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 from ...engine.durable import make_temporary_path, remove_folder
 from ...engine.errors import SnapshotError, StoreError
 from ...engine.row_format import Chunks, RowFormat
+from ...engine.store.merging import merge_sorted
 from ...engine.store.table_counts import TABLE_ROWS
 from ..files.format import LIVE_FILES, LIVE_VERSION, MARKER_FIELDS, SHARD_FIELD, Manifest, check_name, read_snapshot_id
-from ..files.merging import merge_sorted
 from ..files.reader import Snapshot
 from ..files.writer import NewSnapshots, ProgressCallback, write_manifest, write_snapshot
 from .folder import StoreFolder

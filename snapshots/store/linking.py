@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...engine.durable import TEMPORARY_PREFIX, atomic_folder, check_regular, fsync_dir, fsync_file, remove_folder
+from ...engine.durable import TEMPORARY_PREFIX, atomic_folder, check_regular, fsync_dir, remove_folder
 from ...engine.errors import SnapshotError
 from ..files.format import MANIFEST, ROCKSDB
+from ..files.pipeline import sync_new_files
 from ..files.reader import Snapshot
 from .folder_state import FolderState
 from .group_file import GroupFile
@@ -33,9 +34,8 @@ def link_snapshot(snapshot: Snapshot, folder: Path) -> None:
             for name in () if rocksdb is None else rocksdb.files:
                 (target / ROCKSDB / name).parent.mkdir(parents=True, exist_ok=True)
                 _link(f"{snapshot.folder}/{ROCKSDB}/{name}", f"{target}/{ROCKSDB}/{name}")
-            for subfolder in (*target.glob(f"{ROCKSDB}/*"), *target.glob(ROCKSDB)):
-                fsync_dir(subfolder)
             _link(f"{snapshot.folder}/{MANIFEST}", f"{target}/{MANIFEST}")
+            sync_new_files(target)
     except OSError as error:
         raise SnapshotError(
             f"snapshot {snapshot.name!r} was not linked into {str(folder.parent)!r}: {error}"
@@ -82,7 +82,6 @@ def _link(file: str, to: str) -> None:
         os.link(os.path.realpath(file) if os.path.islink(file) else file, to)
     except OSError:  # `to` is on another file system, or hard links are not supported
         shutil.copyfile(file, to)
-        fsync_file(Path(to))
 
 
 def remove_snapshot(folder: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,8 +12,8 @@ from ...engine.checks import check_choice
 from ...engine.durable import fsync_dir, make_temporary_path
 from ...engine.errors import OptionError, SnapshotError
 from ...engine.row_format import Change, Chunks
+from ...engine.store.merging import find_changes, merge_sorted
 from ..files.format import KINDS, HashShard, RocksDBFiles, read_snapshot_id
-from ..files.merging import find_changes
 from ..files.reader import MAX_CHAIN, Snapshot, find_snapshot, list_snapshots
 from ..files.writer import (
     NewSnapshots,
@@ -23,7 +23,7 @@ from ..files.writer import (
     check_parent,
     convert_write_errors,
     write_changes,
-    write_rows,
+    write_parts,
 )
 from .folder import StoreFolder
 from .folding import MAX_UNFOLDED
@@ -103,14 +103,14 @@ def write_files(
     parent: Snapshot | None,
     progress: ProgressCallback | None = None,
     shard: HashShard | None = None,
-    chunks: Chunks | None = None,
+    parts: Sequence[Chunks] = (),
     changes: Iterator[Change] | None = None,
 ) -> WrittenFiles:
     """Write rows durably into the snapshot `folder` that `begin_save` began.
 
     parent: from `begin_save`, restricted to `shard`. shard: the shard to write if each rank writes its own shard.
-    chunks: all rows. Default: a scan. changes: the rows' changes since `parent`, if known. Raises SnapshotError,
-    StoreError.
+    parts: all rows, divided by bucket. Default: a scan. changes: the rows' changes since `parent`, if known. Raises
+    SnapshotError, StoreError.
     """
     temporary = make_temporary_path(folder)
     with convert_write_errors(folder, shard):
@@ -121,14 +121,13 @@ def write_files(
             rocksdb = write_rocksdb(temporary, folder.name, inputs.num_rows, inputs.rocksdb, progress)
             return WrittenFiles(inputs.num_rows, {}, rocksdb)
         if parent is not None:
-            if changes is None and chunks is None:
+            if changes is None and not parts:
                 changes = inputs.changes(parent.manifest.id)
             if changes is None:
-                changes = find_changes(parent.chunks(), inputs.scan() if chunks is None else chunks)
+                changes = find_changes(parent.chunks(), merge_sorted(parts or [inputs.scan()]))
             num_rows, files = inputs.num_rows, write_changes(temporary, inputs.description, changes, progress, shard)
         else:
-            chunks = inputs.scan() if chunks is None else chunks
-            files = write_rows(temporary, inputs.description, chunks, progress, shard)
+            files = write_parts(temporary, inputs.description, parts or [inputs.scan()], progress, shard)
             num_rows = sum(file.rows for file in files.values())
         if shard is not None:  # another process, perhaps on another host, renames the folder
             fsync_dir(temporary)

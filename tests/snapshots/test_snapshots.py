@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -30,9 +31,10 @@ from support.small_snapshots import (
 from support.snapshot_parts import save_in_parts
 from tierbed.engine.durable import seal
 from tierbed.engine.errors import SnapshotError
-from tierbed.engine.row_format import RowFormat, row_dtype
+from tierbed.engine.row_format import Chunks, RowFormat, row_dtype
 from tierbed.snapshots import Snapshot, latest_snapshot, list_snapshots, write_snapshot
 from tierbed.snapshots.files.format import make_npy_header
+from tierbed.snapshots.files.writer import write_parts
 from tierbed.snapshots.store.folder import StoreFolder
 from tierbed.snapshots.store.selection import Types
 
@@ -395,3 +397,14 @@ def test_manifests_of_each_kind_are_read_and_hostile_ones_with_a_right_checksum_
     for number in (0, 7):
         with pytest.raises(SnapshotError, match=f"format is {number}, but this tierbed reads 2 to 4: use the one that"):
             read({"format": number, "of": "another time"})
+
+
+def test_a_part_that_fails_ends_the_parts_that_other_threads_write(tmp_path: Path) -> None:
+    def fail() -> Chunks:
+        raise OSError("as planned")
+        yield
+
+    endless = itertools.repeat((0, np.empty(0, form_of().dtype)))
+    for parts in ([fail(), endless], [endless, fail()]):
+        with pytest.raises(OSError, match="as planned"):
+            write_parts(tmp_path, description(), parts)

@@ -25,11 +25,11 @@ from support.stores import options
 from tierbed.engine import _core
 from tierbed.engine.errors import SnapshotError
 from tierbed.engine.row_format import ROW_KEY_DTYPE, RowArray, row_dtype
+from tierbed.engine.store.merging import STATUS_NEW, join_tables
 from tierbed.snapshots import Snapshot, list_snapshots, write_incremental, write_snapshot
 from tierbed.snapshots.exchange import export_snapshot
 from tierbed.snapshots.files import reader
 from tierbed.snapshots.files.format import MAX_SHARDS, HashShard, parse_shard_index
-from tierbed.snapshots.files.merging import STATUS_NEW, join_tables
 from tierbed.snapshots.files.verify import find_chains, verify_all
 from tierbed.snapshots.files.writer import find_children, new_snapshot, write_rows
 from tierbed.snapshots.inspection.row import read_snapshot_row

@@ -19,7 +19,7 @@ from support.changed_rows import FIRST, applied, by_name
 from support.cuda_tables import on_one_device, on_processors, with_policies
 from support.embeddings import DIM, contents, make, train
 from support.examples import examples
-from support.images import change, check_image, in_memory, joined, small_chunks, table_of
+from support.images import change, changed, check_image, in_memory, joined, small_chunks, table_of
 from support.lifecycle_model import POLICIES, batches
 from support.stores import STORES, options
 from tierbed import ClosedError, StoreError
@@ -28,6 +28,7 @@ from tierbed.engine.row_format import Chunks, row_dtype
 from tierbed.engine.store.cuda import changed_lines
 from tierbed.engine.store.cuda import full_tier as cuda_image
 from tierbed.engine.store.image import MemoryImage
+from tierbed.engine.store.merging import merge_sorted
 from tierbed.snapshots import Snapshot
 
 __all__ = ["small_chunks"]
@@ -49,7 +50,7 @@ def test_an_image_is_of_one_instant_whatever_happens_while_it_is_read(
     before: int,
 ) -> None:
     path = tmp_path_factory.mktemp("store")
-    check_image(*(options(store, path / part, **policy) for part in ("one", "other")), gaps, before, place)
+    check_image(*(options(store, path / part, **policy) for part in ("one", "other", "twin")), gaps, before, place)
 
 
 @stores
@@ -87,6 +88,20 @@ def test_a_row_that_changes_where_reading_pauses_is_read_as_it_was() -> None:
         first = [next(chunks)]  # three of the rows of a bucket
         train(embedding, range(1000))
         assert joined(itertools.chain(first, chunks)) == expected
+
+
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("writes_back", [False, True])
+def test_parts_of_an_image_hold_each_row_once(tmp_path: Path, shards: int, writes_back: bool) -> None:
+    with make(options("ssd", tmp_path, shards=shards), "adagrad") as embedding:
+        for number in range(6):
+            change(embedding, number)
+        image = table_of(embedding).observers.open_image(writes_back=writes_back)
+        parts = image.parts()
+        for number in range(6, 9):
+            change(embedding, number)
+        assert joined(merge_sorted(parts)) == changed(options("host"), range(6))
+        image.close()
 
 
 @stores

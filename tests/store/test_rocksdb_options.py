@@ -242,7 +242,7 @@ def test_what_rocksdb_can_do_and_takes_is_told(tmp_path: Path) -> None:
     info = tier.info()
     tier.close()
     assert info["memtable_bytes_max"] == 3 * 5 << 20
-    assert (info["flush_threads"], info["compaction_threads"]) == (2, 6)
+    assert (info["flush_threads"], info["compaction_threads"]) == (4, 6)
     assert info["async_io"] == rocksdb_info()["async_io"]
 
 

@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 
-from support.embeddings import contents, make
-from support.images import change, joined, table_of
+from support.embeddings import make
+from support.images import change, changed, joined, table_of
+from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.engine.row_format import Chunks
 from tierbed.engine.store.image import MemoryImage
@@ -78,7 +79,7 @@ def saving(how: Any, *max_bytes: int, changes: int = 1, allowed: int = 0) -> Ite
     with make(how, "adagrad") as embedding:
         for number in range(changes):
             change(embedding, number)
-        expected, writer = contents(embedding).tobytes(), Writer(allowed)
+        expected, writer = changed(options("host"), range(changes)), Writer(allowed)
         save = table_of(embedding).observers.save_in_background("snapshot 'one'", writer, *max_bytes)
         try:
             yield Saving(embedding, writer, save, expected)

@@ -24,9 +24,9 @@ from support.stores import options
 from tierbed import MultiTableEmbedding, SnapshotError
 from tierbed.engine import _core
 from tierbed.engine.durable import seal, unseal
+from tierbed.engine.store.merging import find_changes
 from tierbed.snapshots import Snapshot
 from tierbed.snapshots.files.format import make_npy_header
-from tierbed.snapshots.files.merging import find_changes
 from tierbed.snapshots.store.selection import Types
 
 MANIFEST = "manifest.msgpack"

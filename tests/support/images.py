@@ -56,12 +56,12 @@ def changed(how: Any, numbers: range) -> bytes:
         return contents(embedding).tobytes()
 
 
-def check_image(how: Any, other: Any, gaps: list[int], before: int, place: Any = "cpu") -> None:
-    """As many chunks are read as each of `gaps` says, then rows change; on stores of two options, in one place."""
+def check_image(how: Any, other: Any, twin: Any, gaps: list[int], before: int, place: Any = "cpu") -> None:
+    """As many chunks are read as each of `gaps` says, then rows change; on stores of three options, in one place."""
+    expected = changed(twin, range(before))  # a scan of this store would leave no rows to write back
     with make(how, "adagrad").to(place) as embedding:
         for number in range(before):
             change(embedding, number)
-        expected = contents(embedding).tobytes()
         image = embedding.table_handle().table.observers.open_image()
         steps = iter(range(before, 20))
 

@@ -24,7 +24,7 @@ from support.stores import STORES, options
 from tierbed import StoreError
 from tierbed.engine import _core
 from tierbed.engine.row_format import BUCKETS, ROW_KEY_DTYPE, row_dtype
-from tierbed.snapshots.files.merging import find_changes
+from tierbed.engine.store.merging import find_changes
 
 Rows = NDArray[np.void]
 

@@ -46,6 +46,7 @@ void bind_cache(nb::module_& m) {
         .def("peek", &CacheTier::peek, Unlocked())
         .def("flush", &CacheTier::flush, Unlocked())
         .def("flush_piece", &CacheTier::flush_piece, "begin"_a, "max_rows"_a, Unlocked())
+        .def("list_dirty", [](CacheTier& tier) { return to_arrays([&] { return tier.list_dirty(); }); })
         .def("close", &CacheTier::close, Unlocked())
         .def("locate", &locate, "table"_a, "key"_a)
         .def("metrics", &read_metrics<CacheTier>)

@@ -487,6 +487,17 @@ bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     return has_more;
 }
 
+RowKeys CacheTier::list_dirty() {
+    const std::lock_guard placement_lock(sync_->placement_mutex);
+    const std::lock_guard directory_lock(sync_->directory_mutex);
+    RowKeys keys;
+    directory_.for_each_row([&](const Way& way, u64 line, i64) {
+        if (is_dirty(row_counters(line, layout_.shape)->updates, way.stored_updates))
+            keys.add(way.table, get_key(way.table, way.hash));
+    });
+    return keys;
+}
+
 Metrics CacheTier::metrics() const {
     const std::lock_guard directory_lock(sync_->directory_mutex);
     const CacheSets& sets = directory_.sets;

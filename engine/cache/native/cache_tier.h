@@ -69,6 +69,8 @@ public:
     // Writes at most `max_rows` dirty rows back: rows in the sets from slot `begin` on, then rows in the overflow area.
     // Returns `begin` for the next call, or 0 at the end.
     u32 flush_piece(u32 begin, u32 max_rows);
+    // Returns the keys of all dirty rows.
+    RowKeys list_dirty();
     // Ends the write-behind thread and drops all batches. Does not flush.
     void close();
 

@@ -91,7 +91,8 @@ void bind_rocksdb(nb::module_& m) {
         .def("metrics", &read_metrics<RocksTier>)
         .def("info", &read_info)
         .def(
-            "scan", [](const RocksTier& t) { return new RocksTier::Scan(t); }, nb::keep_alive<0, 1>(),
+            "scan", [](const RocksTier& t, u32 part, u32 num_parts) { return new RocksTier::Scan(t, part, num_parts); },
+            "part"_a = 0, "num_parts"_a = 1, nb::keep_alive<0, 1>(),
             nb::rv_policy::take_ownership);
     nb::class_<RocksTier::Scan>(tier, "Scan").def("close", &RocksTier::Scan::close).def("next", &read_next);
 }

@@ -36,6 +36,7 @@ const char BLOCK_TABLE[] = "block_based_table_factory";
 
 constexpr int MERGED_MEMTABLES = 8;  // memtables that a flush merges
 constexpr int MAX_MEMTABLES = 12;    // memtables per shard: enough for one flush, and a few to write to meanwhile
+constexpr int MIN_FLUSH_THREADS = 4;  // a save flushes all shards at once, and each flush waits for the disk
 constexpr std::size_t MIN_MEMTABLE_BYTES = 64 << 10;  // RocksDB's minimum for a memtable
 constexpr std::size_t ENTRY_BYTES = 20;               // approximate overhead of a row in a block
 constexpr std::size_t BLOCK_BYTES = 64;               // approximate overhead of a block
@@ -229,8 +230,8 @@ bool has_async_io() {
 }
 
 BackgroundThreads count_background_threads(const rocksdb::Options& options) {
-    const int flushes = std::max(1, options.max_background_jobs / 4);
-    return {flushes, std::max(1, options.max_background_jobs - flushes)};
+    const int share = std::max(1, options.max_background_jobs / 4);
+    return {std::max(share, MIN_FLUSH_THREADS), std::max(1, options.max_background_jobs - share)};
 }
 
 }  // namespace tierbed

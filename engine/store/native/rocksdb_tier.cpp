@@ -461,18 +461,19 @@ std::vector<std::pair<std::string, u64>> RocksTier::read_versions() const {
     return all;
 }
 
-RocksTier::Scan::Scan(const RocksTier& tier) : tier_(tier), views_(std::make_unique<std::vector<View>>()) {
+RocksTier::Scan::Scan(const RocksTier& tier, u32 part, u32 num_parts)
+    : tier_(tier), views_(std::make_unique<std::vector<View>>()), bucket_(part), num_parts_(num_parts) {
     tier.require_open();
     const std::shared_lock lock(tier.open_mutex_);
     rocksdb::ReadOptions options;
     options.fill_cache = false;
     options.total_order_seek = true;
     options.readahead_size = std::size_t{2} << 20;
-    views_->reserve(tier.shards_.size());
-    for (const auto& shard : tier.shards_) {
-        views_->push_back({shard->db, nullptr});
-        views_->back().iterator.reset(tier.call([&] { return shard->db->NewIterator(options); }));
-        views_->back().iterator->SeekToFirst();
+    views_->resize(tier.shards_.size());
+    for (std::size_t i = part; i < views_->size(); i += num_parts) {
+        View& view = (*views_)[i];
+        view.db = tier.shards_[i]->db;
+        view.iterator.reset(tier.call([&] { return view.db->NewIterator(options); }));
     }
 }
 
@@ -487,8 +488,10 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
     const LineShape& shape = tier_.shape_;
     const std::string& folder = tier_.folder_;
     if (!views_) throw std::runtime_error("RocksDB in " + folder + " was closed during a scan");
-    for (; bucket_ < BUCKETS; ++bucket_) {
-        rocksdb::Iterator& it = *(*views_)[bucket_ % views_->size()].iterator;
+    for (; bucket_ < BUCKETS; bucket_ += num_parts_) {
+        View& view = (*views_)[bucket_ % views_->size()];
+        rocksdb::Iterator& it = *view.iterator;
+        if (!std::exchange(view.is_started, true)) it.SeekToFirst();  // reads blocks, so not while the scan is opened
         std::size_t rows = 0;
         for (; rows < max_rows && it.Valid() && (it.key().empty() || static_cast<u8>(it.key()[0]) == bucket_);
              it.Next(), ++rows) {
@@ -505,7 +508,7 @@ std::size_t RocksTier::Scan::next(u8* out, std::size_t max_rows, u32& bucket) {
         if (rows) return rows;
     }
     for (const auto& view : *views_)
-        if (view.iterator->Valid())
+        if (view.iterator && view.iterator->Valid())
             throw std::runtime_error("RocksDB in " + folder + ": a shard has rows of another; " + RELOAD_REMEDY);
     return 0;
 }

@@ -82,10 +82,11 @@ public:
     Metrics metrics() const;
     RocksInfo info() const { return info_; }
 
-    // Iterates over a consistent view of all rows, by (bucket, table, key). Must not outlive the tier.
+    // Iterates over a consistent view of all rows, by (bucket, table, key). Must not outlive the tier. `num_parts` scans
+    // divide the rows: scan `part` has each bucket whose number is `part` modulo `num_parts`, a divisor of the shards.
     class Scan {
     public:
-        explicit Scan(const RocksTier& tier);
+        explicit Scan(const RocksTier& tier, u32 part = 0, u32 num_parts = 1);
         ~Scan();
         Scan(const Scan&) = delete;
         u32 width() const { return tier_.shape_.width; }
@@ -98,11 +99,13 @@ public:
         struct View {
             std::shared_ptr<rocksdb::DB> db;  // keeps the database open while the iterator exists
             std::unique_ptr<rocksdb::Iterator> iterator;
+            bool is_started = false;
         };
 
         const RocksTier& tier_;
         std::unique_ptr<std::vector<View>> views_;  // null after `close`
-        u32 bucket_ = 0;
+        u32 bucket_;
+        const u32 num_parts_;
     };
 
 private:

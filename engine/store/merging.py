@@ -8,8 +8,8 @@ import numpy as np
 from numpy.lib.recfunctions import repack_fields
 from numpy.typing import NDArray
 
-from ...engine import _core
-from ...engine.row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, RowArray, extract_row_keys
+from .. import _core
+from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, RowArray, extract_row_keys
 
 STATUS_NEW = 2  # the status of a row that is only in the later table
 _NO_KEYS: RowArray = np.empty(0, ROW_KEY_DTYPE)
@@ -136,6 +136,12 @@ def find_changes(before: Chunks, after: Chunks) -> Iterator[Change]:
     for bucket, old, new, is_removed, status in join_tables(before, after):
         if is_removed.any() or status.any():
             yield bucket, new[status > 0], extract_row_keys(old[is_removed > 0])
+
+
+def replace_rows(rows: Chunks, replacements: Chunks) -> Chunks:
+    """Merge two sorted streams of rows. If both have a row, yields the one in `replacements`."""
+    for bucket, old, new, is_only_old, _ in join_tables(rows, replacements):
+        yield from merge_sorted([iter([(bucket, old[is_only_old > 0])]), iter([(bucket, new)])])
 
 
 def _as_bytes(rows: RowArray) -> NDArray[np.uint8]:
