@@ -2,8 +2,9 @@
 
     python benchmarks/changed_keys.py [--rows 4000000]
 
-A graph saves a snapshot, then trains in turns with and without the list. The first ratio is from steps that write
-each row for the first time since the snapshot. The second ratio is from the same rows' next steps.
+A graph saves a snapshot, then trains in pairs of turns. One turn of each pair, drawn at random, keeps the list. The
+first ratio is from steps that write each row for the first time since the snapshot. The second ratio is from the same
+turns' next steps.
 """
 
 from __future__ import annotations
@@ -52,11 +53,12 @@ def measure(store: str, rows: int, folder: Path) -> list[float]:
     turns = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[: rows // TURN * TURN].view(
         -1, STEPS, BATCH
     )
+    is_second = torch.rand(len(turns) // 2 + 1, generator=torch.Generator().manual_seed(1)) < 0.5
     medians = []
     for _ in ("first", "later"):
         seconds: dict[bool, list[float]] = {False: [], True: []}
         for turn, batches in enumerate(turns):
-            is_tracked = turn % 2 == 1
+            is_tracked = bool(is_second[turn // 2]) == (turn % 2 == 1)
             observers.tracker = tracker if is_tracked else None
             begin = time.perf_counter()
             for ids in batches:

@@ -100,6 +100,7 @@ class TableSave:
             parent=self.parent,
             num_shards=None if self.shard is None else len(parts),
             id=self.inputs.id,
+            table_rows=self.inputs.table_rows if self.shard is None else None,
         )
         return manifest.id
 

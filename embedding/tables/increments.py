@@ -1,13 +1,12 @@
 """Applies incremental snapshots to the rows of an open table, if these rows equal a parent of the increments.
 
-Such a load reads only the increments, and changes rows in place. First it verifies the increments, and counts the rows
-that they add and remove. A new OpenTable then takes over the old one's tiers, so that every other value starts as after
-any load.
+Such a load reads only the increments, and changes rows in place. First it verifies the increments. A new OpenTable then
+takes over the old one's tiers, so that every other value starts as after any load.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -16,12 +15,14 @@ from ...engine.options.table_spec import TableSpec
 from ...engine.row_format import Change, RowFormat, extract_row_keys
 from ...engine.store.interfaces import InMemoryTier, TierBase
 from ...engine.store.rocksdb import RocksDB
-from ...engine.store.table_counts import Counts, count_by_table
+from ...engine.store.table_counts import Counts, count_by_table, read_counts
 from ...engine.table.row_scan import locate_lines
 from ...engine.table.table import OpenTable
 from ...snapshots.files.reader import Snapshot, read_changes
 from ...snapshots.store.group import Member
 from ...snapshots.store.selection import Selection
+
+_SMALL_BYTES = 1 << 25  # the changes of smaller increments stay in memory between the check and the load
 
 
 def find_increments(table: OpenTable, snapshot: Snapshot, spec: TableSpec, selection: Selection) -> list[Snapshot]:
@@ -58,21 +59,34 @@ def find_increments(table: OpenTable, snapshot: Snapshot, spec: TableSpec, selec
     return chain[ids.index(changed[0]) + 1 :] if changed[0] in ids else []
 
 
-def count_added_rows(table: OpenTable, increments: Sequence[Snapshot]) -> Counts:
-    """Verify the increments without changing a row. Returns by how many rows each table grows. Raises SnapshotError."""
+def verify_increments(table: OpenTable, increments: Sequence[Snapshot]) -> tuple[Iterable[Change], Counts | None]:
+    """Verify the increments without changing a row. Raises SnapshotError.
+
+    Rows on disk are not counted, as this needs random reads: the last manifest's counts are used, if they are possible.
+    Returns the changes, and each table's row count after the load (None if unknown).
+    """
     assert table.stack is not None
-    counts = np.zeros(table.spec.num_tables, np.int64)
-    for _, rows, deleted in read_changes(increments):
-        for keys, sign in ((extract_row_keys(rows), 1), (deleted, -1)):
+    last, num_rows, old_counts = increments[-1], table.counts.num_rows, table.counts.known_table_counts
+    counts, added = read_counts(vars(last.manifest), table.spec.num_tables), np.zeros(table.spec.num_tables, np.int64)
+    reads_rows = counts is None or not isinstance(table.stack.bottom, RocksDB)
+    is_small = sum(snapshot.manifest.total_bytes for snapshot in increments) <= _SMALL_BYTES
+    changes = [*read_changes(increments)] if is_small else read_changes(increments)
+    min_rows = max_rows = num_rows
+    for _, rows, deleted in changes:
+        min_rows, max_rows = min_rows - len(deleted), max_rows + len(rows)
+        for keys, sign in ((extract_row_keys(rows), 1), (deleted, -1)) if reads_rows else ():
             old_rows = np.empty(len(keys), table.row_format.dtype)
             tables = keys["table"].copy()
             exists = table.stack.top.read(tables, keys["key"].copy(), locate_lines(old_rows), False)
-            counts += sign * count_by_table(tables[exists if sign < 0 else ~exists], len(counts))
-    increments[-1].check_count(table.counts.num_rows + int(counts.sum()))
-    return counts
+            added += sign * count_by_table(tables[exists if sign < 0 else ~exists], len(added))
+    if reads_rows:
+        min_rows = max_rows = num_rows + int(added.sum())
+        counts = counts if old_counts is None else old_counts + added
+    last.check_count(min(max(last.manifest.rows, min_rows), max_rows))
+    return changes if is_small else read_changes(increments), counts
 
 
-def apply_changes(top: TierBase, bottom: RocksDB | InMemoryTier, changes: Iterator[Change]) -> Iterator[Change]:
+def apply_changes(top: TierBase, bottom: RocksDB | InMemoryTier, changes: Iterable[Change]) -> Iterator[Change]:
     """Write and erase the rows of each change in a stack of tiers, and yield the change."""
     for bucket, rows, deleted in changes:
         erased = [deleted]
@@ -87,21 +101,20 @@ def apply_changes(top: TierBase, bottom: RocksDB | InMemoryTier, changes: Iterat
 
 
 def take_over(
-    old_table: OpenTable, table: OpenTable, increments: Sequence[Snapshot], added: Counts, member: Member | None
+    old_table: OpenTable, table: OpenTable, changes: Iterable[Change], counts: Counts | None, member: Member | None
 ) -> None:
-    """Let `table` use the tiers and the ledger of `old_table`, and apply the verified increments to their rows.
+    """Let `table` use the tiers and the ledger of `old_table`, and apply `verify_increments`'s result to their rows.
 
     If this raises, some rows have changed, so neither table nor the training group may use them.
     """
-    counts = old_table.counts.known_table_counts
     try:
         old_table.unpin_rows()
         old_table.stop_prefetch()
         table.lifecycle.inherit_ledger(old_table.lifecycle)
         assert table.stack is not None
-        for _, rows, deleted in apply_changes(*table.stack, read_changes(increments)):
+        for _, rows, deleted in apply_changes(*table.stack, changes):
             table.lifecycle.replace_rows(rows, deleted)
-        table.counts.set_initial_counts(None if counts is None else counts + added)
+        table.counts.set_initial_counts(counts)
         old_table.close(keeps_tiers=True)
     except BaseException as error:
         old_table.record_failure(error)

@@ -18,10 +18,11 @@ from ...engine.durable import remove_folder
 from ...engine.errors import SnapshotError, undo_on_error
 from ...engine.optim.row_state import RowState
 from ...engine.options.table_spec import TableSpec
+from ...engine.store.table_counts import read_counts
 from ...engine.table.background_save import PAUSE_RATIO
 from ...engine.table.table import OpenTable
 from ...engine.threads import Thread
-from ...snapshots.files.reader import Snapshot, read_changes
+from ...snapshots.files.reader import Snapshot, exhaust, read_changes
 from .increments import apply_changes
 
 log = logging.getLogger("tierbed")
@@ -54,13 +55,13 @@ def link_rows(chain: Sequence[Snapshot], folder: Path) -> dict[str, Any]:
     return {**chain[-1].description, "rows": chain[-1].manifest.rows, "shards": rocksdb.shards}
 
 
-def add_increments(table: OpenTable, increments: Sequence[Snapshot]) -> None:
-    """Verify increments, and change the linked rows of `table` as they say, durably. Closes `table` if this fails."""
+def add_increments(table: OpenTable, chain: Sequence[Snapshot]) -> None:
+    """Verify a chain's increments, and durably change the linked rows of `table`. Closes `table` if this fails."""
     with undo_on_error(table.close):
         assert table.stack is not None
         bottom = table.stack.bottom  # the caches are empty
-        for _ in apply_changes(bottom, bottom, read_changes(increments)):
-            table.counts.set_initial_counts(None)  # a scan counts each table's rows when they are asked for
+        exhaust(apply_changes(bottom, bottom, read_changes(chain[1:])))
+        table.counts.set_initial_counts(read_counts(vars(chain[-1].manifest), table.spec.num_tables))
         table.flush()
 
 

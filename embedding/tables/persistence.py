@@ -48,7 +48,7 @@ from ...snapshots.store.mark import read_live_version
 from ...snapshots.store.recovery_rule import EMPTY_ID
 from ...snapshots.store.selection import ALL, LoadReport, Selection, convert_description
 from .compatibility import LoadedIdCounter, check_stored_rows
-from .increments import count_added_rows, find_increments, take_over
+from .increments import find_increments, take_over, verify_increments
 from .linked_rows import FileCheck, add_increments, link_rows, list_linkable, remove_table
 from .recovery import (
     FolderContents,
@@ -357,7 +357,7 @@ class TablePersistence:
             folder.clear_incoming()
             try:
                 table = self._build(optimizer, link_rows(chain, folder.incoming), folder.incoming)
-                add_increments(table, chain[1:])
+                add_increments(table, chain)
             except (StoreError, SnapshotError, OSError) as error:  # `load` raises an error that names the damaged file
                 log.info("snapshot %r: its files cannot be linked, so its rows are read: %s", snapshot.name, error)
             else:
@@ -443,9 +443,9 @@ class TablePersistence:
         self, optimizer: RowOptimizer | None, description: Description, increments: list[Snapshot], old_table: OpenTable
     ) -> OpenTable:
         """Load snapshots' changes in place, and close `old_table`. A kill leaves the snapshot for the next run."""
-        added = count_added_rows(old_table, increments)
+        changes, counts = verify_increments(old_table, increments)
         table = self._build(optimizer, {**description, "shards": None}, None, old_table)
-        change = partial(take_over, old_table, table, increments, added, self.member)
+        change = partial(take_over, old_table, table, changes, counts, self.member)
         with defer_signals():
             self._replace_rows(increments[-1].manifest.id, change)
             if self._file_check is not None:

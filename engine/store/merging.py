@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 import numpy as np
 from numpy.lib.recfunctions import repack_fields
@@ -78,7 +78,7 @@ def merge_chain(
     snapshots: Sequence[Sequence[Chunks]],
     counts: NDArray[np.int64],
     conflict_error: Callable[[int, int], Exception],
-) -> Iterator[Change]:
+) -> Generator[Change, None, None]:
     """Merge the changes of successive snapshots: a key's latest row or deletion counts.
 
     Reads each stream once, however many there are. Adds to `counts` [n] by how many rows each snapshot adds to its
@@ -114,12 +114,11 @@ def merge_chain(
         np.add.at(counts, snapshot, has_row.astype(np.int64) - had_row)
         is_latest = np.append(~is_repeated, True)
         latest, is_deletion = order[is_latest], ~has_row[is_latest]
-        rows, deleted = _NO_KEYS, _NO_KEYS
+        rows, deleted = _NO_KEYS, np.empty(np.count_nonzero(is_deletion), ROW_KEY_DTYPE)
+        deleted["table"], deleted["key"] = tables[is_latest][is_deletion], keys[is_latest][is_deletion]
         if stored := [part for index, part in parts.items() if index < len(snapshots)]:
-            rows = np.concatenate(stored)[latest[~is_deletion]]
-        if is_deletion.any():
-            deleted = np.empty(int(is_deletion.sum()), ROW_KEY_DTYPE)
-            deleted["table"], deleted["key"] = tables[is_latest][is_deletion], keys[is_latest][is_deletion]
+            row_bytes = np.dtype((np.void, stored[0].dtype.itemsize))  # NumPy copies rows with fields 7 times as slowly
+            rows = np.concatenate([part.view(row_bytes) for part in stored])[latest[~is_deletion]].view(stored[0].dtype)
         yield bucket, rows, deleted
 
 

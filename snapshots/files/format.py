@@ -49,6 +49,7 @@ OLD_GROUP = "group"  # a field of MARK in earlier versions: the stores that are 
 FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
 SHARD_FIELD = "share"  # this field of a shard's MARK stores the shard's rank
 LIVE_FILES = "live_files"  # this field of MARK identifies the files of the live rows
+_TABLE_ROWS = "row_counts"  # this field of a manifest's description stores `Manifest.table_rows`, if it is known
 CHANGED_KEYS = "changed"  # this field of the clean marker describes the file CHANGED
 # fields of the clean marker that are not in a snapshot's description
 MARKER_FIELDS = ("live", "rows", "shards", TABLE_ROWS, SHARD_FIELD, LIVE_VERSION, LIVE_FILES, CHANGED_KEYS)
@@ -149,6 +150,7 @@ def count_file_bytes(dtype: np.dtype[np.void], num_rows: int) -> int:
     return count_header_bytes(dtype) + num_rows * dtype.itemsize
 
 
+@lru_cache(maxsize=1 << 14)  # a reader first checks all files' headers, then opens the files again
 def make_npy_header(dtype: np.dtype[np.void], num_rows: int) -> bytes:
     """Returns the header of a row file. All NumPy versions get the same header bytes."""
     size = count_header_bytes(dtype)
@@ -192,6 +194,7 @@ class Manifest:
         created: time of the save, in nanoseconds since 1970 (UTC).
         sequence: a number that is larger than the sequence of every earlier snapshot in the folder.
         num_shards: the number of shards, each with its own files; None if one process wrote all rows.
+        table_rows: the number of rows in each table after a load of this snapshot, if the writer knew them.
         moment: only earlier versions wrote this value; it is equal in all snapshots that were saved together.
     """
 
@@ -206,6 +209,7 @@ class Manifest:
     created: int
     sequence: int
     num_shards: int | None = None
+    table_rows: list[int] | None = None
     moment: str | None = None
 
     def __repr__(self) -> str:
@@ -233,10 +237,11 @@ class Manifest:
     def encode(self) -> bytes:
         """Returns the manifest file's content. Raises ValueError if `decode` would refuse this content."""
         format = FORMAT - 1 if self.num_shards is None and not self.row_format.has_16bit_floats else FORMAT
-        omitted = ("moment",) if format == FORMAT else ("moment", "num_shards")
+        omitted = ("moment", "table_rows") if format == FORMAT else ("moment", "table_rows", "num_shards")
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
         fields = {"parts" if name == "num_shards" else name: getattr(self, name) for name in names}
         fields["files"] = {name: vars(file) for name, file in self.files.items()}
+        fields["description"] = self.description | ({_TABLE_ROWS: self.table_rows} if self.table_rows else {})
         fields |= {name: vars(fields[name]) for name in ("parent", "rocksdb") if fields[name] is not None}
         data = seal({"format": format, **fields})
         Manifest.decode(data)
@@ -259,7 +264,7 @@ class Manifest:
             FORMAT - 1 <= format <= GROUP_FORMAT,
             f"its format is {format}, but this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
         )
-        fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment", "num_shards"}
+        fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment", "num_shards", "table_rows"}
         fields |= {"parts"} if format >= FORMAT else set()
         group_fields = {"instant"} if format == GROUP_FORMAT else set()
         _require(value.keys() == fields | group_fields | {"format"}, "fields are missing or foreign")
@@ -297,6 +302,7 @@ class Manifest:
         else:
             _require(kind == "incremental" or not (files or num_shards), "a checkpoint has neither row files nor parts")
         decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "num_shards": num_shards, "moment": moment}
+        decoded["table_rows"] = value["description"].pop(_TABLE_ROWS, None)
         return Manifest(**{field: value[field] for field in fields - {"parts"}} | decoded)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -368,7 +368,9 @@ def read_changes(
         [report_progress(part, progress, len(chain) > 1) for part in snapshot.read_rows_and_deletions(max_rows)]
         for snapshot in chain
     ]
-    yield from merge_chain(streams, counts, lambda index, bucket: chain[index].make_conflict_error(bucket))
+    merged = merge_chain(streams, counts, lambda index, bucket: chain[index].make_conflict_error(bucket))
+    with read_ahead(merged) if len(chain) > 1 and progress is None else nullcontext(merged) as changes:
+        yield from changes
     if chain and chain[0].manifest.parent is None:
         for snapshot, count in zip(chain, counts.cumsum().tolist(), strict=True):
             snapshot.compare_count(count)

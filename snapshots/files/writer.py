@@ -428,11 +428,12 @@ def write_manifest(
     parent: Snapshot | None = None,
     num_shards: int | None = None,
     id: str | None = None,
+    table_rows: list[int] | None = None,
 ) -> Manifest:
     """Write the manifest for the durable files in the folder `folder`. Raises OSError, SnapshotError.
 
     rocksdb: the files of a RocksDB checkpoint. parent: the parent of an incremental snapshot. If both are None,
-    the snapshot is full. num_shards: the number of shards; None if there was one writer.
+    the snapshot is full. num_shards: the number of shards; None if there was one writer. table_rows: see `Manifest`.
     """
     files = files or {}
     deleted = sum(file.rows for name, file in files.items() if is_deletion(name))
@@ -446,8 +447,8 @@ def write_manifest(
     id = id or secrets.token_hex(16)
     link = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
-    now = time.time_ns()
-    manifest = Manifest(kind, id, link, description, rows, deleted, files, rocksdb, now, sequence, num_shards)
+    numbers = time.time_ns(), sequence, num_shards, table_rows
+    manifest = Manifest(kind, id, link, description, rows, deleted, files, rocksdb, *numbers)
     write_manifest_file(folder, manifest)
     return manifest
 

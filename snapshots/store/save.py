@@ -48,6 +48,7 @@ class SaveInputs(NamedTuple):
     rocksdb: RocksDB | None = None  # the database that contains all rows after its `flush`
     changes: Callable[[str], Iterator[Change] | None] = lambda since: None  # returns the changes since a given snapshot
     id: str | None = None  # the new snapshot's id
+    table_rows: list[int] | None = None  # the number of rows in each table, if known
 
     @property
     def parent(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from support.small_snapshots import flip_bit
 from support.stores import options
 from tierbed import MultiTableEmbedding
 from tierbed.embedding.tables import increments
+from tierbed.engine.durable import read_record_bytes, seal, unseal
 from tierbed.engine.errors import SnapshotError, StoreError
 from tierbed.engine.row_format import Change
+from tierbed.snapshots.files.format import MANIFEST
 
 LIFECYCLES: list[dict[str, Any]] = [{}, {"capacity": 60, "eviction": "lru"}, {"ttl_steps": 3}, {"admission": 0.7}]
 SNAPSHOTS = Path("store", "rows", "snapshots")
@@ -99,6 +101,13 @@ def damage(folder: Path, name: str) -> str:
     return file.name
 
 
+def edit_manifest(folder: Path, name: str, edit: Callable[[Any], object]) -> None:
+    manifest = folder / SNAPSHOTS / name / MANIFEST
+    content = unseal(read_record_bytes(manifest))
+    edit(content)
+    manifest.write_bytes(seal(content))
+
+
 on_stores = pytest.mark.parametrize("store", ["host", "cached_host", "ssd", "ssd_host"])
 
 
@@ -138,6 +147,33 @@ def test_a_bad_chain_changes_no_row(tmp_path: Path, what: str) -> None:
             embedding.load_snapshot("second")
         assert contents(embedding).tobytes() == saved[0]
         train(embedding, range(5))
+
+
+@pytest.mark.parametrize(
+    ("store", "count"), [("host", 1), ("cached_host", 10**6), ("ssd", 10**6), ("ssd_host", -(10**6))]
+)
+def test_a_manifest_with_a_wrong_row_count_changes_no_row(tmp_path: Path, store: str, count: int) -> None:
+    embedding, saved = at_parent(tmp_path, store)
+    with embedding:
+        edit_manifest(tmp_path, "second", lambda content: content.update(rows=max(0, content["rows"] + count)))
+        with pytest.raises(SnapshotError, match="rows instead of"):
+            embedding.load_snapshot("second")
+        assert contents(embedding).tobytes() == saved[0]
+
+
+@pytest.mark.parametrize("has_counts", [True, False])
+def test_rows_are_read_from_disk_only_if_a_manifest_lacks_counts(tmp_path: Path, has_counts: bool) -> None:
+    embedding, saved = at_parent(tmp_path, "ssd")
+    with embedding:
+        if not has_counts:  # as an earlier version saved it
+            edit_manifest(tmp_path, "second", lambda content: content["description"].pop("row_counts"))
+        before = embedding.metrics()["ssd"]
+        embedding.load_snapshot("second")
+        after = embedding.metrics()
+        assert has_counts == all(before[name] == after["ssd"][name] for name in ("hits", "misses"))
+        assert contents(embedding).tobytes() == saved[2]
+        counts = [after["tables"][label]["rows"] for label in embedding.spec.labels]
+        assert counts == np.bincount(contents(embedding)["table"], minlength=len(counts)).tolist()
 
 
 @on_stores
