@@ -98,14 +98,14 @@ class CpuCacheTier(NativeTier, TopTier[_core.Batch]):
         if isinstance(self._lower_tier, CpuCacheTier):
             self._lower_tier.write_back()
 
-    def list_dirty(self, max_bytes: int) -> _core.ChangedRows | None:
-        """Return the sorted keys of all rows that differ from the last tier. None if the keys exceed `max_bytes`."""
+    def list_dirty(self, max_rows: int) -> _core.ChangedRows | None:
+        """Return the sorted keys of all rows that differ from the last tier. None if there are more than `max_rows`."""
         tier: Tier = self
         keys = _core.ChangedRows()
         while isinstance(tier, CpuCacheTier):
             keys.add_keys(*tier.native.list_dirty())
             tier = tier._lower_tier
-        if keys.bytes > max_bytes:
+        if keys.size > max_rows:
             return None
         keys.list_keys(0)  # sorts the keys
         return keys

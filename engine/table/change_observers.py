@@ -206,7 +206,7 @@ class ChangeObservers:
             dirty = None
             if isinstance(top_tier, CpuCacheTier):
                 if isinstance(bottom, RocksDB) and not writes_back:
-                    dirty = top_tier.list_dirty(max_bytes)
+                    dirty = top_tier.list_dirty(max_bytes // dtype.itemsize)  # so that no step waits for the reader
                 if dirty is None:
                     top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:

@@ -42,6 +42,7 @@ def files(path: Path) -> dict[str, bytes]:
 def _without_ids(manifest: dict[str, Any]) -> dict[str, Any]:
     described = manifest.get("description", manifest)
     described.pop("run", None)
+    described.pop("row_counts", None)  # earlier versions wrote none
     if described is manifest:  # of MARK
         return {x: value for x, value in manifest.items() if x not in (*NEW_FIELDS, *FOLDER_FIELDS)}
     parent = manifest["parent"]
