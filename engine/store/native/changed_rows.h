@@ -35,15 +35,16 @@ public:
 private:
     struct __attribute__((packed)) Row {
         u32 table;
-        u64 key;
+        u64 hash;  // not the key, which would take most of a step's time for the list
         bool operator<(const Row& other) const {
-            return table != other.table ? table < other.table : u64{key} < u64{other.key};
+            return table != other.table ? table < other.table : u64{hash} < u64{other.hash};
         }
-        bool operator==(const Row& other) const { return table == other.table && key == other.key; }
+        bool operator==(const Row& other) const { return table == other.table && hash == other.hash; }
     };
 
     Row& row(std::size_t i) const { return blocks_[i / BLOCK_ROWS][i % BLOCK_ROWS]; }
-    void add(u32 table, u64 key);
+    void reserve(std::size_t size);
+    void add(u32 table, u64 hash);
     // Drops duplicates if there may be many, as of a row that is put or deleted again and again.
     void limit_duplicates();
     void sort();
