@@ -241,7 +241,8 @@ class Manifest:
         names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
         fields = {"parts" if name == "num_shards" else name: getattr(self, name) for name in names}
         fields["files"] = {name: vars(file) for name, file in self.files.items()}
-        fields["description"] = self.description | ({_TABLE_ROWS: self.table_rows} if self.table_rows else {})
+        if self.table_rows is not None:
+            fields["description"] = self.description | {_TABLE_ROWS: self.table_rows}
         fields |= {name: vars(fields[name]) for name in ("parent", "rocksdb") if fields[name] is not None}
         data = seal({"format": format, **fields})
         Manifest.decode(data)
@@ -302,7 +303,9 @@ class Manifest:
         else:
             _require(kind == "incremental" or not (files or num_shards), "a checkpoint has neither row files nor parts")
         decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "num_shards": num_shards, "moment": moment}
-        decoded["table_rows"] = value["description"].pop(_TABLE_ROWS, None)
+        if _TABLE_ROWS in value["description"]:
+            decoded["table_rows"] = counts = value["description"].pop(_TABLE_ROWS)
+            _require(type(counts) is list and all(map(_is_count, counts)), f"{_TABLE_ROWS!r} is not a list of counts")
         return Manifest(**{field: value[field] for field in fields - {"parts"}} | decoded)
 
 
