@@ -20,10 +20,11 @@ from ...engine.options.store_options import StoreOptions
 from ...engine.options.table_spec import TableSpec
 from ...engine.table.table import OpenTable, RowsReplacedError
 from ...engine.table.table_report import cache_metrics
+from ...engine.threads import Thread
 from ...snapshots.control.server import RequestHandler, Service
 from ...snapshots.files.reader import Snapshot
 from ...snapshots.store.folder import StoreFolder
-from ...snapshots.store.group import Member
+from ...snapshots.store.group import Member, is_changing_groups
 from ...snapshots.store.selection import ALL, LoadReport, Selection
 from .compatibility import check_stored_rows, fit_selection
 from .persistence import TablePersistence
@@ -313,6 +314,9 @@ class LocalTable:
 
     def close_and_log(self) -> None:
         """Close when the embedding or the process ends. Logs errors, because no caller could catch them."""
+        if is_changing_groups():  # garbage may be collected anywhere; a save may need this thread's lock
+            Thread(target=self.close_and_log, name="tierbed-close", daemon=False).start()
+            return
         try:
             self.close()
         except Exception as error:

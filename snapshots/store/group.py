@@ -490,6 +490,11 @@ def record_load(snapshots: Mapping[Member, str]) -> Iterator[None]:
         raise
 
 
+def is_changing_groups() -> bool:
+    """True if this thread is in the middle of a change of groups and records. It must then not wait for a save."""
+    return bool(_groups_lock._is_owned())  # type: ignore[attr-defined]
+
+
 def record_save(snapshots: Mapping[PendingSave, str], is_parent: bool = True) -> None:
     """Record that rows were saved, after their snapshots got their final names. Raises StoreError.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -20,6 +21,7 @@ from support.scripts import run_script
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, StoreError
 from tierbed.engine.table import background_save
+from tierbed.snapshots.store import group
 
 __all__ = ["no_thread_is_left", "small_chunks"]
 pytestmark = pytest.mark.usefixtures("small_chunks")
@@ -167,3 +169,19 @@ def _wait_in_a_child(path: Path) -> str:
 def test_a_forked_child_does_not_wait(tmp_path: Path) -> None:
     said = in_process(_wait_in_a_child, tmp_path)
     assert said == "snapshot 'one' is being saved by process ours; wait for it there"
+
+
+def test_a_close_by_the_garbage_collector_never_waits_for_a_save_that_needs_this_thread(tmp_path: Path) -> None:
+    embedding = make(options("host", tmp_path), "adagrad")
+    train(embedding, range(20))
+    before = contents(embedding).tobytes()
+    with group._groups_lock:  # as in the middle of another embedding's save, where garbage may be collected
+        embedding.save_snapshot("s", background=True)
+        del embedding
+        gc.collect()
+        (closing,) = [thread for thread in threading.enumerate() if thread.name == "tierbed-close"]
+    closing.join()
+    with make(options("host", tmp_path), "adagrad") as embedding:
+        assert contents(embedding).tobytes() == before
+        embedding.load_snapshot("s")
+        assert contents(embedding).tobytes() == before
