@@ -272,9 +272,18 @@ class SnapshotManager:
         assert table.stack is not None
         rocksdb = table.stack.bottom if isinstance(table.stack.bottom, RocksDB) else None
         record, store_id = (EMPTY_RECORD, "") if self.member is None else (self.member.group.record, self.member.id)
-        num_rows, counts = table.counts.num_rows, table.counts.known_table_counts
-        rows = table.describe(), num_rows, table.scan, record, store_id, rocksdb, observers.read_changes
-        return SaveInputs(*rows, id, None if counts is None else counts.tolist())
+        counts = table.counts.known_table_counts
+        return SaveInputs(
+            table.describe(),
+            table.counts.num_rows,
+            table.scan,
+            record,
+            store_id,
+            rocksdb,
+            observers.read_changes,
+            id,
+            None if counts is None else counts.tolist(),
+        )
 
     # saves in the background
 

@@ -1,4 +1,4 @@
-"""Compares two sorted streams of rows, and merges several sorted streams of rows or changes."""
+"""Compares two sorted row streams, and merges several sorted streams with rows or changes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from .. import _core
 from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, RowArray, extract_row_keys
 
-STATUS_NEW = 2  # the status of a row that is only in the later table
+STATUS_NEW = 2  # a row's status if only the later table has it
 _NO_KEYS: RowArray = np.empty(0, ROW_KEY_DTYPE)
 
 
 class RowCursor:
-    """Reads a stream of sorted chunks. `rows` are the next rows, all in `bucket`. At most two chunks are in memory."""
+    """Reads sorted chunks. `rows` are the next rows, all in `bucket`. At most two chunks are in memory."""
 
     def __init__(self, chunks: Chunks) -> None:
         self._chunks = chunks
@@ -57,7 +57,7 @@ def join_tables(
     """Read two tables in parallel, in pieces that cover the same key range.
 
     Yields (bucket, rows before, rows after, is_removed, status); see `diff_rows`. Both inputs are sorted
-    like `Tier.scan`. If row dtypes differ, only `updates` and `step` are compared. It keeps one chunk of each table.
+    like `Tier.scan`. If row dtypes differ, only `updates` and `step` are compared. It keeps one chunk per table.
     """
     old, newer = RowCursor(before), RowCursor(after)
     while (bucket := min(old.bucket, newer.bucket)) < BUCKETS:
@@ -79,10 +79,10 @@ def merge_chain(
     counts: NDArray[np.int64],
     conflict_error: Callable[[int, int], Exception],
 ) -> Generator[Change, None, None]:
-    """Merge the changes of successive snapshots: a key's latest row or deletion counts.
+    """Merge successive snapshots' changes: a key's latest row or deletion counts.
 
     Reads each stream once, however many there are. Adds to `counts` [n] by how many rows each snapshot adds to its
-    parent. Keeps up to two chunks of each stream in memory.
+    parent. Keeps up to two chunks per stream in memory.
 
     Args:
         snapshots: Each snapshot's rows and deleted keys [n], from the oldest snapshot to the latest.
@@ -131,14 +131,14 @@ def _count_until(rows: RowArray, last: tuple[int, int] | None) -> int:
 
 
 def find_changes(before: Chunks, after: Chunks) -> Iterator[Change]:
-    """Yields the changes from table `before` to `after`, in the order of `join_tables`. Row dtypes must be equal."""
+    """Yields the changes from table `before` to `after`, in `join_tables`'s order. Row dtypes must be equal."""
     for bucket, old, new, is_removed, status in join_tables(before, after):
         if is_removed.any() or status.any():
             yield bucket, new[status > 0], extract_row_keys(old[is_removed > 0])
 
 
 def replace_rows(rows: Chunks, replacements: Chunks) -> Chunks:
-    """Merge two sorted streams of rows. If both have a row, yields the one in `replacements`."""
+    """Merge two sorted row streams. If both have a row, yields the one in `replacements`."""
     for bucket, old, new, is_only_old, _ in join_tables(rows, replacements):
         yield from merge_sorted([iter([(bucket, old[is_only_old > 0])]), iter([(bucket, new)])])
 
@@ -150,7 +150,7 @@ def _as_bytes(rows: RowArray) -> NDArray[np.uint8]:
 def merge_sorted(streams: Sequence[Chunks]) -> Chunks:
     """Merge sorted streams into one stream, sorted by bucket, table and key. No row may be in two streams.
 
-    Keeps up to two chunks of each stream in memory. Each merged chunk takes rows from at most one chunk of each stream.
+    Keeps up to two chunks per stream in memory. Each merged chunk takes rows from at most one chunk per stream.
     """
     cursors = [RowCursor(stream) for stream in streams]
     while (bucket := min((cursor.bucket for cursor in cursors), default=BUCKETS)) < BUCKETS:

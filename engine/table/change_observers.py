@@ -21,7 +21,7 @@ import numpy as np
 
 from .. import _core
 from ..cache.cache_tier import CpuCacheTier
-from ..errors import StoreError
+from ..errors import StoreError, undo_on_error
 from ..row_format import BUCKETS, ROW_KEY_DTYPE, Change, Chunks, Keys, RowArray, TableIds, extract_row_keys
 from ..signals import defer_signals
 from ..store.image import MAX_BEFORE_IMAGE_BYTES, CachedDiskImage, DiskImage, Image, IncrementImage, MemoryImage
@@ -236,11 +236,8 @@ class ChangeObservers:
         """
         with self._table.lock:
             image = self.open_image(max_bytes, parent_id)
-            try:
+            with undo_on_error(image.close):
                 self.last_save = BackgroundSave(label, image, write, self._table.lock)
-            except BaseException:
-                image.close()
-                raise
             return self.last_save
 
     def begin_foreground_save(self, label: str, parent_id: str | None = None) -> ForegroundSave:

@@ -447,8 +447,9 @@ def write_manifest(
     id = id or secrets.token_hex(16)
     link = None if parent is None else Parent(parent.name, parent.manifest.id)
     kind: Kind = "checkpoint" if rocksdb is not None else "full" if parent is None else "incremental"
-    numbers = time.time_ns(), sequence, num_shards, table_rows
-    manifest = Manifest(kind, id, link, description, rows, deleted, files, rocksdb, *numbers)
+    manifest = Manifest(
+        kind, id, link, description, rows, deleted, files, rocksdb, time.time_ns(), sequence, num_shards, table_rows
+    )
     write_manifest_file(folder, manifest)
     return manifest
 
