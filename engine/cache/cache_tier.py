@@ -15,7 +15,7 @@ from ..store.full_tier import check_capacity
 from ..store.interfaces import CapacityLimit, NativeTier, Tier, TopTier
 
 MB = 1 << 20
-FLUSH_PIECE_ROWS = 1 << 15  # slots per flush call; other threads wait during the call, which writes their dirty rows
+FLUSH_PIECE_MB = 256  # the memory of slots per flush call; other threads wait during the call. A call writes few files
 
 log = logging.getLogger("tierbed")
 
@@ -116,10 +116,10 @@ class CpuCacheTier(NativeTier, TopTier[_core.Batch]):
 
     def flush_pieces(self) -> Iterator[bool]:
         """Each `next` call writes back some dirty rows. At the end, few are left. Does not make the rows durable."""
-        begin, metrics = 0, self.native.metrics()
-        pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // FLUSH_PIECE_ROWS
+        begin, metrics, piece_rows = 0, self.native.metrics(), FLUSH_PIECE_MB * MB // self._layout.line_bytes
+        pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // piece_rows
         for _ in range(pieces):  # limited, because steps write more rows meanwhile
-            begin = self.native.flush_piece(begin, FLUSH_PIECE_ROWS)
+            begin = self.native.flush_piece(begin, piece_rows)
             yield True
             if begin == 0:
                 break

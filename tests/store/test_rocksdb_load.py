@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from support.embeddings import DIM
+from support.embeddings import DIM, contents, make, train
+from support.stores import options
 from tierbed.engine import _core
 from tierbed.engine.errors import StoreError
 from tierbed.engine.store.rocksdb import RocksDB
@@ -109,6 +111,23 @@ def test_a_load_whose_files_cannot_be_made_names_the_folder(tmp_path: Path) -> N
     database = RocksDB(tmp_path, DIM)
     for shard in range(database.shards):
         (tmp_path / f"shard-{shard}" / "load-0.sst").mkdir()
-    with pytest.raises(StoreError, match=f"RocksDB in {tmp_path}: load"), database.load():
+    with pytest.raises(StoreError, match=f"RocksDB in {tmp_path}: write a file"), database.load():
         write(database, make_rows(), slice(None))
     database.close()
+
+
+def test_a_flushed_cache_replaces_rows_in_files_and_memtables(tmp_path: Path) -> None:
+    embedding = make(options("ssd", tmp_path, 1), "adam", tables=1)
+    plain = make(options("host"), "adam", "plain", tables=1)
+    for step in range(4):
+        for rows in (embedding, plain):
+            train(rows, range(100 * step, 600))
+            if step % 2:
+                rows.delete(range(50 * step, 100 * step))
+        table = embedding._handle.table
+        versions = table.stack.bottom.read_versions()
+        table.flush()
+        assert not any(map(operator.eq, versions, table.stack.bottom.read_versions()))
+        assert contents(embedding).tobytes() == contents(plain).tobytes()
+    assert not list(tmp_path.rglob("load-*"))
+    embedding.close()

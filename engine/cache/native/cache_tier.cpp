@@ -9,7 +9,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t FLUSH_ROWS = 1 << 16;  // rows per write to the lower tier
+constexpr std::size_t FLUSH_ROWS = 1 << 19;  // rows per write to the lower tier
 constexpr std::size_t ROWS_PER_TASK = 512, PREFETCH_DISTANCE = 4;
 
 // Presents a batch's rows in bucket order. If the batch stores rows by linear id, this class copies the rows.
@@ -311,10 +311,10 @@ std::vector<u32> CacheTier::read_lower_tier(const RowSpan& rows, bool should_tou
     return updates;
 }
 
-void CacheTier::write_back(const RowSpan& rows) {
+void CacheTier::write_back(const RowSpan& rows, bool is_save) {
     if (rows.n == 0) return;
     const Timer timer(write_latency_);
-    lower_tier_.write(rows);
+    is_save ? lower_tier_.write_for_save(rows) : lower_tier_.write(rows);
     bytes_out_ += rows.n * compute_stored_bytes(layout_.shape.width);
 }
 
@@ -467,7 +467,7 @@ bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written_ways;  // for each written row: its way, and the `updates` written
     const auto write_chunk = [&] {
-        write_back(dirty.rows());
+        write_back(dirty.rows(), true);
         for (const auto& [way, updates] : written_ways) way->stored_updates = updates;
         dirty.clear();
         written_ways.clear();

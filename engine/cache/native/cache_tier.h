@@ -115,7 +115,7 @@ private:
     // The caller must hold `placement_mutex` and `directory_mutex` for the next three functions.
     void write_back_overflow();
     void write_back_victims();
-    void write_back(const RowSpan& rows);
+    void write_back(const RowSpan& rows, bool is_save = false);
     // Writes back up to `max_rows` of the dirty rows that `for_each` visits. Returns true if dirty rows remain. The
     // caller must hold no lock, because this function locks `placement_mutex` and `directory_mutex`.
     template <class ForEach>

@@ -4,9 +4,10 @@ namespace tierbed {
 
 constexpr std::size_t SYNC_BYTES = 1 << 20;  // RocksDB starts to write this many bytes to the disk at a time
 
-SortedFiles::SortedFiles(const rocksdb::Options& options, const std::string& folder)
+SortedFiles::SortedFiles(const rocksdb::Options& options, const std::string& folder, std::size_t max_file_bytes)
     : folder_(folder),
-      max_file_bytes_(options.target_file_size_base),
+      max_file_bytes_(max_file_bytes),
+      env_(*options.env),
       writer_(
           [&] {
               rocksdb::EnvOptions files(options);
@@ -17,6 +18,10 @@ SortedFiles::SortedFiles(const rocksdb::Options& options, const std::string& fol
     files_.options.move_files = true;
     files_.options.write_global_seqno = false;
     files_.options.verify_file_checksum = false;
+}
+
+SortedFiles::~SortedFiles() {
+    for (const std::string& file : files_.external_files) static_cast<void>(env_.DeleteFile(file));
 }
 
 rocksdb::Status SortedFiles::add(const rocksdb::Slice& key, const rocksdb::Slice& value) {
@@ -40,16 +45,25 @@ rocksdb::Status SortedFiles::finish_file() {
     return status;
 }
 
-rocksdb::Status SortedFiles::finish(rocksdb::DB& db) {
-    if (last_key_.empty()) return rocksdb::Status::OK();
+rocksdb::Status SortedFiles::ingest(rocksdb::DB& db) {
     if (is_open_)
         if (const rocksdb::Status status = finish_file(); !status.ok()) return status;
     files_.column_family = db.DefaultColumnFamily();
-    if (const rocksdb::Status status = db.IngestExternalFiles({files_}); !status.ok()) return status;
+    return db.IngestExternalFiles({files_});
+}
+
+rocksdb::Status SortedFiles::finish_load(rocksdb::DB& db) {
+    if (last_key_.empty()) return rocksdb::Status::OK();
+    if (const rocksdb::Status status = ingest(db); !status.ok()) return status;
     // Adopting files is no write. Write a row again, so that the number of the last write identifies these rows.
     rocksdb::WriteOptions options;
     options.disableWAL = true;
     return db.Put(options, last_key_, last_value_);
+}
+
+rocksdb::Status SortedFiles::finish_write(rocksdb::DB& db) {
+    const rocksdb::ManagedSnapshot snapshot(&db);  // while a snapshot exists, adopted rows count as new writes
+    return ingest(db);
 }
 
 }  // namespace tierbed

@@ -1,4 +1,4 @@
-// Loads rows into a database as sorted files. RocksDB adopts such files without merging them with other files.
+// Writes many rows to a database as sorted files, which the database adopts. This skips memtables and their flush.
 #pragma once
 #include <string>
 
@@ -12,18 +12,24 @@ namespace tierbed {
 class SortedFiles {
 public:
     // folder: the database's folder, where the files have other names until the database adopts them.
-    SortedFiles(const rocksdb::Options& options, const std::string& folder);
+    SortedFiles(const rocksdb::Options& options, const std::string& folder, std::size_t max_file_bytes);
+    ~SortedFiles();  // removes the files that the database has not adopted
+    SortedFiles(const SortedFiles&) = delete;
     // True if `add` accepts this key: keys must ascend.
     bool accepts(const rocksdb::Slice& key) const { return key.compare(last_key_) > 0; }
     rocksdb::Status add(const rocksdb::Slice& key, const rocksdb::Slice& value);
     // Makes all rows durable and adds them to the database, which holds none of them.
-    rocksdb::Status finish(rocksdb::DB& db);
+    rocksdb::Status finish_load(rocksdb::DB& db);
+    // Makes all rows durable and adds them to the database, whose memtables must be flushed. They replace older rows.
+    rocksdb::Status finish_write(rocksdb::DB& db);
 
 private:
     rocksdb::Status finish_file();
+    rocksdb::Status ingest(rocksdb::DB& db);
 
     const std::string folder_;
     const std::size_t max_file_bytes_;
+    rocksdb::Env& env_;
     rocksdb::SstFileWriter writer_;
     rocksdb::IngestExternalFileArg files_;
     bool is_open_ = false;

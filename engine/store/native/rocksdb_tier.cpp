@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <mutex>
 #include <pthread.h>
 #include <random>
@@ -165,6 +166,7 @@ constexpr std::size_t KEY_BYTES = 13;
 constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys per MultiGet
 constexpr u32 FILL_INTERVAL = 8;                       // of so many MultiGets, one fills a cache for indexes
 constexpr std::size_t BATCH_BYTES = 256u << 10;        // bytes per WriteBatch
+constexpr std::size_t MIN_FILE_BYTES = 4096;           // a shard's smaller writes for a save go to memtables
 constexpr std::chrono::milliseconds POLL_INTERVAL(2);
 constexpr char RELOAD_REMEDY[] = "load the last snapshot";
 
@@ -296,44 +298,71 @@ std::optional<RowCounters> RocksTier::locate(u32 table, u64 key) const {
 
 void RocksTier::write(const RowSpan& rows) {
     const Timer timer(counts_.write);
-    write_or_erase(rows, false);
+    for_each_shard(rows, [&](Shard& shard, const auto& sorted) { write_or_erase(shard, rows, sorted, false); });
+    counts_.rows_written += rows.n;
+}
+
+void RocksTier::write_for_save(const RowSpan& rows) {
+    const Timer timer(counts_.write);
+    for_each_shard(rows, [&](Shard& shard, const auto& sorted) {
+        if (!write_file(shard, rows, sorted)) write_or_erase(shard, rows, sorted, false);
+    });
     counts_.rows_written += rows.n;
 }
 
 void RocksTier::erase(const RowSpan& rows) {
-    write_or_erase(rows, true);
+    for_each_shard(rows, [&](Shard& shard, const auto& sorted) { write_or_erase(shard, rows, sorted, true); });
     counts_.rows_erased += rows.n;
 }
 
-void RocksTier::write_or_erase(const RowSpan& rows, bool is_erase) {
+template <class Body>
+void RocksTier::for_each_shard(const RowSpan& rows, const Body& body) {
     require_open();
     const std::shared_lock lock(open_mutex_);
     const std::vector<std::vector<SortedRow>> all = sort_rows(rows);
-    const std::size_t value_bytes = compute_stored_bytes(shape_.width);
-    const std::size_t row_bytes = value_bytes + KEY_BYTES + 16;  // upper bound per row; covers the batch's header too
-    parallel_for(shards_.size(), [&](std::size_t number) {
-        Shard& shard = *shards_[number];
-        const std::vector<SortedRow>& sorted = all[number];
-        if (sorted.empty()) return;
-        // Reserve all memory first: RocksDB may end the process if a batch cannot grow.
-        rocksdb::WriteBatch batch(std::min(sorted.size() * row_bytes, BATCH_BYTES) + row_bytes);
-        for (const SortedRow& row : sorted) {
-            const Key key = row.encode();
-            const rocksdb::Slice value(is_erase ? nullptr : reinterpret_cast<const char*>(rows.lines[row.index]),
-                                       value_bytes);
-            if (!is_erase && shard.load && shard.load->accepts(key.slice())) {
-                check(call([&] { return shard.load->add(key.slice(), value); }), folder_, "load");
-                continue;
-            }
-            check(is_erase ? batch.Delete(key.slice()) : batch.Put(key.slice(), value), folder_, "write");
-            if (batch.GetDataSize() >= BATCH_BYTES) apply_batch(shard, batch);
-        }
-        if (batch.Count()) apply_batch(shard, batch);
+    parallel_for(shards_.size(), [&](std::size_t i) {
+        if (!all[i].empty()) body(*shards_[i], all[i]);
     });
 }
 
+rocksdb::Slice RocksTier::get_value(const RowSpan& rows, const SortedRow& row) const {
+    return {reinterpret_cast<const char*>(rows.lines[row.index]), compute_stored_bytes(shape_.width)};
+}
+
+void RocksTier::write_or_erase(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted, bool is_erase) {
+    const std::size_t row_bytes =
+        compute_stored_bytes(shape_.width) + KEY_BYTES + 16;  // upper bound per row; covers the batch's header too
+    // Reserve all memory first: RocksDB may end the process if a batch cannot grow.
+    rocksdb::WriteBatch batch(std::min(sorted.size() * row_bytes, BATCH_BYTES) + row_bytes);
+    for (const SortedRow& row : sorted) {
+        const Key key = row.encode();
+        if (!is_erase && shard.load && shard.load->accepts(key.slice())) {
+            check(call([&] { return shard.load->add(key.slice(), get_value(rows, row)); }), folder_, "write a file");
+            continue;
+        }
+        check(is_erase ? batch.Delete(key.slice()) : batch.Put(key.slice(), get_value(rows, row)), folder_, "write");
+        if (batch.GetDataSize() >= BATCH_BYTES) apply_batch(shard, batch);
+    }
+    if (batch.Count()) apply_batch(shard, batch);
+}
+
+bool RocksTier::write_file(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted) const {
+    // After RocksDB 7.8 has recovered from an error, it would end the process instead of adopting a file.
+    const auto had_error = [&] { return read_property(*shard.db, rocksdb::DB::Properties::kBackgroundErrors) > 0; };
+    if (shard.load || sorted.size() * shape_.line_bytes < MIN_FILE_BYTES || had_error()) return false;
+    SortedFiles file(*options_, shard.folder, std::numeric_limits<std::size_t>::max());
+    check(flush_shard(shard, false), folder_, "flush");  // older rows, while this thread writes the file
+    for (const SortedRow& row : sorted)
+        check(call([&] { return file.add(row.encode().slice(), get_value(rows, row)); }), folder_, "write a file");
+    check(flush_shard(shard, true), folder_, "flush");
+    if (had_error()) return false;
+    check(call([&] { return file.finish_write(*shard.db); }), folder_, "adopt a file");
+    return true;
+}
+
 void RocksTier::begin_load() {
-    for (auto& shard : shards_) shard->load = std::make_shared<SortedFiles>(*options_, shard->folder);
+    for (auto& shard : shards_)
+        shard->load = std::make_shared<SortedFiles>(*options_, shard->folder, options_->target_file_size_base);
 }
 
 void RocksTier::finish_load() {
@@ -341,7 +370,7 @@ void RocksTier::finish_load() {
     const std::shared_lock lock(open_mutex_);
     parallel_for(shards_.size(), [&](std::size_t i) {
         const std::shared_ptr<SortedFiles> load = std::move(shards_[i]->load);
-        check(call([&] { return load->finish(*shards_[i]->db); }), folder_, "load");
+        check(call([&] { return load->finish_load(*shards_[i]->db); }), folder_, "load");
     });
 }
 

@@ -35,6 +35,7 @@ namespace rocksdb {
 class Cache;
 class DB;
 class Iterator;
+class Slice;
 class Statistics;
 class Status;
 class WriteBatch;
@@ -60,6 +61,7 @@ public:
 
     void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
+    void write_for_save(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool is_on_disk() const override { return true; }
     // Returns a row's counters without counting a hit.
@@ -133,7 +135,13 @@ private:
     // Reads rows with one MultiGet. Returns the number of hits.
     std::size_t read_sorted(rocksdb::DB& db, const RowSpan& rows, const SortedRow* sorted, std::size_t n,
                             bool* is_hit) const;
-    void write_or_erase(const RowSpan& rows, bool is_erase);
+    // Calls `body(shard, sorted)` in parallel, with the sorted rows of each shard that has any.
+    template <class Body>
+    void for_each_shard(const RowSpan& rows, const Body& body);
+    rocksdb::Slice get_value(const RowSpan& rows, const SortedRow& row) const;
+    void write_or_erase(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted, bool is_erase);
+    // Writes a shard's rows to a file, durably. Returns false if they should go to memtables.
+    bool write_file(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted) const;
     void apply_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
