@@ -106,7 +106,7 @@ METRICS: dict[str, Metric] = {
     "bloom_useful": _counter("file reads that a Bloom filter avoided"),
     "sst_bytes": _gauge("size of RocksDB's files"),
     "live_data_bytes": _gauge("estimate of `sst_bytes` minus the replaced versions of rows"),
-    "flush_bytes": _counter("bytes written from memtables to files"),
+    "flush_bytes": _counter("bytes written to files by saves and from memtables"),
     "compaction_bytes": _counter("bytes that compactions wrote"),
     "compaction_read_bytes": _counter("bytes that compactions read"),
     "pending_compaction_bytes": _gauge("estimated bytes that compactions must still rewrite"),

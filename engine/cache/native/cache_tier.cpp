@@ -9,7 +9,7 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t FLUSH_ROWS = 1 << 19;  // rows per write to the lower tier
+constexpr std::size_t FLUSH_ROWS = 1 << 16, FLUSH_ROWS_TO_DISK = 1 << 19;  // rows per write to the lower tier
 constexpr std::size_t ROWS_PER_TASK = 512, PREFETCH_DISTANCE = 4;
 
 // Presents a batch's rows in bucket order. If the batch stores rows by linear id, this class copies the rows.
@@ -464,6 +464,7 @@ bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
         writer->drop_error();
     }
     bool has_more = false;
+    const std::size_t chunk_rows = lower_tier_.is_on_disk() ? FLUSH_ROWS_TO_DISK : FLUSH_ROWS;
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written_ways;  // for each written row: its way, and the `updates` written
     const auto write_chunk = [&] {
@@ -480,7 +481,7 @@ bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
         --max_rows;
         dirty.add(way.table, way.hash, line);
         written_ways.push_back({&way, updates});
-        if (dirty.size() == FLUSH_ROWS) write_chunk();
+        if (dirty.size() == chunk_rows) write_chunk();
     });
     write_chunk();
     if (writer) writer->wake(overflow_limits());

@@ -40,6 +40,7 @@ rocksdb::Status SortedFiles::finish_file() {
     rocksdb::ExternalSstFileInfo info;
     is_open_ = false;
     const rocksdb::Status status = writer_.Finish(&info);
+    bytes_ += info.file_size;
     files_.files_checksums.push_back(info.file_checksum);
     files_.files_checksum_func_names.push_back(info.file_checksum_func_name);
     return status;

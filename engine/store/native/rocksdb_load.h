@@ -22,6 +22,7 @@ public:
     rocksdb::Status finish_load(rocksdb::DB& db);
     // Makes all rows durable and adds them to the database, whose memtables must be flushed. They replace older rows.
     rocksdb::Status finish_write(rocksdb::DB& db);
+    std::size_t bytes() const { return bytes_; }  // of all finished files
 
 private:
     rocksdb::Status finish_file();
@@ -33,6 +34,7 @@ private:
     rocksdb::SstFileWriter writer_;
     rocksdb::IngestExternalFileArg files_;
     bool is_open_ = false;
+    std::size_t bytes_ = 0;
     std::string last_key_, last_value_;
 };
 

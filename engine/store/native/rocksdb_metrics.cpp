@@ -21,7 +21,8 @@ Metrics RocksTier::metrics() const {
     };
     const auto read_ticker = [&](u32 type) { return statistics_->getTickerCount(type); };
     const u64 row_bytes = compute_stored_bytes(shape_.width), written = counts_.rows_written * row_bytes;
-    const u64 flushed = read_ticker(rocksdb::FLUSH_WRITE_BYTES), compacted = read_ticker(rocksdb::COMPACT_WRITE_BYTES);
+    const u64 flushed = read_ticker(rocksdb::FLUSH_WRITE_BYTES) + counts_.file_bytes;
+    const u64 compacted = read_ticker(rocksdb::COMPACT_WRITE_BYTES);
     const u64 memtables = sum_property("rocksdb.size-all-mem-tables");
     const u64 readers = sum_property("rocksdb.estimate-table-readers-mem");
     const u64 blocks = cache_ ? cache_->GetUsage() : 0;

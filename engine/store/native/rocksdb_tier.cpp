@@ -346,7 +346,7 @@ void RocksTier::write_or_erase(Shard& shard, const RowSpan& rows, const std::vec
     if (batch.Count()) apply_batch(shard, batch);
 }
 
-bool RocksTier::write_file(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted) const {
+bool RocksTier::write_file(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted) {
     // After RocksDB 7.8 has recovered from an error, it would end the process instead of adopting a file.
     const auto had_error = [&] { return read_property(*shard.db, rocksdb::DB::Properties::kBackgroundErrors) > 0; };
     if (shard.load || sorted.size() * shape_.line_bytes < MIN_FILE_BYTES || had_error()) return false;
@@ -357,6 +357,7 @@ bool RocksTier::write_file(Shard& shard, const RowSpan& rows, const std::vector<
     check(flush_shard(shard, true), folder_, "flush");
     if (had_error()) return false;
     check(call([&] { return file.finish_write(*shard.db); }), folder_, "adopt a file");
+    counts_.file_bytes += file.bytes();
     return true;
 }
 

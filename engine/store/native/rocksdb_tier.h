@@ -126,6 +126,7 @@ private:
     // Counts since the tier was opened.
     struct Counts {
         std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
+        std::atomic<u64> file_bytes{0};         // of files that `write_for_save` wrote
         std::atomic<u64> read_buffer_bytes{0};  // the most memory of blocks that one call's threads held
         Histogram fetch, write;  // call latencies
     };
@@ -141,7 +142,7 @@ private:
     rocksdb::Slice get_value(const RowSpan& rows, const SortedRow& row) const;
     void write_or_erase(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted, bool is_erase);
     // Writes a shard's rows to a file, durably. Returns false if they should go to memtables.
-    bool write_file(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted) const;
+    bool write_file(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted);
     void apply_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
     rocksdb::Status flush_shard(Shard& shard, bool wait) const;
     rocksdb::Status write_batch(Shard& shard, rocksdb::WriteBatch& batch) const;
