@@ -14,7 +14,7 @@ the new folder is exchanged atomically with the old one, and then the old one is
 With several ranks, each rank writes its shard of the rows. After the ranks have compared checksums, rank 0 writes
 everything else, including its own buffers. `ranks` in graph.msgpack holds the other ranks' random states.
 
-Graphs write format 2. Plain loops write format 3; their graph.msgpack also contains the entry `"of": "loop"`.
+In graph.msgpack, `of` is "graph" or "loop", for a plain loop.
 """
 
 from __future__ import annotations
@@ -278,8 +278,8 @@ def save(
     """Write `state` and the rows of all embeddings under `root`. The checkpoint is durable on return.
 
     rows_kind: the kind of the rows' snapshots; None for the cheapest. kind: "graph", or "loop" if the state consists of
-    `model`, `training` and `extra`. With `overwrite`, the old checkpoint's snapshots in store folders are replaced too.
-    extra: the user's values, for a graph. With `background`, only copies the state, and returns the save, which writes
+    `model` and `training`. With `overwrite`, the old checkpoint's snapshots in store folders are replaced too.
+    extra: the user's values. With `background`, only copies the state, and returns the save, which writes
     full snapshots while training continues. Raises SnapshotError if the checkpoint cannot be written, and GraphError
     for a state that a checkpoint cannot hold or that differs between ranks. Raises StoreError while another save runs.
     """
@@ -368,8 +368,8 @@ def _make_contents(
     """Return the contents of STATE_FILE: the state without its tensors."""
     plain_state = encode(dict(state), tensors, "state")
     metadata = encode(read_versions(state), tensors, "metadata")
-    more = {"extra": encode(dict(extra), tensors, "extra", "extra")} if kind == "graph" else {"of": kind}
-    return {"format": folders.FORMAT_VERSIONS[kind], **more, "state": plain_state, "metadata": metadata}
+    plain_extra = encode(dict(extra), tensors, "extra", "extra")
+    return {"format": folders.FORMAT, "of": kind, "extra": plain_extra, "state": plain_state, "metadata": metadata}
 
 
 def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
@@ -495,7 +495,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         )
     try:
         contents = folders.read_state_file(folder)
-        if (saved_kind := contents.get("of", "graph")) != kind:
+        if (saved_kind := contents["of"]) != kind:
             writer, reader = folders.FUNCTION_NAMES[saved_kind]
             raise ValueError(f"{writer} wrote it, but {load_name} only reads what {save_name} wrote; call {reader}")
         if compute_checksum(folder / TENSOR_FILE) != contents["checksum"]:
@@ -503,8 +503,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         tensors = load_file(folder / TENSOR_FILE)
         state = StateDict(decode(contents["state"], tensors), decode(contents["metadata"], tensors))
         contents["ranks"] = decode(contents["ranks"], tensors) if "ranks" in contents else []
-        graph_extra = decode(contents.get("extra", ["dict", []]), tensors)  # earlier versions wrote none
-        contents["extra"] = graph_extra if kind == "graph" else state["extra"]
+        contents["extra"] = decode(contents["extra"], tensors)
         _check_types(state, contents["ranks"], contents["extra"], kind)
     except (OSError, SafetensorError, *LOADING_ERRORS) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {format_error(error)}") from error
