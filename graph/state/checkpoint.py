@@ -48,7 +48,6 @@ from ...embedding.optim.resumed_rows import remember_run_ids
 from ...embedding.saving.background_saving import CheckpointPart
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
-from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_choice, check_flags, is_folder_name
 from ...engine.checksum import crc32
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
@@ -507,7 +506,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         _check_types(state, contents["ranks"], contents["extra"], kind)
     except (OSError, SafetensorError, *LOADING_ERRORS) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {format_error(error)}") from error
-    if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, contents["embeddings"])]:
+    if embeddings != contents["embeddings"]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {contents['embeddings']}, but this "
             f"{_OBJECT_NAMES[kind]} has {embeddings}; load it into the {_OBJECT_NAMES[kind]} that saved it"
@@ -521,12 +520,11 @@ def _rename_for_module(root: nn.Module, state: Any, kind: str) -> Any:
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
     own_names = {EXTRA_STATE_KEY, *(name for name, _ in tensors)}
     own_names.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
-    name_by_bare = {strip_wrappers(name): name for name in own_names}
-    names = {name: name if name in own_names else name_by_bare.get(strip_wrappers(name), name) for name in model_state}
-    bare_versions = {strip_wrappers(path): version for path, version in versions.items()}
-    paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
-    entries = {path: versions.get(path, bare_versions.get(strip_wrappers(path))) for path in paths}
-    return _rename_entries(state, names, {path: entry for path, entry in entries.items() if entry is not None}, kind)
+    own_by_plain = {plain: own for own, plain in map_unwrapped_names(root, own_names).items()}
+    names = {name: own_by_plain.get(name, name) for name in model_state}
+    plain_paths = map_unwrapped_names(root, (path for path, _ in root.named_modules(remove_duplicate=False)))
+    entries = {path: versions[plain] for path, plain in plain_paths.items() if plain in versions}
+    return _rename_entries(state, names, entries, kind)
 
 
 def _rename_entries(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], kind: str) -> Any:
