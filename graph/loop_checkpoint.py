@@ -77,8 +77,8 @@ def save_checkpoint(
             )
     folder = checkpoint.parse_new_folder(model, path, overwrite, kind, background, extra)
     with exclude_rows():
-        state = _collect_state(model, training_state, extra or {})
-    return checkpoint.save(model, state, folder, overwrite, kind, "loop", background=background)
+        state = _collect_state(model, training_state)
+    return checkpoint.save(model, state, folder, overwrite, kind, "loop", extra, background)
 
 
 def load_checkpoint(
@@ -123,15 +123,15 @@ def load_checkpoint(
         training_state.load_state_dict(state["training"])
 
     with exclude_rows():
-        current_state = partial(_collect_state, model, training_state, {})
+        current_state = partial(_collect_state, model, training_state)
         selection = Selection(converts=convert)
         return checkpoint.load(model, as_path(path), check_state, apply_state, current_state, selection, kind="loop")
 
 
-def _collect_state(model: nn.Module, training: TrainingState, extra: Mapping[str, Any]) -> OrderedDict[str, Any]:
-    """Return everything that a checkpoint contains except rows."""
+def _collect_state(model: nn.Module, training: TrainingState) -> OrderedDict[str, Any]:
+    """Return everything that a checkpoint contains except rows and `extra`."""
     model_state = model.state_dict()
-    state = {"model": dict(model_state), "training": training.state_dict(), "extra": dict(extra)}
+    state = {"model": dict(model_state), "training": training.state_dict()}
     return checkpoint.StateDict(state, checkpoint.read_versions(model_state))
 
 

@@ -3,7 +3,7 @@
 Every store draws a random run id when it starts empty. Snapshots, checkpoints and clean markers contain the run id, so
 copies keep it. For each dense parameter, this module remembers the run ids of the rows that this process trained
 together with the parameter. A parameter without run ids is fresh if its value has not changed since its optimizer was
-made, and it has no optimizer state. Rows of earlier tierbed versions get a run id when opened.
+made, and it has no optimizer state. Imported rows get a run id when opened.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A reference contains a step and a version, and a snapshot's name and digest if there is a snapshot. Two references name
 the same rows if the versions or the snapshots' digests are equal. The digest recognizes the same rows in a snapshot
-with another name or in another store folder. Early versions of tierbed wrote only the step and the snapshot's name.
+with another name or in another store folder.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple
 
 from ...engine.errors import SnapshotError, StoreError
@@ -27,7 +28,7 @@ class RowsReference(NamedTuple):
     """Identifies the rows of an embedding.
 
     `step` is None if the rows were not used yet. `version` is None without a store folder. `digest`, a hash of the
-    snapshot's rows, is None without a snapshot. Early versions of tierbed wrote neither `version` nor `digest`.
+    snapshot's rows, is None without a snapshot.
     """
 
     step: int | None
@@ -37,13 +38,9 @@ class RowsReference(NamedTuple):
 
     @classmethod
     def parse(cls, fields: Any) -> RowsReference:
-        """Return the reference with the fields of a JSON object. Raises ValueError, KeyError, TypeError."""
-        step, snapshot, version = fields["step"], fields["snapshot"], fields.get("version")
-        match version:
-            case [str(epoch), int(writes)]:  # written by an earlier version of tierbed
-                version = f"{epoch or EMPTY_ID}:{writes}"
-        reference = cls(step, snapshot, fields.get("digest"), version)
-        if type(step) not in (int, type(None)) or not all(isinstance(name, str | None) for name in reference[1:]):
+        """Return the reference with the fields of a JSON object. Raises ValueError, TypeError."""
+        reference = cls(**fields)
+        if type(reference.step) not in (int, NoneType) or not all(isinstance(x, str | None) for x in reference[1:]):
             raise ValueError(fields)
         return reference
 
@@ -58,11 +55,7 @@ class RowsReference(NamedTuple):
             return True
         if self.digest and other.digest:
             return self.digest == other.digest
-        if other.version is not None:
-            return False
-        if self.step != other.step or not (self.snapshot and other.snapshot):
-            return self.step == other.step
-        return self.snapshot == other.snapshot
+        return other.version is None and self.step == other.step
 
 
 UNLOADABLE_ROWS = RowsReference(-1)  # for a state_dict whose rows cannot be loaded

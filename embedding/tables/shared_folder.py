@@ -11,7 +11,6 @@ from ...engine.options.store_options import StoreOptions
 from ...snapshots.store.folder import StoreFolder
 from ...snapshots.store.folder_state import FolderState, locate_snapshots
 from ...snapshots.store.group import Member
-from ...snapshots.store.mark import ShardLayout
 
 _TOKEN = ".token-"
 
@@ -66,7 +65,7 @@ class SharedFolder:
             return
         if self.folder.live_path.exists() or self.folder.clean_marker is not None:
             self.folder.discard_live_rows()
-        member.move_to(self.snapshot_store, ShardLayout(num_ranks))
+        member.move_to(self.snapshot_store, num_ranks)
 
     def unlock(self) -> None:
         """Unlock the folder. May be called again."""

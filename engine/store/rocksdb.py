@@ -36,8 +36,7 @@ class DatabaseFile(NamedTuple):
 
     name: str  # shard-N/<file>, relative to the tier's folder
     size: int  # in bytes, at that moment; the file may grow later
-    # The checksum that RocksDB computed as it wrote a file of rows. None for other files and early tierbed versions.
-    crc32c: int | None
+    crc32c: int | None  # the checksum that RocksDB computed as it wrote a file of rows; None for other files
     content: bytes | None  # the bytes to copy, for a file that RocksDB may replace; None for other files
 
 

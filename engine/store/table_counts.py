@@ -12,7 +12,7 @@ from ..row_format import Chunks, TableIds
 
 Counts = NDArray[np.int64]  # [tables]
 
-TABLE_ROWS = "table_rows"  # field in the file MARK; early tierbed versions wrote no such field
+TABLE_ROWS = "table_rows"  # field in the file MARK
 
 
 def count_by_table(tables: TableIds, num_tables: int) -> Counts:

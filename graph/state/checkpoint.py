@@ -14,7 +14,7 @@ the new folder is exchanged atomically with the old one, and then the old one is
 With several ranks, each rank writes its shard of the rows. After the ranks have compared checksums, rank 0 writes
 everything else, including its own buffers. `ranks` in graph.msgpack holds the other ranks' random states.
 
-Graphs write format 2. Plain loops write format 3; their graph.msgpack also contains the entry `"of": "loop"`.
+In graph.msgpack, `of` is "graph" or "loop", for a plain loop.
 """
 
 from __future__ import annotations
@@ -48,7 +48,6 @@ from ...embedding.optim.resumed_rows import remember_run_ids
 from ...embedding.saving.background_saving import CheckpointPart
 from ...embedding.state_dict.model_snapshots import load_rows, save_rows
 from ...embedding.state_dict.saved_rows import EXTRA_STATE_KEY, SnapshotEmbedding
-from ...embedding.tables.names import strip_wrappers
 from ...engine.checks import check_choice, check_flags, is_folder_name
 from ...engine.checksum import crc32
 from ...engine.durable import UnsyncedError, atomic_folder, check_exchange, fsync_file, make_temporary_path, seal
@@ -278,8 +277,8 @@ def save(
     """Write `state` and the rows of all embeddings under `root`. The checkpoint is durable on return.
 
     rows_kind: the kind of the rows' snapshots; None for the cheapest. kind: "graph", or "loop" if the state consists of
-    `model`, `training` and `extra`. With `overwrite`, the old checkpoint's snapshots in store folders are replaced too.
-    extra: the user's values, for a graph. With `background`, only copies the state, and returns the save, which writes
+    `model` and `training`. With `overwrite`, the old checkpoint's snapshots in store folders are replaced too.
+    extra: the user's values. With `background`, only copies the state, and returns the save, which writes
     full snapshots while training continues. Raises SnapshotError if the checkpoint cannot be written, and GraphError
     for a state that a checkpoint cannot hold or that differs between ranks. Raises StoreError while another save runs.
     """
@@ -368,8 +367,8 @@ def _make_contents(
     """Return the contents of STATE_FILE: the state without its tensors."""
     plain_state = encode(dict(state), tensors, "state")
     metadata = encode(read_versions(state), tensors, "metadata")
-    more = {"extra": encode(dict(extra), tensors, "extra", "extra")} if kind == "graph" else {"of": kind}
-    return {"format": folders.FORMAT_VERSIONS[kind], **more, "state": plain_state, "metadata": metadata}
+    plain_extra = encode(dict(extra), tensors, "extra", "extra")
+    return {"format": folders.FORMAT, "of": kind, "extra": plain_extra, "state": plain_state, "metadata": metadata}
 
 
 def _write_files(temporary: Path, contents: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
@@ -495,7 +494,7 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         )
     try:
         contents = folders.read_state_file(folder)
-        if (saved_kind := contents.get("of", "graph")) != kind:
+        if (saved_kind := contents["of"]) != kind:
             writer, reader = folders.FUNCTION_NAMES[saved_kind]
             raise ValueError(f"{writer} wrote it, but {load_name} only reads what {save_name} wrote; call {reader}")
         if compute_checksum(folder / TENSOR_FILE) != contents["checksum"]:
@@ -503,12 +502,11 @@ def _read_files(folder: Path, embeddings: list[str], kind: str) -> tuple[dict[st
         tensors = load_file(folder / TENSOR_FILE)
         state = StateDict(decode(contents["state"], tensors), decode(contents["metadata"], tensors))
         contents["ranks"] = decode(contents["ranks"], tensors) if "ranks" in contents else []
-        graph_extra = decode(contents.get("extra", ["dict", []]), tensors)  # earlier versions wrote none
-        contents["extra"] = graph_extra if kind == "graph" else state["extra"]
+        contents["extra"] = decode(contents["extra"], tensors)
         _check_types(state, contents["ranks"], contents["extra"], kind)
     except (OSError, SafetensorError, *LOADING_ERRORS) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {format_error(error)}") from error
-    if [*map(strip_wrappers, embeddings)] != [*map(strip_wrappers, contents["embeddings"])]:
+    if embeddings != contents["embeddings"]:
         raise SnapshotError(
             f"checkpoint {str(folder)!r} has the rows of embeddings {contents['embeddings']}, but this "
             f"{_OBJECT_NAMES[kind]} has {embeddings}; load it into the {_OBJECT_NAMES[kind]} that saved it"
@@ -522,12 +520,11 @@ def _rename_for_module(root: nn.Module, state: Any, kind: str) -> Any:
     tensors = [*root.named_parameters(recurse=False), *root.named_buffers(recurse=False)]
     own_names = {EXTRA_STATE_KEY, *(name for name, _ in tensors)}
     own_names.update(name for path, child in root.named_children() for name in child.state_dict(prefix=f"{path}."))
-    name_by_bare = {strip_wrappers(name): name for name in own_names}
-    names = {name: name if name in own_names else name_by_bare.get(strip_wrappers(name), name) for name in model_state}
-    bare_versions = {strip_wrappers(path): version for path, version in versions.items()}
-    paths = [path for path, _ in root.named_modules(remove_duplicate=False)]
-    entries = {path: versions.get(path, bare_versions.get(strip_wrappers(path))) for path in paths}
-    return _rename_entries(state, names, {path: entry for path, entry in entries.items() if entry is not None}, kind)
+    own_by_plain = {plain: own for own, plain in map_unwrapped_names(root, own_names).items()}
+    names = {name: own_by_plain.get(name, name) for name in model_state}
+    plain_paths = map_unwrapped_names(root, (path for path, _ in root.named_modules(remove_duplicate=False)))
+    entries = {path: versions[plain] for path, plain in plain_paths.items() if plain in versions}
+    return _rename_entries(state, names, entries, kind)
 
 
 def _rename_entries(state: Any, names: Mapping[str, str], versions: Mapping[str, Any], kind: str) -> Any:

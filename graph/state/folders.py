@@ -17,7 +17,7 @@ from ...snapshots.store.linking import remove_snapshot
 from ...snapshots.store.status import CHECKPOINT, find_stores
 
 STATE_FILE, TENSOR_FILE, ROWS_FOLDER = CHECKPOINT, "tensors.safetensors", "rows"
-FORMAT_VERSIONS = {"graph": 2, "loop": 3}
+FORMAT = 3
 FUNCTION_NAMES = {"graph": ("graph.save", "graph.load"), "loop": ("save_checkpoint", "load_checkpoint")}
 _CHUNK_BYTES = 1 << 24
 # errors that reading or loading a value of a wrong type may raise
@@ -66,8 +66,7 @@ def read_checkpoint(folder: Path) -> StoredCheckpoint:
         }
         files = [(folder / name).stat() for name in (STATE_FILE, TENSOR_FILE)]
         size = sum(file.st_size for file in files) + sum(s.manifest.total_bytes for s in snapshots.values())
-        created_ns = record.get("created", files[0].st_mtime_ns)  # earlier versions did not record the time
-        return StoredCheckpoint(folder, record.get("of", "graph"), int(created_ns), size, record["checksum"], snapshots)
+        return StoredCheckpoint(folder, record["of"], record["created"], size, record["checksum"], snapshots)
     except (OSError, ValueError) as error:
         raise SnapshotError(f"checkpoint {str(folder)!r} cannot be read: {error}") from error
 
@@ -77,17 +76,19 @@ def read_state_file(folder: Path) -> dict[str, Any]:
     record: Any = unseal(read_record_bytes(folder / STATE_FILE))
     if not isinstance(record, dict) or type(record.get("format")) is not int:
         raise ValueError(f"{STATE_FILE} was not written by tierbed")
-    if record["format"] not in (versions := FORMAT_VERSIONS.values()):
-        raise ValueError(f"format {record['format']}, but this tierbed reads {min(versions)} to {max(versions)}")
+    if record["format"] != FORMAT:
+        problem = f"{STATE_FILE} has format {record['format']}, but this tierbed reads {FORMAT}"
+        raise ValueError(f"{problem}: load it with the one that wrote it")
     paths = record.get("embeddings")
     is_valid = {
-        "of": record.get("of", "graph") in (*FUNCTION_NAMES,),
+        "of": record.get("of") in (*FUNCTION_NAMES,),
         "embeddings": isinstance(paths, list) and all(type(path) is str for path in paths),
         "snapshot": is_folder_name(record.get("snapshot")),
         "checksum": type(record.get("checksum")) is int,
-        "created": type(record.get("created", 0)) is int,
+        "created": type(record.get("created")) is int,
         "state": "state" in record,
         "metadata": "metadata" in record,
+        "extra": "extra" in record,
     }
     if not all(is_valid.values()):
         raise ValueError(f"{STATE_FILE} has no valid {', '.join(field for field in is_valid if not is_valid[field])}")

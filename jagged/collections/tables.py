@@ -140,7 +140,7 @@ class TableModule(Unscriptable, ModelSnapshots, nn.Module):
             table_options = [table.table_options() for table in tables]
             embedding = MultiTableEmbedding(name, *row_format, table_options, stores[name], seed=own_seed, **options)
             self.embeddings[name] = embedding
-            embedding.set_spec(has_own_seed=False)  # accept a stored seed that an older version of tierbed computed
+            embedding.set_spec(has_own_seed=False)  # stored rows keep their seed if tables were added since
             if not self._is_named and stores[name].persistent_path is None:
                 embedding.name_source = "default"
             for table_id, table in enumerate(tables):

@@ -52,9 +52,8 @@ def request_save(
     check_name(name)
     folder = store / "snapshots" / name
     old_id = read_snapshot_id(folder)
-    request: Message = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite}
-    if len(stores) > 1:  # trainers of older versions refuse this request
-        request |= {"do": "save all", "stores": [os.path.realpath(path) for path in stores]}
+    paths = [os.path.realpath(path) for path in stores] if len(stores) > 1 else []
+    request = {"do": "save", "name": name, "kind": kind, "overwrite": overwrite, "stores": paths}
     pid, answers = _send_request(store, request, f"save snapshot {name!r}", timeout)
     if pid is None:
         return None

@@ -188,10 +188,8 @@ class Service:
                 if (save := self._save) is not None:
                     saving = {"name": save.name, "rows": save.report.num_rows, "of": save.num_total_rows}
                 return {"status": {**self._handler.status(), "pid": os.getpid(), "saving": saving}}
-            case {"do": "save", "name": str(name), "kind": str(kind), **more}:
-                return self._save_for(client, pid, name, kind, more.get("overwrite") is True)
-            case {"do": "save all", "name": str(name), "kind": str(kind), "stores": list(stores), **more}:
-                return self._save_for(client, pid, name, kind, more.get("overwrite") is True, [*map(str, stores)])
+            case {"do": "save", "name": str(name), "kind": str(kind), "overwrite": bool(over), "stores": list(stores)}:
+                return self._save_for(client, pid, name, kind, over, [*map(str, stores)])
             case {"do": "prune", "keep_last": keep_last, "keep_every": keep_every}:
                 progress = _ProgressReport(client).add_rows
                 removed, kept = self._handler.prune_between_steps(keep_last, keep_every, progress)
@@ -204,7 +202,7 @@ class Service:
         raise StoreError(f"process {os.getpid()} runs another version of tierbed, which does not know this request")
 
     def _save_for(
-        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str] = ()
+        self, client: socket.socket, pid: int, name: str, kind: str, overwrite: bool, stores: Sequence[str]
     ) -> Message:
         save = ClientSaveRequest(client, self._stop_event, self._handler, name, kind, overwrite, stores)
         if (is_abandoned := save.is_given_up()) or not self._save_lock.acquire(blocking=False):

@@ -1,4 +1,4 @@
-"""A snapshot's manifest (formats 2, 3 and 4), and the layout of its row files. docs/snapshots.md describes both."""
+"""A snapshot's manifest, and the layout of its row files. docs/snapshots.md describes both."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ MAX_SHARDS = 1024
 _ROW_FILE_NAME = re.compile(r"(bucket|deleted)-([0-9]{2})(?:-([0-9]{4}))?\.npy")
 _MAX_COUNT = 1 << 62
 _HASH_SLOTS = 1 << 16  # 16 bits of the hash choose the shard
-FORMAT = 3  # the format of snapshots with 2-byte numbers and of sharded snapshots; all others have format 2
-GROUP_FORMAT = 4  # an earlier version's format for stores that train together
+FORMAT = 3  # the format of a manifest
 MANIFEST = "manifest.msgpack"
 ROCKSDB = "rocksdb"  # a RocksDB checkpoint's subfolder that contains RocksDB's files
 Kind = Literal["full", "incremental", "checkpoint"]
@@ -43,10 +42,8 @@ _MAX_DEPTH = 32  # how deeply lists and maps may be nested in a table's descript
 _MAX_FIELDS = 1000
 _MAX_DESCRIPTION = 12 << 20  # maximum bytes of a table's description; manifests and MARK need space for other fields
 LIVE_VERSION = "version"  # this field of the clean marker stores the live rows' version
-OLD_CANDIDATES = "base"  # a field of MARK in earlier versions: the recovery snapshot's possible names
-OLD_GROUP = "group"  # a field of MARK in earlier versions: the stores that are trained together
 # the fields of MARK that do not belong to the clean marker
-FOLDER_FIELDS = ("place", "ranks", "store", "record", "link", OLD_CANDIDATES, OLD_GROUP, "at")
+FOLDER_FIELDS = ("format", "place", "ranks", "store", "record", "link")
 SHARD_FIELD = "share"  # this field of a shard's MARK stores the shard's rank
 LIVE_FILES = "live_files"  # this field of MARK identifies the files of the live rows
 _TABLE_ROWS = "row_counts"  # this field of a manifest's description stores `Manifest.table_rows`, if it is known
@@ -195,7 +192,6 @@ class Manifest:
         sequence: a number that is larger than the sequence of every earlier snapshot in the folder.
         num_shards: the number of shards, each with its own files; None if one process wrote all rows.
         table_rows: the number of rows in each table after a load of this snapshot, if the writer knew them.
-        moment: only earlier versions wrote this value; it is equal in all snapshots that were saved together.
     """
 
     kind: Kind
@@ -210,7 +206,6 @@ class Manifest:
     sequence: int
     num_shards: int | None = None
     table_rows: list[int] | None = None
-    moment: str | None = None
 
     def __repr__(self) -> str:
         rocksdb = {} if self.rocksdb is None else self.rocksdb.files
@@ -236,15 +231,12 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Returns the manifest file's content. Raises ValueError if `decode` would refuse this content."""
-        format = FORMAT - 1 if self.num_shards is None and not self.row_format.has_16bit_floats else FORMAT
-        omitted = ("moment", "table_rows") if format == FORMAT else ("moment", "table_rows", "num_shards")
-        names = (field.name for field in dataclasses.fields(self) if field.name not in omitted)
-        fields = {"parts" if name == "num_shards" else name: getattr(self, name) for name in names}
+        fields = {"format": FORMAT, "parts": self.num_shards} | {name: getattr(self, name) for name in _FIELDS}
         fields["files"] = {name: vars(file) for name, file in self.files.items()}
         if self.table_rows is not None:
             fields["description"] = self.description | {_TABLE_ROWS: self.table_rows}
         fields |= {name: vars(fields[name]) for name in ("parent", "rocksdb") if fields[name] is not None}
-        data = seal({"format": format, **fields})
+        data = seal(fields)
         Manifest.decode(data)
         return data
 
@@ -261,25 +253,15 @@ class Manifest:
         value = unseal(data)
         _require(type(value) is dict and _is_count(value.get("format")), "it is not a manifest")
         format = value["format"]
-        _require(
-            FORMAT - 1 <= format <= GROUP_FORMAT,
-            f"its format is {format}, but this tierbed reads {FORMAT - 1} to {GROUP_FORMAT}: use the one that wrote it",
-        )
-        fields = {field.name for field in dataclasses.fields(Manifest)} - {"moment", "num_shards", "table_rows"}
-        fields |= {"parts"} if format >= FORMAT else set()
-        group_fields = {"instant"} if format == GROUP_FORMAT else set()
-        _require(value.keys() == fields | group_fields | {"format"}, "fields are missing or foreign")
+        problem = f"its format is {format}, but this tierbed reads {FORMAT}: use the one that wrote it"
+        _require(format == FORMAT, problem)
+        _require(value.keys() == {*_FIELDS, "format", "parts"}, "fields are missing or foreign")
         check_description(value["description"])
-        row_format, num_shards = RowFormat.from_description(value["description"]), value.get("parts")
-        needs_shards = format == FORMAT and not row_format.has_16bit_floats
+        row_format, num_shards = RowFormat.from_description(value["description"]), value["parts"]
         _require(
-            (num_shards is None and not needs_shards) or (_is_count(num_shards) and 0 < num_shards <= MAX_SHARDS),
+            num_shards is None or (_is_count(num_shards) and 0 < num_shards <= MAX_SHARDS),
             f"'parts' is {num_shards!r}, but a snapshot has 1 to {MAX_SHARDS} parts",
         )
-        _require(format >= FORMAT or not row_format.has_16bit_floats, f"rows that are not float32 need format {FORMAT}")
-        versions = value["instant"].get("versions") if group_fields and type(value["instant"]) is dict else None
-        _require(not group_fields or type(versions) is dict, "'instant' has no versions")
-        moment = None if versions is None else repr(sorted(versions.items()))
         kind = value["kind"]
         _require(kind in KINDS, f"its kind is {kind!r} instead of one of {', '.join(KINDS)}")
         _require(_is_id(value["id"]), "'id' is not 32 hex digits")
@@ -302,11 +284,14 @@ class Manifest:
             _require(rows == value["rows"], "'rows' is not the sum over the files")
         else:
             _require(kind == "incremental" or not (files or num_shards), "a checkpoint has neither row files nor parts")
-        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "num_shards": num_shards, "moment": moment}
+        decoded = {"parent": parent, "files": files, "rocksdb": rocksdb, "num_shards": num_shards}
         if _TABLE_ROWS in value["description"]:
             decoded["table_rows"] = counts = value["description"].pop(_TABLE_ROWS)
             _require(type(counts) is list and all(map(_is_count, counts)), f"{_TABLE_ROWS!r} is not a list of counts")
-        return Manifest(**{field: value[field] for field in fields - {"parts"}} | decoded)
+        return Manifest(**{field: value[field] for field in _FIELDS} | decoded)
+
+
+_FIELDS = [field.name for field in dataclasses.fields(Manifest) if field.name not in ("num_shards", "table_rows")]
 
 
 def _decode_parent(value: Any) -> Parent | None:

@@ -258,8 +258,7 @@ def write_rocksdb(
     """Write a RocksDB checkpoint of `tier` into the folder `temporary`. Raises OSError, SnapshotError, StoreError.
 
     name: the snapshot's name. rows: the number of rows. Row files are hard-linked, so their size does not matter.
-    RocksDB has stored their checksums, so only files from an older tierbed version must be read. If the file system
-    lacks hard links, copies files and logs a warning.
+    RocksDB has stored their checksums. If the file system lacks hard links, copies files and logs a warning.
     """
     top, entries, refusal = temporary / ROCKSDB, dict[str, dict[str, int]](), None
     with tier.hold_files() as files:
@@ -270,7 +269,8 @@ def write_rocksdb(
             if not _has_rows(file.name):
                 crc32c = _copy(source, target, file)
             elif (link_error := _link(source, target, file)) is None:
-                crc32c = compute_checksum(target, file.size) if file.crc32c is None else file.crc32c
+                assert file.crc32c is not None
+                crc32c = file.crc32c
             else:
                 refusal, crc32c = link_error, _copy(source, target, file)
             entries[file.name] = {"bytes": file.size, "crc32c": crc32c}

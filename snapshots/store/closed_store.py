@@ -253,11 +253,11 @@ def _open_live(store: StoreFolder, marker: dict[str, Any]) -> Iterator[tuple[Cal
 def check_live(store: FolderState, marker: Mapping[str, Any], tier: RocksDB | None = None) -> None:
     """Raises StoreError if a file of the live rows was truncated or replaced since the last close.
 
-    RocksDB would open such a file without an error. Stores that an earlier version closed are not checked.
+    RocksDB would open such a file without an error.
     """
     recorded = marker.get(LIVE_FILES)
     present = read_snapshot_id(store.live_path) if tier is None else tier.read_versions()
-    if recorded in (None, present):
+    if recorded == present:
         return
     suffixes = [""]
     if isinstance(recorded, list) and isinstance(present, list):

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, write_atomically
+from ...engine.durable import fsync_dir, make_folder, remove_folder, remove_leftovers, seal, unseal, write_atomically
 from ...engine.errors import ClosedError, SnapshotError, StoreError, undo_on_error
 from ...engine.signals import defer_signals
 from ..files.format import LIVE_FILES, read_snapshot_id
@@ -118,21 +118,22 @@ class StoreFolder(FolderState, contextlib.AbstractContextManager["StoreFolder"])
             except ValueError as error:
                 raise StoreError(f"MARK in {str(self.path)!r} cannot store the description: {error}") from error
             self.check()
+            mark = Mark.parse(unseal(data))
             with self._convert_errors("write MARK of"):
-                if self._mark_file.exists() and Mark.parse(data) == self.mark:
+                if self._mark_file.exists() and mark == self.mark:
                     fsync_dir(self.path)  # the content is the same, and a full disk may lack space to rewrite the file
                 else:
                     write_atomically(self._mark_file, data)
-            self.mark = Mark.parse(data)
+            self.mark = mark
 
     def write_clean_marker(self, description: dict[str, Any]) -> None:
         """Write the clean marker, once live rows are durable. `live` says how rows are stored. Raises StoreError."""
-        self.change(clean_marker=description, shard_layout=None)
+        self.change(clean_marker=description, num_ranks=0)
         self._remove_step_file()
 
     def clear_clean_marker(self) -> None:
         """Clear the clean marker durably. Must be called before any live row is written. Raises StoreError."""
-        self.change(clean_marker=None, shard_layout=None)
+        self.change(clean_marker=None, num_ranks=0)
 
     def store_step(self, step: int) -> None:
         """Store the live rows' step, for messages after a kill. The cost is one write to the page cache."""
@@ -173,11 +174,11 @@ class StoreFolder(FolderState, contextlib.AbstractContextManager["StoreFolder"])
                 remove_folder(self.path / name)
             fsync_dir(self.path)
 
-    def replace_live_rows(self, new: Path, description: dict[str, Any], **fields: Any) -> None:
+    def replace_live_rows(self, new: Path, description: dict[str, Any]) -> None:
         """Replace the live rows by the durable folder `new` on the same file system, and write a clean marker.
 
         After a kill, the store has either the old rows with the old marker, or the new rows with the new marker.
-        fields: other fields of MARK to change. Raises StoreError.
+        Raises StoreError.
         """
         self.check()
         old = self.live_path
@@ -186,9 +187,8 @@ class StoreFolder(FolderState, contextlib.AbstractContextManager["StoreFolder"])
             remove_folder(self.path / name)
             new.rename(self.path / name)
             fsync_dir(self.path)
-        id = read_snapshot_id(self.path / name) if description["live"] == "rows" else ""
-        files_field = {LIVE_FILES: id} if id else {}
-        self.change(clean_marker={**description, **files_field}, shard_layout=None, live_folder_name=name, **fields)
+        files_field = {LIVE_FILES: read_snapshot_id(self.path / name)} if description["live"] == "rows" else {}
+        self.change(clean_marker={**description, **files_field}, num_ranks=0, live_folder_name=name)
         self._remove_step_file()
         if name != old.name:
             with self._convert_errors("remove the replaced rows of"):

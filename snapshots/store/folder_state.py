@@ -12,10 +12,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ...engine.durable import choose_remedy, fsync_dir, make_folder, read_record_bytes, write_atomically
+from ...engine.durable import choose_remedy, fsync_dir, make_folder, write_atomically
 from ...engine.errors import StoreError
 from ..files.format import SHARD_FIELD
-from .mark import Mark, read_live_version
+from .mark import PARSE_ERRORS, Mark, read_live_version, read_store_file
 
 Marker = dict[str, Any]  # a clean marker
 LOCK, SNAPSHOTS = "LOCK", "snapshots"
@@ -38,8 +38,8 @@ class FolderState:
         """The content of MARK, read once, at the first use. Raises StoreError."""
         with self._convert_errors("read MARK of"):
             try:
-                return Mark.parse(read_record_bytes(self._mark_file))
-            except (FileNotFoundError, ValueError):
+                return Mark.parse(read_store_file(self._mark_file))
+            except (FileNotFoundError, *PARSE_ERRORS):
                 return Mark(exists=False)
 
     @property
@@ -67,8 +67,7 @@ class FolderState:
     @property
     def num_ranks(self) -> int:
         """How many ranks divide the live rows into shards, or 0 if a single process has all rows."""
-        layout = self.snapshot_store.mark.shard_layout
-        return 0 if layout is None or self.mark.clean_marker is not None else layout.num_ranks
+        return self.snapshot_store.mark.num_ranks if self.mark.clean_marker is None else 0
 
     @property
     def sharing_stores(self) -> list[FolderState]:

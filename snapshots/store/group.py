@@ -28,10 +28,9 @@ from ...engine.threads import POLL_SECONDS
 from ..files.reader import list_snapshots
 from .folder import StoreFolder
 from .folder_state import FolderState
-from .group_file import GroupFile, Shards, lock_group, make_lock_path, remove_record, write_record
-from .initial_records import GROUP_FILE_PREFIX
+from .group_file import GROUP_FILE_PREFIX, GroupFile, Shards, lock_group, make_lock_path, remove_record, write_record
 from .lock import FileLock, InUseError
-from .mark import Link, ShardLayout
+from .mark import Link
 from .recovery_rule import (
     EMPTY_ID,
     FOREVER,
@@ -179,18 +178,18 @@ class Member(MemberRows):
             entry = Entry(self.current_entry.snapshot, version)
             group.write({self.id: entry}, changed_stores=group.record.changed_stores - {self.id})
 
-    def copy_to(self, mark_folder: StoreFolder, shard_layout: ShardLayout | None = None) -> None:
+    def copy_to(self, mark_folder: StoreFolder, num_ranks: int = 0) -> None:
         """Copy the record, or the link to the record file, into another folder's MARK. Raises StoreError."""
-        self.group.file.write_mark(mark_folder, self.id, shard_layout=shard_layout)
+        self.group.file.write_mark(mark_folder, self.id, num_ranks=num_ranks)
 
-    def move_to(self, mark_folder: StoreFolder, shard_layout: ShardLayout | None = None) -> None:
+    def move_to(self, mark_folder: StoreFolder, num_ranks: int = 0) -> None:
         """Move the record, or the link to the record file, into another folder's MARK. Raises StoreError."""
         if mark_folder is not self.mark_folder:
-            self.copy_to(mark_folder, shard_layout)
-            self.mark_folder.change(store_id="", record=None, link=None, old_fields={}, shard_layout=None)
+            self.copy_to(mark_folder, num_ranks)
+            self.mark_folder.change(store_id="", record=None, link=None, num_ranks=0)
             self.mark_folder = mark_folder
-        elif mark_folder.mark.shard_layout != shard_layout:
-            mark_folder.change(shard_layout=shard_layout)
+        elif mark_folder.mark.num_ranks != num_ranks:
+            mark_folder.change(num_ranks=num_ranks)
 
     def leave(self) -> None:
         with _groups_lock:

@@ -17,18 +17,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from ...engine.durable import read_record_bytes, seal, unseal, write_atomically
+from ...engine.durable import seal, write_atomically
 from ...engine.errors import SnapshotError, StoreError
 from ..files.format import MANIFEST
 from ..files.reader import Snapshot, find_snapshot_name, list_snapshots
 from .folder import StoreFolder
 from .folder_state import SNAPSHOTS, FolderState, read_shard_versions
-from .initial_records import GROUP_FILE_PREFIX, MISSING_SNAPSHOT_ID, OldGroup, make_group_record, make_store_record
 from .lock import FileLock, InUseError
-from .mark import Link, read_live_version
-from .recovery_rule import EMPTY_ID, NO_ENTRY, Entry, Record, StoreFiles, choose_entries, drop_lost_rows
+from .mark import FORMAT, PARSE_ERRORS, Link, read_live_version, read_store_file
+from .recovery_rule import (
+    EMPTY_ID,
+    NO_ENTRY,
+    Entry,
+    Record,
+    StoreFiles,
+    choose_entries,
+    drop_lost_rows,
+    make_snapshot_version,
+)
 
-PARSE_ERRORS = (ValueError, TypeError, KeyError, AttributeError)  # exceptions raised for a damaged record
+GROUP_FILE_PREFIX = "GROUP-"
 Shards = Mapping[str, Mapping[int, str | None]]  # {store path: {rank: version of the shard}}, from all hosts
 
 
@@ -55,25 +63,29 @@ class GroupFile:
         self.folder, self.shards, self.siblings = folder, shards or {}, siblings
         self._folders = {os.path.realpath(folder.path): folder}  # by real path, so that each MARK is read once
         self.mark_folder = folder.recovery_folder  # its MARK contains the record, or the record file's path
-        mark, group = self.mark_folder.mark, OldGroup.read(self.mark_folder.mark)
+        mark = self.mark_folder.mark
         self.path: Path | None = None  # the record file; None if the record is in the store's MARK
-        self.store_id = mark.store_id or (group.id if group is not None else secrets.token_hex(8))
+        self.store_id = mark.store_id or secrets.token_hex(8)
         if is_alone:
             self.store_id = secrets.token_hex(8)
             self.record = self._make_own_record()
         elif mark.link is not None:
             self.path, self.record = self._follow(mark.link)
-        elif group is not None:
-            path, record = make_group_record(folder, group, self.read_files)
-            self.path, self.record = (path, record) if record else self._follow(Link.make(path, self.mark_folder.path))
         elif mark.exists or not self._search_by_path():
             self.record = mark.record or self._make_own_record()
         if self.path is not None:
             self._check_membership()
 
     def _make_own_record(self) -> Record:
-        version, shards = self.read_files(self.folder).common_version, self.read_shards(self.folder)
-        return make_store_record(self.store_id, self.folder, version, shards)
+        """Returns the record of a store that is new, or that lost its record."""
+        folder, shards = self.folder, self.read_shards(self.folder)
+        newest, version = [EMPTY_ID, *_list_ids(folder)][-1], self.read_files(folder).common_version
+        if len(shards) < folder.num_ranks and None not in shards.values() and len({*shards.values()}) < 2:
+            version = next(iter(shards.values()), "unknown")  # the missing shards may be on other hosts
+        is_lost = version is None and folder.had_live_rows
+        is_newest = version == make_snapshot_version(newest) or (version is None and not is_lost)
+        entry, commit = Entry(newest if is_newest else None, version), {self.store_id: newest}
+        return Record({self.store_id: entry}, commit, commit, changed_stores=frozenset(commit if is_lost else ()))
 
     def copy_with(self, **attributes: Any) -> Self:
         result = copy(self)
@@ -96,7 +108,7 @@ class GroupFile:
         while True:
             for path in link.list_paths(folder):
                 try:
-                    content = unseal(read_record_bytes(path))
+                    content = read_store_file(path)
                     if "forward" not in content:
                         return path, Record.parse(content)
                     link, folder = Link(*map(str, content["forward"])), path.parent
@@ -136,7 +148,7 @@ class GroupFile:
         if list_snapshots(self.folder.snapshots_path).snapshots:
             for path in sorted(self.folder.path.parent.glob(f"{GROUP_FILE_PREFIX}*")):
                 with suppress(OSError, *PARSE_ERRORS):
-                    record = Record.parse(unseal(read_record_bytes(path)))
+                    record = Record.parse(read_store_file(path))
                     for id, location in record.locations.items() if not record.is_joining else ():
                         folders = [folder for folder in location.list_paths(path.parent) if folder.is_dir()]
                         if any(os.path.samefile(folder, self.folder.path) for folder in folders):
@@ -148,7 +160,7 @@ class GroupFile:
         """Write `fields` into a store's MARK. Also write the record or a link to its file. Raises StoreError."""
         record, link = (self.record, None) if self.path is None else (None, Link.make(self.path, mark_folder.path))
         if fields or (mark_folder.mark.record, mark_folder.mark.link) != (record, link):
-            mark_folder.change(store_id=store_id, record=record, link=link, old_fields={}, **fields)
+            mark_folder.change(store_id=store_id, record=record, link=link, **fields)
 
     @property
     def last_snapshot(self) -> str | None:
@@ -198,16 +210,15 @@ class GroupFile:
         mark = folder.recovery_folder.mark
         if not mark.exists:  # MARK is lost
             return bool(list_snapshots(folder.snapshots_path).snapshots)
-        if mark.link is None:  # only earlier versions of tierbed have trained this store
-            group = OldGroup.read(mark)
-            return group is not None and group.id == id and self.store_id in group.others
+        if mark.link is None or mark.store_id != id:
+            return False
         is_direct = self.identity in map(os.path.realpath, mark.link.list_paths(folder.recovery_folder.path))
-        return mark.store_id == id and (is_direct or GroupFile(folder).identity == self.identity)
+        return is_direct or GroupFile(folder).identity == self.identity
 
     def read_files(self, folder: FolderState) -> StoreFiles:
         versions = self.read_shards(folder)
         live_versions = [*map(versions.get, range(folder.num_ranks))] or [read_live_version(folder.clean_marker)]
-        return StoreFiles(live_versions, {one.manifest.id for one in list_snapshots(folder.snapshots_path).snapshots})
+        return StoreFiles(live_versions, _list_ids(folder))
 
     def read_shards(self, folder: FolderState) -> Mapping[int, str | None]:
         """Returns the versions of a store's shards by rank: from `self.shards`, or else from shards on this host."""
@@ -254,7 +265,8 @@ class GroupFile:
         for id, folder in members.items():
             self._check_remote_shards(id, folder)
         chosen = choose_entries(record, {id: self.read_files(folder) for id, folder in members.items()})
-        if chosen is None or any(e.snapshot != commit[id] and not e.live_version for id, e in chosen.items()):
+        is_certain = chosen and all(e.snapshot == commit[id] or e.live_version for id, e in chosen.items())
+        if not is_certain or not self.mark_folder.mark.exists:  # without MARK, the newest snapshot was chosen
             _check_damage(members.values())
         if chosen is not None:
             was_saved = any(record.parents.get(id, EMPTY_ID) != EMPTY_ID for id in members)
@@ -274,7 +286,7 @@ class GroupFile:
     def _describe_missing_commit(self, id: str, folder: FolderState, members: Mapping[str, FolderState]) -> str:
         """Describe the snapshot that `commit` names for the store, if it is missing on disk; otherwise return ""."""
         commit = self.record.commit[id]
-        if commit in (EMPTY_ID, MISSING_SNAPSHOT_ID) or commit in self.read_files(folder).snapshot_ids:
+        if commit in (EMPTY_ID, *_list_ids(folder)):
             return ""
         snapshots = [s for member in members.values() for s in list_snapshots(member.snapshots_path).snapshots]
         same_save = [snapshot.name for snapshot in snapshots if snapshot.manifest.id[:16] == commit[:16]]
@@ -294,22 +306,17 @@ class GroupFile:
         """Choose each member's newest durable rows, even if their steps differ. Used for open="mixed"."""
         chosen = {}
         for id, folder in self.find_members(lenient=True).items():
-            ids = [EMPTY_ID, *(snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots_path).snapshots)]
             files = self.read_files(folder)
             parent = Entry(self.record.parents.get(id, self.record.commit[id]))
             entries = (drop_lost_rows(entry, files) for entry in (self.record.entries[id], parent))
-            chosen[id] = next((entry for entry in entries if entry != NO_ENTRY), Entry(ids[-1]))
+            newest = Entry([EMPTY_ID, *files.snapshot_ids][-1])
+            chosen[id] = next((entry for entry in entries if entry != NO_ENTRY), newest)
         return chosen
 
 
 def check_one_moment(names: Sequence[str], snapshots: Sequence[Snapshot]) -> None:
-    """Raises SnapshotError if the snapshots were saved at different steps. names: the snapshots' embeddings.
-
-    Snapshots saved together share the first half of their ids, or `Manifest.moment` if an earlier version saved them.
-    """
-    manifests = [snapshot.manifest for snapshot in snapshots]
-    moments = {snapshot.moment for snapshot in manifests}
-    is_one_save = len({snapshot.id[:16] for snapshot in manifests}) == 1 or (len(moments) == 1 and None not in moments)
+    """Raises SnapshotError if the snapshots were saved at different steps. names: the snapshots' embeddings."""
+    is_one_save = len({snapshot.manifest.id[:16] for snapshot in snapshots}) == 1  # they then share half of their ids
     if not is_one_save and len({snapshot.description["step"] for snapshot in snapshots}) > 1:
         pairs = zip(names, snapshots, strict=True)
         steps = ", ".join(f"{name!r} at step {snapshot.description['step']}" for name, snapshot in pairs)
@@ -341,7 +348,7 @@ def make_lock_path(path: Path) -> Path:
 def write_record(path: Path, content: Mapping[str, Any]) -> None:
     """Write a record file. Its content is a record, or the path of another record file. Raises StoreError."""
     try:
-        write_atomically(path, seal(content))
+        write_atomically(path, seal({"format": FORMAT, **content}))
     except OSError as error:
         raise StoreError(f"cannot write the group's record {str(path)!r}: {error}; {FolderState.remedy}") from error
 
@@ -351,6 +358,11 @@ def remove_record(path: Path) -> None:
     with suppress(OSError):
         path.unlink()
         make_lock_path(path).unlink()
+
+
+def _list_ids(folder: FolderState) -> list[str]:
+    """Returns the ids of a store's readable snapshots, from oldest to newest."""
+    return [snapshot.manifest.id for snapshot in list_snapshots(folder.snapshots_path).snapshots]
 
 
 def _describe_rows(folder: FolderState) -> str:

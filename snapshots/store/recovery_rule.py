@@ -19,14 +19,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 EMPTY_ID, FOREVER = "EMPTY", sys.maxsize
-_STORED_NAMES = {"entries": "now", "previous_commit": "before", "changed_stores": "trained"}  # names on disk
-_STORED_NAMES |= {"skipped_sequences": "undone", "is_joining": "joining", "locations": "places"}
 SnapshotIds = Mapping[str, str]  # maps a store's id to a snapshot's id, or to EMPTY_ID for no rows
 
 
@@ -85,24 +83,24 @@ class Record:
         return {x: NO_ENTRY if x in self.changed_stores else Entry(e.snapshot) for x, e in self.entries.items()}
 
     def to_plain(self) -> dict[str, Any]:
-        return {_STORED_NAMES.get(x, x): y for x, y in vars(self).items()} | {"trained": sorted(self.changed_stores)}
+        return {**vars(self), "changed_stores": sorted(self.changed_stores)}
 
     @classmethod
     def parse(cls, value: Any) -> Record:
-        """Parse the result of `plain`. Raises ValueError, TypeError, KeyError or AttributeError for invalid input."""
-        entries = {str(store): Entry(*entry) for store, entry in value["now"].items()}
+        """Parse the result of `to_plain`. Raises ValueError, TypeError, KeyError, AttributeError for invalid input."""
+        entries = {str(store): Entry(*entry) for store, entry in value["entries"].items()}
         record = cls(
             entries,
             {str(store): str(id) for store, id in value["commit"].items()},
-            {str(store): str(id) for store, id in value["before"].items()},
-            {str(store): Location(*map(str, location)) for store, location in value["places"].items()},
-            frozenset(map(str, value["trained"])),
+            {str(store): str(id) for store, id in value["previous_commit"].items()},
+            {str(store): Location(*map(str, location)) for store, location in value["locations"].items()},
+            frozenset(map(str, value["changed_stores"])),
             {str(store): str(id) for store, id in value["parents"].items()},
-            {str(store): (int(low), int(high)) for store, (low, high) in value["undone"].items()},
-            bool(value["joining"]),
+            {str(store): (int(low), int(high)) for store, (low, high) in value["skipped_sequences"].items()},
+            bool(value["is_joining"]),
         )
         if not (entries and entries.keys() == record.commit.keys() == record.previous_commit.keys()):
-            raise ValueError("the maps 'now', 'commit' and 'before' list different stores")
+            raise ValueError("the maps 'entries', 'commit' and 'previous_commit' list different stores")
         return record
 
 
@@ -113,7 +111,7 @@ class StoreFiles(NamedTuple):
     """What recovery needs to know about a store's files."""
 
     live_versions: Sequence[str | None]  # the version in each shard's clean marker
-    snapshot_ids: Collection[str]
+    snapshot_ids: Sequence[str]  # from oldest to newest
 
     @property
     def common_version(self) -> str | None:

@@ -24,7 +24,7 @@ from tierbed.snapshots.inspection.summary import NORM_EDGES, summarise
 from tierbed.snapshots.store.folder import StoreFolder
 
 COUNTS = {0: 20, 5: 1, 63: 9}
-MARKED = {"live": "rows", "rows": 30}
+MARKED = {"live": "rows", "rows": 30, LIVE_VERSION: "run:1"}
 
 
 @pytest.fixture
@@ -32,8 +32,8 @@ def cli(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Cli:
     """On a store that was closed cleanly at step 12."""
     path = tmp_path / "users"
     with StoreFolder(path) as store:
-        write_snapshot(store.live_path, description(), chunked(make_buckets(6, COUNTS)))
-        store.write_clean_marker(description() | MARKED)
+        write_snapshot(store.incoming, description(), chunked(make_buckets(6, COUNTS)))
+        store.replace_live_rows(store.incoming, description() | MARKED)
     return Cli(path, capsys)
 
 
@@ -43,7 +43,7 @@ def test_loaded_rows_become_the_live_rows_with_their_own_step_and_optimizer(cli:
     assert joined(Snapshot.open(cli.store / "snapshots" / "before").chunks()) == live
     save(cli.store / "snapshots" / "a", {7: 40}, step=99, optimizer="shampoo")
     with StoreFolder(cli.store) as store:
-        assert store.clean_marker == description() | MARKED
+        assert store.clean_marker == description() | MARKED | {LIVE_FILES: read_snapshot_id(store.live_path)}
         store.clear_clean_marker()
     assert "not clean" in cli.fails("save", "b")
     assert not (cli.store / "snapshots" / "b").exists()

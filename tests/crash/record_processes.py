@@ -89,7 +89,7 @@ class Disk:
         return [s for name, s in self.names[store].items() if not name.startswith(".tmp-")]
 
     def folder(self, store: str) -> StoreFiles:
-        return StoreFiles([marker for marker, _ in self.live[store]], self.names[store].values())
+        return StoreFiles([marker for marker, _ in self.live[store]], [*self.names[store].values()])
 
     def discard_live_rows(self, store: str) -> None:
         self.live[store] = [(None, HALF)] * len(self.live[store])

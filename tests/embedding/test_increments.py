@@ -165,7 +165,7 @@ def test_a_manifest_with_a_wrong_row_count_changes_no_row(tmp_path: Path, store:
 def test_rows_are_read_from_disk_only_if_a_manifest_lacks_counts(tmp_path: Path, has_counts: bool) -> None:
     embedding, saved = at_parent(tmp_path, "ssd")
     with embedding:
-        if not has_counts:  # as an earlier version saved it
+        if not has_counts:  # as in a snapshot of rows that ranks share
             edit_manifest(tmp_path, "second", lambda content: content["description"].pop("row_counts"))
         before = embedding.metrics()["ssd"]
         embedding.load_snapshot("second")

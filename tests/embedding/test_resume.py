@@ -163,3 +163,19 @@ def test_live_rows_that_vanished_or_are_damaged_are_never_served(tmp_path, store
         holds(embedding, 0)
     with embedding_at(tmp_path, store) as embedding:  # which was closed without a step, and stays empty
         holds(embedding, 0)
+
+
+@pytest.mark.parametrize("damaged", ["one", "two"])
+def test_a_folder_without_mark_is_not_resumed_while_a_snapshot_cannot_be_read(tmp_path, damaged) -> None:
+    with embedding_at(tmp_path, "host") as embedding:
+        for name in ("one", "two"):
+            steps(embedding, 1)
+            embedding.save_snapshot(name)
+    (tmp_path / "rows" / "MARK").unlink()
+    manifest = tmp_path / "rows" / "snapshots" / damaged / "manifest.msgpack"
+    flip_bit(manifest, 1000)
+    with pytest.raises(SnapshotError, match=rf"cannot tell which step is the latest: .*{damaged}/manifest.msgpack"):
+        embedding_at(tmp_path, "host").size()
+    shutil.rmtree(manifest.parent)
+    with embedding_at(tmp_path, "host") as embedding:
+        holds(embedding, 1 if damaged == "two" else 2)

@@ -350,7 +350,7 @@ def test_a_full_disk_lets_a_store_be_opened_to_read_and_to_prune(disk_path: Path
         for words in ("store get", "store stat", "snapshot verify", "snapshot inspect"):
             more = {"store get": ["7", "--json"], "snapshot inspect": ["first"]}.get(words, [])
             assert command(*words.split(), where, *more) == 0
-        (where / "LOCK").write_bytes(b"")  # as older versions left it: there never was room to write into it
+        (where / "LOCK").write_bytes(b"")  # as if there never was room to write into it
     with disk.full():
         assert command("snapshot", "prune", where, "--keep-last", "1") == 0
         assert [entry.name for entry in (where / "snapshots").iterdir()] == ["second"]

@@ -19,8 +19,7 @@ from tierbed import (
     make_host_mem_store_options,
     save_checkpoint,
 )
-from tierbed.engine.durable import seal, unseal
-from tierbed.graph.state.folders import STATE_FILE, read_checkpoint
+from tierbed.graph.state.folders import read_checkpoint
 from tierbed.jagged import DistributedModelParallel
 
 IDS = torch.arange(24).reshape(4, 6)
@@ -136,29 +135,6 @@ def test_a_model_that_holds_a_wrapped_one_loads_as_one_that_holds_it_plain(name:
         assert resumed(lambda wrap=wrap: Around(wrap), tmp_path / "saved") == expected
         again = Around(wrap)
         again.load_state_dict(again.state_dict(), strict=True)
-
-
-def older(path: Path, wrapper: str, of_state: bool) -> None:
-    """Give a checkpoint the names that earlier versions wrote of a wrapped model."""
-    record = unseal((path / STATE_FILE).read_bytes())
-    record["embeddings"] = [f"{wrapper}{name}" for name in record["embeddings"]]
-    if of_state:
-        [(_, model)] = [item for item in record["state"][1] if item[0] == "model"]
-        for item in model[1]:
-            item[0] = f"{wrapper}{item[0]}"
-        for item in record["metadata"][1]:
-            item[0] = f"{wrapper}{item[0]}".rstrip(".")
-    (path / STATE_FILE).write_bytes(seal(record))
-
-
-@pytest.mark.parametrize(
-    ("wrapper", "of_state"), [("_wrapped.", False), ("_wrapped.module.", False), ("_orig_mod.", True)]
-)
-def test_a_checkpoint_of_an_earlier_version_keeps_loading(wrapper: str, of_state: bool, tmp_path: Path) -> None:
-    expected = trained(Net, tmp_path / "saved")
-    older(tmp_path / "saved", wrapper, of_state)
-    for name in ("none", "parallel", "compiled"):
-        assert resumed(MODELS[name], tmp_path / "saved") == expected
 
 
 def over_ranks(world: Any, folder: Path) -> tuple[float, Tensor]:

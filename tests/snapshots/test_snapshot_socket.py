@@ -294,7 +294,7 @@ def test_bad_clients_hurt_nobody(store: Path, embedding: MultiTableEmbedding, mo
             assert "error" in channel.receive(client)
         _connected(store).close()
         asks = stack.enter_context(_connected(store))
-        channel.send(asks, {"do": "save", "name": "unheard", "kind": "full"})
+        channel.send(asks, {"do": "save", "name": "unheard", "kind": "full", "overwrite": False, "stores": []})
         asks.shutdown(socket.SHUT_RDWR)
         silent = [stack.enter_context(_connected(store)) for _ in range(20)]
         assert all("error" in channel.receive(client) for client in silent)

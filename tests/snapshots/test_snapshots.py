@@ -268,7 +268,7 @@ def test_a_missing_file_is_found_before_the_first_row_is_given_out_and_named_onc
 
 
 def _manifest(**changes: Any) -> dict[str, Any]:
-    plain = {"format": 2, "kind": "full", "id": "0" * 32, "parent": None, "description": description()}
+    plain = {"format": 3, "parts": None, "kind": "full", "id": "0" * 32, "parent": None, "description": description()}
     return plain | {"rows": 1, "deleted": 0, "rocksdb": None, "created": 1, "sequence": 1} | _files() | changes
 
 
@@ -282,12 +282,12 @@ def _rocksdb(name: str = "shard-0/CURRENT", shards: int = 1, **changes: Any) -> 
 
 
 def _parts(parts: Any, name: Any = "bucket-00-0000.npy", **changes: Any) -> dict[str, Any]:
-    return {"format": 3, "parts": parts} | _files(name, **changes)
+    return {"parts": parts} | _files(name, **changes)
 
 
 def _narrow(**changes: Any) -> dict[str, Any]:
     """Of one row of `NARROW`, with changes in its description."""
-    return {"format": 3, "parts": None, "description": NARROW | changes} | _files(bytes=256 + 36)
+    return {"description": NARROW | changes} | _files(bytes=256 + 36)
 
 
 def _over(**changes: Any) -> dict[str, Any]:
@@ -328,15 +328,12 @@ HOSTILE = {
     **{f"RocksDB's {name}": _rocksdb(name) for name in ("../shard-0/CURRENT", "shard-0/LOG", "shard-1/CURRENT")},
     **{f"{shards} shards": _rocksdb(shards=shards) for shards in (0, 1 << 40)},
     "negative bytes": _rocksdb(bytes=-1),
-    **{f"format {number}": {"format": number} for number in (None, 1, 3)},
-    "parts of format 2": {"parts": 1},
+    **{f"format {number}": {"format": number} for number in (None, 2, 4)},
     **{f"{parts} parts": _parts(parts) for parts in (0, None, 1025)},
     **{f"part {end}": _parts(2, f"bucket-00{end}.npy") for end in ("-0002", "", "-0", f"-{2 * DIGITS}", "-0000/../x")},
     "sum over parts": _parts(2) | {"rows": 2},
-    "a checkpoint in parts": _rocksdb() | {"format": 3, "parts": 2},
+    "a checkpoint in parts": _rocksdb() | {"parts": 2},
     "full in parts that deletes": _parts(2, "deleted-00-0000.npy", bytes=256 + 12) | {"deleted": 1},
-    "format 4": _parts(2) | {"format": 4},
-    "narrow in format 2": {"format": 2, "description": NARROW} | _files(bytes=256 + 36),
     "narrow rows as wide as others": _narrow() | _files(),
     "no types of states": _narrow() | {"description": UNTYPED},
     **{f"narrow {change}": _narrow(**change) for change in (
@@ -345,7 +342,7 @@ HOSTILE = {
     )},
     "types of float32 alone": _narrow(dtype="float32", state_dtypes=["float32"], width=6) | _files(),
     "nil types of float32": {"description": description(state_dtypes=None)},
-    "types of float32 in format 2": {"description": description(state_dtypes=["float32"])},
+    "types of float32": {"description": description(state_dtypes=["float32"])},
     "one narrow number a row": _narrow(
         optimizer="of another", columns=[3], state_widths=[1], width=3, state_dtypes=["bfloat16"], hyper=[]
     ),
@@ -394,9 +391,6 @@ def test_manifests_of_each_kind_are_read_and_hostile_ones_with_a_right_checksum_
         except SnapshotError as error:
             refused += [case] * (MANIFEST in str(error))
     assert refused == [*HOSTILE]
-    for number in (0, 7):
-        with pytest.raises(SnapshotError, match=f"format is {number}, but this tierbed reads 2 to 4: use the one that"):
-            read({"format": number, "of": "another time"})
 
 
 def test_a_part_that_fails_ends_the_parts_that_other_threads_write(tmp_path: Path) -> None:

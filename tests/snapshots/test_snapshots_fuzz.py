@@ -237,7 +237,7 @@ def put(content: dict[str, Any], place: Place, value: Any) -> None:
 
 text = st.text(st.characters(codec="utf-8"))
 values = st.sampled_from([ABSENT, *EXTREMES, *ODD, DEEP]) | st.integers(-(2**63), 2**64 - 1) | st.floats() | text
-more = st.sampled_from(["extra", "live", "base", "place", "shards", "rows", "names", "\x00"])
+more = st.sampled_from(["extra", "live", "format", "place", "shards", "rows", "names", "\x00"])
 
 
 def check(sound: Path, path: Path, kind: str, store: str, types: Types, forge: Callable[[Path], None]) -> None:
@@ -347,7 +347,7 @@ FORGED: list[tuple[Place, Any]] = [
     (("description", "tables", 0), {b"\xff": 1}),
     (("description", "key_type"), "float"),
     (("description", "tables", 0), DEEP),
-    (("description", "base"), ["s"]),
+    (("description", "place"), "live"),
     (("description", "columns"), [2**40]),
     (("rows",), 10**9),
 ]

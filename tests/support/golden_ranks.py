@@ -1,7 +1,8 @@
-"""The stores that tests/golden/ranks-2 and ssd-2 have as commit 778f551 wrote them, by public names alone."""
+"""The golden stores on SSD and of two ranks, in tests/golden/stores, written by public names alone."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import torch
@@ -46,3 +47,16 @@ class Trained:
     def contents(self) -> bytes:
         """Rows by key, those of all ranks."""
         return bytes(self.rows.get(torch.arange(20)).numpy().tobytes())
+
+
+def copy_store(folder: Path, copy: Path) -> None:
+    """Copy a store's folder, open or closed, without locks."""
+    shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("LOCK", "*.LOCK", "SOCKET"))
+
+
+def write_ranks(world: World, folder: Path, copy: Path) -> None:
+    """Write the store of `folder`, and copy it before it is closed."""
+    trained = Trained(folder, world)
+    trained.write()
+    world.call_on_rank_0("copy", lambda: copy_store(folder / "rows", copy))
+    trained.rows.close()

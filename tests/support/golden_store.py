@@ -1,4 +1,4 @@
-"""The store that tests/golden/stores-2 has as commit 778f551 wrote it, of an embedding that trains alone."""
+"""The golden store of an embedding that trains alone, in tests/golden/stores/alone."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ u32 decode_checksum(const std::string& bytes) {
     return __builtin_bswap32(big_endian);
 }
 
-// Returns a file's crc32c. Returns nothing if the file was written by a tierbed version without checksums.
+// Returns a file's crc32c, or nothing if RocksDB computed none. RocksDB computes it for files of rows.
 std::optional<u32> find_checksum(const rocksdb::LiveFileStorageInfo& file) {
     const bool has_checksum = file.file_checksum_func_name == rocksdb::kStandardDbFileChecksumFuncName;
     return has_checksum && file.file_checksum.size() == sizeof(u32) ? std::optional(decode_checksum(file.file_checksum))
