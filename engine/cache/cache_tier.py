@@ -15,7 +15,7 @@ from ..store.full_tier import check_capacity
 from ..store.interfaces import CapacityLimit, NativeTier, Tier, TopTier
 
 MB = 1 << 20
-FLUSH_PIECE_MB = 256  # the memory of slots per flush call; other threads wait during the call. A call writes few files
+MAX_FLUSH_PIECES = 1 << 10  # a piece has up to 48 MiB of rows; other threads wait while it is written
 
 log = logging.getLogger("tierbed")
 
@@ -94,7 +94,7 @@ class CpuCacheTier(NativeTier, TopTier[_core.Batch]):
 
     def write_back(self) -> None:
         """Write dirty rows to the last tier. Unlike `flush`, this does not make the rows durable."""
-        self.native.flush()
+        self.native.flush(will_flush=False)
         if isinstance(self._lower_tier, CpuCacheTier):
             self._lower_tier.write_back()
 
@@ -111,15 +111,14 @@ class CpuCacheTier(NativeTier, TopTier[_core.Batch]):
         return keys
 
     def flush(self) -> None:
-        self.native.flush()
+        self.native.flush(will_flush=True)
         self._lower_tier.flush()
 
     def flush_pieces(self) -> Iterator[bool]:
         """Each `next` call writes back some dirty rows. At the end, few are left. Does not make the rows durable."""
-        begin, metrics, piece_rows = 0, self.native.metrics(), FLUSH_PIECE_MB * MB // self._layout.line_bytes
-        pieces = 2 + int(metrics["capacity"] + metrics["overflow_rows"]) // piece_rows
-        for _ in range(pieces):  # limited, because steps write more rows meanwhile
-            begin = self.native.flush_piece(begin, piece_rows)
+        begin = 0
+        for _ in range(MAX_FLUSH_PIECES):  # limited, because steps write more rows meanwhile
+            begin = self.native.flush_piece(begin)
             yield True
             if begin == 0:
                 break

@@ -154,7 +154,7 @@ def draw_store(chance: random.Random) -> dict[str, Any]:
     if store in ("ssd", "ssd_host"):
         made |= {"shards": chance.choice([None, 1, 2, 7]), "io_threads": chance.choice([1, 2])}
         made["index_mb"] = chance.choice([None, None, 1])
-        made |= {"rocksdb_options": SMALL} if chance.random() < 0.3 else {}
+        made |= {"rocksdb_options": SMALL} if chance.random() < 0.5 else {}
     return made
 
 

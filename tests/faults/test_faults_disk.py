@@ -263,19 +263,20 @@ def test_a_disk_that_fills_in_a_run_costs_no_batch(disk_path: Path, store: str, 
 
 
 class FailingIo:
-    """Every read, write or sync of a file of rows fails with an errno while the block runs."""
+    """Reads, writes or syncs of files fail with an errno while the block runs, after the first `passes` calls."""
 
-    def __init__(self, operation: str, number: int) -> None:
+    def __init__(self, operation: str, number: int, ending: str = ".sst", passes: int = 0) -> None:
         self._shim = ctypes.CDLL(None)
         self._shim.io_failures.restype = ctypes.c_long
+        self._ending, self._passes = ending.encode(), ctypes.c_long(passes)
         self._errors = [number * (operation == each) for each in ("read", "write", "sync")]
 
     def __enter__(self) -> None:
         self._before = self._shim.io_failures()
-        self._shim.fail_io(b".sst", *self._errors)
+        self._shim.fail_io(self._ending, *self._errors, self._passes)
 
     def __exit__(self, *error: object) -> None:
-        self._shim.fail_io(b".sst", 0, 0, 0)
+        self._shim.fail_io(self._ending, 0, 0, 0, self._passes)
         assert self._shim.io_failures() > self._before, "nothing was asked of the disk"
 
 
@@ -306,7 +307,24 @@ def fail_while_reading(path: Path, store: str) -> None:
     twins.close_and_compare()
 
 
+def fail_while_saving(path: Path, passes: int) -> None:
+    """A save's rows are in a file, and RocksDB cannot note this file in its list of files, the MANIFEST."""
+    twins = Twins(path, "ssd")
+    twins.tested = make(options("ssd", path, 1, shards=1), "adam", tables=1)
+    twins.steps(3)
+    manifest = next(path.rglob("MANIFEST-*")).name
+    with FailingIo("sync", errno.EIO, manifest, passes):
+        twins.fails(lambda: twins.tested.save_snapshot("s", kind="checkpoint"))
+    for step in range(3):
+        twins.steps(1)
+        twins.tested.save_snapshot(f"s{step}", kind="checkpoint")
+    twins.same()
+    twins.close_and_compare()
+
+
 def all_faults(path: Path) -> None:
+    for passes in range(2):
+        fail_while_saving(path / f"manifest-{passes}", passes)
     fail_while_reading(path / "read", "ssd_host")
     fail_while_training(path / "write", "ssd_host", "write", errno.EIO)
     fail_while_training(path / "read-only", "ssd", "write", errno.EROFS)

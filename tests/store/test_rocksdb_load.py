@@ -60,7 +60,7 @@ def test_loaded_rows_equal_written_rows(tmp_path: Path, order: str, options: str
     # a database that lost the loaded files must not look like this one
     versions = loaded.read_versions()
     assert all((before != after) is bool(parts) for before, after in zip(empty_versions, versions, strict=True))
-    assert not list((tmp_path / "loaded").glob("shard-*/load-*"))
+    assert not list((tmp_path / "loaded").glob("shard-*/sorted-*"))
     if order == "sorted" and options == SMALL_FILES:
         assert len(list(tmp_path.glob("loaded/shard-*/*.sst"))) > 2 * loaded.shards
     loaded.close()
@@ -110,8 +110,8 @@ def test_a_load_that_fails_adds_no_row(tmp_path: Path) -> None:
 def test_a_load_whose_files_cannot_be_made_names_the_folder(tmp_path: Path) -> None:
     database = RocksDB(tmp_path, DIM)
     for shard in range(database.shards):
-        (tmp_path / f"shard-{shard}" / "load-0.sst").mkdir()
-    with pytest.raises(StoreError, match=f"RocksDB in {tmp_path}: write a file"), database.load():
+        (tmp_path / f"shard-{shard}" / "sorted-0.sst").mkdir()
+    with pytest.raises(StoreError, match=f"RocksDB in {tmp_path}: load"), database.load():
         write(database, make_rows(), slice(None))
     database.close()
 
@@ -129,5 +129,5 @@ def test_a_flushed_cache_replaces_rows_in_files_and_memtables(tmp_path: Path) ->
         table.flush()
         assert not any(map(operator.eq, versions, table.stack.bottom.read_versions()))
         assert contents(embedding).tobytes() == contents(plain).tobytes()
-    assert not list(tmp_path.rglob("load-*"))
+    assert not list(tmp_path.rglob("sorted-*"))
     embedding.close()

@@ -154,7 +154,7 @@ class HostCache(HostRows):
     def check_stored(self) -> None:
         """Rows are in the cache or below, and flushed below."""
         self.model.check_tier(self.native)
-        self.native.flush()
+        self.native.flush(will_flush=True)
         self.model.check_tier(self.below)
 
 
@@ -169,6 +169,6 @@ def tier_below(kind: str) -> Iterator[Any]:
         yield cache_over(_core.FullTable(TABLE.layout), 1)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            store = RocksDB(Path(folder) / "db", TABLE.width, new_shards=1)
+            store = RocksDB(Path(folder) / "db", TABLE.width, new_shards=1, options="write_buffer_size=64k")
             yield store.native
             store.close()

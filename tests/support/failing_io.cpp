@@ -13,7 +13,7 @@ namespace {
 char suffix[64];
 volatile int failing[3];  // the errno, or 0, of reads, writes and syncs
 volatile int failing_exchange;
-volatile long failures;
+volatile long failures, passes;  // passes: how many calls succeed before the others fail
 
 bool fails(int what, int file) {
     if (failing[what] == 0) return false;
@@ -22,6 +22,7 @@ bool fails(int what, int file) {
     const ssize_t length = readlink(link, path, sizeof path);
     const auto tail = static_cast<ssize_t>(std::strlen(suffix));
     if (length < tail || std::memcmp(path + length - tail, suffix, static_cast<std::size_t>(tail)) != 0) return false;
+    if (passes > 0 && __atomic_fetch_sub(&passes, 1, __ATOMIC_RELAXED) > 0) return false;
     __atomic_add_fetch(&failures, 1, __ATOMIC_RELAXED);
     errno = failing[what];
     return true;
@@ -36,7 +37,8 @@ Function* next(const char* name) {
 
 extern "C" {
 
-void fail_io(const char* ending, int read, int write, int sync) {
+void fail_io(const char* ending, int read, int write, int sync, long first_passes) {
+    passes = first_passes;
     std::snprintf(suffix, sizeof suffix, "%s", ending);
     failing[0] = read;
     failing[1] = write;

@@ -9,6 +9,7 @@ import tierbed
 
 STORES = ["device", "host", "cached_host", "ssd", "ssd_host"]
 OVERFLOW_MB = 0.02  # before RocksDB: some hundred rows
+SMALL_BUFFERS = {"write_buffer_size": 1 << 16}  # a flush writes more than 4 KiB of a shard's rows to a file
 ONE_SET_MB = 0.01  # less than two sets of 64 rows, whatever the optimizer
 
 
@@ -26,5 +27,5 @@ def options(store: str, path: Path | None = None, budget_mb: float = ONE_SET_MB,
         return tierbed.make_cached_host_mem_store_options(budget_mb, path, **more)
     assert path is not None
     host = 2 * budget_mb if store == "ssd_host" else 0
-    more = {"shards": 2, "overflow_mb": OVERFLOW_MB, **more}
+    more = {"shards": 2, "overflow_mb": OVERFLOW_MB, "rocksdb_options": SMALL_BUFFERS, **more}
     return tierbed.make_cached_ssd_store_options(budget_mb, path, host_cache_budget_mb=host, **more)

@@ -9,7 +9,8 @@
 namespace tierbed {
 namespace {
 
-constexpr std::size_t FLUSH_ROWS = 1 << 16, FLUSH_ROWS_TO_DISK = 1 << 19;  // rows per write to the lower tier
+// A flush writes so many rows at a time. On a disk, each such write becomes a file for each shard.
+constexpr std::size_t CHUNK_ROWS = 1 << 16, DISK_CHUNK_BYTES = 48 << 20, MAX_DISK_CHUNK_ROWS = 1 << 19;
 constexpr std::size_t ROWS_PER_TASK = 512, PREFETCH_DISTANCE = 4;
 
 // Presents a batch's rows in bucket order. If the batch stores rows by linear id, this class copies the rows.
@@ -311,10 +312,10 @@ std::vector<u32> CacheTier::read_lower_tier(const RowSpan& rows, bool should_tou
     return updates;
 }
 
-void CacheTier::write_back(const RowSpan& rows, bool is_save) {
+void CacheTier::write_back(const RowSpan& rows, bool will_flush) {
     if (rows.n == 0) return;
     const Timer timer(write_latency_);
-    is_save ? lower_tier_.write_for_save(rows) : lower_tier_.write(rows);
+    will_flush ? lower_tier_.write_for_flush(rows) : lower_tier_.write(rows);
     bytes_out_ += rows.n * compute_stored_bytes(layout_.shape.width);
 }
 
@@ -438,23 +439,22 @@ void CacheTier::forget_errors() {
     writer->drop_error();
 }
 
-void CacheTier::flush() {
-    flush_rows([&](const auto& body) { directory_.for_each_row(body); });
+void CacheTier::flush(bool will_flush) {
+    flush_rows([&](const auto& body) { directory_.for_each_row(body); }, will_flush, false);
 }
 
-u32 CacheTier::flush_piece(u32 begin, u32 max_rows) {
+u32 CacheTier::flush_piece(u32 begin) {
     const u32 num_slots = directory_.sets.num_slots();
-    if (begin >= num_slots) {
-        const auto for_each_overflow_row = [&](const auto& body) { directory_.for_each_in_overflow(body); };
-        return flush_rows(for_each_overflow_row, max_rows) ? num_slots : 0;
+    if (begin < num_slots) {
+        const auto for_each = [&](const auto& body) { directory_.for_each_in_slots(begin, num_slots, body); };
+        return static_cast<u32>(flush_rows(for_each, true, true).value_or(num_slots));
     }
-    const u32 end = begin + std::min(num_slots - begin, max_rows);
-    flush_rows([&](const auto& body) { directory_.for_each_in_slots(begin, end, body); });
-    return end;
+    const auto for_each = [&](const auto& body) { directory_.for_each_in_overflow(body); };
+    return flush_rows(for_each, true, true) ? num_slots : 0;
 }
 
 template <class ForEach>
-bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
+std::optional<i64> CacheTier::flush_rows(const ForEach& for_each, bool will_flush, bool is_piece) {
     const std::lock_guard placement_lock(sync_->placement_mutex);
     lower_tier_.forget_errors();  // drop earlier errors; a write that fails from now on throws again
     std::unique_lock directory_lock(sync_->directory_mutex);
@@ -463,29 +463,35 @@ bool CacheTier::flush_rows(const ForEach& for_each, std::size_t max_rows) {
         writer->wait_for_write(directory_lock);
         writer->drop_error();
     }
-    bool has_more = false;
-    const std::size_t chunk_rows = lower_tier_.is_on_disk() ? FLUSH_ROWS_TO_DISK : FLUSH_ROWS;
+    const std::size_t disk_chunk_rows = DISK_CHUNK_BYTES / compute_stored_bytes(layout_.shape.width);
+    const std::size_t chunk_rows =
+        lower_tier_.is_on_disk() ? std::clamp<std::size_t>(disk_chunk_rows, 1, MAX_DISK_CHUNK_ROWS) : CHUNK_ROWS;
+    std::optional<i64> remaining_slot;
     RowList dirty;
     std::vector<std::pair<Way*, u32>> written_ways;  // for each written row: its way, and the `updates` written
     const auto write_chunk = [&] {
-        write_back(dirty.rows(), true);
+        write_back(dirty.rows(), will_flush);
         for (const auto& [way, updates] : written_ways) way->stored_updates = updates;
         dirty.clear();
         written_ways.clear();
     };
-    for_each([&](Way& way, u64 line, i64) {
+    for_each([&](Way& way, u64 line, i64 slot) {
+        if (remaining_slot) return;
         const u32 updates = row_counters(line, layout_.shape)->updates;
         if (!is_dirty(updates, way.stored_updates)) return;
-        has_more = max_rows == 0;
-        if (has_more) return;
-        --max_rows;
+        if (dirty.size() == chunk_rows) {
+            if (is_piece) {
+                remaining_slot = slot;
+                return;
+            }
+            write_chunk();
+        }
         dirty.add(way.table, way.hash, line);
         written_ways.push_back({&way, updates});
-        if (dirty.size() == chunk_rows) write_chunk();
     });
     write_chunk();
     if (writer) writer->wake(overflow_limits());
-    return has_more;
+    return remaining_slot;
 }
 
 RowKeys CacheTier::list_dirty() {

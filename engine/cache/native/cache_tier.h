@@ -64,11 +64,11 @@ public:
     void erase(const RowSpan& rows) override;
     void forget_errors() override;
     bool is_on_disk() const override { return false; }
-    // Writes all dirty rows back.
-    void flush();
-    // Writes at most `max_rows` dirty rows back: rows in the sets from slot `begin` on, then rows in the overflow area.
+    // Writes all dirty rows back. will_flush: the caller will flush the lower tier.
+    void flush(bool will_flush);
+    // Writes some dirty rows back, for a flush: rows in the sets from slot `begin` on, then rows in the overflow area.
     // Returns `begin` for the next call, or 0 at the end.
-    u32 flush_piece(u32 begin, u32 max_rows);
+    u32 flush_piece(u32 begin);
     // Returns the keys of all dirty rows.
     RowKeys list_dirty();
     // Ends the write-behind thread and drops all batches. Does not flush.
@@ -115,11 +115,12 @@ private:
     // The caller must hold `placement_mutex` and `directory_mutex` for the next three functions.
     void write_back_overflow();
     void write_back_victims();
-    void write_back(const RowSpan& rows, bool is_save = false);
-    // Writes back up to `max_rows` of the dirty rows that `for_each` visits. Returns true if dirty rows remain. The
-    // caller must hold no lock, because this function locks `placement_mutex` and `directory_mutex`.
+    void write_back(const RowSpan& rows, bool will_flush = false);
+    // Writes back the dirty rows that `for_each` visits, up to one chunk if `is_piece`. Returns the slot of the first
+    // dirty row that remains, if any. The caller must hold no lock, because this function locks `placement_mutex` and
+    // `directory_mutex`.
     template <class ForEach>
-    bool flush_rows(const ForEach& for_each, std::size_t max_rows = SIZE_MAX);
+    std::optional<i64> flush_rows(const ForEach& for_each, bool will_flush, bool is_piece);
     // Fills lines from the lower tier or with initial values. Returns each row's `updates`. Needs no lock.
     std::vector<u32> read_lower_tier(const RowSpan& rows, bool should_touch);
     // Returns the limits for write-back. Write-back empties the area down to half its capacity, or further if `added`

@@ -23,10 +23,10 @@
 
 #include "ops/kernels/hash.h"
 #include "ops/native/thread_pool.h"
-#include "rocksdb_load.h"
 #include "rocksdb_open.h"
 #include "rocksdb_status.h"
 #include "rows.h"
+#include "sorted_files.h"
 
 namespace tierbed {
 
@@ -166,7 +166,6 @@ constexpr std::size_t KEY_BYTES = 13;
 constexpr std::size_t MIN_READS = 8, MAX_READS = 256;  // keys per MultiGet
 constexpr u32 FILL_INTERVAL = 8;                       // of so many MultiGets, one fills a cache for indexes
 constexpr std::size_t BATCH_BYTES = 256u << 10;        // bytes per WriteBatch
-constexpr std::size_t MIN_FILE_BYTES = 4096;           // a shard's smaller writes for a save go to memtables
 constexpr std::chrono::milliseconds POLL_INTERVAL(2);
 constexpr char RELOAD_REMEDY[] = "load the last snapshot";
 
@@ -302,7 +301,7 @@ void RocksTier::write(const RowSpan& rows) {
     counts_.rows_written += rows.n;
 }
 
-void RocksTier::write_for_save(const RowSpan& rows) {
+void RocksTier::write_for_flush(const RowSpan& rows) {
     const Timer timer(counts_.write);
     for_each_shard(rows, [&](Shard& shard, const auto& sorted) {
         if (!write_file(shard, rows, sorted)) write_or_erase(shard, rows, sorted, false);
@@ -337,7 +336,7 @@ void RocksTier::write_or_erase(Shard& shard, const RowSpan& rows, const std::vec
     for (const SortedRow& row : sorted) {
         const Key key = row.encode();
         if (!is_erase && shard.load && shard.load->accepts(key.slice())) {
-            check(call([&] { return shard.load->add(key.slice(), get_value(rows, row)); }), folder_, "write a file");
+            check(call([&] { return shard.load->add(key.slice(), get_value(rows, row)); }), folder_, "load");
             continue;
         }
         check(is_erase ? batch.Delete(key.slice()) : batch.Put(key.slice(), get_value(rows, row)), folder_, "write");
@@ -347,16 +346,24 @@ void RocksTier::write_or_erase(Shard& shard, const RowSpan& rows, const std::vec
 }
 
 bool RocksTier::write_file(Shard& shard, const RowSpan& rows, const std::vector<SortedRow>& sorted) {
-    // After RocksDB 7.8 has recovered from an error, it would end the process instead of adopting a file.
-    const auto had_error = [&] { return read_property(*shard.db, rocksdb::DB::Properties::kBackgroundErrors) > 0; };
-    if (shard.load || sorted.size() * shape_.line_bytes < MIN_FILE_BYTES || had_error()) return false;
-    SortedFiles file(*options_, shard.folder, std::numeric_limits<std::size_t>::max());
-    check(flush_shard(shard, false), folder_, "flush");  // older rows, while this thread writes the file
+    rocksdb::DB& db = *shard.db;
+    // If RocksDB 7.8 has recovered from an error, it may end the process instead of adopting a file.
+    const auto had_error = [&] { return statistics_->getTickerCount(rocksdb::ERROR_HANDLER_BG_ERROR_COUNT) > 0; };
+    const std::size_t min_bytes = options_->write_buffer_size / 16;  // fewer rows are worth no file of their own
+    // If RocksDB wants writes to wait for compactions, memtables wait, and adopting a file does not.
+    if (shard.load || sorted.size() * compute_stored_bytes(shape_.width) < min_bytes || had_error() ||
+        read_property(db, rocksdb::DB::Properties::kIsWriteStopped))
+        return false;
+    rocksdb::Options options = *options_;
+    options.bottommost_compression = rocksdb::kDisableCompressionOption;  // these rows go to the topmost level
+    SortedFiles file(options, shard.folder, std::numeric_limits<std::size_t>::max());
+    static_cast<void>(flush_shard(shard, false));  // flushes older rows meanwhile; an error is thrown below
     for (const SortedRow& row : sorted)
-        check(call([&] { return file.add(row.encode().slice(), get_value(rows, row)); }), folder_, "write a file");
+        check(file.add(row.encode().slice(), get_value(rows, row)), folder_, "write a file");
+    check(file.finish(), folder_, "write a file");
     check(flush_shard(shard, true), folder_, "flush");
     if (had_error()) return false;
-    check(call([&] { return file.finish_write(*shard.db); }), folder_, "adopt a file");
+    check(call([&] { return file.write_to(db); }), folder_, "adopt a file");
     counts_.file_bytes += file.bytes();
     return true;
 }
@@ -371,7 +378,8 @@ void RocksTier::finish_load() {
     const std::shared_lock lock(open_mutex_);
     parallel_for(shards_.size(), [&](std::size_t i) {
         const std::shared_ptr<SortedFiles> load = std::move(shards_[i]->load);
-        check(call([&] { return load->finish_load(*shards_[i]->db); }), folder_, "load");
+        check(load->finish(), folder_, "load");
+        check(call([&] { return load->load_into(*shards_[i]->db); }), folder_, "load");
     });
 }
 

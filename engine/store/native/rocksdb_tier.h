@@ -3,8 +3,8 @@
 // RocksDB's value is the row's line: the row's numbers and counters.
 //
 // A read sorts its rows by key and splits them into MultiGets for many threads, since a disk needs many reads in
-// flight. A write puts each shard's rows into WriteBatches. Shards write in parallel, but each shard's writes run one
-// at a time. There is no write-ahead log: `flush` makes rows durable.
+// flight. A write puts each shard's rows into WriteBatches, or into a sorted file if a flush follows. Shards write in
+// parallel, but each shard's writes run one at a time. There is no write-ahead log: `flush` makes rows durable.
 //
 // Failures throw std::runtime_error with the folder, RocksDB's status and a remedy. Two failures have lasting effects.
 // If the disk is too full to open a database for writing, the database opens read-only until `make_writable`. If a
@@ -61,7 +61,7 @@ public:
 
     void read(const RowSpan& rows, bool* is_hit, bool should_touch) override;
     void write(const RowSpan& rows) override;
-    void write_for_save(const RowSpan& rows) override;
+    void write_for_flush(const RowSpan& rows) override;
     void erase(const RowSpan& rows) override;
     bool is_on_disk() const override { return true; }
     // Returns a row's counters without counting a hit.
@@ -126,7 +126,7 @@ private:
     // Counts since the tier was opened.
     struct Counts {
         std::atomic<u64> hits{0}, misses{0}, rows_written{0}, rows_erased{0};
-        std::atomic<u64> file_bytes{0};         // of files that `write_for_save` wrote
+        std::atomic<u64> file_bytes{0};         // of files that `write_for_flush` wrote
         std::atomic<u64> read_buffer_bytes{0};  // the most memory of blocks that one call's threads held
         Histogram fetch, write;  // call latencies
     };

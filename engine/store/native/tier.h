@@ -37,8 +37,8 @@ public:
     virtual void read(const RowSpan& rows, bool* is_hit, bool should_touch) = 0;
     // Inserts or replaces rows.
     virtual void write(const RowSpan& rows) = 0;
-    // Like `write`, for many rows that a save will soon make durable.
-    virtual void write_for_save(const RowSpan& rows) { write(rows); }
+    // Like `write`, for rows that a flush will follow.
+    virtual void write_for_flush(const RowSpan& rows) { write(rows); }
     // Erases rows. Ignores missing rows, and the span's `lines`.
     virtual void erase(const RowSpan& rows) = 0;
     // For a tier that writes in threads: waits for its writes and drops their errors. The cache writes the rows again.

@@ -1,4 +1,4 @@
-#include "rocksdb_load.h"
+#include "sorted_files.h"
 
 namespace tierbed {
 
@@ -21,22 +21,28 @@ SortedFiles::SortedFiles(const rocksdb::Options& options, const std::string& fol
 }
 
 SortedFiles::~SortedFiles() {
-    for (const std::string& file : files_.external_files) static_cast<void>(env_.DeleteFile(file));
+    for (const std::string& file : files_.external_files) try {
+            static_cast<void>(env_.DeleteFile(file));
+        } catch (...) {  // out of memory: the file remains until the store is next recovered
+        }
 }
 
 rocksdb::Status SortedFiles::add(const rocksdb::Slice& key, const rocksdb::Slice& value) {
     if (!is_open_) {
-        files_.external_files.push_back(folder_ + "/load-" + std::to_string(files_.external_files.size()) + ".sst");
-        if (const rocksdb::Status status = writer_.Open(files_.external_files.back()); !status.ok()) return status;
+        const std::string file = folder_ + "/sorted-" + std::to_string(files_.external_files.size()) + ".sst";
+        static_cast<void>(env_.DeleteFile(file));  // if it was left over, the database may have adopted its content
+        files_.external_files.push_back(file);
+        if (const rocksdb::Status status = writer_.Open(file); !status.ok()) return status;
         is_open_ = true;
     }
     if (const rocksdb::Status status = writer_.Put(key, value); !status.ok()) return status;
     last_key_.assign(key.data(), key.size());
     last_value_.assign(value.data(), value.size());
-    return writer_.FileSize() < max_file_bytes_ ? rocksdb::Status::OK() : finish_file();
+    return writer_.FileSize() < max_file_bytes_ ? rocksdb::Status::OK() : finish();
 }
 
-rocksdb::Status SortedFiles::finish_file() {
+rocksdb::Status SortedFiles::finish() {
+    if (!is_open_) return rocksdb::Status::OK();
     rocksdb::ExternalSstFileInfo info;
     is_open_ = false;
     const rocksdb::Status status = writer_.Finish(&info);
@@ -47,13 +53,13 @@ rocksdb::Status SortedFiles::finish_file() {
 }
 
 rocksdb::Status SortedFiles::ingest(rocksdb::DB& db) {
-    if (is_open_)
-        if (const rocksdb::Status status = finish_file(); !status.ok()) return status;
     files_.column_family = db.DefaultColumnFamily();
-    return db.IngestExternalFiles({files_});
+    const rocksdb::Status status = db.IngestExternalFiles({files_});
+    if (status.ok()) files_.external_files.clear();
+    return status;
 }
 
-rocksdb::Status SortedFiles::finish_load(rocksdb::DB& db) {
+rocksdb::Status SortedFiles::load_into(rocksdb::DB& db) {
     if (last_key_.empty()) return rocksdb::Status::OK();
     if (const rocksdb::Status status = ingest(db); !status.ok()) return status;
     // Adopting files is no write. Write a row again, so that the number of the last write identifies these rows.
@@ -62,9 +68,11 @@ rocksdb::Status SortedFiles::finish_load(rocksdb::DB& db) {
     return db.Put(options, last_key_, last_value_);
 }
 
-rocksdb::Status SortedFiles::finish_write(rocksdb::DB& db) {
-    const rocksdb::ManagedSnapshot snapshot(&db);  // while a snapshot exists, adopted rows count as new writes
-    return ingest(db);
+rocksdb::Status SortedFiles::write_to(rocksdb::DB& db) {
+    const rocksdb::Snapshot* const snapshot = db.GetSnapshot();  // while one exists, adopted rows count as new writes
+    const rocksdb::Status status = ingest(db);  // after an exception, the database may be locked: keep the snapshot
+    db.ReleaseSnapshot(snapshot);
+    return status;
 }
 
 }  // namespace tierbed

@@ -18,14 +18,15 @@ public:
     // True if `add` accepts this key: keys must ascend.
     bool accepts(const rocksdb::Slice& key) const { return key.compare(last_key_) > 0; }
     rocksdb::Status add(const rocksdb::Slice& key, const rocksdb::Slice& value);
-    // Makes all rows durable and adds them to the database, which holds none of them.
-    rocksdb::Status finish_load(rocksdb::DB& db);
-    // Makes all rows durable and adds them to the database, whose memtables must be flushed. They replace older rows.
-    rocksdb::Status finish_write(rocksdb::DB& db);
+    // Ends the last file. Call after the last `add`.
+    rocksdb::Status finish();
+    // Adds all rows durably to a database that holds none of them.
+    rocksdb::Status load_into(rocksdb::DB& db);
+    // Adds all rows durably to a database whose memtables are empty. They replace older rows.
+    rocksdb::Status write_to(rocksdb::DB& db);
     std::size_t bytes() const { return bytes_; }  // of all finished files
 
 private:
-    rocksdb::Status finish_file();
     rocksdb::Status ingest(rocksdb::DB& db);
 
     const std::string folder_;
