@@ -111,7 +111,7 @@ class CpuCacheTier(NativeTier, TopTier[_core.Batch]):
         return keys
 
     def flush(self) -> None:
-        self.native.flush(will_flush=True)
+        self.native.flush()
         self._lower_tier.flush()
 
     def flush_pieces(self) -> Iterator[bool]:

@@ -154,7 +154,7 @@ class HostCache(HostRows):
     def check_stored(self) -> None:
         """Rows are in the cache or below, and flushed below."""
         self.model.check_tier(self.native)
-        self.native.flush(will_flush=True)
+        self.native.flush()
         self.model.check_tier(self.below)
 
 

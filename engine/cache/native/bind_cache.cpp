@@ -44,7 +44,7 @@ void bind_cache(nb::module_& m) {
         .def("unpin", &CacheTier::unpin, Unlocked())
         .def("cancel_announced", &CacheTier::cancel_announced, Unlocked())
         .def("peek", &CacheTier::peek, Unlocked())
-        .def("flush", &CacheTier::flush, "will_flush"_a, Unlocked())
+        .def("flush", &CacheTier::flush, "will_flush"_a = true, Unlocked())
         .def("flush_piece", &CacheTier::flush_piece, "begin"_a, Unlocked())
         .def("list_dirty", [](CacheTier& tier) { return to_arrays([&] { return tier.list_dirty(); }); })
         .def("close", &CacheTier::close, Unlocked())
