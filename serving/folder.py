@@ -37,24 +37,33 @@ class MissingVersionError(ServingError):
     """The folder has no version with this number, or none at all."""
 
 
+def compute_checksum(path: Path) -> tuple[int, int]:
+    """Read a file. Returns its size and its crc32. Raises OSError."""
+    size = checksum = 0
+    with open_regular(path) as file:
+        while data := file.read(_PIECE_BYTES):
+            size, checksum = size + len(data), crc32(data, checksum)
+    return size, checksum
+
+
 class ServingFolder:
     """A folder that a publisher fills with versions, and that readers open.
 
     Args:
-        path: The folder. Reading does not create it.
+        path: The folder. Only `lock` creates it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).expanduser().absolute()
-        self._versions, self._files = self.path / "versions", self.path / "files"
+        self._versions, self.files = self.path / "versions", self.path / "files"
 
     def find_file(self, file: ServedFile) -> Path:
         """Returns the path of a version's file."""
-        return self._files / file.name
+        return self.files / file.name
 
     def name_file(self, prefix: str, suffix: str) -> Path:
         """Returns the path of a new file. No other file has its name."""
-        return self._files / f"{prefix}-{secrets.token_hex(8)}{suffix}"
+        return self.files / f"{prefix}-{secrets.token_hex(8)}{suffix}"
 
     def list_versions(self) -> list[int]:
         """Returns the numbers of all versions, ascending."""
@@ -105,7 +114,7 @@ class ServingFolder:
     def lock(self, user: str = "a publisher") -> Iterator[None]:
         """Lock the folder against other publishers, and create it if it is missing. Raises ServingError."""
         with self.convert_errors("open"):
-            for path in (self._versions, self._files):
+            for path in (self._versions, self.files):
                 make_folder(path)
             try:
                 lock = FileLock(self.path / LOCK, user)
@@ -164,7 +173,7 @@ class ServingFolder:
         named = {file.name for named in (*versions, self.read_pending()) for file in named.files}
         with self.convert_errors("clean"):
             leftovers = [path for folder in (self.path, self._versions) for path in folder.glob(f"{TEMPORARY_PREFIX}*")]
-            for path in (*leftovers, *(self._files / name for name in set(os.listdir(self._files)) - named)):
+            for path in (*leftovers, *(self.files / name for name in set(os.listdir(self.files)) - named)):
                 path.unlink()
 
     def verify(self, version: int) -> list[str]:
@@ -175,16 +184,12 @@ class ServingFolder:
         """Read a file. Returns what is wrong with it, or ""."""
         path = self.find_file(file)
         try:
-            with open_regular(path) as opened:
-                size = os.fstat(opened.fileno()).st_size
-                if size != file.bytes:
-                    return f"{str(path)!r} has {size} bytes instead of {file.bytes}"
-                checksum = 0
-                while data := opened.read(_PIECE_BYTES):
-                    checksum = crc32(data, checksum)
+            size, checksum = compute_checksum(path)
         except OSError as error:
             return f"{str(path)!r} cannot be read: {error.strerror or error}"
-        return "" if checksum == file.crc32 else f"{str(path)!r} has another checksum"
+        if size != file.bytes:
+            return f"{str(path)!r} has {size} bytes instead of {file.bytes}"
+        return "" if checksum == file.crc32 else f"{str(path)!r} is damaged: its checksum does not match"
 
     def _find_version(self, version: int) -> Path:
         return self._versions / f"{version:06d}.json"
