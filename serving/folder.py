@@ -22,7 +22,7 @@ from ..engine.durable import (
     read_record_bytes,
     write_atomically,
 )
-from ..engine.errors import ServingError
+from ..engine.errors import ServingError, undo_on_error
 from ..snapshots.store.lock import FileLock, InUseError
 from .version import Current, Pending, ServedFile, Version, seal_record, unseal_record
 
@@ -35,6 +35,10 @@ T = TypeVar("T")
 
 class MissingVersionError(ServingError):
     """The folder has no version with this number, or none at all."""
+
+
+class LockedError(ServingError):
+    """Another publisher changes the folder."""
 
 
 def compute_checksum(path: Path) -> tuple[int, int]:
@@ -104,7 +108,8 @@ class ServingFolder:
 
     def write_version(self, version: Version) -> None:
         """Write a version's description. All its files must be durable. Readers do not take it yet."""
-        self._write(self._find_version(version.version), version)
+        with undo_on_error(self._find_version(version.version).unlink, True):  # its files may be removed then
+            self._write(self._find_version(version.version), version)
 
     def write_current(self, current: Current) -> None:
         """Make readers take a version. Raises ServingError."""
@@ -120,7 +125,7 @@ class ServingFolder:
                 lock = FileLock(self.path / LOCK, user)
             except InUseError as error:
                 holder = f"{error.user}, in this process" if error.user else f"process {error.holder}"
-                raise ServingError(
+                raise LockedError(
                     f"{str(self.path)!r} is locked by {holder}: wait until it is done, or end it; one publisher at a "
                     "time may change a serving folder"
                 ) from None

@@ -105,9 +105,13 @@ class HashSorter:
 
     def pieces(self) -> Pieces:
         """Yields all rows added since the last call, by ascending hash."""
-        runs = [_read_run(run, self._row_bytes) for run in self._runs]
-        self._runs = []
-        return reduce(merge, [*runs, self._sort_waiting()])
+        yield from reduce(merge, [*(_read_run(run, self._row_bytes) for run in self._runs), self._sort_waiting()])
+        self.close()
+
+    def close(self) -> None:
+        """Remove the temporary files, if there are any."""
+        while self._runs:
+            self._runs.pop().close()
 
     def _sort_waiting(self) -> Pieces:
         waiting, self._waiting, self._num_bytes = self._waiting, [], 0
@@ -121,15 +125,13 @@ class HashSorter:
 
 def _read_run(run: IO[bytes], row_bytes: int) -> Pieces:
     """Yields the pieces in a file, each of PIECE_ROWS rows except for the last."""
-    with run:
-        run.seek(0, os.SEEK_END)
-        left = run.tell() // (row_bytes + 9)
-        run.seek(0)
-        while left:
-            count = min(left, PIECE_ROWS)
-            left -= count
-            hashes, rows, is_deleted = (
-                np.frombuffer(run.read(count * size), dtype)
-                for size, dtype in ((8, np.uint64), (row_bytes, np.uint8), (1, np.bool_))
-            )
-            yield Piece(hashes, rows.reshape(count, row_bytes), is_deleted)
+    left = run.seek(0, os.SEEK_END) // (row_bytes + 9)
+    run.seek(0)
+    while left:
+        count = min(left, PIECE_ROWS)
+        left -= count
+        hashes, rows, is_deleted = (
+            np.frombuffer(run.read(count * size), dtype)
+            for size, dtype in ((8, np.uint64), (row_bytes, np.uint8), (1, np.bool_))
+        )
+        yield Piece(hashes, rows.reshape(count, row_bytes), is_deleted)

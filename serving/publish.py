@@ -13,9 +13,10 @@ from typing import Literal
 from torch import Tensor
 
 from ..engine.checks import check_choice, check_flags, check_int
-from ..engine.errors import OptionError, ServingError, SnapshotError, undo_on_error
+from ..engine.errors import OptionError, ServingError, SnapshotError
 from ..engine.optim.rule import needs_catch_up
 from ..engine.options.table_spec import RUN_ID_FIELD
+from ..engine.signals import defer_signals
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.store.group_file import check_one_moment
 from ..snapshots.store.selection import Selection
@@ -80,9 +81,8 @@ def publish(
         _check_same_model(latest, opened)
         if not allow_older:
             _check_not_older(latest, opened)
-        files = NewFiles(target, encoding)
         number = 1 + max(current.version, latest.version if latest else 0)
-        with undo_on_error(files.remove):
+        with NewFiles(target, encoding) as files:
             publisher = _Publisher(files, None if rebase else latest, target.read_pending())
             embeddings = tuple(publisher.write_embedding(snapshot) for snapshot in opened)
             dense = None if tensors is None else files.write_tensors(tensors)
@@ -93,7 +93,9 @@ def publish(
             if check:
                 check(version)
             files.sync()
-            target.write_version(version)
+            with defer_signals():  # a version must not exist without its files
+                target.write_version(version)
+                files.keep()
         if not current.hold:
             target.write_current(Current(number))
         target.write_pending(_write_bases_of_next(target, version, opened))
@@ -145,19 +147,16 @@ def _write_bases_of_next(folder: ServingFolder, version: Version, snapshots: Seq
         is_due = [table.delta is not None and table.written >= table.base.rows for table in embedding.tables]
         if not any(is_due):
             continue
-        files = NewFiles(folder, version.encoding)
         bases: list[RowFileEntry | None]
         try:
-            with undo_on_error(files.remove):
+            with NewFiles(folder, version.encoding) as files:
                 if needs_catch_up(
                     snapshot.description["optimizer"]
                 ):  # rows that are not in the delta must catch up too
                     bases = [*write_bases(files, snapshot)]
                 else:
                     pairs = enumerate(zip(embedding.tables, is_due, strict=True))
-                    bases = [
-                        merge_base(files, embedding, number, table) if due else None for number, (table, due) in pairs
-                    ]
+                    bases = [merge_base(files, embedding, n, table) if due else None for n, (table, due) in pairs]
                 files.sync()
         except (ServingError, SnapshotError) as error:
             log.warning("%r is published, but without new bases for the next version: %s", version, error)

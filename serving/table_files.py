@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -30,10 +30,11 @@ _BUCKET_SHIFT = 58  # the bits of a hash after the bucket's
 _NUM_CANARIES = 64  # how many rows of each file are looked up before readers see the file
 
 
-class NewFiles:
-    """The files that a publish writes. `remove` removes them if the publish fails."""
+class NewFiles(ExitStack):
+    """The files that a publish writes, in a `with` block. If the block raises, they are closed and removed."""
 
     def __init__(self, folder: ServingFolder, encoding: str) -> None:
+        super().__init__()
         self.folder, self.encoding = folder, encoding
         self._paths: list[Path] = []
 
@@ -43,11 +44,16 @@ class NewFiles:
         self._paths.append(path)
         return path
 
-    def remove(self) -> None:
-        """Remove all files. Ignores errors, because the next publish removes files that no version names."""
-        for path in self._paths:
-            with suppress(OSError):
+    def keep(self) -> None:
+        """Do not remove the files any more, because a version names them."""
+        self._paths.clear()
+
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> bool:
+        super().__exit__(kind, *details)
+        for path in self._paths if kind else ():
+            with suppress(OSError):  # the next publish removes files that no version names
                 path.unlink()
+        return False
 
     def sync(self) -> None:
         """Make the files' names durable. Their contents already are. Raises ServingError."""
@@ -67,6 +73,8 @@ class NewFiles:
         """Write dense weights. Raises OptionError, ServingError."""
         if not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
             raise OptionError(f"tensors={tensors!r:.80}: give a dict of tensors, such as model.state_dict()")
+        if wrong := [name for name in tensors if not isinstance(name, str) or name in ("", "__metadata__")]:
+            raise OptionError(f"tensors: safetensors cannot store a tensor named {wrong[0]!r}; give it another name")
         path = self.name("tensors", ".safetensors")
         with self.folder.convert_errors("write to"):
             try:
@@ -88,6 +96,8 @@ class TableFile:
         self._sorter = HashSorter(files.folder.files)
         self._older = PieceCursor(older)
         self._writer = RowFileWriter(self.path, dim, files.encoding, kind, table)
+        for close in (self._writer.abort, self._sorter.close):
+            files.callback(close)
         self._num_rows = self._num_deleted = 0
         self._canaries: list[tuple[NDArray[np.uint64], NDArray[np.float32]]] = []  # some rows, to look up at the end
 
