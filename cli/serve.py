@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from . import output
 from .arguments import Json
 
 if TYPE_CHECKING:
-    from ..serving.folder import Version
+    from ..serving.version import Version
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A serving folder.", show_default=False)]
 Keep = Annotated[int, typer.Option(help="Number of latest versions to keep.", min=1)]
@@ -63,7 +63,7 @@ def publish(
     from ..serving.publish import publish as publish_snapshots
 
     begin = time.monotonic()
-    check = False if no_check else None
+    check: Literal[False] | None = False if no_check else None
     with _exit_if_locked(as_json):
         version = publish_snapshots(
             folder, snapshots, encoding.value, keep=keep, check=check, rebase=rebase, allow_older=allow_older

@@ -1,3 +1,3 @@
 from .folder import ServingFolder as ServingFolder
-from .folder import Version as Version
 from .publish import publish as publish
+from .version import Version as Version

@@ -174,8 +174,8 @@ class ServingFolder:
 
     def remove_unnamed(self) -> None:
         """Remove files that no version names, such as those of a killed publish. The caller has locked the folder."""
-        versions = [self.read_version(version) for version in self.list_versions()]
-        named = {file.name for named in (*versions, self.read_pending()) for file in named.files}
+        named = {file.name for file in self.read_pending().files}
+        named.update(file.name for version in self.list_versions() for file in self.read_version(version).files)
         with self.convert_errors("clean"):
             leftovers = [path for folder in (self.path, self._versions) for path in folder.glob(f"{TEMPORARY_PREFIX}*")]
             for path in (*leftovers, *(self.files / name for name in set(os.listdir(self.files)) - named)):

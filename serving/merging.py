@@ -120,7 +120,7 @@ class HashSorter:
             piece = concatenate(waiting).sort()
             waiting.clear()
             for begin in range(0, piece.num_rows, PIECE_ROWS):
-                yield Piece(*(array[begin : begin + PIECE_ROWS] for array in piece))
+                yield piece.take(slice(begin, begin + PIECE_ROWS))
 
 
 def _read_run(run: IO[bytes], row_bytes: int) -> Pieces:
@@ -130,8 +130,6 @@ def _read_run(run: IO[bytes], row_bytes: int) -> Pieces:
     while left:
         count = min(left, PIECE_ROWS)
         left -= count
-        hashes, rows, is_deleted = (
-            np.frombuffer(run.read(count * size), dtype)
-            for size, dtype in ((8, np.uint64), (row_bytes, np.uint8), (1, np.bool_))
-        )
-        yield Piece(hashes, rows.reshape(count, row_bytes), is_deleted)
+        hashes = np.frombuffer(run.read(8 * count), np.uint64)
+        rows = np.frombuffer(run.read(row_bytes * count), np.uint8).reshape(count, row_bytes)
+        yield Piece(hashes, rows, np.frombuffer(run.read(count), np.bool_))

@@ -48,12 +48,11 @@ class NewFiles(ExitStack):
         """Do not remove the files any more, because a version names them."""
         self._paths.clear()
 
-    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, *details: Any) -> None:
         super().__exit__(kind, *details)
         for path in self._paths if kind else ():
             with suppress(OSError):  # the next publish removes files that no version names
                 path.unlink()
-        return False
 
     def sync(self) -> None:
         """Make the files' names durable. Their contents already are. Raises ServingError."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -170,16 +170,14 @@ def _decode(kind: Any, value: Any) -> Any:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is UnionType:
         return None if value is None else _decode(arguments[0], value)
-    if type(value) is not (dict if is_dataclass(kind) else list if origin is tuple else origin or kind):
+    expected: type = dict if is_dataclass(kind) else list if origin is tuple else origin or kind
+    if type(value) is not expected or (expected is int and not 0 <= value < 1 << 63):
         raise ValueError(f"{value!r:.80} is no {getattr(kind, '__name__', kind)}")
-    if is_dataclass(kind):
-        types = get_type_hints(kind)
-        names = [field.name for field in fields(kind) if field.name in value]
-        return kind(**{name: _decode(types[name], value[name]) for name in names})  # TypeError if one is missing
     if origin is tuple:
         return tuple(_decode(arguments[0], item) for item in value)
     if origin is dict:
-        return value if arguments[1] is Any else {name: _decode(arguments[1], item) for name, item in value.items()}
-    if kind is int and not 0 <= value < 1 << 63:
-        raise ValueError(f"{value} is no count")
+        return value if arguments[1] is Any else {name: _decode(arguments[1], value[name]) for name in value}
+    if expected is dict:
+        types = get_type_hints(kind)
+        return kind(**{name: _decode(types[name], value[name]) for name in types if name in value})
     return value
