@@ -54,7 +54,7 @@ class ServingFolder:
     """A folder that a publisher fills with versions, and that readers open.
 
     Args:
-        path: The folder. Only `lock` creates it.
+        path: The folder. Only a publish creates it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -116,8 +116,10 @@ class ServingFolder:
         self._write(self.path / CURRENT, current)
 
     @contextmanager
-    def lock(self, user: str = "a publisher") -> Iterator[None]:
-        """Lock the folder against other publishers, and create it if it is missing. Raises ServingError."""
+    def lock(self, user: str, create: bool = False) -> Iterator[None]:
+        """Lock the folder against other publishers. create: True to create it if it is missing. Raises ServingError."""
+        if not create:
+            self.read_current()  # raises if it is no serving folder
         with self.convert_errors("open"):
             for path in (self._versions, self.files):
                 make_folder(path)
@@ -144,7 +146,6 @@ class ServingFolder:
     def release(self) -> Version:
         """End a rollback: make readers take the latest version again. Returns that version. Raises ServingError."""
         with self.lock("a release"):
-            self.read_current()
             latest = self.read_latest()
             assert latest is not None, "CURRENT is written after a version, and prune keeps the latest"
             self.write_current(Current(latest.version))

@@ -73,7 +73,7 @@ def publish(
     check_flags(OptionError, rebase=rebase, allow_older=allow_older)
     opened = _open_snapshots(snapshots)
     target = ServingFolder(folder)
-    with target.lock("a publish"):
+    with target.lock("a publish", create=True):
         target.remove_unnamed()
         latest, current = target.read_latest(), Current(0)
         with suppress(MissingVersionError):

@@ -171,7 +171,8 @@ def _decode(kind: Any, value: Any) -> Any:
     if origin is UnionType:
         return None if value is None else _decode(arguments[0], value)
     expected: type = dict if is_dataclass(kind) else list if origin is tuple else origin or kind
-    if type(value) is not expected or (expected is int and not 0 <= value < 1 << 63):
+    found: type = type(value)
+    if found is not expected or (expected is int and not 0 <= value < 1 << 63):
         raise ValueError(f"{value!r:.80} is no {getattr(kind, '__name__', kind)}")
     if origin is tuple:
         return tuple(_decode(arguments[0], item) for item in value)
