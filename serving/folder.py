@@ -82,8 +82,7 @@ class ServingFolder:
         """Returns the version that readers take. Raises ServingError if the folder has none."""
         if current := self._read(self.path / CURRENT, Current):
             return current
-        remedy = "publish a version there first, or give the folder of a publisher"
-        raise MissingVersionError(f"{str(self.path)!r} has no file {CURRENT}: {remedy}")
+        raise self._make_missing_error(f"file {CURRENT}")
 
     def read_version(self, version: int) -> Version:
         """Returns a version. Raises ServingError if it does not exist or its description is damaged."""
@@ -118,8 +117,8 @@ class ServingFolder:
     @contextmanager
     def lock(self, user: str, create: bool = False) -> Iterator[None]:
         """Lock the folder against other publishers. create: True to create it if it is missing. Raises ServingError."""
-        if not create:
-            self.read_current()  # raises if it is no serving folder
+        if not create and not self._versions.is_dir():
+            raise self._make_missing_error("versions")
         with self.convert_errors("open"):
             for path in (self._versions, self.files):
                 make_folder(path)
@@ -147,7 +146,8 @@ class ServingFolder:
         """End a rollback: make readers take the latest version again. Returns that version. Raises ServingError."""
         with self.lock("a release"):
             latest = self.read_latest()
-            assert latest is not None, "CURRENT is written after a version, and prune keeps the latest"
+            if latest is None:
+                raise self._make_missing_error("versions")
             self.write_current(Current(latest.version))
             return latest
 
@@ -196,6 +196,10 @@ class ServingFolder:
         if size != file.bytes:
             return f"{str(path)!r} has {size} bytes instead of {file.bytes}"
         return "" if checksum == file.crc32 else f"{str(path)!r} is damaged: its checksum does not match"
+
+    def _make_missing_error(self, what: str) -> MissingVersionError:
+        remedy = "publish a version there first, or give the folder of a publisher"
+        return MissingVersionError(f"{str(self.path)!r} has no {what}: {remedy}")
 
     def _find_version(self, version: int) -> Path:
         return self._versions / f"{version:06d}.json"
