@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
@@ -18,12 +17,11 @@ from torch import Tensor
 
 from ..engine.durable import fsync_dir, fsync_file
 from ..engine.errors import OptionError, ServingError
-from ..engine.row_format import EMBEDDING, Change, Chunks, Keys, RowArray
-from ..engine.table.row_scan import catch_up_rows
-from ..snapshots.files.reader import Snapshot, read_changes
+from ..engine.row_format import EMBEDDING, Change, Keys
 from .folder import ServingFolder, compute_checksum
 from .merging import HashSorter, Piece, PieceCursor, Pieces, merge
 from .row_file import RowFile, RowFileWriter, compute_bound, decode, encode, hash_rows, read_pieces
+from .source import RowSource
 from .version import RowFileEntry, ServedEmbedding, ServedFile, ServedTable
 
 _BUCKET_SHIFT = 58  # the bits of a hash after the bucket's
@@ -147,31 +145,30 @@ class TableFile:
             )
 
 
-def write_bases(files: NewFiles, snapshot: Snapshot) -> list[RowFileEntry]:
-    """Write a base of each table with all rows of a snapshot. Raises SnapshotError, ServingError, InputError."""
-    changes = ((bucket, rows, deleted[:0]) for bucket, rows, deleted in read_changes(snapshot.chain))
+def write_bases(files: NewFiles, source: RowSource) -> list[RowFileEntry]:
+    """Write a base of each table with all rows. Raises SnapshotError, ServingError, InputError."""
     with files.folder.convert_errors("write to"):
-        tables = [_make_file(files, snapshot, table, "base") for table in range(len(snapshot.description["tables"]))]
-        _write_changes(files, snapshot, changes, lambda table: tables[table])
+        tables = [_make_file(files, source, table, "base") for table in range(len(source.description["tables"]))]
+        _write_changes(source, source.read_all(), lambda table: tables[table])
         return [table.close() for table in tables]
 
 
 def write_deltas(
-    files: NewFiles, snapshot: Snapshot, increments: Sequence[Snapshot], old: Sequence[ServedTable]
+    files: NewFiles, source: RowSource, changes: Iterator[Change], old: Sequence[ServedTable]
 ) -> list[ServedTable]:
-    """Write a delta of each table that the increments change. The other tables keep their files.
+    """Write a delta of each table that changed. The other tables keep their files.
 
-    old: the files with the rows before the increments. Raises SnapshotError, ServingError, InputError.
+    old: the files with the rows before the changes. Raises SnapshotError, ServingError, InputError.
     """
     tables: dict[int, TableFile] = {}
 
     def find_file(number: int) -> TableFile:
         if number not in tables:
-            tables[number] = _make_file(files, snapshot, number, "delta", files.read(old[number].delta))
+            tables[number] = _make_file(files, source, number, "delta", files.read(old[number].delta))
         return tables[number]
 
     with files.folder.convert_errors("write to"):
-        _write_changes(files, snapshot, read_changes(increments), find_file)
+        _write_changes(source, changes, find_file)
         deltas = {number: table.close() for number, table in tables.items()}
     return [
         ServedTable(table.base, delta, table.written + delta.rows + delta.deleted) if delta else table
@@ -188,17 +185,14 @@ def merge_base(files: NewFiles, embedding: ServedEmbedding, number: int, table: 
         return new.close()
 
 
-def _make_file(files: NewFiles, snapshot: Snapshot, table: int, kind: str, older: Iterable[Piece] = ()) -> TableFile:
-    return TableFile(files, snapshot.description["name"], table, kind, snapshot.manifest.row_format.dim, older)
+def _make_file(files: NewFiles, source: RowSource, table: int, kind: str, older: Iterable[Piece] = ()) -> TableFile:
+    return TableFile(files, source.description["name"], table, kind, source.row_format.dim, older)
 
 
-def _write_changes(
-    files: NewFiles, snapshot: Snapshot, changes: Iterator[Change], find_file: Callable[[int], TableFile]
-) -> None:
-    """Write a snapshot's rows, or changes to them, which come by bucket, table and key."""
-    row_format = snapshot.manifest.row_format
-    is_signed = snapshot.description["key_type"] != "uint64"
-    for bucket, group in groupby(_settle(snapshot.description, changes), key=itemgetter(0)):
+def _write_changes(source: RowSource, changes: Iterator[Change], find_file: Callable[[int], TableFile]) -> None:
+    """Pass changes, which come by bucket, table and key, to the tables' files."""
+    is_signed = source.description["key_type"] != "uint64"
+    for bucket, group in groupby(changes, key=itemgetter(0)):
         file: TableFile | None = None
         for _, rows, deleted in group:
             tables = rows["table"].copy(), deleted["table"].copy()
@@ -212,21 +206,8 @@ def _write_changes(
                     for part, numbers in zip((rows, deleted), tables, strict=True)
                 )
                 if len(new):
-                    file.add_rows(new["key"].copy(), row_format.values(new, EMBEDDING), is_signed)
+                    file.add_rows(new["key"].copy(), source.row_format.values(new, EMBEDDING), is_signed)
                 if len(gone):
                     file.add_deleted(gone["key"].copy())
         if file is not None:
             file.end_bucket(bucket)
-
-
-def _settle(description: Mapping[str, Any], changes: Iterator[Change]) -> Iterator[Change]:
-    """Yield changes with the values that lookups return, for optimizers whose rows catch up on missed steps."""
-    waiting: deque[RowArray] = deque()
-
-    def read_rows() -> Chunks:
-        for bucket, rows, deleted in changes:
-            waiting.append(deleted)
-            yield bucket, rows
-
-    for bucket, rows in catch_up_rows(description, read_rows()):
-        yield bucket, rows, waiting.popleft()
