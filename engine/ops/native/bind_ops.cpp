@@ -5,18 +5,12 @@
 #include "bind.h"
 #include "layout.h"
 #include "instruction_sets.h"
+#include "parse_lookup.h"
 #include "step.h"
 #include "thread_pool.h"
 
 namespace tierbed {
-namespace {
 
-// Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `keep_alive`.
-//
-// The table ids are one per bag (with features, one per column), or None: bag i belongs to table i % num_tables.
-// `bags` is the length of all bags, or ascending offsets [bags + 1] from 0 to n, or None for no pooling.
-// `features` [columns] are the distinct features to look up. Offsets are then [features * batch + 1], ordered by
-// feature. Bag b * columns + c is sample b of features[c].
 LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive) {
     const auto array = [&](auto values) {
         keep_alive.push_back(nb::cast(values));
@@ -63,6 +57,8 @@ LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive)
     }
     return arrays;
 }
+
+namespace {
 
 // Returns a NumPy view of a batch's Buffer, read-only if the Buffer is const.
 template <class Values>
