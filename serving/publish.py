@@ -124,12 +124,17 @@ def publish_sources(
     return version
 
 
+def find_reusable(latest: Version | None, encoding: str) -> dict[str, ServedEmbedding]:
+    """Returns by name the embeddings whose files a new version in this encoding can use again."""
+    return {old.name: old for old in latest.embeddings} if latest and latest.encoding == encoding else {}
+
+
 def _write_embeddings(
     files: NewFiles, latest: Version | None, sources: Sequence[RowSource]
 ) -> tuple[ServedEmbedding, ...]:
     """Write deltas to the files of the last version, or bases where the source does not know the changes since."""
     pending, embeddings = files.folder.read_pending(), []
-    previous = {old.name: old for old in latest.embeddings} if latest and latest.encoding == files.encoding else {}
+    previous = find_reusable(latest, files.encoding)
     for source in sources:
         name, num_tables = source.description["name"], len(source.description["tables"])
         old = previous.get(name)
