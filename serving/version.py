@@ -11,6 +11,7 @@ from ..engine.checksum import crc32
 from ..engine.durable import MAX_SEALED_BYTES
 from ..engine.errors import ServingError
 from ..snapshots.files.format import check_description
+from .settings import make_spec, pack_settings
 
 FORMAT = 1
 ENCODINGS = ("int8", "float32", "bfloat16", "float16")
@@ -64,17 +65,22 @@ class SnapshotEntry:
 
 @dataclass(frozen=True)
 class ServedEmbedding:
-    """An embedding in a version. description: describes the table, in the form of snapshots."""
+    """An embedding in a version. description: describes the table, in the form of snapshots.
+
+    settings: the part of the description that the C interface needs, as hex digits.
+    """
 
     name: str
     tables: tuple[ServedTable, ...]
     snapshot: SnapshotEntry
     description: dict[str, Any]
+    settings: str = ""
 
     def __post_init__(self) -> None:
         check_description(self.description)
         if len(self.tables) != len(self.description["tables"]):
             raise ValueError(f"it has files of {len(self.tables)} tables, not of {len(self.description['tables'])}")
+        object.__setattr__(self, "settings", pack_settings(make_spec(self.description)).hex())
 
     @property
     def dim(self) -> int:

@@ -71,6 +71,10 @@ public:
             ++position_;
         } while (depth > 0 || !at_end_of_value());
     }
+    void skip_field(const std::string& name) {
+        expect(",\"" + name + "\":");
+        skip_value();
+    }
     // Skips the rest of an object, with its }.
     void skip_fields() {
         while (skip(",")) {
@@ -136,10 +140,7 @@ tierbed_served* open_current(const std::string& folder, const std::string& embed
     char name[64];
     std::snprintf(name, sizeof name, "/versions/%06llu.json", static_cast<unsigned long long>(version));
     JsonReader json = read_record(folder + name);
-    for (const char* field : {"version", "encoding", "step", "created", "tensors"}) {
-        json.expect(std::string(",\"") + field + "\":");
-        json.skip_value();
-    }
+    for (const char* field : {"version", "encoding", "step", "created", "tensors"}) json.skip_field(field);
     json.expect(",\"embeddings\":[");
     do {
         json.expect("{\"name\":");
@@ -147,8 +148,6 @@ tierbed_served* open_current(const std::string& folder, const std::string& embed
             json.skip_fields();
             continue;
         }
-        json.expect(",\"settings\":");
-        const std::string settings = decode_hex(json.read_string());
         json.expect(",\"tables\":[");
         std::vector<TablePaths> paths;
         do {
@@ -158,6 +157,10 @@ tierbed_served* open_current(const std::string& folder, const std::string& embed
             paths.push_back({base, read_file(json, folder + "/files/")});
             json.skip_fields();
         } while (json.skip(","));
+        json.expect("]");
+        for (const char* field : {"snapshot", "description"}) json.skip_field(field);
+        json.expect(",\"settings\":");
+        const std::string settings = decode_hex(json.read_string());
         return new tierbed_served{folder, embedding, unknown_initial, version,
                                   ServedTables(settings, paths, unknown_initial, previous)};
     } while (json.skip(","));
