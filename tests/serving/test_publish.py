@@ -129,7 +129,7 @@ def test_only_increments_are_read_and_only_changed_tables_written(
     assert ServingFolder(tmp_path / "served").find_file(again.tensors).read_bytes()[-8:] == np.ones(2, "f4").tobytes()
 
 
-@pytest.mark.parametrize("changed", [1, 10, 100])
+@pytest.mark.parametrize("changed", [pytest.param(1, marks=pytest.mark.slow), 10, 100])
 def test_a_new_base_is_written_when_it_saves_bytes(tmp_path: Path, changed: int) -> None:
     with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
         train(embedding, range(1000))
@@ -234,7 +234,7 @@ def killed(path: str, call: str, number: int, when: str, full: bool, events: int
     shim.fill_disk(False)
 
 
-@pytest.mark.parametrize("call", ["fsync", "rename", "write", "unlink"])
+@pytest.mark.parametrize("call", ["sync", "rename", "write", "unlink"])
 def test_a_killed_publish_leaves_a_version_and_the_next_one_cleans_up(tmp_path: Path, call: str) -> None:
     with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
         snapshots = [step(embedding, tmp_path, range(number, 30 + number)) for number in range(3)]
