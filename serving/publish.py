@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ..engine.checks import check_choice, check_flags, check_int
@@ -18,6 +19,7 @@ from ..engine.signals import defer_signals
 from ..snapshots.files.reader import Snapshot
 from ..snapshots.store.group_file import check_one_moment
 from .folder import MissingVersionError, ServingFolder
+from .served import ServedVersion
 from .source import RowSource, SnapshotSource
 from .table_files import NewFiles, merge_base, write_bases, write_deltas
 from .version import ENCODINGS, Current, Pending, RowFileEntry, ServedEmbedding, ServedTable, Version
@@ -25,7 +27,7 @@ from .version import ENCODINGS, Current, Pending, RowFileEntry, ServedEmbedding,
 log = logging.getLogger("tierbed")
 
 SnapshotLike = Snapshot | str | os.PathLike[str]
-Check = Callable[[Version], object] | Literal[False] | None
+Check = Callable[[ServedVersion], object] | Literal[False] | None
 _FIXED_FIELDS = ("key_type", "columns", "seed", "padding_idx")  # descriptions in one serving folder agree in these
 _MIN_ROWS_LEFT = 0.5  # the smallest share of an embedding's rows that a new version may have
 
@@ -51,8 +53,9 @@ def publish(
         encoding: How rows are stored: "int8", "float32", "bfloat16" or "float16".
         tensors: Dense weights by name.
         keep: How many versions to keep. The version that readers take is also kept.
-        check: Called with the version before readers can see it. If it raises, readers never see the version. False
-            skips the comparison of row counts with the last version.
+        check: Called with the opened version, a `ServedVersion`, before readers can see it: for example `lambda served:
+            served["items"](ids)`. If it raises, readers never see the version. False skips the comparison of row counts
+            with the last version.
         rebase: True to write all rows again.
         allow_older: True to accept snapshots that are older than the last version's. A trainer that may have gone back
             after a crash needs this.
@@ -112,7 +115,7 @@ def publish_sources(
             step = max(source.origin.step for source in sources)
             version = Version(number, encoding, step, time.time_ns(), dense, embeddings)
             if check:
-                check(version)
+                check(ServedVersion(target, version, "initial", torch.float32, None))
             files.sync()
             with defer_signals():  # a version must not exist without its files
                 target.write_version(version)

@@ -21,9 +21,10 @@ from support.examples import examples
 from support.killed import Warm
 from support.served_rows import rows_in, rows_of, save_finite, snapshot_of
 from support.snapshot_parts import in_parts
-from support.stores import options
+from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, OptionError, ServingError, SnapshotError
 from tierbed.serving import ServingFolder, Version, merging, publish
+from tierbed.serving.served import ServedVersion, open_served
 from tierbed.snapshots import Snapshot, list_snapshots
 
 Folders = pytest.TempPathFactory
@@ -74,7 +75,8 @@ def test_each_version_has_exactly_the_rows_of_the_trainer(
 ) -> None:
     path = tmp_path_factory.mktemp("publish")
     rules: Any = {"evicts": {"capacity": 120, "eviction": "lru"}, "expires": {"ttl_steps": 2}, "": {}}[leaving]
-    with make(options("device", path, **rules), "adagrad", tables=2) as embedding:
+    store = "device" if rules else random.choice(STORES)
+    with make(options(store, path, **rules), "adagrad", tables=2) as embedding:
         train(embedding, range(60))
         save(embedding, path)
         for operation in operations:
@@ -92,6 +94,7 @@ def test_each_version_has_exactly_the_rows_of_the_trainer(
             more = {"encoding": "float32", "allow_older": True, "check": False}
             version = publish(path / "served", snapshot, rebase=operation == "rebase", **more)
             assert rows_of(path / "served") == rows_in(snapshot)
+            check_lookups(path / "served", embedding)
             in_ranks = in_parts(snapshot, path / "parts", random.randrange(1, 4))
             whole = publish(path / "whole", in_ranks, rebase=True, **more)
             assert rows_of(path / "whole") == rows_of(path / "served")
@@ -101,6 +104,17 @@ def test_each_version_has_exactly_the_rows_of_the_trainer(
             if operation == "prune":
                 embedding.prune_snapshots(keep_last=2)
     shutil.rmtree(path)
+
+
+def check_lookups(folder: Path, embedding: MultiTableEmbedding) -> None:
+    """Lookups have the trainer's bits, for rows that it has, that are gone, and that it never had."""
+    ids = torch.arange(-20, 120).repeat(2)
+    tables = torch.arange(2).repeat_interleave(140)
+    embedding.eval()
+    with open_served(folder) as served:
+        found = served["rows"](ids, table_ids=tables)
+    assert found.numpy().tobytes() == embedding(ids, table_ids=tables).detach().numpy().tobytes()
+    embedding.train()
 
 
 def contents_of(folder: Path, version: Version) -> list[bytes]:
@@ -272,7 +286,7 @@ def test_a_full_disk_leaves_the_version_and_no_files(tmp_path: Path, embedding: 
 def test_a_second_publisher_is_refused(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
     snapshot, errors = save(embedding, tmp_path), []
 
-    def publish_again(version: Version) -> None:
+    def publish_again(version: ServedVersion) -> None:
         with pytest.raises(ServingError, match="is locked by a publish, in this process: wait") as caught:
             publish(tmp_path / "served", snapshot)
         with pytest.raises(ServingError, match="is locked"):
@@ -288,11 +302,15 @@ def test_a_check_that_raises_hides_the_version_from_readers(tmp_path: Path, embe
     served, first = tmp_path / "served", save(embedding, tmp_path)
     publish(served, first, "float32")
 
-    def refuse(version: Version) -> None:
-        assert rows_of(served, version) == rows_in(snapshot)  # it can be read before readers see it
+    def refuse(new: ServedVersion) -> None:
+        ids, tables = torch.arange(9), torch.zeros(9, dtype=torch.int64)
+        assert torch.equal(new["rows"](ids, table_ids=tables), embedding(ids, table_ids=tables))
+        with open_served(served) as old:
+            assert not torch.equal(old["rows"](ids, table_ids=tables), new["rows"](ids, table_ids=tables))
         raise ArithmeticError("the model is worse")
 
     snapshot = step(embedding, tmp_path)
+    embedding.eval()
     with pytest.raises(ArithmeticError):
         publish(served, snapshot, "float32", check=refuse)
     assert rows_of(served) == rows_in(first)
