@@ -155,7 +155,8 @@ def seal_record(record: Any) -> bytes:
     line = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
     data = b"%08x\n%s\n" % (crc32(line), line)
     if len(data) > MAX_SEALED_BYTES:
-        raise ServingError(f"a version's description has {len(data)} bytes, but readers accept {MAX_SEALED_BYTES}")
+        problem = f"a version's description has {len(data)} bytes, and readers accept {MAX_SEALED_BYTES}"
+        raise ServingError(f"{problem}: publish the model's embeddings in several folders")
     return data
 
 
