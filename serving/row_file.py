@@ -26,6 +26,7 @@ _MAGIC, _FORMAT = b"TBROWS\r\n", 1
 _LINE_BYTES = 64
 _PIECE_LINES = 1 << 16
 _PIECE_BYTES = 1 << 24
+_HUGE_PAGE = 1 << 21
 _MAX_RECORDS = 2**32 - 1
 
 Hashes = NDArray[np.uint64]
@@ -105,6 +106,7 @@ class RowFileWriter:
         self._dtype = np.dtype([("hash", "<u8"), *mark, ("row", "u1", (self.row_bytes,))])
         self._num_records = self._num_deleted = self._checksum = 0
         self._last_hash = -1
+        self._buffer = bytearray()
         self._file = self.path.open("xb+")
 
     def append_encoded(self, hashes: Hashes, rows: Encoded, is_deleted: NDArray[np.bool_] | None = None) -> None:
@@ -130,8 +132,7 @@ class RowFileWriter:
             raise ServingError(f"{str(self.path)!r} would have {self._num_records:,} rows: split the table")
         with self._file:
             size = self._num_records * self._dtype.itemsize
-            self._write(bytes(-size % _LINE_BYTES))
-            self._file.flush()
+            self._write(bytes(-size % _LINE_BYTES), is_last=True)
             records = np.memmap(self._file, np.uint8, "r", shape=size) if size else np.empty(0, np.uint8)
             builder = _core.DirectoryBuilder(records, self._num_records, self._dtype.itemsize)
             num_lines = 0
@@ -141,7 +142,7 @@ class RowFileWriter:
             counts = self._num_records, self._num_deleted, builder.num_root_lines, num_lines
             fields = _TRAILER.pack(_MAGIC, _FORMAT, *self._fields, self._checksum, *counts)
             trailer = fields.ljust(TRAILER_BYTES - 4, b"\0")
-            self._write(trailer + crc32(trailer).to_bytes(4, "little"))
+            self._write(trailer + crc32(trailer).to_bytes(4, "little"), is_last=True)
             os.fsync(self._file.fileno())
             return self._file.tell(), self._checksum
 
@@ -150,9 +151,16 @@ class RowFileWriter:
         with suppress(OSError):  # of a full disk
             self._file.close()
 
-    def _write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
+    def _write(self, data: bytes | memoryview, is_last: bool = False) -> None:
+        """Append to the file. Whole huge pages are written at once, because the kernel then maps them as such."""
         self._checksum = crc32(data, self._checksum)
+        self._buffer += data
+        size = len(self._buffer) if is_last else len(self._buffer) // _HUGE_PAGE * _HUGE_PAGE
+        with memoryview(self._buffer) as view:
+            self._file.write(view[:size])
+        del self._buffer[:size]
+        if is_last:
+            self._file.flush()
 
 
 class RowFile:

@@ -104,8 +104,7 @@ void bind_serving(nb::module_& m) {
             [](const ServedTables& tables, nb::tuple arguments, Exact<nb::ndim<2>, nb::c_contig, nb::device::cpu> out,
                bool mean, std::optional<InVector<float>> weights,
                const std::string& dtype) -> std::optional<std::pair<u32, u64>> {
-                std::vector<nb::object> keep_alive;
-                const LookupArrays arrays = parse_lookup(arguments, keep_alive);
+                const LookupArrays arrays = parse_lookup(arguments, nullptr);
                 const FloatType type = parse_float_type(dtype);
                 require(out.dtype() == (type == FloatType::float32 ? nb::dtype<float>() : nb::dtype<u16>()) &&
                             out.shape(0) == arrays.num_bags && out.shape(1) == tables.dim(),

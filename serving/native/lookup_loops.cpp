@@ -4,6 +4,10 @@
 // are processed in windows. Each stage prefetches for all ids of a window what the next stage reads.
 #include "lookup_loops.h"
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 namespace tierbed::serving {
 namespace {
 
@@ -17,14 +21,22 @@ struct FloatRow {
     TIERBED_FN float operator[](u32 column) const { return Type::load(numbers[column]); }
 };
 
+TIERBED_FN float load_float16(u16 number) {
+#ifdef __F16C__  // one instruction with the same result
+    return _cvtsh_ss(number);
+#else
+    return Float16::load(number);
+#endif
+}
+
 struct Int8Row {
     const u8* numbers;
     float scale, offset;
 
     TIERBED_FN explicit Int8Row(const u8* row) : numbers(row + 4) {
         const u16* header = reinterpret_cast<const u16*>(row);
-        scale = Float16::load(header[0]);
-        offset = Float16::load(header[1]);
+        scale = load_float16(header[0]);
+        offset = load_float16(header[1]);
     }
     TIERBED_FN float operator[](u32 column) const { return scale * static_cast<float>(numbers[column]) + offset; }
 };
@@ -33,32 +45,50 @@ struct Int8Row {
 struct BagWalker {
     const Lookup& lookup;
     const u32 num_tables;
-    std::size_t bag = 0, begin = 0, end = 0, row = 0;  // the ids [begin, end) of a bag, and its output row
-    u32 table = 0, next_table = 0, column = 0, sample = 0;
+    std::size_t row = 0, end = 0;  // a bag's output row, and the position after its last id
+    u32 table = 0;
 
-    TIERBED_FN bool next() {
-        if (bag == lookup.num_bags) return false;
-        const Bags& bags = lookup.bags;
-        std::size_t index = bag;
-        row = bag++;
-        if (bags.features) {
-            index = std::size_t{bags.features[column]} * bags.batch_size + sample;
-            row = std::size_t{sample} * bags.num_columns + column;
-            table = lookup.tables[column];
-            if (++sample == bags.batch_size) {
-                sample = 0;
-                ++column;
-            }
-        } else if (lookup.tables) {
-            table = lookup.tables[index];
-        } else {
-            table = next_table;
-            if (++next_table == num_tables) next_table = 0;
+    BagWalker(const Lookup& all, u32 tables)
+        : lookup(all),
+          num_tables(tables),
+          bags_left_(all.num_bags),
+          row_step_(all.bags.features ? all.bags.num_columns : 1) {
+        row = ~std::size_t{0};
+        table = tables - 1;
+        offset_ = all.bags.offsets;
+        column_left_ = all.bags.features ? 0 : all.num_bags;
+    }
+    bool is_started() const { return bags_left_ != lookup.num_bags; }
+    // Moves to the next bag. Returns false at the end. begin: receives the position of its first id.
+    TIERBED_FN bool next(std::size_t& begin) {
+        if (bags_left_ == 0) return false;
+        --bags_left_;
+        if (column_left_ == 0) begin_column();
+        --column_left_;
+        row += row_step_;
+        if (!lookup.bags.features) {
+            if (lookup.tables)
+                table = lookup.tables[row];
+            else if (++table == num_tables)
+                table = 0;
         }
-        begin = bags.offsets ? static_cast<std::size_t>(bags.offsets[index]) : index * bags.length;
-        end = bags.offsets ? static_cast<std::size_t>(bags.offsets[index + 1]) : begin + bags.length;
+        begin = end;
+        if (offset_) begin = static_cast<std::size_t>(*offset_++);
+        end = offset_ ? static_cast<std::size_t>(*offset_) : end + lookup.bags.length;
         return true;
     }
+
+private:
+    void begin_column() {
+        const Bags& bags = lookup.bags;
+        offset_ = bags.offsets + std::size_t{bags.features[column_]} * bags.batch_size;
+        table = lookup.tables[column_];
+        row = column_++ - row_step_;
+        column_left_ = bags.batch_size;
+    }
+
+    std::size_t bags_left_, column_left_, row_step_, column_ = 0;
+    const i64* offset_;
 };
 
 // The ids of a window.
@@ -93,8 +123,7 @@ TIERBED_FN void fill(const LookupJob& job, Window& window, BagWalker& walker, st
     u32 i = 0;
     while (i < WINDOW) {
         if (position == walker.end) {
-            if (!walker.next()) break;
-            position = walker.begin;
+            if (!walker.next(position)) break;
             continue;
         }
         const u32 table = walker.table;
@@ -110,7 +139,7 @@ TIERBED_FN void fill(const LookupJob& job, Window& window, BagWalker& walker, st
         window.hashes[i] = hash_row(table, key);
         window.base[i] = view.base.find_line(window.hashes[i]);
         prefetch(window.base[i].line);
-        if (view.delta.num_records) {
+        if (job.has_deltas && view.delta.num_records) {
             window.delta[i] = view.delta.find_line(window.hashes[i]);
             prefetch(window.delta[i].line);
         }
@@ -139,21 +168,29 @@ TIERBED_FN void leave_crowded_lines(const LookupJob& job, Window& window) {
     }
 }
 
-// Finds the records that fingerprints point to, and prefetches them.
-TIERBED_FN void find_candidates(const LookupJob& job, Window& window, u32 row_bytes) {
+// Finds the records that fingerprints point to, and prefetches them. Returns true if a line is crowded.
+TIERBED_FN bool find_candidates(const LookupJob& job, Window& window, u32 record_bytes) {
+    bool is_crowded = false;
     for (u32 i = 0; i < window.size; ++i) {
         window.records[i] = nullptr;
         if (window.tables[i] == NO_ROW) continue;
         const TableView& view = job.tables[window.tables[i]];
         const u8* record = nullptr;
-        if (view.delta.num_records && window.delta[i].line)
-            record = view.delta.find_candidate(*window.delta[i].line, window.delta[i].fingerprint);
+        const auto find = [&](const FileView& file, const LinePosition& position) TIERBED_INLINE {
+            if (!position.line) return;
+            is_crowded |= position.line->is_crowded();
+            record = file.find_candidate(*position.line, position.fingerprint);
+        };
+        if (job.has_deltas && view.delta.num_records) find(view.delta, window.delta[i]);
         window.is_delta[i] = record != nullptr;
-        if (!record && window.base[i].line)
-            record = view.base.find_candidate(*window.base[i].line, window.base[i].fingerprint);
+        if (!record) find(view.base, window.base[i]);
         window.records[i] = record;
-        if (record) prefetch_bytes(reinterpret_cast<u64>(record), row_bytes + 12);
+        if (!record) continue;
+        prefetch(record);
+        for (u32 at = 64; at < record_bytes; at += 64) prefetch(record + at);
+        prefetch(record + record_bytes - 1);
     }
+    return is_crowded;
 }
 
 // Returns the id's row, or null if it is unknown.
@@ -200,38 +237,38 @@ struct BagSum {
     using Stored = typename Type::Stored;
     const LookupJob& job;
     BagWalker walker;
+    float* sum = nullptr;
     std::size_t left = 0;  // ids of the bag that are still to come
     u32 rows = 0;
 
     Stored* out() const { return static_cast<Stored*>(job.out) + walker.row * job.dim; }
-    float* sum() const {
-        if constexpr (sizeof(Stored) == 4) return out();
-        return job.memory;
-    }
     TIERBED_FN void finish() const {
-        float* const total = sum();
         const u32 dim = job.dim;
         if (rows == 0)
-            for (u32 j = 0; j < dim; ++j) total[j] = 0.0f;
+            for (u32 j = 0; j < dim; ++j) sum[j] = 0.0f;
         if (job.lookup.is_mean && rows > 1) {
             const float count = static_cast<float>(rows);
-            for (u32 j = 0; j < dim; ++j) total[j] = total[j] / count;
+            for (u32 j = 0; j < dim; ++j) sum[j] = sum[j] / count;
         }
         if constexpr (sizeof(Stored) == 2) {
             Stored* const to = out();
             TIERBED_NO_OVERLAP
-            for (u32 j = 0; j < dim; ++j) to[j] = Type::store(total[j]);
+            for (u32 j = 0; j < dim; ++j) to[j] = Type::store(sum[j]);
         }
     }
-    // Finishes bags until the current one has another id. Returns false at the end.
-    TIERBED_FN bool next() {
+    // Finishes bags until the current one has another id, or all bags are finished.
+    TIERBED_FN void next() {
         while (left == 0) {
-            if (walker.bag > 0) finish();
-            if (!walker.next()) return false;
-            left = walker.end - walker.begin;
+            if (walker.is_started()) finish();
+            std::size_t begin;
+            if (!walker.next(begin)) return;
+            left = walker.end - begin;
             rows = 0;
+            if constexpr (sizeof(Stored) == 4)
+                sum = out();
+            else
+                sum = job.memory;
         }
-        return true;
     }
 };
 
@@ -240,15 +277,17 @@ void look_up(const LookupJob& shared, LookupCounts& total) {
     const LookupJob job = shared;  // a local copy, because writes to the output could alias `shared`
     LookupCounts counts;
     Window window;
-    BagWalker ahead{job.lookup, job.num_tables};
+    BagWalker ahead(job.lookup, job.num_tables);
     std::size_t position = 0;
-    BagSum<Type> bag{job, {job.lookup, job.num_tables}};
-    const u32 row_bytes = job.tables[0].base.stride - job.tables[0].base.row_offset;
+    BagSum<Type> bag{job, BagWalker(job.lookup, job.num_tables)};
+    const u32 record_bytes = job.tables[0].base.stride;
     for (;;) {
         fill(job, window, ahead, position, counts);
         if (window.size == 0) break;
-        leave_crowded_lines(job, window);
-        find_candidates(job, window, row_bytes);
+        if (find_candidates(job, window, record_bytes)) {
+            leave_crowded_lines(job, window);
+            find_candidates(job, window, record_bytes);
+        }
         counts.ids += window.size;
         for (u32 i = 0; i < window.size; ++i) {
             bag.next();
@@ -257,7 +296,7 @@ void look_up(const LookupJob& shared, LookupCounts& total) {
             const float* const weight = job.lookup.weights ? job.lookup.weights + window.positions[i] : nullptr;
             const bool is_first = bag.rows++ == 0, is_pooled = job.lookup.is_pooled;
             if (const u8* row = find_row(job, window, i, counts)) {
-                add_row<Row>(bag.sum(), row, job.dim, is_first, is_pooled, weight);
+                add_row<Row>(bag.sum, row, job.dim, is_first, is_pooled, weight);
                 continue;
             }
             ++counts.unknown;
@@ -267,8 +306,7 @@ void look_up(const LookupJob& shared, LookupCounts& total) {
                 row = job.make_initial_row(job.context, window.tables[i], window.keys[i], initial);
             else
                 for (u32 j = 0; j < job.dim; ++j) initial[j] = 0.0f;
-            add_row<FloatRow<Float32>>(bag.sum(), reinterpret_cast<const u8*>(row), job.dim, is_first, is_pooled,
-                                       weight);
+            add_row<FloatRow<Float32>>(bag.sum, reinterpret_cast<const u8*>(row), job.dim, is_first, is_pooled, weight);
         }
     }
     bag.next();  // finishes the last bag, and empty bags after it

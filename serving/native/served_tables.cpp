@@ -110,6 +110,7 @@ ServedTables::ServedTables(const std::string& settings, const std::vector<TableP
             if (file && file->encoding() != encoding_)
                 throw std::runtime_error(file->path + ": its encoding differs from that of the version's other files");
         views_.push_back({base->view, delta ? delta->view : FileView{}});
+        has_deltas_ |= delta != nullptr;
         files_.insert(files_.end(), {base, delta});
     }
 }
@@ -136,6 +137,7 @@ LookupCounts ServedTables::look_up(const Lookup& lookup, FloatType output_type, 
                         views_.data(),
                         settings_.num_tables,
                         settings_.dim,
+                        has_deltas_,
                         settings_.padding_key.has_value(),
                         settings_.padding_key.value_or(0),
                         settings_.has_limits ? settings_.max_ids.data() : nullptr,

@@ -11,9 +11,9 @@
 
 namespace tierbed {
 
-LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive) {
+LookupArrays parse_lookup(const nb::tuple& lookup, std::vector<nb::object>* keep_alive) {
     const auto array = [&](auto values) {
-        keep_alive.push_back(nb::cast(values));
+        if (keep_alive) keep_alive->push_back(nb::cast(values));
         return values;
     };
     const auto keys = array(require_type<InVector<u64>>(lookup[0], "keys must be contiguous uint64"));
@@ -79,7 +79,7 @@ void bind_batch(nb::module_& m) {
                std::optional<InVector<u64>> max_ids, std::vector<bool> drops_illegal) {
                 std::vector<nb::object> keep_alive;
                 std::vector<LookupArrays> views;
-                for (nb::handle item : lookups) views.push_back(parse_lookup(nb::cast<nb::tuple>(item), keep_alive));
+                for (nb::handle item : lookups) views.push_back(parse_lookup(nb::cast<nb::tuple>(item), &keep_alive));
                 require(num_tables > 0, "num_tables must be positive");
                 LegalIds legal;
                 if (max_ids) {
