@@ -27,6 +27,7 @@ from ..snapshots.store.lock import FileLock, InUseError
 from .version import Current, Pending, ServedFile, Version, seal_record, unseal_record
 
 CURRENT, LOCK, PENDING = "CURRENT", "LOCK", "PENDING"
+_FILE_NAME = re.compile(r".+-[0-9a-f]{16}\.(rows|safetensors)")  # no other file is removed
 _VERSION_NAME = re.compile(r"([0-9]{6,})\.json")
 _PIECE_BYTES = 1 << 24
 
@@ -178,8 +179,11 @@ class ServingFolder:
         named = {file.name for file in self.read_pending().files}
         named.update(file.name for version in self.list_versions() for file in self.read_version(version).files)
         with self.convert_errors("clean"):
-            leftovers = [path for folder in (self.path, self._versions) for path in folder.glob(f"{TEMPORARY_PREFIX}*")]
-            for path in (*leftovers, *(self.files / name for name in set(os.listdir(self.files)) - named)):
+            unfinished = [
+                path for folder in (self.path, self._versions) for path in folder.glob(f"{TEMPORARY_PREFIX}*")
+            ]
+            unnamed = [self.files / name for name in set(os.listdir(self.files)) - named if _FILE_NAME.fullmatch(name)]
+            for path in (*unfinished, *unnamed):
                 path.unlink()
 
     def verify(self, version: int) -> list[str]:

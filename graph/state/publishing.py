@@ -11,8 +11,8 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
-from threading import Event, get_native_id
+from contextlib import ExitStack
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from ...engine.errors import OptionError, ServingError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.table_spec import RUN_ID_FIELD
 from ...engine.row_format import ROW_KEY_DTYPE, Change, RowArray
-from ...engine.table.background_save import NICENESS
 from ...engine.table.row_scan import catch_up_rows
 from ...engine.threads import POLL_SECONDS, Thread
 from ...serving.folder import ServingFolder
@@ -122,9 +121,7 @@ class PublishHandle:
     def _run(self) -> None:
         assert self._publish is not None
         try:
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, get_native_id(), min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS))
-            _core.use_own_pool(1)
+            _core.use_own_pool(1)  # not a lower priority too: on a busy machine, versions would take minutes
             self._version = self._publish(self._can_train.set)
         except BaseException as error:
             self._error = error

@@ -19,6 +19,7 @@ from support import shim
 from support.embeddings import make, train
 from support.examples import examples
 from support.killed import Warm
+from support.limits import file_size_limit
 from support.served_rows import rows_in, rows_of, save_finite, snapshot_of
 from support.snapshot_parts import in_parts
 from support.stores import STORES, options
@@ -281,6 +282,34 @@ def test_a_full_disk_leaves_the_version_and_no_files(tmp_path: Path, embedding: 
     assert "free space" in events[0]
     assert {path.name for path in served.rglob("*")} == before
     assert rows_of(served) == rows_in(first)
+
+
+def test_bases_that_cannot_be_written_delay_no_version(
+    tmp_path: Path, embedding: MultiTableEmbedding, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = tmp_path / "served"
+    train(embedding, range(1000))
+    publish(served, save(embedding, tmp_path), "float32")
+    publish(served, step(embedding, tmp_path, range(500)), "float32")
+    snapshot = step(embedding, tmp_path, range(500))
+    with file_size_limit(30_000):  # room for a delta
+        version = publish(served, snapshot, "float32")
+    assert sizes(version)[0] == (1000, 500)
+    assert "is published, but without new bases for the next version: cannot write to" in caplog.text
+    assert {*os.listdir(served / "files")} == named_files(served)
+    snapshot = step(embedding, tmp_path, range(3))
+    publish(served, snapshot, "float32")
+    assert rows_of(served) == rows_in(snapshot)
+    assert ServingFolder(served).read_pending().files
+
+
+def test_foreign_files_are_not_removed(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
+    notes = tmp_path / "served" / "files" / "notes.txt"
+    notes.parent.mkdir(parents=True)
+    notes.touch()
+    publish(tmp_path / "served", save(embedding, tmp_path))
+    ServingFolder(tmp_path / "served").prune(1)
+    assert notes.exists()
 
 
 def test_a_second_publisher_is_refused(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
