@@ -51,7 +51,8 @@ def test_a_c_program_looks_up_rows_and_refreshes(tmp_path: Path, program: Path) 
         assert run(program, served, "rows", "\n") == [line, "a table id is out of range", line]
         arguments = [str(program), str(served), "rows", *map(str, IDS)]
         with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdin and process.stdout
+            assert process.stdin
+            assert process.stdout
             assert process.stdout.readline().strip() == line
             process.stdout.readline()
             train(embedding, range(3))

@@ -137,11 +137,13 @@ def test_features_unknown_ids_and_metrics(embedding: MultiTableEmbedding) -> Non
         with open_served(path) as initial:
             assert torch.equal(initial["rows"](ids, offsets=offsets, **more), embedding(ids, offsets=offsets, **more))
         rows = served["rows"](torch.tensor([[99, 99, 8], [4, 99, 99]]))
-        assert (rows[0, :2] == 0).all() and (rows[1] == 0).all()
+        assert (rows[0, :2] == 0).all()
+        assert (rows[1] == 0).all()
         assert torch.equal(rows[0, 2], embedding(torch.tensor(8), table_ids=2))
         counts = served.metrics()["embeddings"]["rows"]
         assert counts == {"lookups": 1, "ids": 6, "unknown": 4, "delta": 2, "dropped": 1}
-        assert served.metrics()["version"] == 2 and served.metrics()["seconds_behind"] >= 0
+        assert served.metrics()["version"] == 2
+        assert served.metrics()["seconds_behind"] >= 0
 
 
 def test_errors_are_those_of_the_embedding(embedding: MultiTableEmbedding) -> None:
@@ -195,10 +197,13 @@ def test_a_refresh_changes_the_version_and_shares_unchanged_files(tmp_path: Path
 
         publish_step(range(40))
         with open_served(tmp_path / "served") as served:
-            assert not served.refresh() and served.version == 1
+            assert not served.refresh()
+            assert served.version == 1
             old, mapped = served.current, count_mapped(tmp_path)
             publish_step(range(5))
-            assert served.version == 1 and served.refresh() and served.version == 2
+            assert served.version == 1
+            assert served.refresh()
+            assert served.version == 2
             assert count_mapped(tmp_path) == mapped + 1  # the delta
             ids = torch.arange(40)
             assert torch.equal(served["rows"](ids, table_ids=0), embedding(ids, table_ids=0))
@@ -210,7 +215,8 @@ def test_a_refresh_changes_the_version_and_shares_unchanged_files(tmp_path: Path
             path.write_bytes(path.read_bytes()[:-9])
             with pytest.raises(ServingError, match=r"version 3 cannot be opened.*truncated"):
                 served.refresh()
-            assert served.version == 2 and served.metrics()["failed_refreshes"] == 1
+            assert served.version == 2
+            assert served.metrics()["failed_refreshes"] == 1
             del old
         assert count_mapped(tmp_path) == 0
 
@@ -250,4 +256,5 @@ def test_threads_see_one_version_at_a_time(tmp_path: Path) -> None:
             has_ended.set()
             for thread in threads:
                 thread.join()
-            assert not errors and served.version == 7
+            assert not errors
+            assert served.version == 7
