@@ -137,7 +137,7 @@ class TableFile:
         with RowFile(self.path) as file:
             is_present, rows = file.find(hashes)
         errors = np.abs(decode(rows, self._encoding, self._dim) - values)
-        is_wrong = ~is_present | (errors > compute_bound(values, self._encoding)).any(axis=1)
+        is_wrong = ~(is_present & (errors <= compute_bound(values, self._encoding)).all(axis=1))  # finds NaN too
         if is_wrong.any():
             raise ServingError(
                 f"{str(self.path)!r} does not answer with the rows that were written, such as the one with hash "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -415,3 +418,33 @@ def test_damage_to_files_and_records_is_found(tmp_path: Path, embedding: MultiTa
         folder.read_current()
     with pytest.raises(ServingError, match="no version 7; it has: 1, 2"):
         folder.rollback(7)
+
+
+ODD = [None, -1, 1 << 63, 10**30, 1.5, True, "", "../x", [], [[]], {}, "int8"]
+
+
+def test_forged_records_are_refused(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
+    served = tmp_path / "served"
+    publish(served, save(embedding, tmp_path), tensors={"w": torch.ones(3)})
+    folder, path = ServingFolder(served), served / "versions" / "000001.json"
+    value = json.loads(path.read_bytes().partition(b"\n")[2])
+
+    def forge(value: Any, part: Any) -> None:
+        """Replace each value in `part` of the record, one after the other."""
+        for key in part if isinstance(part, dict) else range(len(part)):
+            before = part[key]
+            for odd in ODD:
+                part[key] = odd
+                line = json.dumps(value).encode()
+                path.write_bytes(b"%08x\n%s\n" % (crc32(line), line))
+                with contextlib.suppress(ServingError):
+                    assert folder.read_version(1).version == 1
+            part[key] = before
+            if isinstance(before, (dict, list)):
+                forge(value, before)
+
+    forge(value, value)
+    line = json.dumps({**value, "format": 9}).encode()
+    path.write_bytes(b"%08x\n%s\n" % (crc32(line), line))
+    with pytest.raises(ServingError, match="its format is 9, and this tierbed reads 1: upgrade"):
+        folder.read_version(1)
