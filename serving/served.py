@@ -55,7 +55,9 @@ class ServedRows:
             for table in entry.tables
         ]
         older = None if previous is None else previous.native
-        self.native = _core.ServedTables(pack_settings(self.spec), paths, unknown == "initial", older)
+        self.native: _core.ServedTables = _core.ServedTables(
+            pack_settings(self.spec), paths, unknown == "initial", older
+        )
 
     def __call__(
         self,
@@ -143,6 +145,7 @@ class ServedVersion:
     ) -> None:
         self.version, self.step, self.created = record.version, record.step, record.created
         self.tensors_path: Path | None = None if record.tensors is None else folder.find_file(record.tensors)
+        self.embeddings: dict[str, ServedRows]
         older = {} if previous is None else previous.embeddings
         try:
             self.embeddings = {

@@ -3,7 +3,6 @@
 
 #include "ops/native/bind.h"
 #include "ops/native/parse_lookup.h"
-#include "encode.h"
 #include "row_file.h"
 #include "served_tables.h"
 

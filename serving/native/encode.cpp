@@ -1,4 +1,4 @@
-#include "encode.h"
+#include "row_file.h"
 
 #include <cmath>
 #include <cstring>
@@ -8,7 +8,7 @@
 namespace tierbed::serving {
 namespace {
 
-constexpr u16 FLOAT16_INFINITY = 0x7C00;
+constexpr u16 FLOAT16_INFINITY = 0x7C00, FLOAT16_ONE = 0x3C00;
 
 template <class Type>
 bool encode_floats(const float* values, u32 dim, u8* out) {
@@ -36,8 +36,7 @@ bool encode_int8(const float* values, u32 dim, u8* out) {
     header[0] = Float16::store(range == 0.0f ? 1.0f : range / 255.0f);
     if (!is_finite || (header[0] & 0x7FFF) >= FLOAT16_INFINITY || (header[1] & 0x7FFF) >= FLOAT16_INFINITY)
         return false;
-    // no scale: the range is below float16's smallest number. Below 0: all numbers were rounded up to the offset.
-    if (!(Float16::load(header[0]) > 0.0f)) header[0] = 0x3C00;
+    if ((header[0] & 0x7FFF) == 0) header[0] = FLOAT16_ONE;  // the range is below float16's smallest number
     const float inverse = 1.0f / Float16::load(header[0]);
     std::memcpy(out, header, sizeof header);
     for (u32 j = 0; j < dim; ++j) {

@@ -1,4 +1,4 @@
-// A mapped row file, and the files' directories.
+// Row files: encoded rows, directories, and mapped files.
 #pragma once
 #include <memory>
 #include <string>
@@ -41,6 +41,10 @@ private:
     const u8* memory_ = nullptr;
     std::size_t size_ = 0;
 };
+
+// Encodes values [n, dim] to out [n, row bytes]; all encodings but float32 round to nearest even. Returns the first row
+// with a value that is not finite or overflows the encoding, or n.
+std::size_t encode_rows(const float* values, std::size_t n, u32 dim, Encoding encoding, u8* out);
 
 // Makes the directory of sorted records piece by piece, since it may be larger than the memory.
 class DirectoryBuilder {
