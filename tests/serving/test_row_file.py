@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from support.examples import examples
-from tierbed import InputError, ServingError
+from tierbed import InputError, ServingError, StoreError
+from tierbed.engine import _core
 from tierbed.engine.checksum import crc32
+from tierbed.engine.options.initializers import make_normal_initializer
+from tierbed.engine.options.table_spec import make_table_spec
 from tierbed.serving.row_file import (
     ENCODINGS,
     TRAILER_BYTES,
@@ -26,9 +30,10 @@ from tierbed.serving.row_file import (
     hash_rows,
     verify_row_file,
 )
+from tierbed.serving.settings import pack_settings
 
 DIM = 5
-TOP = 2**64 - 1
+TOP, OTHER = 2**64 - 1, 2**62 + 1
 
 
 def write(
@@ -40,13 +45,35 @@ def write(
     values = np.random.default_rng(len(hashes)).normal(size=(len(hashes), DIM)).astype(np.float32)
     rows = encode(values, encoding, 0, hashes)
     is_deleted = np.isin(hashes, np.array(deleted, np.uint64))
-    writer = RowFileWriter(path, DIM, encoding, kind, 3)
+    writer = RowFileWriter(path, DIM, encoding, kind, 0)
     with contextlib.ExitStack() as stack:
         stack.callback(writer.abort)
         for part in np.array_split(np.arange(len(hashes)), pieces):
             writer.append_encoded(hashes[part], rows[part], is_deleted[part] if kind == "delta" else None)
         assert writer.close() == (path.stat().st_size, crc32(path.read_bytes()))
     return rows
+
+
+def find_keys(hashes: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The keys of table 0 with these hashes: the inverse of `hash_row` in engine/ops/kernels/hash.h."""
+    x = hashes ^ hashes >> np.uint64(31) ^ hashes >> np.uint64(62)
+    with np.errstate(over="ignore"):
+        x = x * np.uint64(0x319642B2D24D8EC3)
+        x = (x ^ x >> np.uint64(27) ^ x >> np.uint64(54)) * np.uint64(0x96DE1B173F119089)
+    return x ^ x >> np.uint64(30) ^ x >> np.uint64(60) ^ np.uint64(0x9E3779B97F4A7C15)
+
+
+def look_up(path: Path, kind: str, hashes: NDArray[np.uint64]) -> NDArray[np.float32]:
+    """Look up rows as `open_served` does: a delta above a base with one row. Unknown ids get zeros."""
+    paths = str(path), ""
+    if kind == "delta":
+        write(path.with_name("base"), [OTHER], RowFile(path).encoding)
+        paths = str(path.with_name("base")), str(path)
+    spec = make_table_spec("rows", DIM, torch.uint64, [make_normal_initializer(0.0, 1.0)], None, 0)
+    out = np.full((len(hashes), DIM), np.nan, np.float32)
+    served = _core.ServedTables(pack_settings(spec), [paths], False)
+    assert served.look_up((find_keys(hashes), None, None), out, False, None, "float32") is None
+    return out
 
 
 def reseal(data: bytearray) -> bytes:
@@ -102,6 +129,9 @@ def test_every_row_is_found_and_no_other(tmp_path_factory: Any, hashes: set[int]
         is_present, found = file.find(asked)
         assert is_present.tolist() == [hash in hashes and hash not in deleted for hash in asked.tolist()]
         assert (found[: len(known)] == rows).all()
+        expected = decode(found, "bfloat16", DIM) * is_present[:, None]
+        is_other = (asked == OTHER) & (kind == "delta")  # the base has it
+        assert (look_up(path, kind, asked)[~is_other] == expected[~is_other]).all()
         read = list(file.pieces(7))
         assert [hash for piece in read for hash in piece[0].tolist()] == known
         assert {hash for piece in read for hash in piece[0][piece[2]].tolist()} == deleted
@@ -109,7 +139,7 @@ def test_every_row_is_found_and_no_other(tmp_path_factory: Any, hashes: set[int]
 
 
 def test_equal_rows_give_equal_bytes_and_hashes_must_ascend(tmp_path: Path) -> None:
-    hashes = sorted(hash_rows(3, np.arange(1000, dtype=np.uint64)).tolist())
+    hashes = sorted(hash_rows(0, np.arange(1000, dtype=np.uint64)).tolist())
     write(tmp_path / "one", hashes)
     write(tmp_path / "other", hashes, pieces=9)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "other").read_bytes()
@@ -162,3 +192,5 @@ def test_a_hostile_file_never_leads_outside(tmp_path_factory: Any, data: Any) ->
     with contextlib.suppress(ServingError), RowFile(path) as file:  # the trailer may be refused
         is_present, _ = file.find(asked)
         assert not is_present[300:].any()
+        with contextlib.suppress(StoreError):  # a version refuses files of another width or kind
+            assert (look_up(path, "delta", asked)[300:] == 0).all()
