@@ -42,15 +42,6 @@ class LockedError(ServingError):
     """Another publisher changes the folder."""
 
 
-def compute_checksum(path: Path) -> tuple[int, int]:
-    """Read a file. Returns its size and its crc32. Raises OSError."""
-    size = checksum = 0
-    with open_regular(path) as file:
-        while data := file.read(_PIECE_BYTES):
-            size, checksum = size + len(data), crc32(data, checksum)
-    return size, checksum
-
-
 class ServingFolder:
     """A folder that a publisher fills with versions, and that readers open.
 
@@ -192,9 +183,11 @@ class ServingFolder:
 
     def check_file(self, file: ServedFile) -> str:
         """Read a file. Returns what is wrong with it, or ""."""
-        path = self.find_file(file)
+        path, size, checksum = self.find_file(file), 0, 0
         try:
-            size, checksum = compute_checksum(path)
+            with open_regular(path) as opened:
+                while data := opened.read(_PIECE_BYTES):
+                    size, checksum = size + len(data), crc32(data, checksum)
         except OSError as error:
             return f"{str(path)!r} cannot be read: {error.strerror or error}"
         if size != file.bytes:

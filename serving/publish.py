@@ -218,9 +218,10 @@ def _check_not_older(latest: Version | None, sources: Sequence[RowSource]) -> No
 def _check_row_counts(latest: Version | None, sources: Sequence[RowSource]) -> None:
     """Raises ServingError if most of an embedding's rows are gone, unless the trainer went back to an earlier step."""
     for source, old in zip(sources, latest.embeddings if latest else (), strict=bool(latest)):
-        went_back = source.origin.run == old.snapshot.run and source.origin.step < old.snapshot.step
-        if source.origin.rows < _MIN_ROWS_LEFT * old.snapshot.rows and not went_back:
+        new = source.origin
+        went_back = bool(new.run) and new.run == old.snapshot.run and new.step < old.snapshot.step
+        if new.rows < _MIN_ROWS_LEFT * old.snapshot.rows and not went_back:
             raise ServingError(
-                f"embedding {old.name!r} has {source.origin.rows:,} rows, and had {old.snapshot.rows:,}: if you "
+                f"embedding {old.name!r} has {new.rows:,} rows, and had {old.snapshot.rows:,}: if you "
                 "removed that many rows, publish with check=False"
             )

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
+from ..engine.checksum import crc32
 from ..engine.durable import fsync_dir, fsync_file
 from ..engine.errors import OptionError, ServingError
 from ..engine.row_format import EMBEDDING, Change, Keys
-from .folder import ServingFolder, compute_checksum
+from .folder import ServingFolder
 from .merging import HashSorter, Piece, PieceCursor, Pieces, merge
 from .row_file import RowFile, RowFileWriter, compute_bound, decode, encode, hash_rows, read_pieces
 from .source import RowSource
@@ -72,14 +73,15 @@ class NewFiles(ExitStack):
             raise OptionError(f"tensors={tensors!r:.80}: give a dict of tensors, such as model.state_dict()")
         if wrong := [name for name in tensors if not isinstance(name, str) or name in ("", "__metadata__")]:
             raise OptionError(f"tensors: safetensors cannot store a tensor named {wrong[0]!r}; give it another name")
+        try:
+            data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
+        except (SafetensorError, ValueError, TypeError, KeyError) as error:
+            raise OptionError(f"tensors: safetensors cannot store them: {error}; convert them") from error
         path = self.name("tensors", ".safetensors")
         with self.folder.convert_errors("write to"):
-            try:
-                save_file({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}, path)
-            except (SafetensorError, ValueError, TypeError, KeyError) as error:
-                raise OptionError(f"tensors: safetensors cannot store them: {error}") from error
+            path.write_bytes(data)
             fsync_file(path)
-            return ServedFile(path.name, *compute_checksum(path))
+        return ServedFile(path.name, len(data), crc32(data))
 
 
 class TableFile:
