@@ -6,7 +6,7 @@ TESTERS := $(shell n=$$(nproc); echo $$((n < 12 ? n + 1 : 12)))
 DATA ?= $(if $(TIERBED_DATA),$(TIERBED_DATA)/ml-100k)
 # where folders of tests are: in memory where it has 4 GiB of room, as disks take longer to sync than tests to work
 PLACE := $(shell test -w /dev/shm && [ $$(df -Pk /dev/shm | awk 'END {print $$4}') -gt 4194304 ] && echo /dev/shm || echo /tmp)
-NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py)
+NATIVE := $(wildcard engine/_core.cpp engine/*/native/* engine/*/kernels/* engine/optim/*.py serving/native/*)
 
 .PHONY: demo test test-slow test-wheel test-arm check crash sanitize lint types costs instructions peers install clean
 .DELETE_ON_ERROR:

@@ -12,7 +12,7 @@ try:
     import typer
 
     from ..engine.errors import TierbedError
-    from . import checkpoint, compare, doctor, export_import, options, snapshot, store, watch
+    from . import checkpoint, compare, doctor, export_import, options, serve, snapshot, store, watch
     from .output import EXIT_INTERRUPTED, check_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # report Ctrl-C like `main`, without more imports
     if "--json" in sys.argv:
@@ -35,11 +35,13 @@ COMMANDS = {  # maps each command group to its commands, in the order that --hel
     ),
     "checkpoint": (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
     "store": (store.stat, store.compact, store.get, store.detach, options.options),
+    "serve": (serve.publish, serve.list_, serve.verify, serve.rollback, serve.release, serve.prune),
 }
 HELP = {
     "snapshot": "Snapshots of a store folder.",
     "checkpoint": "Checkpoints of graphs and of plain loops.",
     "store": "Rows of a store folder.",
+    "serve": "Versions of a serving folder.",
 }
 for name, commands in COMMANDS.items():
     group = typer.Typer(help=HELP[name], no_args_is_help=True)

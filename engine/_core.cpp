@@ -1,4 +1,4 @@
-// The Python module `_core`. Each folder of engine/ binds its own functions. The build writes the module's types to
+// The Python module `_core`. Each folder of engine/ and serving/ bind their own functions. The build writes the module's types to
 // engine/_core.pyi; the C++ headers document what the functions do.
 //
 // Arrays are C-contiguous NumPy arrays, and loops release the interpreter lock. Wrong sizes and dtypes raise TypeError
@@ -18,6 +18,7 @@ void bind_stores(nb::module_& m);
 void bind_cache(nb::module_& m);
 void bind_rocksdb(nb::module_& m);
 void bind_ledger(nb::module_& m);
+void bind_serving(nb::module_& m);
 
 }  // namespace tierbed
 
@@ -47,4 +48,5 @@ NB_MODULE(_core, m) {
     tierbed::bind_ledger(m);
     tierbed::bind_keys(m);
     tierbed::bind_columns(m);
+    tierbed::bind_serving(m);
 }

@@ -38,6 +38,10 @@ class SnapshotError(TierbedError, RuntimeError):
     """A snapshot is missing, foreign, damaged, or belongs to another table. The open table is unchanged."""
 
 
+class ServingError(TierbedError, RuntimeError):
+    """A serving folder or a version in it is missing, damaged, locked, or of another model."""
+
+
 class GraphError(TierbedError, RuntimeError):
     """A graph's `build` does something that cannot be traced."""
 
@@ -52,7 +56,7 @@ class GroupError(TierbedError, RuntimeError):
 
 for _error in (
     TierbedError, OptionError, InputError, OptimizerError, CapacityError, StoreError, ClosedError, SnapshotError,
-    GraphError, GroupError,
+    ServingError, GraphError, GroupError,
 ):  # fmt: skip
     _error.__module__ = "tierbed"  # tracebacks show the module that users import
 

@@ -26,7 +26,6 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from ..embedding.optim.ddp_guard import check_not_in_ddp
-from ..embedding.state_dict.model_snapshots import ModelSnapshots
 from ..embedding.state_dict.saved_rows import EXTRA_STATE_KEY, are_rows_excluded, exclude_rows
 from ..engine.checks import as_int, check_flags, validate_arguments
 from ..engine.errors import GraphError, InputError, OptimizerError, OptionError, undo_on_error
@@ -47,6 +46,7 @@ from .show.recompile_log import RecompileLog, collect_facts
 from .state import checkpoint, extra_state
 from .state.extra_state import make_training_state
 from .state.optimizer_set import OptimizerSet
+from .state.publishing import PublishingModel
 from .trace.names import HasBuild, as_path
 from .trace.signature import (
     NO_DYNAMIC_LEAVES,
@@ -69,7 +69,7 @@ _TENSOR_TYPES = {Tensor}
 log = logging.getLogger("tierbed")
 
 
-class Graph(ModelSnapshots, HasBuild):
+class Graph(PublishingModel, HasBuild):
     """A training or evaluation step that is traced once per input signature and then runs without autograd.
 
     Subclass `Graph` like an `nn.Module`: create modules and call `add_optimizer` in `__init__`, and write the step

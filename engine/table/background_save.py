@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from math import inf
 from threading import Condition, Event, current_thread, get_native_id, main_thread
@@ -57,6 +57,15 @@ class ForegroundSave:
                 return write([stack.enter_context(closing(part)) for part in self.image.parts()])  # type: ignore[type-var]
         finally:
             self.image.close()
+
+    def chunks(self) -> Iterator[Any]:
+        """Yield the image's chunks, then end the save. The iterator is closed or exhausted by the save's thread."""
+        self.is_running = True
+        try:
+            with closing(self.image.chunks()) as chunks:  # type: ignore[type-var]
+                yield from chunks
+        finally:
+            self.end()
 
     def end(self) -> None:
         """Mark the save as ended, after its snapshot was published or dropped. May be called again."""

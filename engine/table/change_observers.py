@@ -6,7 +6,8 @@ The image then copies the row. The save reads this copy, the row's before-image.
 RocksDB read view has the rows that do not differ in a cache, and these need no copies.
 
 An incremental snapshot holds only the rows that changed since its parent. `ChangeTracker` records these rows' keys,
-from the moment when the rows equal a snapshot. A store keeps the keys over a clean close.
+from the moment when the rows equal a snapshot. A store keeps the keys over a clean close. Each other consumer of
+changes, such as a publisher, has its own tracker, but not on a GPU.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from .row_scan import iterate_locked, locate_lines
 Table = Any  # an OpenTable, whose module cannot be imported here because it imports this file
 CHUNK_BYTES = 1 << 23  # rows are read in chunks of this size
 NO_PARENT = ""  # the parent's id while the first snapshot is being saved
+SNAPSHOTS = "snapshots"  # the consumer of changes that saves incremental snapshots; publishers are other consumers
 log = logging.getLogger("tierbed")
 
 
@@ -123,11 +125,16 @@ class ChangeObservers:
     def __init__(self, table: Table) -> None:
         self._table: Table = weakref.proxy(table)
         self.last_save: BackgroundSave | ForegroundSave | None = None  # the latest save; it may have ended
-        self.tracker: ChangeTracker | None = None
+        self.trackers: dict[str, ChangeTracker] = {}  # by consumer
         self.image: Image | None = None  # the open image; rows that change may need before-images
         self.max_key_bytes = 1 << 28  # memory limit for the keys of changed rows; beyond it, changes are not tracked
 
-    def track_changes(self, parent_id: str, changed_keys: RowArray | None = None) -> None:
+    @property
+    def tracker(self) -> ChangeTracker | None:
+        """The tracker for incremental snapshots."""
+        return self.trackers.get(SNAPSHOTS)
+
+    def track_changes(self, parent_id: str, changed_keys: RowArray | None = None, consumer: str = SNAPSHOTS) -> None:
         """Track changes from now on. The current rows equal the snapshot with id `parent_id`.
 
         changed_keys: the rows that differ from the snapshot [n], with dtype ROW_KEY_DTYPE.
@@ -135,18 +142,18 @@ class ChangeObservers:
         with self._table.lock:
             if not self.max_key_bytes:
                 return
-            if self.tracker is not None:
-                self.tracker.start_increment()
-                self.tracker.record_save(parent_id)
+            if (tracker := self.trackers.get(consumer)) is not None:
+                tracker.start_increment()
+                tracker.record_save(parent_id)
             else:
-                self.tracker = ChangeTracker(parent_id, self._table)
+                tracker = self.trackers[consumer] = ChangeTracker(parent_id, self._table)
             if changed_keys is not None:
-                self.tracker.add_keys(changed_keys["table"].copy(), changed_keys["key"].copy())
+                tracker.add_keys(changed_keys["table"].copy(), changed_keys["key"].copy())
 
-    def track_during_save(self) -> None:
+    def track_during_save(self, consumer: str = SNAPSHOTS) -> None:
         """Track the changes during a save of the current rows, which will be the next parent."""
-        if self.tracker is None:
-            self.track_changes(NO_PARENT)
+        if consumer not in self.trackers:
+            self.track_changes(NO_PARENT, consumer=consumer)
 
     def list_changed_keys(self) -> tuple[str, RowArray] | None:
         """Returns the parent's id and the keys [n] of rows that changed since; None if untracked or during a save."""
@@ -171,18 +178,23 @@ class ChangeObservers:
             changes = self.tracker.read_rows(top_tier, self._table.row_format.dtype)
             return iterate_locked(changes, self._table.lock, self._table.finish_erasures)
 
-    def record_save(self, snapshot_id: str) -> None:
+    def record_save(self, snapshot_id: str, consumer: str = SNAPSHOTS) -> None:
         """Record that snapshot `snapshot_id` holds the rows that `read_changes` or `open_image` returned last."""
         with self._table.lock:
-            if self.tracker is not None:
-                self.tracker.record_save(snapshot_id)
+            if (tracker := self.trackers.get(consumer)) is not None:
+                tracker.record_save(snapshot_id)
 
-    def knows_changes_since(self, parent_id: str) -> bool:
+    def knows_changes_since(self, parent_id: str, consumer: str = SNAPSHOTS) -> bool:
         """True if the keys of all rows that changed since the snapshot with id `parent_id` are known."""
-        return self.tracker is not None and self.tracker.parent_id == parent_id
+        tracker = self.trackers.get(consumer)
+        return tracker is not None and tracker.parent_id == parent_id
 
     def open_image(
-        self, max_bytes: int = MAX_BEFORE_IMAGE_BYTES, parent_id: str | None = None, writes_back: bool = False
+        self,
+        max_bytes: int = MAX_BEFORE_IMAGE_BYTES,
+        parent_id: str | None = None,
+        writes_back: bool = False,
+        consumer: str = SNAPSHOTS,
     ) -> Image:
         """Open an image of all current rows. Another thread may read the image while the rows change.
 
@@ -197,10 +209,11 @@ class ChangeObservers:
             self.check_not_saving()
             if self.image is not None:
                 raise StoreError(f"embedding {self._table.spec.name!r} has an image already; close that image first")
+            tracker = self.trackers.get(consumer)
             if parent_id is not None:
-                assert self.tracker is not None
-                self.tracker.start_increment()
-                self.image = self.tracker.make_image(top_tier, max_bytes, self._forget_image)
+                assert tracker is not None
+                tracker.start_increment()
+                self.image = tracker.make_image(top_tier, max_bytes, self._forget_image)
                 return self.image
             bottom, dtype, lock = self._table.stack.bottom, self._table.row_format.dtype, self._table.lock
             dirty = None
@@ -211,8 +224,8 @@ class ChangeObservers:
                     top_tier.write_back()  # no slow flush is needed, because the snapshot itself will be durable
             else:
                 top_tier.flush()
-            if self.tracker is not None:
-                self.tracker.start_increment()
+            if tracker is not None:
+                tracker.start_increment()
             if dirty is not None:
                 image = _core.TableImage(dirty, self._table.layout, top_tier.native)
                 disk = DiskImage(bottom.scan_parts(), dtype, lock, lambda _: None)
@@ -240,13 +253,15 @@ class ChangeObservers:
                 self.last_save = BackgroundSave(label, image, write, self._table.lock)
             return self.last_save
 
-    def begin_foreground_save(self, label: str, parent_id: str | None = None) -> ForegroundSave:
+    def begin_foreground_save(
+        self, label: str, parent_id: str | None = None, consumer: str = SNAPSHOTS
+    ) -> ForegroundSave:
         """Begin a save by the calling thread. Reading the rows does not need the table's lock.
 
         `label` names the snapshot in messages. `parent_id` is as in `open_image`.
         """
         with self._table.lock:
-            image = self.open_image(parent_id=parent_id, writes_back=True)
+            image = self.open_image(parent_id=parent_id, writes_back=True, consumer=consumer)
             self.last_save = save = ForegroundSave(label, image, self._table.lock)
             return save
 
@@ -291,28 +306,30 @@ class ChangeObservers:
             self.image.before_write(batch)
 
     def after_update(self, batch: Any) -> None:
-        """Notify the tracker after a pinned batch's lines were written, which fills in the rows' last steps."""
-        if self.tracker is not None:
-            self.tracker.add_batch(batch)
-            self._limit_memory()
+        """Notify the trackers after a pinned batch's lines were written, which fills in the rows' last steps."""
+        for tracker in self.trackers.values():
+            tracker.add_batch(batch)
+        self._limit_memory()
 
     def before_erase(self, tables: TableIds, keys: Keys) -> None:
         """Notify the observers before distinct rows are erased."""
         if self.image is not None:
             self.image.before_erase(tables, keys)
-        if self.tracker is not None:
-            self.tracker.add_keys(tables, keys)
-            self._limit_memory()
+        for tracker in self.trackers.values():
+            tracker.add_keys(tables, keys)
+        self._limit_memory()
 
     def _limit_memory(self) -> None:
         """Stop tracking changes if the keys take too much memory."""
-        if self.tracker is not None and self.tracker.bytes > self.max_key_bytes:
+        for consumer in [name for name, tracker in self.trackers.items() if tracker.bytes > self.max_key_bytes]:
+            is_for_snapshots = consumer == SNAPSHOTS
             log.info(
-                "embedding %r: more rows have changed since the last snapshot than changed_keys_mb has room for; the "
-                "next incremental snapshot compares all rows with its parent",
+                "embedding %r: more rows have changed since the last %s than changed_keys_mb has room for; the next %s",
                 self._table.spec.name,
+                "snapshot" if is_for_snapshots else "publish",
+                "incremental snapshot compares all rows with its parent" if is_for_snapshots else "one reads all rows",
             )
-            self.tracker = None
+            del self.trackers[consumer]
 
     def wait_for_memory(self) -> None:
         """Wait while the image's memory for before-images is full. Called before rows change."""

@@ -549,7 +549,7 @@ class OpenTable:
         is_written = False
         try:
             write()
-            if self.observers.tracker is not None:
+            if self.observers.trackers:
                 self.observers.after_update(pinned.batch)
             if self.lifecycle.has_ledger:
                 self.lifecycle.record_write(pinned.batch, step)

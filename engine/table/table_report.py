@@ -65,8 +65,7 @@ def _collect_metrics(table: OpenTable) -> dict[str, dict[str, Any]]:
         counts |= {f"train_{name}": count - peek_counts[name] for name, count in requested.items()}
         counts |= {f"evaluate_{name}": count for name, count in peek_counts.items()}
         sizes = [tier.get(name, 0) for tier in tiers.values() for name in ("bytes", "overflow_bytes", "window_bytes")]
-        tracker = table.observers.tracker
-        counts["changed_keys_bytes"] = 0 if tracker is None else tracker.bytes
+        counts["changed_keys_bytes"] = sum(tracker.bytes for tracker in table.observers.trackers.values())
         counts["total_bytes"] = sum(sizes) + counts["ledger_bytes"] + counts["changed_keys_bytes"]
         table.small_cache_detector.check(tiers)
         table_counts, dropped = table.counts.read_table_counts(table.scan), table.processor.dropped_counts

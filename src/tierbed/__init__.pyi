@@ -4,6 +4,7 @@ from . import distributed as distributed
 from . import jagged as jagged
 from . import one_embedding as one_embedding
 from . import optim as optim
+from . import serving as serving
 from . import snapshots as snapshots
 from .distributed.world import World as World
 from .embedding.modules.embedding import MultiTableEmbedding as MultiTableEmbedding
@@ -23,6 +24,7 @@ from .engine.errors import GroupError as GroupError
 from .engine.errors import InputError as InputError
 from .engine.errors import OptimizerError as OptimizerError
 from .engine.errors import OptionError as OptionError
+from .engine.errors import ServingError as ServingError
 from .engine.errors import SnapshotError as SnapshotError
 from .engine.errors import StoreError as StoreError
 from .engine.errors import TierbedError as TierbedError

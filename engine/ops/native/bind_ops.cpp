@@ -5,21 +5,15 @@
 #include "bind.h"
 #include "layout.h"
 #include "instruction_sets.h"
+#include "parse_lookup.h"
 #include "step.h"
 #include "thread_pool.h"
 
 namespace tierbed {
-namespace {
 
-// Parses a lookup, (keys [n], table ids, bags[, features, batch]). Appends the arrays to `keep_alive`.
-//
-// The table ids are one per bag (with features, one per column), or None: bag i belongs to table i % num_tables.
-// `bags` is the length of all bags, or ascending offsets [bags + 1] from 0 to n, or None for no pooling.
-// `features` [columns] are the distinct features to look up. Offsets are then [features * batch + 1], ordered by
-// feature. Bag b * columns + c is sample b of features[c].
-LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive) {
+LookupArrays parse_lookup(const nb::tuple& lookup, std::vector<nb::object>* keep_alive) {
     const auto array = [&](auto values) {
-        keep_alive.push_back(nb::cast(values));
+        if (keep_alive) keep_alive->push_back(nb::cast(values));
         return values;
     };
     const auto keys = array(require_type<InVector<u64>>(lookup[0], "keys must be contiguous uint64"));
@@ -64,6 +58,8 @@ LookupArrays parse_lookup(nb::tuple lookup, std::vector<nb::object>& keep_alive)
     return arrays;
 }
 
+namespace {
+
 // Returns a NumPy view of a batch's Buffer, read-only if the Buffer is const.
 template <class Values>
 auto as_view(Values& values) {
@@ -83,7 +79,7 @@ void bind_batch(nb::module_& m) {
                std::optional<InVector<u64>> max_ids, std::vector<bool> drops_illegal) {
                 std::vector<nb::object> keep_alive;
                 std::vector<LookupArrays> views;
-                for (nb::handle item : lookups) views.push_back(parse_lookup(nb::cast<nb::tuple>(item), keep_alive));
+                for (nb::handle item : lookups) views.push_back(parse_lookup(nb::cast<nb::tuple>(item), &keep_alive));
                 require(num_tables > 0, "num_tables must be positive");
                 LegalIds legal;
                 if (max_ids) {

@@ -1,0 +1,66 @@
+// All tables of an embedding in one version.
+#pragma once
+#include <atomic>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "lookup_loops.h"
+#include "ops/native/layout.h"
+#include "row_file.h"
+
+namespace tierbed::serving {
+
+// What lookups need to know of an embedding, from the bytes that `pack_settings` in serving/settings.py makes.
+struct Settings {
+    explicit Settings(const std::string& bytes);  // throws std::runtime_error if the bytes are invalid
+
+    u32 dim, num_tables;
+    std::optional<u64> padding_key;
+    std::vector<u64> max_ids;
+    std::vector<u32> drops_illegal;
+    bool has_limits;
+    std::unique_ptr<const Layout> layout;  // makes initial rows
+};
+
+struct TablePaths {
+    std::string base, delta;  // delta: "" if there is none
+};
+
+// Counts of all lookups. Later versions of the same embedding go on with them.
+struct LookupTotals {
+    std::atomic<u64> lookups{0}, ids{0}, unknown{0}, delta{0}, dropped{0};
+};
+
+// Immutable, so any number of threads may look up rows without a lock.
+class ServedTables {
+public:
+    // Takes files that `previous` has from there. unknown_initial: unknown ids get their initial rows, not zeros.
+    // Throws std::runtime_error if a file cannot be opened or does not fit the settings.
+    ServedTables(const std::string& settings, const std::vector<TablePaths>& paths, bool unknown_initial,
+                 const ServedTables* previous);
+
+    u32 dim() const { return settings_.dim; }
+    u32 num_tables() const { return settings_.num_tables; }
+    Encoding encoding() const { return encoding_; }
+    const LookupTotals& totals() const { return *totals_; }
+
+    // Writes rows to out [bags, dim]. Returns the counts, with the first illegal id. The arguments must be valid.
+    LookupCounts look_up(const Lookup& lookup, FloatType output_type, void* out) const;
+
+private:
+    std::shared_ptr<RowFile> open(const std::string& path, u32 table, bool is_delta,
+                                  const ServedTables* previous) const;
+
+    const Settings settings_;
+    const bool unknown_initial_;
+    Encoding encoding_ = Encoding::float32;
+    bool has_deltas_ = false;
+    std::vector<std::shared_ptr<RowFile>> files_;  // [2 * tables]: base and delta; null if there is no delta
+    std::vector<TableView> views_;
+    std::shared_ptr<LookupTotals> totals_;
+};
+
+}  // namespace tierbed::serving

@@ -1,0 +1,290 @@
+"""Looks up the rows of a serving folder, and follows its publisher from version to version."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ..engine import _core
+from ..engine.checks import check_choice
+from ..engine.errors import ClosedError, InputError, OptionError, ServingError, StoreError
+from ..engine.ops.batch import (
+    FeatureLookupArguments,
+    LookupArguments,
+    as_array,
+    check_offsets,
+    empty,
+    flatten_weights,
+    make_illegal_id_error,
+    make_lookup_arguments,
+)
+from ..engine.options.lookup import OUTPUT_DTYPES, check_lookup, check_output_dtype, check_weights
+from .folder import ServingFolder
+from .settings import make_spec, pack_settings
+from .version import ServedEmbedding, Version
+
+Unknown = Literal["initial", "zeros"]
+_ATTEMPTS = 3  # how often to open the current version if the publisher may remove it meanwhile
+
+
+class ServedRows:
+    """An embedding in one version. It never changes, and any number of threads may call it."""
+
+    def __init__(
+        self,
+        entry: ServedEmbedding,
+        folder: ServingFolder,
+        unknown: Unknown,
+        output_dtype: torch.dtype,
+        previous: ServedRows | None,
+    ) -> None:
+        """Open the files, except those that `previous` has open too. Raises StoreError."""
+        self.spec, self.output_dtype = make_spec(entry.description), output_dtype
+        self._dtype_name = OUTPUT_DTYPES[output_dtype]
+        paths = [
+            (str(folder.find_file(table.base)), "" if table.delta is None else str(folder.find_file(table.delta)))
+            for table in entry.tables
+        ]
+        older = None if previous is None else previous.native
+        self.native: _core.ServedTables = _core.ServedTables(
+            pack_settings(self.spec), paths, unknown == "initial", older
+        )
+
+    def __call__(
+        self,
+        ids: Tensor,
+        table_ids: Tensor | int | str | Sequence[Any] | None = None,
+        offsets: Tensor | None = None,
+        pooling: str | None = None,
+        weights: Tensor | None = None,
+        features: Sequence[int] | None = None,
+        num_features: int | None = None,
+    ) -> Tensor:
+        """Look up rows by id, or pool the rows of bags, like `forward` of the trained embedding in evaluation.
+
+        Args:
+            ids: Integers of any shape, of the embedding's `key_type` or a dtype that fits into it.
+            table_ids: The table of each id, or with pooling of each bag: numbers or names.
+            offsets: Int64 or int32 [bags + 1]: bag b is ids[offsets[b]:offsets[b + 1]].
+            pooling: "sum" or "mean" of each bag's rows; None returns all rows.
+            weights: Float32 with the shape of ids, to multiply rows before pooling.
+            features, num_features: As in `MultiTableEmbedding.forward`.
+
+        Returns:
+            A tensor of `output_dtype` with the shape that `forward` returns.
+
+        Raises:
+            InputError: If an argument is invalid, or an id is out of range.
+        """
+        spec = self.spec
+        lookup = check_lookup(spec, ids, table_ids, offsets, pooling, features, num_features)
+        check_weights(spec, lookup, weights)
+        if not ids.is_cpu:
+            raise InputError(
+                f"ids of embedding {spec.name!r} are on {ids.device}; served rows are on the CPU: ids.cpu()"
+            )
+        factors = None if weights is None else flatten_weights(weights)
+        try:
+            return self.look_up(make_lookup_arguments(spec, lookup), lookup.shape, pooling == "mean", factors)
+        except ValueError:
+            check_offsets(spec, lookup)
+            raise
+
+    def look_up(
+        self,
+        arguments: LookupArguments | FeatureLookupArguments,
+        shape: tuple[int, ...],
+        is_mean: bool = False,
+        weights: NDArray[np.float32] | None = None,
+    ) -> Tensor:
+        """Look up rows for arguments in native form, without the checks of `__call__`, which take longer.
+
+        Args:
+            arguments: As `make_lookup_arguments` returns them: (keys, tables, bags[, features, batch]).
+            shape: The result's shape without the rows' width.
+            is_mean: True to divide each bag's sum by its number of ids.
+            weights: Float32 [ids], or None.
+
+        Raises:
+            InputError: If an id is out of range.
+            ValueError: If the arrays do not fit each other.
+        """
+        out = empty((*shape, self.spec.dim), self.output_dtype)
+        illegal = self.native.look_up(arguments, as_array(out), is_mean, weights, self._dtype_name)
+        if illegal is not None:
+            raise make_illegal_id_error(self.spec, *illegal)
+        return out
+
+
+class ServedVersion:
+    """One version of all embeddings. Use it if several lookups must see one version.
+
+    Attributes:
+        version: Its number.
+        step: The step of its rows and dense weights.
+        created: Time of the publish, in nanoseconds since 1970 (UTC).
+        tensors_path: The safetensors file with the dense weights, or None.
+    """
+
+    def __init__(
+        self,
+        folder: ServingFolder,
+        record: Version,
+        unknown: Unknown,
+        output_dtype: torch.dtype,
+        previous: ServedVersion | None,
+    ) -> None:
+        self.version, self.step, self.created = record.version, record.step, record.created
+        self.tensors_path: Path | None = None if record.tensors is None else folder.find_file(record.tensors)
+        self.embeddings: dict[str, ServedRows]
+        older = {} if previous is None else previous.embeddings
+        try:
+            self.embeddings = {
+                entry.name: ServedRows(entry, folder, unknown, output_dtype, older.get(entry.name))
+                for entry in record.embeddings
+            }
+        except StoreError as error:
+            remedy = "publish again with rebase=True, or roll back to another version"
+            raise ServingError(f"version {record.version} cannot be opened: {error}; {remedy}") from error
+
+    def __getitem__(self, name: str) -> ServedRows:
+        rows = self.embeddings.get(name)
+        if rows is None:
+            raise OptionError(
+                f"{name!r} is not a served embedding: give one of {', '.join(map(repr, self.embeddings))}"
+            )
+        return rows
+
+
+class FollowedRows:
+    """An embedding in the version that a `Served` has at the time of each call."""
+
+    def __init__(self, served: Served, name: str) -> None:
+        self._served, self._name = served, name
+
+    def __call__(self, ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Look up rows in the current version. The arguments are those of `ServedRows.__call__`."""
+        return self._served.current[self._name](ids, *args, **kwargs)
+
+
+class Served:
+    """An open serving folder. `served["items"](ids)` looks up rows in the current version. See `open_served`."""
+
+    def __init__(self, folder: str | os.PathLike[str], unknown: Unknown, output_dtype: torch.dtype) -> None:
+        self._folder, self._unknown, self._output_dtype = ServingFolder(folder), unknown, output_dtype
+        self._lock = Lock()  # held by a refresh, never by lookups
+        self._num_refreshes = self._num_failed = 0
+        self._current: ServedVersion | None = self._open(None)
+
+    @property
+    def current(self) -> ServedVersion:
+        """The version that lookups take now. It remains usable after a refresh. Raises ClosedError."""
+        current = self._current
+        if current is None:
+            raise ClosedError(f"serving folder {str(self._folder.path)!r} is closed: open it again with open_served")
+        return current
+
+    @property
+    def version(self) -> int:
+        """The number of the version that lookups take. Raises ClosedError."""
+        return self.current.version
+
+    def __getitem__(self, name: str) -> FollowedRows:
+        self.current[name]  # raises for an unknown name
+        return FollowedRows(self, name)
+
+    def refresh(self) -> bool:
+        """Take the version that CURRENT names. Lookups that have begun finish in the version that they have.
+
+        Returns:
+            True if the version changed.
+
+        Raises:
+            ServingError: If that version is damaged. Lookups stay with the version that they have.
+            ClosedError: After `close`.
+        """
+        with self._lock:
+            current = self.current
+            try:
+                newer = self._open(current)
+            except ServingError:
+                self._num_failed += 1
+                raise
+            if self._current is not None and newer is not current:  # `close` does not wait for a refresh
+                self._current = newer
+                self._num_refreshes += 1
+            return newer is not current
+
+    def metrics(self) -> dict[str, Any]:
+        """Returns counts since the folder was opened, and the current version.
+
+        `seconds_behind` is the version's age. `embeddings` has for each embedding the number of `lookups` and `ids`,
+        and how many of these ids were `unknown`, found in a `delta`, or illegal and `dropped`.
+        """
+        current = self.current
+        return {
+            "version": current.version,
+            "step": current.step,
+            "seconds_behind": max(0.0, time.time() - current.created * 1e-9),
+            "refreshes": self._num_refreshes,
+            "failed_refreshes": self._num_failed,
+            "embeddings": {name: rows.native.counts for name, rows in current.embeddings.items()},
+        }
+
+    def close(self) -> None:
+        """Close the folder. Its memory is unmapped once no lookup uses it. Later calls raise ClosedError."""
+        self._current = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open(self, current: ServedVersion | None) -> ServedVersion:
+        """Returns the version that CURRENT names, `current` if it is that one. Raises ServingError."""
+        for attempt in range(_ATTEMPTS):
+            version = self._folder.read_current().version
+            if current is not None and current.version == version:
+                return current
+            try:
+                record = self._folder.read_version(version)
+                return ServedVersion(self._folder, record, self._unknown, self._output_dtype, current)
+            except ServingError:  # if the publisher removed the version, CURRENT names another one
+                if attempt + 1 == _ATTEMPTS or self._folder.read_current().version == version:
+                    raise
+        raise AssertionError
+
+
+def open_served(
+    folder: str | os.PathLike[str], unknown: Unknown = "initial", output_dtype: torch.dtype = torch.float32
+) -> Served:
+    """Open the current version of a serving folder for lookups. Processes that open it share its memory.
+
+    Args:
+        folder: The folder of `publish`.
+        unknown: What an unknown id gets: "initial", the initial row that training would begin with, or "zeros".
+        output_dtype: The dtype of lookup results: torch.float32, float16 or bfloat16.
+
+    Raises:
+        OptionError: If an argument is invalid.
+        ServingError: If the folder has no version, or the version is damaged.
+
+    Example:
+
+        >>> served = tierbed.serving.open_served("serving")
+        >>> rows = served["items"](torch.tensor([7, 42]))
+        >>> served.refresh()
+        False
+    """
+    check_choice("unknown", unknown, ("initial", "zeros"))
+    return Served(folder, unknown, check_output_dtype(output_dtype))
