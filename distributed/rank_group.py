@@ -166,7 +166,6 @@ class RankGroup:
             self.pinned_batches = []
 
     def end_step(self, is_nested: bool) -> None:
-        """End a graph's step."""
         self.collectives = NO_COLLECTIVES
         if not is_nested:
             self.shared_error = self.pinned_batches = None  # an error's frames keep the step's tensors alive

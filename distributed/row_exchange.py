@@ -108,7 +108,6 @@ class IdExchange:
 
 
 def zero_out_rank(counts: list[int], rank: int) -> list[int]:
-    """Return the counts, with one rank's count replaced by 0."""
     return [*counts[:rank], 0, *counts[rank + 1 :]]
 
 

@@ -139,12 +139,8 @@ class EagerOptimizer(ModelSnapshots, torch.optim.Optimizer):
             warn_if_lazy(self.row_optimizers())
         for embedding in embeddings:
             if (older := trainers.get(embedding.embedding_id)) is not None:
-                older.hand_over(embedding)
+                older._lost_embedding = embedding.name
             trainers[embedding.embedding_id] = self
-
-    def hand_over(self, embedding: EmbeddingBase) -> None:
-        """Leave the embedding to a newer EagerOptimizer."""
-        self._lost_embedding = embedding.name
 
     def _check_can_train(self, embedding: EmbeddingBase) -> None:
         """Raise OptimizerError if backward() trains the embedding, or an older optimizer would lose gradients."""

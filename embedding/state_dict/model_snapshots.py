@@ -24,7 +24,6 @@ class ModelSnapshots(RowLoadingMixin):
     """Mixin for modules and optimizers: saves and loads all their embeddings together."""
 
     def _find_embeddings(self) -> list[SnapshotEmbedding]:
-        """Return the embeddings to save and load."""
         assert isinstance(self, nn.Module)
         return [module for module in self.modules() if isinstance(module, SnapshotEmbedding)]
 

@@ -73,7 +73,6 @@ class RowLoadingMixin:
 class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
     """An embedding whose rows are saved and loaded by name, and with `state_dict()`."""
 
-    _version = 3  # version of the state_dict: 1 lacked the extra state, and 2 had a shadow of shape [1]
     table_handle: Callable[..., Any]  # opens the table at the first use
     rows = SimpleNamespace(**dict.fromkeys(TENSOR_NAMES))  # torch's get_state_dict expects an attribute for each key
 
@@ -424,7 +423,7 @@ class SnapshotEmbedding(RowLoadingMixin, EmbeddingBase):
         elif prefix + EXTRA_STATE_KEY not in state_dict and not _row_mode.get():
             self._pending_references[:] = [UNLOADABLE_ROWS]
         shadow = state_dict.get(f"{prefix}{self.parameter_name}")
-        if isinstance(shadow, Tensor) and shadow.numel() == 1:  # version 2 had shape [1]; a shadow's value is unused
+        if isinstance(shadow, Tensor) and shadow.shape == (1, 1):  # a shadow's value is unused
             needs_move = local_metadata.get("assign_to_params_buffers") and shadow.device != self.device
             new = nn.Parameter(torch.zeros(1, 1, device=shadow.device)) if needs_move else self.shadow
             state_dict[f"{prefix}{self.parameter_name}"] = new

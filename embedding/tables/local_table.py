@@ -122,7 +122,6 @@ class LocalTable:
             raise StoreError(self.persistence.unusable_reason)
 
     def rename(self, name: str) -> None:
-        """Rename a table with rows in memory."""
         self.name = name
         self.persistence.rename(name)
         if self._table is not None:
@@ -204,7 +203,6 @@ class LocalTable:
             self._table.unpin_rows()
 
     def copy_rows(self) -> RowTensors:
-        """Return a copy of all rows."""
         while True:
             with suppress(RowsReplacedError):
                 return RowTensors.copy_from(self.table)
@@ -260,7 +258,6 @@ class LocalTable:
 
     @property
     def rows_version(self) -> RowsVersion:
-        """The shard's write counter."""
         assert self.persistence.rows_version is not None
         return self.persistence.rows_version
 

@@ -117,7 +117,9 @@ def make_log_entry(
     `live_versions` contains the versions of the live rows by rank; it is empty if the store is not sharded. `live_step`
     is the last step of the live rows, or None if unknown. `ranks_prefix` is text that names the ranks.
     """
-    where, restored = f"store folder {folder.path}", describe_recovery(snapshot)
+    where, restored = f"store folder {folder.path}", "started empty, because it has no snapshot of its own"
+    if snapshot is not None:
+        restored = f"restored snapshot {snapshot.name!r}, of step {_read_step(snapshot)}"
     if not contents.has_rows_or_snapshots:
         return None
     if not contents.had_live_rows:
@@ -160,13 +162,6 @@ def _describe_owner(folder: FolderState) -> str:
 
 def _read_step(snapshot: Snapshot | None) -> int:
     return 0 if snapshot is None else int(snapshot.description["step"])
-
-
-def describe_recovery(base: Snapshot | None) -> str:
-    """Return the log text about the rows that the store opens instead of its live rows."""
-    if base is None:
-        return "started empty, because it has no snapshot of its own"
-    return f"restored snapshot {base.name!r}, of step {_read_step(base)}"
 
 
 def describe_lost_steps(base: Snapshot | None, live_step: int | None) -> str:
@@ -269,7 +264,6 @@ class RowsVersion:
         return version if self.num_writes == num_writes else f"{self.run_id}:{self.num_writes}"
 
     def make_marker_fields(self) -> dict[str, Any]:
-        """Return the shard's fields for its clean marker."""
         return {"rank": self._shard.rank, "ranks": self._shard.num_ranks, "run": self.run_id, "writes": self.num_writes}
 
 

@@ -64,11 +64,9 @@ class TrainingGroup:
         return [handle for handle in handles if handle is not None]
 
     def list_members(self) -> list[Member]:
-        """Return the open embeddings' stores."""
         return [handle.local.member for handle in self.list_handles() if handle.local.member is not None]
 
     def list_folders(self) -> list[Path]:
-        """Return all embeddings' store folders."""
         return [Path(e.store_options.persistent_path).absolute() / e.name for e in self.embeddings]
 
     @property

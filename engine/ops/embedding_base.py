@@ -49,7 +49,6 @@ class EmbeddingBase(Unscriptable, nn.Module):
         raise NotImplementedError
 
     def set_name(self, name: str) -> None:
-        """Change the embedding's name."""
         raise NotImplementedError
 
     @property

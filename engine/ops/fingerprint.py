@@ -45,7 +45,6 @@ def _is_lookup_equal(left: Lookup, right: Lookup) -> bool:
 
 
 def copy_lookup(lookup: Lookup, copy: Callable[[Tensor], Tensor] = torch.clone) -> Lookup:
-    """Copy a lookup with its tensors."""
     ids, table_ids, offsets = (None if part is None else copy(part.detach()) for part in lookup.tensors)
     assert ids is not None
     return lookup._replace(ids=ids, table_ids=table_ids, offsets=offsets)

@@ -23,7 +23,7 @@ Knot = tuple[float, float]
 
 def read_knots(kernel: RuleKernel, numbers: Sequence[float]) -> tuple[list[Knot], float]:
     """Return the knots and the current rate from `numbers`, a list that `RowOptimizer.compute_hyperparams` returned."""
-    past = numbers[_find_past_begin(kernel) + 1 :]
+    past = numbers[len(kernel.all_hyperparams) + len(LIMITS) + 1 :]  # after the number of knots
     return list(zip(past[::2], past[1::2], strict=True)), numbers[kernel.all_hyperparams.index("lr")]
 
 
@@ -45,8 +45,7 @@ def append_past_rates(
         return numbers
     if len(knots) > MAX_KNOTS:
         warn(_drop_knots(knots) / (max(rate for _, rate in knots) or 1.0))
-    limits = [*numbers, *[0.0] * (_find_past_begin(kernel) - len(numbers))]
-    return [*limits, float(len(knots)), *chain.from_iterable(knots)]
+    return [*numbers, float(len(knots)), *chain.from_iterable(knots)]
 
 
 def are_past_rates_valid(past: Sequence[float], step: int) -> bool:
@@ -54,10 +53,6 @@ def are_past_rates_valid(past: Sequence[float], step: int) -> bool:
     steps, rates = past[1::2], past[2::2]
     is_whole = len(steps) == len(rates) == past[0] <= MAX_KNOTS
     return is_whole and all(a < b for a, b in pairwise([0, *steps, step])) and all(map(float.is_integer, steps))
-
-
-def _find_past_begin(kernel: RuleKernel) -> int:
-    return len(kernel.all_hyperparams) + len(LIMITS)
 
 
 def interpolate(a: Knot, b: Knot, step: float) -> float:

@@ -70,8 +70,7 @@ class RowOptimizer:
         value, norm, row_norm = self._limits
         if clip_value is not None:
             value = min(clip_value, value or clip_value)
-        numbers = [float(values[name]) for name in self._hyperparam_names]
-        numbers += (value, norm, row_norm) if row_norm else (value, norm)
+        numbers = [*(float(values[name]) for name in self._hyperparam_names), value, norm, row_norm]
         if previous is None or self._rule.kernel.catch_up is None:
             return numbers
         return append_past_rates(self._rule.kernel, numbers, previous, step, self._warn_of_rate_error)
@@ -92,7 +91,7 @@ class RowOptimizer:
 
     def compute_numbers(self, step: int) -> dict[str, float]:
         """Return the numbers of `compute_hyperparams(step)` by name, such as `lr`."""
-        return dict(zip((*self._hyperparam_names, *LIMITS), self.compute_hyperparams(step), strict=False))
+        return dict(zip((*self._hyperparam_names, *LIMITS), self.compute_hyperparams(step), strict=True))
 
     def depends_on_step(self) -> bool:
         """True if an update depends on the step number, as Adam's bias correction does."""

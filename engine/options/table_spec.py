@@ -93,11 +93,9 @@ class TableSpec:
         return InitialValues(state.initial_values, state.widths, seed, self.columns, *arrays, *types, self.zero_key)
 
     def make_row_format(self, state: RowState) -> RowFormat:
-        """Return the row format for this optimizer state."""
         return state.make_row_format(self.dim, self.dtype)
 
     def make_row_state(self, optimizer: RowOptimizer) -> RowState:
-        """Return the row state that an optimizer needs."""
         return optimizer.make_row_state(self.dim, self.state_dtype)
 
     def describe_tables(self) -> list[dict[str, Any]]:

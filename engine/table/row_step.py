@@ -64,6 +64,5 @@ def run_row_step(
 
 
 def is_trained_by_other_thread(embeddings: Iterable[EmbeddingBase]) -> bool:
-    """True if another thread is training one of the embeddings."""
     threads = [_running_steps[e.embedding_id][0] for e in embeddings if e.embedding_id in _running_steps]
     return any(thread is not current_thread() for thread in threads)

@@ -1,1 +1,0 @@
-"""Run compiled steps."""

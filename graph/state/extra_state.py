@@ -204,7 +204,7 @@ def check_can_step(optimizer: Optimizer, label: str) -> None:
                 value, is_like_parameter = expected_states[signature][name]
                 check_same_structure(value, loaded_state[name], f"{label}: {name}")
                 shapes = [loaded_state[name].shape, parameter.shape] if is_like_parameter else []
-                if len({*shapes}) > 1 and {shape.numel() for shape in shapes} != {1}:  # shadows once had shape [1]
+                if len({*shapes}) > 1:
                     raise _make_error(f"{label}: {name} has shape {list(loaded_state[name].shape)}")
                 if name == "step" and not 0 <= float(loaded_state[name]) < math.inf:
                     raise _make_error(f"{label}: its step is {float(loaded_state[name])}")

@@ -153,7 +153,6 @@ class TableModule(Unscriptable, ModelSnapshots, nn.Module):
         self.embeddings.tables[table.name] = TableView(table.name, *fields, self.embedding(name), name, table_id)
 
     def _make_seed_text(self, embedding_name: str, tables: Sequence[EmbeddingConfig]) -> str:
-        """Return the text from which an embedding's seed is derived."""
         return "\n".join([embedding_name, *(table.name for table in tables)])
 
     def _warn_of_other_dtypes(

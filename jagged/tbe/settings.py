@@ -42,7 +42,6 @@ _ADAM_MODES = (WeightDecayMode.NONE, WeightDecayMode.DECOUPLE)  # in both, Adam 
 _DECAY_MODES = {kind: _ADAM_MODES for kind, (_, names) in _OPTIMIZERS.items() if names is _ADAM_SETTINGS} | {
     OptimType.EXACT_ROWWISE_ADAGRAD: (WeightDecayMode.NONE, WeightDecayMode.L2, WeightDecayMode.DECOUPLE)
 }
-# FBGEMM's defaults
 DEFAULT_LR, DEFAULT_LOAD_FACTOR = 0.01, 0.2  # FBGEMM's defaults
 DEFAULT_ARGS = {"eps": 1.0e-8, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.0, "momentum": 0.9, "eta": 0.001}
 

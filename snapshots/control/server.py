@@ -28,15 +28,8 @@ _PROGRESS_SECONDS = 0.1  # minimum interval between two progress messages
 _MAX_ERROR = 8000  # maximum characters of an error text
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    # a forked child that outlives its parent must not keep the socket open
-    for service in list(_services):
-        service._close_descriptors()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
+# a forked child that outlives its parent must not keep the sockets open
+os.register_at_fork(after_in_child=lambda: [service._close_descriptors() for service in list(_services)])
 
 
 class RequestHandler(Protocol):

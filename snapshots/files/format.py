@@ -408,12 +408,12 @@ def _check_rule(value: dict[str, Any], dim: int) -> None:
     _require(
         {*row_types} <= {"float32"}, f"description has {STATE_DTYPES!r} {row_types} for states with one number per row"
     )
-    count, limit = len(value["hyper"]), len(kernel.all_hyperparams) + len(LIMITS)  # the last number may be missing
+    count, limit = len(value["hyper"]), len(kernel.all_hyperparams) + len(LIMITS)
     has_past_rates = (
         kernel.catch_up is not None and count > limit and are_past_rates_valid(value["hyper"][limit:], value["step"])
     )
-    is_valid = count in (0, limit - 1, limit) or has_past_rates
-    _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {limit - 1}")
+    is_valid = count in (0, limit) or has_past_rates
+    _require(is_valid, f"description has 'hyper' of {count} numbers, and rule {name!r} takes {limit}")
 
 
 def name_hyperparams(description: dict[str, Any]) -> dict[str, Any]:

@@ -191,13 +191,6 @@ class Snapshot:
         changes = read_changes(self.chain, max_rows)
         return ((bucket, rows) for bucket, rows, _ in changes if len(rows))
 
-    def compare_count(self, num_rows: int) -> None:
-        """Like `check_count`. For a shard, notes the count in `shard_rows` instead."""
-        if self.shard is not None:
-            self.shard_rows[self.name] = num_rows
-        else:
-            self.check_count(num_rows)
-
     def read_rows_and_deletions(self, max_rows: int = 65536) -> tuple[Chunks, Chunks]:
         """Returns the rows and deleted keys in the snapshot's own files. Compares a checksum at each file's end."""
         if self.manifest.rocksdb is not None:
@@ -261,7 +254,6 @@ class Snapshot:
                 yield parse_bucket(name), rows
 
     def _yield_checked_checkpoint(self, chunks: Chunks) -> Chunks:
-        """Checks and yields the rows of a RocksDB checkpoint."""
         for bucket, group in groupby(chunks, key=itemgetter(0)):
             validator = make_validator(self.description, bucket)
             for _, rows in group:
@@ -373,7 +365,10 @@ def read_changes(
         yield from changes
     if chain and chain[0].manifest.parent is None:
         for snapshot, count in zip(chain, counts.cumsum().tolist(), strict=True):
-            snapshot.compare_count(count)
+            if snapshot.shard is None:
+                snapshot.check_count(count)
+            else:
+                snapshot.shard_rows[snapshot.name] = count
 
 
 class Listing(NamedTuple):

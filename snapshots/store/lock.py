@@ -9,15 +9,8 @@ import weakref
 from pathlib import Path
 
 _locked: weakref.WeakSet[FileLock] = weakref.WeakSet()
-
-
-def _close_after_fork() -> None:
-    # a forked child that outlives its parent must not keep the lock
-    for lock in list(_locked):
-        lock._close()
-
-
-os.register_at_fork(after_in_child=_close_after_fork)
+# a forked child that outlives its parent must not keep the locks
+os.register_at_fork(after_in_child=lambda: [lock._close() for lock in list(_locked)])
 
 
 class InUseError(Exception):

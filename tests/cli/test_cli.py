@@ -160,8 +160,8 @@ def test_inspect_counts_rows_and_updates(cli: Cli) -> None:
     assert summary["rows_by_table"] == dict(sorted(Counter(str(row["table"]) for row in rows).items()))
     spread = {"min": updates[0], "median": updates[(len(updates) - 1) // 2], "max": updates[-1]}
     assert summary["updates"] == spread
-    clips = {"clip_grad_value": 0.0, "clip_grad_row_norm": 0.0}
-    hyper = {"lr": 0.1, "weight_decay": 0.0, "maximize": 0.0, "eps": 1e-10, **clips}
+    limits = {"clip_grad_value": 0.0, "clip_grad_row_norm": 0.0, "max_row_norm": 0.0}
+    hyper = {"lr": 0.1, "weight_decay": 0.0, "maximize": 0.0, "eps": 1e-10, **limits}
     assert summary["description"] == description(hyper=hyper)
     lines = dict(line.split(maxsplit=1) for line in cli.says("inspect", "a").splitlines())
     assert (lines["name"], lines["embedding"], lines["optimizer"], lines["step"]) == ("a", "users", "adagrad", "12")
@@ -307,7 +307,7 @@ def test_rows_of_another_optimizer_are_compared_by_their_embeddings(compared: Cl
         for field in ("table", "key", "updates", "step"):
             buckets[bucket][field] = wide[field]
         buckets[bucket]["values"] = wide["values"][:, :3]
-    changes = {"optimizer": "sgd", "hyper": [0.1, 0.0, 0.0, 0.0, 0.0]}
+    changes = {"optimizer": "sgd", "hyper": [0.1, 0.0, 0.0, 0.0, 0.0, 0.0]}
     write_snapshot(compared.store / "snapshots" / "bare", description(3, **changes), chunked(buckets))
     found = different(compared, "before", "bare")
     assert (found["changed"], found["same"], found["largest"]) == (30, 0, {"embedding": 0.0})
@@ -315,7 +315,7 @@ def test_rows_of_another_optimizer_are_compared_by_their_embeddings(compared: Cl
 
 
 def test_settings_of_an_optimizer_differ_by_their_names_or_as_numbers(compared: Cli) -> None:
-    write(compared.store, "after", rows(), hyper=[0.05, 0.0, 0.0, 1e-10, 0.0, 1.0])
+    write(compared.store, "after", rows(), hyper=[0.05, 0.0, 0.0, 1e-10, 0.0, 1.0, 0.0])
     fields = different(compared, "before", "after")["fields"]
     assert fields == {"hyper": [{"lr": 0.1, "clip_grad_row_norm": 0.0}, {"lr": 0.05, "clip_grad_row_norm": 1.0}]}
     assert '{"lr": 0.1, "clip_grad_row_norm": 0.0} -> {"lr": 0.05' in compared.says("diff", "before", "after", code=1)

@@ -67,7 +67,7 @@ def test_a_step_with_a_capacity_is_captured_in_a_cuda_graph() -> None:
     device, host = cuda_device(0), Table([8], tables=1)
     table = DeviceTable(device, host, capacity=500)
     rule = table.layout, "sgd"
-    cuda.write_step_params(*rule, [0.5, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.step_params)
+    cuda.write_step_params(*rule, [0.5, 0.0, 0.0, 0.0, 0.0, 0.0], 1, 1.0, table.step_params)
     ids = torch.zeros(100, dtype=torch.int64, device=device.torch_device)
     grads = torch.ones(100, 8, device=device.torch_device)
     out = torch.empty_like(grads)

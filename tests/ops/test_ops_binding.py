@@ -44,7 +44,7 @@ def test_arrays_of_another_type_or_layout_are_neither_written_to_a_copy_nor_conv
 
 
 def test_a_view_of_a_settled_batch_outlives_the_next_settle(table: Table, batch: _core.Batch) -> None:
-    hyper = [0.1, 0.0, 0.0, 1e-8, 0.0, 0.0]
+    hyper = [0.1, 0.0, 0.0, 1e-8, 0.0, 0.0, 0.0]
     _core.preview_catch_up(batch, table.layout, "adagrad", hyper, 1)
     views = batch.lookup_lines
     before = views.copy()
@@ -71,7 +71,7 @@ def test_rows_do_not_depend_on_the_flushing_of_denormals_in_a_thread(threads: in
             memory[:] = 0
             batch = table.batch(keys, np.zeros(len(keys), np.uint32))
             batch.lines[:] = lines
-            table.update(batch, grads, "sgd", [0.1, 0.0, 0.0, 0.0, 0.0], 1)
+            table.update(batch, grads, "sgd", [0.1, 0.0, 0.0, 0.0, 0.0, 0.0], 1)
             rows.append(memory.copy())
         finally:
             torch.set_flush_denormal(False)

@@ -24,7 +24,7 @@ NAN = {"float16": 0x7E00, "bfloat16": 0x7FC0}  # the one that every other become
 LARGEST = {"bfloat16": float(torch.finfo(torch.bfloat16).max), "float16": 65504.0}
 PATTERNS = np.arange(2**16, dtype=np.uint16)
 MANY = 1 << 16
-SGD = "sgd", [-1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of -1: a row of 0 becomes its gradient
+SGD = "sgd", [-1.0, 0.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of -1: a row of 0 becomes its gradient
 
 narrow = pytest.mark.parametrize("type", NARROW)
 on_every_set = pytest.mark.parametrize("on_set", _core.list_instruction_sets(), indirect=True)
@@ -62,7 +62,7 @@ def by_torch(type: str) -> NDArray[np.float32]:
 @pytest.mark.usefixtures("on_set")
 def test_every_pattern_is_read_as_torch_reads_it(type: str) -> None:
     table, batch = one_row(np.full(2**16, -0.0, np.float32))
-    _core.update(batch, table.layout, [PATTERNS[None]], [False], [None], "sgd", [1.0, 0.0, 0.0, 0.0, 0.0], 2, type)
+    _core.update(batch, table.layout, [PATTERNS[None]], [False], [None], "sgd", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], 2, type)
     gradient = by_torch(type)
     nan = np.isnan(gradient)
     values = table.values(batch.lines)[0]

@@ -45,7 +45,7 @@ TYPES = [
 ]
 DIMS = [1, 3, 17, 64, 100]
 RULES = [kernel.name for kernel in find_kernels()]
-SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
+SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]  # with a learning rate of 1
 PADDING = 3
 Row = tuple[int, int]
 
@@ -230,7 +230,7 @@ def test_the_summed_gradient_of_a_row_is_clipped_before_weight_decay(value: floa
     grads = np.array([[3, -4, 0, 0], [0.25, 0.1, 0, -0.25], [1, 1, 0, 0], [-1, -1, 0, np.nan]], np.float32)
     batch = pinned(table, store, np.array([1, 2, 3, 3], np.uint64), np.zeros(4, np.uint32))
     before = table.values(batch.lines)
-    table.update(batch, grads, "sgd", [1.0, 0.5, 0.0, value, norm], 1)
+    table.update(batch, grads, "sgd", [1.0, 0.5, 0.0, value, norm, 0.0], 1)
     moved_by = (before * np.float32(0.5) - table.values(batch.lines))[batch.inverse]
     clamped = np.clip([3, -4, 0, 0], -value, value) if value else np.array([3, -4, 0, 0])
     wanted = clamped * min(1.0, norm / np.linalg.norm(clamped)) if norm else clamped
@@ -264,7 +264,7 @@ def test_wrong_sizes_are_refused_before_anything_is_read() -> None:
     store = _core.FullTable(table.layout)
     batch = pinned(table, store, np.arange(3, dtype=np.uint64), np.zeros(3, np.uint32))
     before, ones = table.values(batch.lines), np.ones((3, 4), np.float32)
-    adagrad = "adagrad", [1.0, 0.0, 0.0, 0.1, 0.0, 0.0], 1
+    adagrad = "adagrad", [1.0, 0.0, 0.0, 0.1, 0.0, 0.0, 0.0], 1
     calls = [
         lambda: _core.gather(batch, table.layout, 0, np.empty((4, 4), np.float32)),
         lambda: table.update(batch, ones, "no such rule", [1.0], 1),

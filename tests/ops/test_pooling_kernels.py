@@ -44,7 +44,7 @@ PADDING, SEED = 2, 7
 FEATURES = (1, -1, 0)  # the column of each feature
 TYPES = ["float32", "float16", "bfloat16"]
 KINDS = ["rows", "bags", "jagged", "features"]
-SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0]
+SGD = "sgd", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
 # dim, type of rows, type of results and gradients: of a GPU few, each of which is a program to compile
 SHAPES = [(17, "float32", "float32"), (64, "bfloat16", "float16"), (128, "float16", "bfloat16")]
 

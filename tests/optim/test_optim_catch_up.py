@@ -149,7 +149,7 @@ def test_loops_and_graphs_train_what_dense_torch_trains(kind: Any, decay: float,
 
 def past(steps: range, rate: Callable[[int], float], before: list[float]) -> list[float]:
     """The numbers of the rule after these steps."""
-    numbers = [0.0] * (len(CATCH_UP_ADAM.all_hyperparams) + 2)
+    numbers = [0.0] * (len(CATCH_UP_ADAM.all_hyperparams) + 3)
     for step in steps:
         numbers[CATCH_UP_ADAM.all_hyperparams.index("lr")] = rate(step)
         before = append_past_rates(CATCH_UP_ADAM, list(numbers), before, step)

@@ -47,7 +47,7 @@ def test_scan_refuses_a_buffer_of_another_size() -> None:
     table = Table([4])
     store = _core.FullTable(table.layout)
     batch = pinned(table, store, np.ones(1, np.uint64), np.zeros(1, np.uint32))
-    table.update(batch, np.ones((1, 4), np.float32), "sgd", [0.5, 0.0, 0.0, 0.0, 0.0], 1)
+    table.update(batch, np.ones((1, 4), np.float32), "sgd", [0.5, 0.0, 0.0, 0.0, 0.0, 0.0], 1)
     memory = np.zeros(64, np.uint8)
     with pytest.raises((TypeError, ValueError)):
         store.scan(naive.bucket(0, 1), memory[:3])

@@ -51,7 +51,7 @@ def description(width: int = 6, types: Types = TYPES[0], **changes: Any) -> dict
         "optimizer": "adagrad" if states else "sgd",
         "states": states,
         "state_widths": [width // 2] * len(states),
-        "hyper": [0.1, 0.0, 0.0, 1e-10, 0.0, 0.0] if states else [0.1, 0.0, 0.0, 0.0, 0.0],
+        "hyper": [0.1, 0.0, 0.0, *([1e-10] * len(states)), 0.0, 0.0, 0.0],
         "initial": [0.0] * len(states),
         "seed": 7,
         "tables": [UNIFORM, {"type": "constant", "value": 0.0}, UNIFORM],

@@ -1,1 +1,0 @@
-"""The cache on a GPU."""

@@ -69,7 +69,6 @@ class BatchQueue:
 
     @property
     def resident_batches(self) -> list[Batch]:
-        """The batches whose rows are all resident."""
         resident = [announced.batch for announced in tuple(self._announced) if announced.placement is not None]
         return resident if self._pinned is None else [self._pinned.batch, *resident]
 

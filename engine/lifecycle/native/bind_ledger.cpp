@@ -17,7 +17,6 @@ Eviction parse_eviction(const std::string& name) {
 void bind_ledger(nb::module_& m) {
     nb::class_<Admission>(m, "Admission")
         .def_ro("num_new", &Admission::num_new)
-        .def_ro("num_refused", &Admission::num_refused)
         .def_ro("num_excess", &Admission::num_excess)
         .def("take_victims", [](Admission& self) { return to_arrays([&] { return std::move(self.victims); }); });
     nb::class_<Ledger>(m, "Ledger")

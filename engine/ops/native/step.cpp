@@ -269,7 +269,6 @@ std::size_t update_16bit_lines(const Batch& batch, const Layout& layout, const B
 BoundRule::BoundRule(const Layout& layout, const std::string& name, std::vector<double> numbers)
     : loops(find_rule(name)), hyperparams(std::move(numbers)) {
     const std::size_t count = loops.num_hyperparams;
-    if (hyperparams.size() + 1 == count) hyperparams.push_back(0.0);  // a last limit of 0 may be left out
     bool fits = hyperparams.size() == count;
     if (loops.catch_up) {
         if (fits) hyperparams.push_back(0.0);  // no past rates

@@ -1,1 +1,0 @@
-"""The full table on a GPU."""
