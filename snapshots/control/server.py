@@ -29,7 +29,7 @@ _MAX_ERROR = 8000  # maximum characters of an error text
 
 _services: weakref.WeakSet[Service] = weakref.WeakSet()
 # a forked child that outlives its parent must not keep the sockets open
-os.register_at_fork(after_in_child=lambda: [service._close_descriptors() for service in list(_services)])
+os.register_at_fork(after_in_child=lambda: [*map(Service._close_descriptors, list(_services))])
 
 
 class RequestHandler(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 _locked: weakref.WeakSet[FileLock] = weakref.WeakSet()
 # a forked child that outlives its parent must not keep the locks
-os.register_at_fork(after_in_child=lambda: [lock._close() for lock in list(_locked)])
+os.register_at_fork(after_in_child=lambda: [*map(FileLock._close, list(_locked))])
 
 
 class InUseError(Exception):
