@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ...engine.durable import choose_remedy
 from ...engine.errors import ClosedError, OptimizerError, SnapshotError, StoreError, undo_on_error
+from ...engine.optim.kernel import load_kernels
 from ...engine.optim.row_optimizer import RowOptimizer
 from ...engine.optim.row_state import RowState
 from ...engine.options.store_options import StoreOptions
@@ -57,6 +58,7 @@ class LocalTable:
         group: TrainingGroup | None = None,
         for_load: bool = False,
     ) -> None:
+        load_kernels()  # a garbage collection may close this table inside of ast.parse, which cannot be nested
         self.name, self.device, self.group = spec.name, device, group
         self._process_id = os.getpid()
         self._table: OpenTable | None = None

@@ -61,7 +61,9 @@ def test_help_of_load_says_that_all_rows_are_replaced(capsys: pytest.CaptureFixt
 
 def test_the_page_of_the_command_line_lists_every_command() -> None:
     page = (DOCS / "cli.md").read_text()
-    assert sorted(re.findall(r"^    tierbed ((?:(?:snapshot|checkpoint|store|serve) )?\w+) ", page, re.M)) == sorted(COMMANDS)
+    assert sorted(re.findall(r"^    tierbed ((?:(?:snapshot|checkpoint|store|serve) )?\w+) ", page, re.M)) == sorted(
+        COMMANDS
+    )
 
 
 def test_shells_complete_the_names_of_snapshots(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import gc
 import os
@@ -20,6 +21,7 @@ from support.images import change, in_memory, small_chunks, table_of
 from support.scripts import run_script
 from support.stores import STORES, options
 from tierbed import MultiTableEmbedding, StoreError
+from tierbed.engine.optim.kernel import load_kernels
 from tierbed.engine.table import background_save
 from tierbed.snapshots.store import group
 
@@ -185,3 +187,22 @@ def test_a_close_by_the_garbage_collector_never_waits_for_a_save_that_needs_this
         assert contents(embedding).tobytes() == before
         embedding.load_snapshot("s")
         assert contents(embedding).tobytes() == before
+
+
+def test_an_embedding_may_be_collected_inside_of_a_parse(tmp_path: Path) -> None:
+    load_kernels.cache_clear()  # a close that needs the kernels would parse them
+    embedding = make(options("host", tmp_path), "adagrad")
+    train(embedding, range(20))
+    cycle: list[object] = [embedding]
+    cycle.append(cycle)
+    threshold = gc.get_threshold()
+    gc.disable()
+    del embedding, cycle
+    gc.set_threshold(10)
+    gc.enable()
+    try:
+        ast.parse(f"x = [{'f(a, b), ' * 5000}]")
+    finally:
+        gc.set_threshold(*threshold)
+    with make(options("host", tmp_path, open="error"), "adagrad") as embedding:
+        assert embedding.size() == 20
