@@ -54,7 +54,7 @@ def test_another_compiler_or_other_flags_fail_with_the_command_that_renews_the_b
 def test_the_core_and_the_baseline_are_counted_with_the_flags_that_it_is_built_with() -> None:
     assert json.loads(BASELINE.read_text())["flags"] == f"{FLAGS}, {CORE}, loops {LOOPS}"
     ours, of_all_loops = LOOPS.split(" --param")
-    parts = [f"target_compile_options(_core PRIVATE {CORE})", f'add_loops(avx2 "avx2" {ours})']
+    parts = [f"target_compile_options(${{target}} PRIVATE {CORE})", f'add_loops(avx2 "avx2" {ours})']
     flags = ["-O3", "-ffp-contract=off", "-fno-math-errno"]
     built = (ROOT / "CMakeLists.txt").read_text()
     assert [part for part in [*parts, f"--param{of_all_loops}>", *flags] if part not in built] == []
