@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any, NoReturn, Self
 
 import torch
@@ -38,6 +39,7 @@ from .frozen_modules import (
 from .served import Served, ServedVersion
 
 _PROGRAM_PREFIX = "model."  # a FrozenModel's weights have this prefix in exported programs
+_keys = count()
 _KNOWN_FORWARDS = [cls.forward for cls in (MultiTableMultiColumnEmbedding, Embedding, EmbeddingBag)]
 
 
@@ -45,6 +47,7 @@ class FrozenModel(nn.Module):
     """A model over a serving folder, made by `freeze` or `load_program`. Any number of threads may call it.
 
     Attributes:
+        key: The model's number in `ServedVersion.models`.
         model: The module for the current version. It never changes, so use it if several calls must see one version.
     """
 
@@ -55,13 +58,14 @@ class FrozenModel(nn.Module):
         super().__init__()
         self._served, self._is_program, self._needs_tensors = served, is_program, False
         self._state_names = frozenset(name for name in state_names if name.rpartition(".")[2] not in (ROWS_ID, ROWS))
+        self.key = next(_keys)  # not `id(self)`: while torch.export traces, `self` is a proxy
         self.model, self.training = template, False
         served.add_model(self)
 
     @skip
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # torch.compile skips this function and compiles what it calls. So a compiled model takes its version here too.
-        return self._served.current.models[id(self)](*args, **kwargs)
+        return self._served.current.models[self.key](*args, **kwargs)
 
     @property
     def forward(self) -> Callable[..., Any]:  # type: ignore[override]
@@ -73,10 +77,10 @@ class FrozenModel(nn.Module):
         buffers = dict(self.model.named_buffers(remove_duplicate=False))
         weights = dict(self.model.named_parameters(remove_duplicate=False)) | buffers
         memo: dict[int, Any] = {}  # what takes the place of objects in the copy, by `id`
-        rows, prefix = {}, ""
+        rows = {}
         for name in [name for name in buffers if name.rpartition(".")[2] == ROWS_ID]:
             lookup = FrozenLookup.unpack(weights.pop(name.removesuffix(ROWS_ID) + ROWS))
-            rows_id, prefix = weights.pop(name), lookup.prefix
+            rows_id = weights.pop(name)
             rows[id(rows_id)] = lookup.find_rows(version)
             memo[id(rows_id)] = register_rows(rows[id(rows_id)])
         for module in self.model.modules():
@@ -84,13 +88,13 @@ class FrozenModel(nn.Module):
                 memo[id(module.rows)] = rows[id(module.tierbed_rows_id)]
                 memo[id(module.spec)] = module.spec
         memo[id(vars(self.model).get("_tierbed_rows", self))] = []
-        self._take_weights(version, prefix, weights, memo)
+        self._take_weights(version, lookup, weights, memo)
         module = _copy_program(self.model, memo) if self._is_program else copy.deepcopy(self.model, memo)
         module._tierbed_rows = list(rows.values())  # type: ignore[assignment]  # keeps them while the module exists
         return module
 
     def _take_weights(
-        self, version: ServedVersion, prefix: str, weights: dict[str, Tensor], memo: dict[int, Any]
+        self, version: ServedVersion, lookup: FrozenLookup, weights: dict[str, Tensor], memo: dict[int, Any]
     ) -> None:
         """Add the version's dense weights to `memo`, and the model's own weights if the version has none."""
         if version.tensors is None and self._needs_tensors:
@@ -98,8 +102,10 @@ class FrozenModel(nn.Module):
             raise ServingError(f"version {version.version} has no dense weights, and earlier versions had: {remedy}")
         tensors = version.tensors or {}
         for name, weight in weights.items():
-            published = prefix + (name.removeprefix(_PROGRAM_PREFIX) if self._is_program else name)
-            new = tensors.get(published)
+            own_name = name.removeprefix(_PROGRAM_PREFIX) if self._is_program else name
+            names = [lookup.prefix + own_name, lookup.prefix + lookup.ties.get(own_name, own_name)]
+            published = next((published for published in names if published in tensors), None)
+            new = None if published is None else tensors[published]
             if new is not None and (new.shape, new.dtype) != (weight.shape, weight.dtype):
                 difference = f"{new.dtype} {list(new.shape)}, and the model's is {weight.dtype} {list(weight.shape)}"
                 problem = f"tensor {published!r} of version {version.version} is {difference}"
@@ -109,9 +115,9 @@ class FrozenModel(nn.Module):
         missing = [name for name, weight in weights.items() if name in self._state_names and id(weight) not in memo]
         if version.tensors is not None and missing:
             problem = f"version {version.version} has no tensor for the model's {missing[0]!r}"
-            names = ", ".join(map(repr, [*tensors][:8])) or "none"
+            first = ", ".join(map(repr, [*tensors][:8])) or "none"
             remedy = "publish all weights; if the model is a part of the published one, give its name there as prefix="
-            raise ServingError(f"{problem}; its first tensors are {names}: {remedy}")
+            raise ServingError(f"{problem}; its first tensors are {first}: {remedy}")
         self._needs_tensors |= version.tensors is not None
         for weight in weights.values():
             memo.setdefault(id(weight), weight)
@@ -159,13 +165,16 @@ def freeze(model: nn.Module, served: Served, prefix: str = "") -> FrozenModel:
     paths = {module: path for path, module in model.named_modules() if isinstance(module, EmbeddingBase)}
     if not paths:
         raise OptionError(f"model: {type(model).__name__} has no tierbed embedding; give a model that has one")
-    published = f"{prefix}." if prefix else ""
+    prefix += "." * bool(prefix)
+    weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    first_names: dict[int, str] = {}
+    ties = {name: first for name, weight in weights if (first := first_names.setdefault(id(weight), name)) != name}
     memo: dict[int, Any] = {}
     for embedding, path in paths.items():
         given = [] if embedding.name_source == "path" else [embedding.name]
-        other = [] if embedding.name_source == "given" else [make_path_name(path), make_path_name(published + path)]
+        other = [] if embedding.name_source == "given" else [make_path_name(path), make_path_name(prefix + path)]
         name = next((name for name in (*given, *other) if name in version.embeddings), (*given, *other)[0])
-        memo[id(embedding)] = _freeze_embedding(embedding, FrozenLookup.of(embedding, name, published), version)
+        memo[id(embedding)] = _freeze_embedding(embedding, FrozenLookup.of(embedding, name, prefix, ties), version)
     try:
         template = copy.deepcopy(model, memo)
     except Exception as error:

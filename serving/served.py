@@ -147,7 +147,7 @@ class ServedVersion:
         created: Time of the publish, in nanoseconds since 1970 (UTC).
         tensors_path: The safetensors file with the dense weights, or None.
         tensors: The dense weights by name, as views of the mapped file, or None.
-        models: The frozen models' copies for this version, by `id` of the `FrozenModel`.
+        models: The frozen models' copies for this version, by `FrozenModel.key`.
     """
 
     def __init__(
@@ -194,8 +194,9 @@ class FollowedRows:
 
 
 class BoundModel(Protocol):
-    """A model with a copy for each version. model: the copy for the current version."""
+    """A model with a copy for each version. key: its number. model: the copy for the current version."""
 
+    key: int
     model: nn.Module
 
     def bind(self, version: ServedVersion) -> nn.Module:
@@ -215,7 +216,7 @@ class Served:
     def add_model(self, model: BoundModel) -> None:
         """Bind a model to the current version, and to each later one before calls see it. Raises ServingError."""
         with self._lock:
-            self.current.models[id(model)] = model.model = model.bind(self.current)
+            self.current.models[model.key] = model.model = model.bind(self.current)
             self._models.add(model)
 
     @property
@@ -251,7 +252,7 @@ class Served:
                 newer = self._open(current)
                 models = [] if newer is current else list(self._models)
                 for model in models:
-                    newer.models[id(model)] = model.bind(newer)
+                    newer.models[model.key] = model.bind(newer)
             except ServingError:
                 self._num_failed += 1
                 raise
@@ -259,7 +260,7 @@ class Served:
                 self._current = newer
                 self._num_refreshes += 1
                 for model in models:
-                    model.model = newer.models[id(model)]
+                    model.model = newer.models[model.key]
             return newer is not current
 
     def metrics(self) -> dict[str, Any]:
