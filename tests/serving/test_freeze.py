@@ -17,27 +17,16 @@ import tierbed
 from support.served_rows import snapshot_of
 from support.stores import options
 from tierbed import ClosedError, InputError, MultiTableEmbedding, OptionError, ServingError
+from tierbed import jagged as tj
 from tierbed.engine.ops.embedding_base import EmbeddingBase
-from tierbed.jagged import (
-    ComputeDevice,
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    EmbeddingLocation,
-    JaggedTensor,
-    KeyedJaggedTensor,
-    OptimType,
-    PoolingType,
-    TableBatchedEmbeddingBags,
-)
+from tierbed.jagged import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
 from tierbed.serving import FrozenModel, freeze, load_program, open_served, publish
 
 NORMAL = tierbed.make_normal_initializer(0.0, 0.05)
 AUTO = torch.export.Dim.AUTO
 TABLES = [
     EmbeddingBagConfig(1000, 8, "a"),
-    EmbeddingBagConfig(None, 8, "b", feature_names=["b", "c"], pooling=PoolingType.MEAN),
+    EmbeddingBagConfig(None, 8, "b", feature_names=["b", "c"], pooling=tj.PoolingType.MEAN),
     EmbeddingBagConfig(100, 4, "d", bad_ids="drop"),
 ]
 
@@ -52,11 +41,11 @@ class Net(nn.Module):
         self.bag = tierbed.EmbeddingBag(50, 8, mode="mean", padding_idx=3, store=store, name="bag")
         self.any = tierbed.Embedding(None, 8, store=store, padding_idx=5, name="any", dtype=torch.bfloat16)
         self.ebc = EmbeddingBagCollection(TABLES, store, name="ebc", is_weighted=True)
-        configs = [EmbeddingConfig(1000, 8, "e"), EmbeddingConfig(1000, 4, "f")]
-        self.ec = EmbeddingCollection(configs, store, name="ec", padded={"f": 3})
-        spec = EmbeddingLocation.HOST, ComputeDevice.CPU
-        self.tbe = TableBatchedEmbeddingBags(
-            [(100, 8, *spec), (50, 4, *spec)], store_options=store, name="tbe", optimizer=OptimType.EXACT_ADAGRAD
+        configs = [tj.EmbeddingConfig(1000, 8, "e"), tj.EmbeddingConfig(1000, 4, "f")]
+        self.ec = tj.EmbeddingCollection(configs, store, name="ec", padded={"f": 3})
+        spec = tj.EmbeddingLocation.HOST, tj.ComputeDevice.CPU
+        self.tbe = tj.TableBatchedEmbeddingBags(
+            [(100, 8, *spec), (50, 4, *spec)], store_options=store, name="tbe", optimizer=tj.OptimType.EXACT_ADAGRAD
         )
         self.top = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
         self.tied = self.top[0]
