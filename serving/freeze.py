@@ -87,10 +87,10 @@ class FrozenModel(nn.Module):
             if isinstance(module, FrozenEmbedding):
                 memo[id(module.rows)] = rows[id(module.tierbed_rows_id)]
                 memo[id(module.spec)] = module.spec
-        memo[id(vars(self.model).get("_tierbed_rows", self))] = []
+        memo[id(vars(self.model).get("served_rows", self))] = []
         self._take_weights(version, lookup, weights, memo)
         module = _copy_program(self.model, memo) if self._is_program else copy.deepcopy(self.model, memo)
-        module._tierbed_rows = list(rows.values())  # type: ignore[assignment]  # keeps them while the module exists
+        module.served_rows = list(rows.values())  # type: ignore[assignment]  # keeps them while the module exists
         return module
 
     def _take_weights(
