@@ -1,4 +1,7 @@
 from .folder import ServingFolder as ServingFolder
+from .freeze import FrozenModel as FrozenModel
+from .freeze import freeze as freeze
+from .freeze import load_program as load_program
 from .publish import publish as publish
 from .served import Served as Served
 from .served import ServedVersion as ServedVersion

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal, Self
+from typing import Any, Literal, Protocol, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from ..engine import _core
 from ..engine.checks import check_choice
@@ -28,6 +32,7 @@ from ..engine.ops.batch import (
     make_lookup_arguments,
 )
 from ..engine.options.lookup import OUTPUT_DTYPES, check_lookup, check_output_dtype, check_weights
+from ..engine.options.table_spec import TableSpec
 from .folder import ServingFolder
 from .settings import make_spec, pack_settings
 from .version import ServedEmbedding, Version
@@ -50,14 +55,22 @@ class ServedRows:
         """Open the files, except those that `previous` has open too. Raises StoreError."""
         self.spec, self.output_dtype = make_spec(entry.description), output_dtype
         self._dtype_name = OUTPUT_DTYPES[output_dtype]
-        paths = [
+        self._unknown = unknown
+        self._paths = [
             (str(folder.find_file(table.base)), "" if table.delta is None else str(folder.find_file(table.delta)))
             for table in entry.tables
         ]
         older = None if previous is None else previous.native
         self.native: _core.ServedTables = _core.ServedTables(
-            pack_settings(self.spec), paths, unknown == "initial", older
+            pack_settings(self.spec), self._paths, unknown == "initial", older
         )
+
+    def adapt(self, spec: TableSpec, output_dtype: torch.dtype) -> ServedRows:
+        """Returns the same rows for a spec with other limits of ids. Files and counts are shared."""
+        rows = copy(self)
+        rows.spec, rows.output_dtype, rows._dtype_name = spec, output_dtype, OUTPUT_DTYPES[output_dtype]
+        rows.native = _core.ServedTables(pack_settings(spec), self._paths, self._unknown == "initial", self.native)
+        return rows
 
     def __call__(
         self,
@@ -133,6 +146,8 @@ class ServedVersion:
         step: The step of its rows and dense weights.
         created: Time of the publish, in nanoseconds since 1970 (UTC).
         tensors_path: The safetensors file with the dense weights, or None.
+        tensors: The dense weights by name, as views of the mapped file, or None.
+        models: The frozen models' copies for this version, by `FrozenModel.key`.
     """
 
     def __init__(
@@ -146,13 +161,15 @@ class ServedVersion:
         self.version, self.step, self.created = record.version, record.step, record.created
         self.tensors_path: Path | None = None if record.tensors is None else folder.find_file(record.tensors)
         self.embeddings: dict[str, ServedRows]
+        self.models: dict[int, nn.Module] = {}
         older = {} if previous is None else previous.embeddings
         try:
             self.embeddings = {
                 entry.name: ServedRows(entry, folder, unknown, output_dtype, older.get(entry.name))
                 for entry in record.embeddings
             }
-        except StoreError as error:
+            self.tensors = None if self.tensors_path is None else load_file(self.tensors_path)
+        except (StoreError, OSError, SafetensorError) as error:
             remedy = "publish again with rebase=True, or roll back to another version"
             raise ServingError(f"version {record.version} cannot be opened: {error}; {remedy}") from error
 
@@ -176,6 +193,16 @@ class FollowedRows:
         return self._served.current[self._name](ids, *args, **kwargs)
 
 
+class BoundModel(Protocol):
+    """A model with a copy for each version. key: its number. model: the copy for the current version."""
+
+    key: int
+    model: nn.Module
+
+    def bind(self, version: ServedVersion) -> nn.Module:
+        """Returns the copy for a version. Raises ServingError if the version does not fit."""
+
+
 class Served:
     """An open serving folder. `served["items"](ids)` looks up rows in the current version. See `open_served`."""
 
@@ -183,7 +210,14 @@ class Served:
         self._folder, self._unknown, self._output_dtype = ServingFolder(folder), unknown, output_dtype
         self._lock = Lock()  # held by a refresh, never by lookups
         self._num_refreshes = self._num_failed = 0
+        self._models: WeakSet[BoundModel] = WeakSet()
         self._current: ServedVersion | None = self._open(None)
+
+    def add_model(self, model: BoundModel) -> None:
+        """Bind a model to the current version, and to each later one before calls see it. Raises ServingError."""
+        with self._lock:
+            self.current.models[model.key] = model.model = model.bind(self.current)
+            self._models.add(model)
 
     @property
     def current(self) -> ServedVersion:
@@ -216,12 +250,17 @@ class Served:
             current = self.current
             try:
                 newer = self._open(current)
+                models = [] if newer is current else list(self._models)
+                for model in models:
+                    newer.models[model.key] = model.bind(newer)
             except ServingError:
                 self._num_failed += 1
                 raise
             if self._current is not None and newer is not current:  # `close` does not wait for a refresh
                 self._current = newer
                 self._num_refreshes += 1
+                for model in models:
+                    model.model = newer.models[model.key]
             return newer is not current
 
     def metrics(self) -> dict[str, Any]:

@@ -154,7 +154,6 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
             InputError: If an argument is invalid, or an id is out of range.
             StoreError: If the store cannot be opened or read.
         """
-        ops.check_not_exported(self.name)
         with self.raise_on_all_ranks():
             lookup = check_lookup(self.spec, ids, table_ids, offsets, pooling, features, num_features)
             check_weights(self.spec, lookup, weights)
@@ -178,6 +177,7 @@ class MultiTableMultiColumnEmbedding(KeyedRows):
 
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """Look up rows for arguments that are already checked. Autograd records the lookup."""
+        ops.check_not_exported(self.name)
         shadow: Tensor = self.shadow
         traced = getattr(shadow, TRACED_ATTRIBUTE, None)
         # Another thread traces the shadow. Autograd on the shadow's fake tensor could deadlock: one thread would hold

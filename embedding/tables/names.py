@@ -37,18 +37,22 @@ def make_next_seed(is_shared: bool) -> int:
     return zlib.crc32(f"{'shared ' * is_shared}embedding {next(_seed_counters[is_shared])}".encode())
 
 
+def make_path_name(path: str) -> str:
+    """Return the name of an unnamed embedding with this path in a model."""
+    return re.sub(r"[^\w.-]", "-", strip_wrappers(path))[-200:].strip(".") or "embedding"
+
+
 def name_embeddings(root: nn.Module, error: type[TierbedError] = OptionError, model_path: str = "") -> None:
     """Name each unnamed embedding under `root` after its path. Raises `error` if two embeddings share a name.
 
     A collection's default name is kept, unless another embedding has the same name. model_path: names omit this path.
     """
     embeddings = {path: module for path, module in root.named_modules() if isinstance(module, EmbeddingBase)}
-    bare_paths = {path: strip_wrappers(path.removeprefix(f"{model_path}.")) for path in embeddings}
-    path_names = {path: re.sub(r"[^\w.-]", "-", bare)[-200:].strip(".") for path, bare in bare_paths.items()}
+    bare_paths = {path: path.removeprefix(f"{model_path}.") for path in embeddings}
     names = [embedding.name for embedding in embeddings.values()]
     for path, embedding in embeddings.items():
         if embedding.name_source == "path" or (embedding.name_source == "default" and names.count(embedding.name) > 1):
-            embedding.set_name(path_names[path] or "embedding")
+            embedding.set_name(make_path_name(bare_paths[path]))
     check_distinct(embeddings, error)
 
 

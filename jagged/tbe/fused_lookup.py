@@ -67,6 +67,11 @@ class CallSplitter:
             self._feature_groups.append(_FeatureGroup(spec, features, tables, columns))
         self._column_joiner = ColumnJoiner(embedding_by_feature, [spec.dim for spec in specs])
 
+    def make_table_ids(self, device: torch.device) -> None:
+        """Make the tensors of table ids now, because torch.compile cannot trace how they are made."""
+        for group in self._feature_groups:
+            group.make_table_ids(device)
+
     def split(self, call: TBECall) -> list[tuple[Lookup, Tensor | None]]:
         """Return (lookup, weights) for each embedding."""
         if call.bag_counts is not None or self._pooling is None:

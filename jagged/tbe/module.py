@@ -383,6 +383,13 @@ class TableBatchedEmbeddingBags(TableModule):
         steps = [embedding.table_handle().open_table.step for embedding in self.each()]
         optimizer.set_step_shift(num_updates - max(steps))
 
+    def freeze(self) -> None:
+        """Drop the optimizer, because another kind of embedding has replaced the trained ones."""
+        self._row_optimizer, self._updaters, self._has_warned = None, [], True
+        self._bounds_check.should_warn = False
+        self._splitter.make_table_ids(torch.device("cpu"))
+        self._parameters.pop("anchor", None)
+
     def extra_repr(self) -> str:
         optimizer = "NONE" if self._settings is None else self._settings.optim_type.name
         return f"{self.name!r}, tables={len(self.tables)}, features={len(self.features)}, optimizer={optimizer}"

@@ -42,7 +42,7 @@ class BoundsCheck:
     def __init__(self, mode: BoundsCheckMode, name: str) -> None:
         self._name = name
         self._mode = mode.name.removeprefix("V2_")
-        self._should_warn = self._mode == "WARNING"
+        self.should_warn = self._mode == "WARNING"
         self._num_calls = 0
 
     def table_options(self, num_rows: int) -> dict[str, Any]:
@@ -54,7 +54,7 @@ class BoundsCheck:
 
         Counts on a GPU are read only at calls 1, 2, 4, 8, ..., because the host waits for each read.
         """
-        if not self._should_warn:
+        if not self.should_warn:
             return
         self._num_calls += 1
         for embedding in embeddings:
@@ -62,7 +62,7 @@ class BoundsCheck:
                 continue
             dropped_counts = embedding.table_handle().open_table.processor.dropped_counts
             if tables := [name for name, count in zip(embedding.spec.labels, dropped_counts, strict=True) if count]:
-                self._should_warn = False
+                self.should_warn = False
                 log.warning(
                     "TableBatchedEmbeddingBags %r: indices of table %s were negative or beyond its rows, and were "
                     "dropped; metrics() counts them, and there is no further warning",

@@ -18,6 +18,10 @@ from .validation import check_ascending, check_eager, check_offsets, check_type,
 _PAD_REMEDY = "give desired_length, to_padded_dense(50)"
 
 
+def _restore_tuples(value: Any) -> Any:
+    return tuple(map(_restore_tuples, value)) if isinstance(value, list) else value
+
+
 class TensorContainer:
     """Base class for jagged and keyed tensors, registered as a pytree. A container's tensors may be None."""
 
@@ -35,6 +39,8 @@ class TensorContainer:
                 cls._unflatten,
                 serialized_type_name=f"tierbed.jagged.{cls.__name__}",
                 flatten_with_keys_fn=cls._flatten_with_keys,
+                to_dumpable_context=lambda context: context,
+                from_dumpable_context=_restore_tuples,  # JSON, in which torch.export.save writes it, has only lists
             )
 
     def device(self) -> torch.device:

@@ -170,9 +170,11 @@ class KeyedTensor(TensorContainer):
 
     def __getitem__(self, key: str) -> Tensor:
         """Return one feature, a view [batch, length]. Raises KeyError if it is missing."""
-        if key not in self._columns:
+        # on Python 3.11, Dynamo cannot trace the lock of a cached_property
+        columns = self._find_columns() if torch.compiler.is_dynamo_compiling() else self._columns
+        if key not in columns:
             raise KeyError(f"{key!r} is not a key; keys are {', '.join(self._keys)}")
-        begin, length = self._columns[key]
+        begin, length = columns[key]
         return self._values.narrow(self._dim, begin, length)
 
     def to_dict(self) -> dict[str, Tensor]:
@@ -181,6 +183,9 @@ class KeyedTensor(TensorContainer):
 
     @cached_property
     def _columns(self) -> dict[str, tuple[int, int]]:
+        return self._find_columns()
+
+    def _find_columns(self) -> dict[str, tuple[int, int]]:
         return dict(zip(self._keys, zip(self.offset_per_key(), self._lengths, strict=False), strict=True))
 
     def __str__(self) -> str:

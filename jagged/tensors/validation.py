@@ -16,7 +16,9 @@ INTEGER_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8
 
 
 def is_tracing() -> bool:
-    """True while a graph is being traced, with tensors that lack values."""
+    """True while a graph or torch.compile traces, with tensors that lack values."""
+    if torch.compiler.is_compiling():
+        return True
     return bool(torch._C._len_torch_dispatch_stack()) and detect_fake_mode() is not None
 
 
