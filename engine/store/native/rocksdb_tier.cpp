@@ -24,9 +24,9 @@
 #include "ops/kernels/hash.h"
 #include "ops/native/thread_pool.h"
 #include "rocksdb_open.h"
+#include "rocksdb_sorted_files.h"
 #include "rocksdb_status.h"
 #include "rows.h"
-#include "sorted_files.h"
 
 namespace tierbed {
 

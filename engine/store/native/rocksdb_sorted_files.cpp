@@ -1,4 +1,4 @@
-#include "sorted_files.h"
+#include "rocksdb_sorted_files.h"
 
 namespace tierbed {
 
