@@ -36,8 +36,8 @@ struct Workload {
     u32 ahead = 0;         // how many steps ahead are announced to the cache
 };
 
-const std::vector<double> ADAGRAD{0.01, 0, 0, 1e-10, 0, 0};  // lr, weight decay, maximize, eps, two clips
-const std::vector<double> ROWWISE{0.01, 0, 1, 1e-8, 0, 0};   // lr, weight decay, decay, eps, two clips
+const std::vector<double> ADAGRAD{0.01, 0, 0, 1e-10, 0, 0, 0};  // lr, weight decay, maximize, eps, limits
+const std::vector<double> ROWWISE{0.01, 0, 1, 1e-8, 0, 0, 0};   // lr, weight decay, decay, eps, limits
 
 const std::vector<Workload> WORKLOADS{
     // name, rule, hyperparams, state widths, dim, rows, batch, and fields that differ from the defaults
