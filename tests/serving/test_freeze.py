@@ -244,7 +244,7 @@ def test_a_call_never_mixes_versions(tmp_path: Path, form: str) -> None:
     with open_served(trained.folder) as served:
         model: Any = freeze(trained.model, served)
         if form == "compiled":
-            model = torch.compile(model, fullgraph=True, backend=backend)
+            model = torch.compile(model, backend=backend)  # with fullgraph, torch counts frames in a global variable
         elif form == "program":
             model = load_program(torch.export.export(model, batch), served)
         model(*batch)
