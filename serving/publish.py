@@ -51,7 +51,7 @@ def publish(
         folder: The serving folder. It is created if it does not exist.
         snapshots: A snapshot or the path of its folder; or a list with a snapshot of each embedding, all of one step.
         encoding: How rows are stored: "int8", "float32", "bfloat16" or "float16".
-        tensors: Dense weights by name.
+        tensors: Dense weights by name. If the last version has some, they are required; {} ends that.
         keep: How many versions to keep. The version that readers take is also kept.
         check: Called with the opened version, a `ServedVersion`, before readers can see it: for example `lambda served:
             served["items"](ids)`. If it raises, readers never see the version. False skips the comparison of row counts
@@ -90,8 +90,7 @@ def publish_sources(
     allow_older: bool = False,
 ) -> Version:
     """As `publish`, for rows from anywhere."""
-    check_choice("encoding", encoding, ENCODINGS)
-    check_int("keep", keep, "how many versions to keep, 1 or more", 1)
+    check_arguments(encoding, keep, check)
     check_flags(OptionError, rebase=rebase, allow_older=allow_older)
     sources = sorted(sources, key=lambda source: str(source.description["name"]))
     names = [source.description["name"] for source in sources]
@@ -104,6 +103,11 @@ def publish_sources(
         with suppress(MissingVersionError):
             current = target.read_current()
         _check_same_model(latest, sources)
+        if tensors is None and latest is not None and latest.tensors is not None:
+            raise OptionError(
+                f"tensors=None, and version {latest.version} has dense weights, which readers need: pass the weights "
+                "of the same step, or tensors={} to serve rows alone from now on"
+            )
         if not allow_older:
             _check_not_older(latest, sources)
         if check is not False:
@@ -111,7 +115,7 @@ def publish_sources(
         number = 1 + max(current.version, latest.version if latest else 0)
         with NewFiles(target, encoding) as files:
             embeddings = _write_embeddings(files, None if rebase else latest, sources)
-            dense = None if tensors is None else files.write_tensors(tensors)
+            dense = files.write_tensors(tensors) if tensors else None
             step = max(source.origin.step for source in sources)
             version = Version(number, encoding, step, time.time_ns(), dense, embeddings)
             if check:
@@ -122,9 +126,20 @@ def publish_sources(
                 files.keep()
         if not current.hold:
             target.write_current(Current(number))
-        target.write_pending(_write_next_bases(target, version, sources))
-        target.remove_old(keep)
+        try:
+            target.write_pending(_write_next_bases(target, version, sources))
+            target.remove_old(keep)
+        except ServingError as error:  # the version is complete
+            log.warning("%r is published, but older versions could not be removed: %s", version, error)
     return version
+
+
+def check_arguments(encoding: str, keep: int, check: Check) -> None:
+    """Raises OptionError for arguments of `publish` that are invalid whatever the folder has."""
+    check_choice("encoding", encoding, ENCODINGS)
+    check_int("keep", keep, "how many versions to keep, 1 or more", 1)
+    if check not in (None, False) and not callable(check):
+        raise OptionError(f"check={check!r:.80}: give a function that is called with the opened version, None or False")
 
 
 def find_reusable(latest: Version | None, encoding: str) -> dict[str, ServedEmbedding]:
@@ -144,7 +159,7 @@ def _write_embeddings(
         changes = source.read_since(old.snapshot.id) if old and len(old.tables) == num_tables else None
         if old and changes is not None:
             old_tables = old.tables
-            if pending.snapshots.get(name) == old.snapshot.id:  # these bases have the rows of the last version
+            if latest and pending.version == latest.version and pending.snapshots.get(name) == old.snapshot.id:
                 pairs = zip(old.tables, pending.bases[name], strict=True)
                 old_tables = tuple(ServedTable(base, None) if base else table for table, base in pairs)
             tables = write_deltas(files, source, changes, old_tables)
@@ -163,7 +178,7 @@ def _write_next_bases(folder: ServingFolder, version: Version, sources: Sequence
     The version is complete without these bases. So if they cannot be written, this logs why, and the next publish
     tries again.
     """
-    pending = Pending()
+    pending = Pending(version.version)
     for embedding, source in zip(version.embeddings, sources, strict=True):
         is_due = [table.delta is not None and table.written >= table.base.rows for table in embedding.tables]
         if not any(is_due):

@@ -203,6 +203,11 @@ class BoundModel(Protocol):
         """Returns the copy for a version. Raises ServingError if the version does not fit."""
 
 
+_open_folders: WeakSet[Served] = WeakSet()
+# In a forked child, no thread ends a refresh that held a lock.
+os.register_at_fork(after_in_child=lambda: [served._renew_lock() for served in list(_open_folders)])
+
+
 class Served:
     """An open serving folder. `served["items"](ids)` looks up rows in the current version. See `open_served`."""
 
@@ -212,6 +217,10 @@ class Served:
         self._num_refreshes = self._num_failed = 0
         self._models: WeakSet[BoundModel] = WeakSet()
         self._current: ServedVersion | None = self._open(None)
+        _open_folders.add(self)
+
+    def _renew_lock(self) -> None:
+        self._lock = Lock()
 
     def add_model(self, model: BoundModel) -> None:
         """Bind a model to the current version, and to each later one before calls see it. Raises ServingError."""
@@ -293,10 +302,10 @@ class Served:
         """Returns the version that CURRENT names, `current` if it is that one. Raises ServingError."""
         for attempt in range(_ATTEMPTS):
             version = self._folder.read_current().version
-            if current is not None and current.version == version:
-                return current
             try:
                 record = self._folder.read_version(version)
+                if current and (current.version, current.created) == (version, record.created):  # not of a new folder
+                    return current
                 return ServedVersion(self._folder, record, self._unknown, self._output_dtype, current)
             except ServingError:  # if the publisher removed the version, CURRENT names another one
                 if attempt + 1 == _ATTEMPTS or self._folder.read_current().version == version:

@@ -136,11 +136,13 @@ class Current:
 
 @dataclass(frozen=True)
 class Pending:
-    """Bases that the next version can use. snapshots: the id of the snapshot whose rows they have, by embedding.
+    """Bases that the version after `version` can use.
 
-    bases: by embedding, an entry for each table; None if the table has no new base.
+    snapshots: the id of the snapshot whose rows they have, by embedding. bases: by embedding, an entry for each table;
+    None if the table has no new base.
     """
 
+    version: int = 0
     snapshots: dict[str, str] = field(default_factory=dict)
     bases: dict[str, tuple[RowFileEntry | None, ...]] = field(default_factory=dict)
 

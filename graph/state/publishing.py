@@ -28,7 +28,7 @@ from ...engine.row_format import ROW_KEY_DTYPE, Change, RowArray
 from ...engine.table.row_scan import catch_up_rows
 from ...engine.threads import POLL_SECONDS, Thread
 from ...serving.folder import ServingFolder
-from ...serving.publish import Check, find_reusable, publish_sources
+from ...serving.publish import Check, check_arguments, find_reusable, publish_sources
 from ...serving.version import ServedEmbedding, SnapshotEntry, Version
 from ...snapshots.store.selection import Selection
 
@@ -168,6 +168,7 @@ class PublishingModel(ModelSnapshots):
                     f"the rows of embedding {handle.name!r} are {place}, and publish needs them in one process on a "
                     "CPU; save snapshots, and publish them with tierbed.serving.publish"
                 )
+        check_arguments(encoding, keep, check)
         path = ServingFolder(folder).path
 
         def publish(set_can_train: Callable[[], None]) -> Version:

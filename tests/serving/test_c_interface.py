@@ -57,7 +57,7 @@ def test_a_c_program_looks_up_rows_and_refreshes(tmp_path: Path, program: Path) 
             process.stdout.readline()
             train(embedding, range(3))
             embedding.save_snapshot("s1", "incremental")
-            version = publish(served, snapshot_of(embedding, tmp_path, "s1"))
+            version = publish(served, snapshot_of(embedding, tmp_path, "s1"), tensors={})
             assert version.embeddings[0].tables[0].delta
             process.stdin.write("\n")
             process.stdin.flush()

@@ -196,7 +196,7 @@ def test_a_part_of_a_published_graph(tmp_path: Path) -> None:
 
 
 def test_versions_without_dense_weights(trained: Trained) -> None:
-    trained.publish(tensors=None)
+    trained.publish(tensors={})
     with open_served(trained.folder) as served:
         frozen = freeze(trained.model, served)
         assert_equal(frozen, trained)
@@ -204,7 +204,7 @@ def test_versions_without_dense_weights(trained: Trained) -> None:
         trained.publish()
         served.refresh()
         assert_equal(frozen, trained)
-        trained.publish(tensors=None)
+        trained.publish(tensors={})
         with pytest.raises(ServingError, match="has no dense weights, and earlier versions had"):
             served.refresh()
         assert_equal(frozen, trained)

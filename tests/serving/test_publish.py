@@ -133,7 +133,7 @@ def test_only_increments_are_read_and_only_changed_tables_written(
     missing = min((tmp_path / "rows" / "snapshots" / "s1").glob("bucket-*.npy"))
     missing.unlink()
     train(embedding, range(3), 2)
-    second = publish(tmp_path / "served", step(embedding, tmp_path, range(5)))
+    second = publish(tmp_path / "served", step(embedding, tmp_path, range(5)), tensors={})
     assert sizes(first) == [(40, -1), (0, -1), (0, -1)]
     assert sizes(second) == [(40, 5), (0, -1), (0, 3)]
     assert second.tensors is None
@@ -267,7 +267,7 @@ def test_a_killed_publish_leaves_a_version_and_the_next_one_cleans_up(tmp_path: 
         has_returned = warm.order(plan)["events"] == ["returned"]
         assert rows_of(served) in (rows_in(snapshots[0]), rows_in(snapshots[1]))
         assert all(not ServingFolder(served).verify(version) for version in ServingFolder(served).list_versions())
-        publish(served, snapshots[2], "float32")
+        publish(served, snapshots[2], "float32", tensors={"w": torch.zeros(9)})
         assert rows_of(served) == rows_in(snapshots[2])
         assert {*os.listdir(served / "files")} == named_files(served)
         number += 1
@@ -449,3 +449,42 @@ def test_forged_records_are_refused(tmp_path: Path, embedding: MultiTableEmbeddi
     path.write_bytes(b"%08x\n%s\n" % (crc32(line), line))
     with pytest.raises(ServingError, match="its format is 9, and this tierbed reads 1: upgrade"):
         folder.read_version(1)
+
+
+def test_bases_of_an_overtaken_version_are_not_used(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
+    served, copy = tmp_path / "served", tmp_path / "copy"
+    publish(served, save(embedding, tmp_path))
+    publish(served, step(embedding, tmp_path, range(40)))
+    assert ServingFolder(served).read_pending().files
+    shutil.copytree(served, copy)
+    publish(served, snapshot_of(embedding, tmp_path, "s2"), "float32")
+    shutil.copytree(copy / "files", served / "files", dirs_exist_ok=True)
+    shutil.copy(copy / "PENDING", served / "PENDING")  # as after a kill before the publish replaced it
+    last = step(embedding, tmp_path)
+    publish(served, last, "float32")
+    assert rows_of(served) == rows_in(last)
+    open_served(served).close()
+
+
+def test_a_new_folder_whose_version_has_the_same_number_is_taken(
+    tmp_path: Path, embedding: MultiTableEmbedding
+) -> None:
+    served = tmp_path / "served"
+    publish(served, save(embedding, tmp_path), "float32")
+    with open_served(served) as reader:
+        assert not reader.refresh()
+        shutil.rmtree(served)
+        publish(served, step(embedding, tmp_path), "float32")
+        assert reader.refresh()
+        with torch.no_grad():
+            assert torch.equal(reader["rows"](torch.arange(9), 0), embedding(torch.arange(9), 0))
+
+
+def test_dense_weights_are_not_left_out_by_mistake(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
+    served = tmp_path / "served"
+    publish(served, save(embedding, tmp_path), tensors={"w": torch.ones(3)})
+    last = step(embedding, tmp_path)
+    with pytest.raises(OptionError, match=r"tensors=None, and version 1 has dense weights.*tensors=\{\}"):
+        publish(served, last)
+    assert publish(served, last, tensors={}).tensors is None
+    assert publish(served, last).tensors is None
