@@ -204,8 +204,15 @@ class BoundModel(Protocol):
 
 
 _open_folders: WeakSet[Served] = WeakSet()
-# In a forked child, no thread ends a refresh that held a lock.
-os.register_at_fork(after_in_child=lambda: [served._renew_lock() for served in list(_open_folders)])
+
+
+def _renew_locks() -> None:
+    """In a forked child, no thread ends a refresh that held a lock."""
+    for served in list(_open_folders):
+        served._renew_lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Served:
