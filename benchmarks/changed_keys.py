@@ -49,7 +49,7 @@ def measure(store: str, rows: int, folder: Path) -> list[float]:
         graph(ids)
     graph.save_snapshot("all")
     observers = graph.rows.table_handle().open_table.observers
-    tracker = observers.tracker
+    trackers = observers.trackers
     turns = torch.randperm(rows, generator=torch.Generator().manual_seed(0))[: rows // TURN * TURN].view(
         -1, STEPS, BATCH
     )
@@ -59,7 +59,7 @@ def measure(store: str, rows: int, folder: Path) -> list[float]:
         seconds: dict[bool, list[float]] = {False: [], True: []}
         for turn, batches in enumerate(turns):
             is_tracked = bool(is_second[turn // 2]) == (turn % 2 == 1)
-            observers.tracker = tracker if is_tracked else None
+            observers.trackers = trackers if is_tracked else {}
             begin = time.perf_counter()
             for ids in batches:
                 graph(ids)
