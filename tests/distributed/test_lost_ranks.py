@@ -392,4 +392,5 @@ def test_a_rank_that_is_frozen_costs_no_snapshot(
     lost = at % 2
     with started(2, lose_in, tmp_path, "host", action, lost, int(signal.SIGSTOP), at, timeout=2) as group:
         all_name(survivors(group, lost).values(), lost, "it was silent for 3 seconds")
+        group[lost][0].kill()  # the block's end does not wait until the frozen rank has lost its locks
     check_saved(tmp_path, "host", rows)
