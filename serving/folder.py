@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 
 class MissingVersionError(ServingError):
-    """The folder has no version with this number, or none at all."""
+    """No such version is in the folder."""
 
 
 class LockedError(ServingError):
@@ -58,7 +58,7 @@ class ServingFolder:
         return self.files / file.name
 
     def name_file(self, prefix: str, suffix: str) -> Path:
-        """Returns the path of a new file. No other file has its name."""
+        """Returns an unused path for a new file."""
         return self.files / f"{prefix}-{secrets.token_hex(8)}{suffix}"
 
     def list_versions(self) -> list[int]:
@@ -71,7 +71,7 @@ class ServingFolder:
         return sorted(int(match[1]) for name in names if (match := _VERSION_NAME.fullmatch(name)))
 
     def read_current(self) -> Current:
-        """Returns the version that readers take. Raises ServingError if the folder has none."""
+        """Returns the version that readers take. Raises ServingError if none was published."""
         if current := self._read(self.path / CURRENT, Current):
             return current
         raise self._make_missing_error(f"file {CURRENT}")
@@ -85,7 +85,7 @@ class ServingFolder:
         return result
 
     def read_latest(self) -> Version | None:
-        """Returns the version with the highest number, or None. Readers may still have an older one."""
+        """Returns the version with the highest number, or None. Readers may still use an older one."""
         versions = self.list_versions()
         return self.read_version(versions[-1]) if versions else None
 
@@ -132,7 +132,7 @@ class ServingFolder:
         with self.lock("a rollback"):
             if damaged := self.verify(version):
                 raise ServingError(f"version {version} is damaged: {'; '.join(damaged)}. Roll back to another version")
-            self.write_current(Current(version, hold=True))
+            self.write_current(Current(version, True, self.read_version(version).created))
 
     def release(self) -> Version:
         """End a rollback: make readers take the latest version again. Returns that version. Raises ServingError."""
@@ -140,7 +140,7 @@ class ServingFolder:
             latest = self.read_latest()
             if latest is None:
                 raise self._make_missing_error("versions")
-            self.write_current(Current(latest.version))
+            self.write_current(Current(latest.version, created=latest.created))
             return latest
 
     def prune(self, keep: int) -> list[int]:
@@ -166,7 +166,7 @@ class ServingFolder:
         return removed
 
     def remove_unnamed(self) -> None:
-        """Remove files that no version names, such as those of a killed publish. The caller has locked the folder."""
+        """Remove files that no version names, for example after a killed publish. Call with the folder locked."""
         named = {file.name for file in self.read_pending().files}
         named.update(file.name for version in self.list_versions() for file in self.read_version(version).files)
         with self.convert_errors("clean"):

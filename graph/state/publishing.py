@@ -1,8 +1,8 @@
 """`graph.publish`: publishes rows and dense weights of one step in a thread, while training goes on.
 
-The thread opens an image of each table between two steps, and copies the dense weights at that moment. It then reads
-the images. Each serving folder is a consumer of its own of the tables' changes: a tracker lists the rows that changed
-since the folder's last version, so snapshots and publishes do not affect each other.
+Between two steps, the thread opens an image of each table and copies the dense weights. It then reads the images. For
+each serving folder, a tracker lists the rows that changed since the folder's last version. So snapshots and publishes
+do not affect each other.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ...engine.errors import OptionError, ServingError
 from ...engine.ops.embedding_base import EmbeddingBase
 from ...engine.options.table_spec import RUN_ID_FIELD
 from ...engine.row_format import ROW_KEY_DTYPE, Change, RowArray
-from ...engine.table.row_scan import catch_up_rows
 from ...engine.threads import POLL_SECONDS, Thread
 from ...serving.folder import ServingFolder
 from ...serving.publish import Check, check_arguments, find_reusable, publish_sources
+from ...serving.source import settle_changes
 from ...serving.version import ServedEmbedding, SnapshotEntry, Version
 from ...snapshots.store.selection import Selection
 
@@ -39,10 +39,10 @@ log = logging.getLogger("tierbed")
 class LiveRows:
     """The rows of an open table at one step: a `RowSource`. Made between two steps, while the tables are locked."""
 
-    catches_up = False  # new bases merge files, because the image has only the rows that changed
+    catches_up = False  # new bases merge files, because the image contains only changed rows
 
     def __init__(self, handle: Any, consumer: str, old: ServedEmbedding | None, ending: ExitStack) -> None:
-        """`old` has the rows of the folder's last version. `ending` ends the image and the tracker's increment."""
+        """`old` describes the folder's last version. `ending` ends the image and the tracker's increment."""
         table, self._consumer = handle.local.table, consumer
         self._observers, self._stored = table.observers, table.describe()
         spec, description = table.spec, Selection(includes_state=False).describe(self._stored)
@@ -61,18 +61,12 @@ class LiveRows:
         ending.callback(self._save.end)
 
     def read_since(self, id: str) -> Iterator[Change] | None:
-        return self._settle(self._save.chunks()) if id == self._since else None
+        return settle_changes(self._stored, self._save.chunks()) if id == self._since else None
 
     def read_all(self) -> Iterator[Change]:
         if self._since is not None:
             raise ServingError(f"another publisher has published {self.label} meanwhile: publish it again")
-        return self._settle((bucket, rows, _NO_KEYS) for bucket, rows in self._save.chunks())
-
-    def _settle(self, changes: Iterator[Change]) -> Iterator[Change]:
-        for bucket, rows, deleted in changes:
-            if len(rows):
-                ((_, rows),) = catch_up_rows(self._stored, iter([(bucket, rows)]))
-            yield bucket, rows, deleted
+        return settle_changes(self._stored, ((bucket, rows, _NO_KEYS) for bucket, rows in self._save.chunks()))
 
     def record_publish(self) -> None:
         """From now on, track changes since these rows."""
@@ -151,12 +145,12 @@ class PublishingModel(ModelSnapshots):
             folder, encoding, keep, check: As in `tierbed.serving.publish`. `check` runs in the thread.
 
         Returns:
-            A handle: `wait()` returns the version once readers can see it, or raises the error of the publish. An error
-            that was not raised by `wait()` is raised by the next `publish`, which first waits for this one.
+            A handle: `wait()` returns the version once readers can see it, or raises the publish's error. The next
+            `publish` first waits for this one, and raises its error if `wait()` has not.
 
         Raises:
             OptionError: If the rows are on a GPU or spread over ranks.
-            SnapshotError: If the model has no embedding.
+            SnapshotError: If the model contains no embedding.
         """
         if self.__publish is not None:
             self.__publish.wait_for_next()
@@ -169,26 +163,26 @@ class PublishingModel(ModelSnapshots):
                     "CPU; save snapshots, and publish them with tierbed.serving.publish"
                 )
         check_arguments(encoding, keep, check)
-        path = ServingFolder(folder).path
+        target = ServingFolder(folder)
 
         def publish(set_can_train: Callable[[], None]) -> Version:
             with ExitStack() as ending:
-                old, consumer = find_reusable(ServingFolder(path).read_latest(), encoding), f"publish to {path}"
+                old, consumer = find_reusable(target.read_latest(), encoding), f"publish to {target.path}"
                 with lock_between_steps(handles, awaits_step=True):
                     sources = [LiveRows(handle, consumer, old.get(handle.name), ending) for handle in handles]
                     tensors = _copy_dense_weights(self)
                 set_can_train()
-                version = publish_sources(path, sources, encoding, tensors, keep, check, allow_older=True)
+                version = publish_sources(target.path, sources, encoding, tensors, keep, check, allow_older=True)
                 for source in sources:
                     source.record_publish()
                 return version
 
-        self.__publish = PublishHandle(f"a publish to {str(path)!r}", publish)
+        self.__publish = PublishHandle(f"a publish to {str(target.path)!r}", publish)
         return self.__publish
 
 
 def _copy_dense_weights(model: Any) -> dict[str, Tensor]:
-    """Returns copies of a model's parameters and buffers on the CPU, except for those of embeddings."""
+    """Copy a model's parameters and buffers to the CPU, without embeddings."""
     assert isinstance(model, nn.Module)
     tensors = {}
     for prefix, module in model.named_modules():

@@ -23,7 +23,7 @@ constexpr u32 LINE_RECORDS = 29;
 constexpr u16 CROWDED = 0xFFFF;
 constexpr u32 MAX_DEPTH = 64;  // each range has less than half the width of the range above it
 
-// Divides hashes evenly into lines. `shift` moves the highest bit in which the range's hashes differ to the top.
+// Divides hashes evenly into lines. `shift` moves the highest differing bit of the range's hashes to the top.
 struct HashRange {
     u64 low;
     u32 shift, num_lines;
@@ -47,7 +47,7 @@ struct alignas(64) DirectoryLine {
 };
 
 struct LinePosition {
-    const DirectoryLine* line;  // null if no line can have the hash
+    const DirectoryLine* line;  // null if no line can contain the hash
     u16 fingerprint;
 };
 
@@ -84,7 +84,7 @@ struct FileView {
         return {lines + range.first_line + static_cast<u64>(position >> 64),
                 static_cast<u16>(static_cast<u64>(position) >> 48)};
     }
-    // Returns the first record with this fingerprint, or null. Line and fingerprint are those of its hash.
+    // Returns the first record with this fingerprint, or null. `find_line` computes line and fingerprint from a hash.
     TIERBED_FN const u8* find_candidate(const DirectoryLine& line, u16 fingerprint) const {
         u16 below = 0;  // counted in all words, because that is faster than a loop over 29
         for (u32 i = 0; i < 32; ++i) below = static_cast<u16>(below + (line.words[i] < fingerprint));
@@ -102,7 +102,7 @@ struct FileView {
         if (!position.line) return nullptr;
         const u8* record = find_candidate(*position.line, position.fingerprint);
         const u8* const end = records + num_records * stride;
-        for (; record && record != end; record += stride) {  // several records may have one fingerprint
+        for (; record && record != end; record += stride) {  // several records may share a fingerprint
             if (load_hash(record) >= hash) return load_hash(record) == hash ? record : nullptr;
         }
         return nullptr;
