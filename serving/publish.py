@@ -125,7 +125,7 @@ def publish_sources(
                 target.write_version(version)
                 files.keep()
         if not current.hold:
-            target.write_current(Current(number))
+            target.write_current(Current(number, created=version.created))
         try:
             target.write_pending(_write_next_bases(target, version, sources))
             target.remove_old(keep)

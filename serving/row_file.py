@@ -39,6 +39,12 @@ def count_row_bytes(encoding: str, dim: int) -> int:
     return -(-bytes_ // 4) * 4
 
 
+def _make_record_dtype(kind: str, row_bytes: int) -> np.dtype[np.void]:
+    """Returns the dtype of a file's records. In a delta, `mark` is not 0 if the row was deleted."""
+    mark = [("mark", "<u4")] if kind == "delta" else []
+    return np.dtype([("hash", "<u8"), *mark, ("row", "u1", (row_bytes,))])
+
+
 def hash_rows(table: int, keys: Keys) -> Hashes:
     """Returns the hash of each key [n]. Two keys of a table never have the same hash."""
     return _core.hash_table_rows(table, keys)
@@ -102,8 +108,7 @@ class RowFileWriter:
     def __init__(self, path: str | os.PathLike[str], dim: int, encoding: str, kind: str, table: int) -> None:
         self.path, self.row_bytes = Path(path), count_row_bytes(encoding, dim)
         self._fields = ENCODINGS.index(encoding), dim, table, int(kind == "delta")
-        mark = [("mark", "<u4")] if kind == "delta" else []
-        self._dtype = np.dtype([("hash", "<u8"), *mark, ("row", "u1", (self.row_bytes,))])
+        self._dtype = _make_record_dtype(kind, self.row_bytes)
         self._num_records = self._num_deleted = self._checksum = 0
         self._last_hash = -1
         self._buffer = bytearray()
@@ -180,9 +185,7 @@ class RowFile:
             file.num_deleted,
         )
         self.encoding, self.kind = ENCODINGS[file.encoding], "delta" if file.is_delta else "base"
-        mark = [("mark", "<u4")] if file.is_delta else []
-        row_bytes = count_row_bytes(self.encoding, self.dim)
-        dtype = np.dtype([("hash", "<u8"), *mark, ("row", "u1", (row_bytes,))])
+        dtype = _make_record_dtype(self.kind, count_row_bytes(self.encoding, self.dim))
         empty = np.empty(0, dtype)  # NumPy maps no empty arrays
         self._records = np.memmap(path, dtype, "r", shape=self.num_records) if self.num_records else empty
 

@@ -34,7 +34,7 @@ from ..engine.ops.batch import (
 from ..engine.options.lookup import OUTPUT_DTYPES, check_lookup, check_output_dtype, check_weights
 from ..engine.options.table_spec import TableSpec
 from .folder import ServingFolder
-from .settings import make_spec, pack_settings
+from .settings import pack_settings
 from .version import ServedEmbedding, Version
 
 Unknown = Literal["initial", "zeros"]
@@ -53,7 +53,7 @@ class ServedRows:
         previous: ServedRows | None,
     ) -> None:
         """Open the files, except those that `previous` has open too. Raises StoreError."""
-        self.spec, self.output_dtype = make_spec(entry.description), output_dtype
+        self.spec, self.output_dtype = entry.spec, output_dtype
         self._dtype_name = OUTPUT_DTYPES[output_dtype]
         self._unknown = unknown
         self._paths = [
@@ -62,7 +62,7 @@ class ServedRows:
         ]
         older = None if previous is None else previous.native
         self.native: _core.ServedTables = _core.ServedTables(
-            pack_settings(self.spec), self._paths, unknown == "initial", older
+            bytes.fromhex(entry.settings), self._paths, unknown == "initial", older
         )
 
     def adapt(self, spec: TableSpec, output_dtype: torch.dtype) -> ServedRows:
@@ -308,14 +308,14 @@ class Served:
     def _open(self, current: ServedVersion | None) -> ServedVersion:
         """Returns the version that CURRENT names, `current` if it is that one. Raises ServingError."""
         for attempt in range(_ATTEMPTS):
-            version = self._folder.read_current().version
+            newest = self._folder.read_current()
+            if current and (current.version, current.created) == (newest.version, newest.created):
+                return current
             try:
-                record = self._folder.read_version(version)
-                if current and (current.version, current.created) == (version, record.created):  # not of a new folder
-                    return current
+                record = self._folder.read_version(newest.version)
                 return ServedVersion(self._folder, record, self._unknown, self._output_dtype, current)
             except ServingError:  # if the publisher removed the version, CURRENT names another one
-                if attempt + 1 == _ATTEMPTS or self._folder.read_current().version == version:
+                if attempt + 1 == _ATTEMPTS or self._folder.read_current() == newest:
                     raise
         raise AssertionError
 

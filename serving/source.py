@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from ..engine.optim.rule import needs_catch_up
@@ -60,7 +60,12 @@ class SnapshotSource:
         return self._read(chain[ids.index(id) + 1 :]) if id in ids else None
 
     def _read(self, chain: Sequence[Snapshot]) -> Iterator[Change]:
-        for bucket, rows, deleted in read_changes(chain):
-            if len(rows):
-                ((_, rows),) = catch_up_rows(self._snapshot.description, iter([(bucket, rows)]))
-            yield bucket, rows, deleted
+        return settle_changes(self._snapshot.description, read_changes(chain))
+
+
+def settle_changes(stored: Mapping[str, Any], changes: Iterator[Change]) -> Iterator[Change]:
+    """Yield changes after applying the steps that their rows missed. `stored` describes the rows."""
+    for bucket, rows, deleted in changes:
+        if len(rows):
+            ((_, rows),) = catch_up_rows(stored, iter([(bucket, rows)]))
+        yield bucket, rows, deleted

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, is_dataclass
+from functools import cached_property
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from ..engine.checksum import crc32
 from ..engine.durable import MAX_SEALED_BYTES
 from ..engine.errors import ServingError
+from ..engine.options.table_spec import TableSpec
 from ..snapshots.files.format import check_description
 from .settings import make_spec, pack_settings
 
 FORMAT = 1
-ENCODINGS = ("int8", "float32", "bfloat16", "float16")
+ENCODINGS = ("int8", "float32", "bfloat16", "float16")  # in messages; row files number them in another order
 
 T = TypeVar("T")
 
@@ -80,7 +82,12 @@ class ServedEmbedding:
         check_description(self.description)
         if len(self.tables) != len(self.description["tables"]):
             raise ValueError(f"it has files of {len(self.tables)} tables, not of {len(self.description['tables'])}")
-        object.__setattr__(self, "settings", pack_settings(make_spec(self.description)).hex())
+        object.__setattr__(self, "settings", pack_settings(self.spec).hex())
+
+    @cached_property
+    def spec(self) -> TableSpec:
+        """What lookups need to know of the embedding."""
+        return make_spec(self.description)
 
     @property
     def dim(self) -> int:
@@ -128,10 +135,15 @@ class Version:
 
 @dataclass(frozen=True)
 class Current:
-    """The version that readers take. hold: True from a rollback until `release`."""
+    """The version that readers take, and when it was published.
+
+    hold: True from a rollback until `release`. created: the version's; with `version`, it tells versions of different
+    publishers' folders at the same path apart.
+    """
 
     version: int
     hold: bool = False
+    created: int = 0
 
 
 @dataclass(frozen=True)
