@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from itertools import islice
 from threading import Condition, RLock
+from time import perf_counter
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -18,14 +20,18 @@ from .merging import merge_sorted, replace_rows
 
 MAX_BEFORE_IMAGE_BYTES = 256 << 20
 CHUNK_BYTES = 1 << 20  # bytes per chunk; steps wait while a chunk is read
-CHANGES_CHUNK_ROWS = 1 << 10  # rows per chunk of an `IncrementImage`; fewer, because each row may be a read of the disk
+CHANGES_CHUNK_ROWS = 1 << 8  # rows per chunk of an `IncrementImage`; fewer, because each row may be a read of the disk
+LOCK_SECONDS = 4e-3  # an `IncrementImage` reads chunks for this long while steps wait
 
 
 class Image(Protocol):
     """A table's rows at one step. The default methods suit an image that needs no before-images.
 
-    Hold the table's lock while you make an image or call `before_write` or `before_erase`.
+    Hold the table's lock while you make an image or call `before_write` or `before_erase`. `is_urgent` is True if steps
+    may soon have to wait for the reader; `chunks` updates it.
     """
+
+    is_urgent: bool = False
 
     def chunks(self) -> Chunks:
         """Yield all rows, once and in one thread. Raises StoreError, or ClosedError if the image or table is closed."""
@@ -36,11 +42,6 @@ class Image(Protocol):
 
     def close(self) -> None:
         """Stop saving before-images. May be called more than once."""
-
-    @property
-    def is_urgent(self) -> bool:
-        """True if steps may soon have to wait for the reader."""
-        return False
 
     def wait_for_memory(self, is_abandoned: Callable[[], bool]) -> None:
         """Before rows change, wait while before-images use too much memory. Closes the image if `is_abandoned()`."""
@@ -114,18 +115,25 @@ class MemoryImage(Image):
     def chunks(self) -> Chunks:
         chunk_rows = max(1, CHUNK_BYTES // self._dtype.itemsize)
         for bucket in range(BUCKETS):
-            with self._condition:
+            with self._hold_lock():
                 self._require_open().open_bucket(bucket)
             if (image := self._table_image) is not None:
                 image.sort_bucket()  # sorting is slow, and needs no lock
             while True:
                 rows = np.empty(chunk_rows, self._dtype)
-                with self._condition:
+                with self._hold_lock():
                     count = self._require_open().read_next(rows.view(np.uint8))
-                    self._condition.notify_all()
                 if count == 0:
                     break
                 yield bucket, rows[:count]
+
+    @contextmanager
+    def _hold_lock(self) -> Iterator[None]:
+        """Hold the table's lock while `chunks` reads rows. Steps that wait for memory go on afterwards."""
+        with self._condition:
+            yield
+            self.is_urgent = 2 * self._require_open().before_image_bytes > self._max_bytes
+            self._condition.notify_all()
 
     def close(self) -> None:
         with self._condition:
@@ -133,11 +141,6 @@ class MemoryImage(Image):
                 self._table_image = None
                 self._on_close(self)
             self._condition.notify_all()
-
-    @property
-    def is_urgent(self) -> bool:
-        with self._condition:
-            return self._table_image is not None and 2 * self._table_image.before_image_bytes > self._max_bytes
 
     def wait_for_memory(self, is_abandoned: Callable[[], bool]) -> None:
         if self._has_memory():
@@ -169,16 +172,26 @@ class IncrementImage(MemoryImage):
 
     def chunks(self) -> Iterator[Change]:  # type: ignore[override]
         """Yield all listed rows, and the keys of listed rows that did not exist."""
+        changes = self._read_changes()
+        while True:
+            with self._hold_lock():  # for many chunks: a wait for a step is longer than the read of a small bucket
+                end = perf_counter() + LOCK_SECONDS
+                chunks = list(islice(changes, 1))
+                while chunks and perf_counter() < end and (chunk := next(changes, None)) is not None:
+                    chunks.append(chunk)
+            if not chunks:
+                return
+            yield from chunks
+
+    def _read_changes(self) -> Iterator[Change]:
+        """Yield the chunks. The caller holds the lock."""
         for bucket in range(BUCKETS):
-            with self._condition:
-                self._require_open().open_bucket(bucket)
+            self._require_open().open_bucket(bucket)
             while True:
                 rows = np.empty(CHANGES_CHUNK_ROWS, self._dtype)
-                with self._condition:
-                    image = cast(_core.TableImage, self._require_open())
-                    count = image.read_next(rows.view(np.uint8))
-                    tables, keys = image.take_missing_keys()
-                    self._condition.notify_all()
+                image = cast(_core.TableImage, self._require_open())
+                count = image.read_next(rows.view(np.uint8))
+                tables, keys = image.take_missing_keys()
                 if not count and not len(keys):
                     break
                 missing = np.empty(len(keys), ROW_KEY_DTYPE)

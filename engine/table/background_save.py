@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from math import inf
 from threading import Condition, Event, current_thread, get_native_id, main_thread
-from time import monotonic, perf_counter
+from time import monotonic, thread_time
 from typing import Any, Protocol, TypeVar
 
 from .. import _core
@@ -148,13 +148,13 @@ class BackgroundSave:
 
     def _read_paced(self, image: Image) -> Chunks:
         """Yield the image's rows with pauses, to slow down steps as little as possible."""
-        begin = perf_counter()
+        begin = thread_time()  # not the wall time, which grows with the load and with waits for steps
         with closing(image.chunks()) as chunks:  # type: ignore[type-var]
             for chunk in chunks:
                 yield chunk
                 if not image.is_urgent and main_thread().is_alive():  # neither a step nor the program's exit waits
-                    self._hurry_event.wait(PAUSE_RATIO * (perf_counter() - begin))
-                begin = perf_counter()
+                    self._hurry_event.wait(PAUSE_RATIO * (thread_time() - begin))
+                begin = thread_time()
 
     def _run(self, write: Callable[[Chunks], object]) -> None:
         try:

@@ -55,7 +55,7 @@ def _choose_members(run: Run, is_final: bool) -> Run:
         return run[first:]
     if len(run) - first <= MAX_UNFOLDED:
         return []
-    begin = len(run) - 2
+    begin = min(len(run) - 2, first + MAX_UNFOLDED - 1)
     while begin > first and sizes[begin - 1] <= sum(sizes[begin:]):
         begin -= 1
     return run[begin:]

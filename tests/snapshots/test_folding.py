@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.embeddings import contents, make, train
@@ -90,6 +90,7 @@ def bits(folder: Path) -> dict[str, bytes]:
 
 
 @examples(0.4)
+@example([({}, None, ""), ({(0, 0, 0): 0.0}, None, ""), *[({}, None, "")] * 2, ({}, None, "prune")], 1, None, 1, True)
 @given(
     versions=st.lists(
         st.tuples(CHANGES, st.sampled_from([None, None, 1, 3]), st.sampled_from(["", "", "prune", "state"])),
