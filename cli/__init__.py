@@ -35,7 +35,7 @@ COMMANDS = {  # maps each command group to its commands, in the order that --hel
     ),
     "checkpoint": (checkpoint.list_, checkpoint.inspect, checkpoint.verify, checkpoint.prune),
     "store": (store.stat, store.compact, store.get, store.detach, options.options),
-    "serve": (serve.publish, serve.list_, serve.verify, serve.rollback, serve.release, serve.prune),
+    "serve": (serve.publish, serve.list_, serve.verify, serve.rollback, serve.release, serve.prune, serve.pull),
 }
 HELP = {
     "snapshot": "Snapshots of a store folder.",

@@ -1,4 +1,4 @@
-"""`tierbed serve publish | list | verify | rollback | release | prune`."""
+"""`tierbed serve publish | list | verify | rollback | release | prune | pull`."""
 
 from __future__ import annotations
 
@@ -167,6 +167,22 @@ def prune(folder: Folder, keep: Keep = 3, as_json: Json = False) -> None:
     with _exit_if_locked(as_json):
         removed = ServingFolder(folder).prune(keep)
     _report({"removed": removed}, f"removed versions: {', '.join(map(str, removed)) or 'none'}", as_json)
+
+
+def pull(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A serving folder.", show_default=False)],
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The copy.", show_default=False)],
+    as_json: Json = False,
+) -> None:
+    """Copy the version that readers of SOURCE take to FOLDER. Only files that FOLDER lacks are copied.
+
+    Example: tierbed serve pull /mnt/models/serving serving
+    """
+    from ..serving.pull import pull as pull_version
+
+    with _exit_if_locked(as_json):
+        version = pull_version(source, folder)
+    _report(_make_entry(version), f"{str(folder)!r} has version {version.version}", as_json)
 
 
 def _report(document: dict[str, Any], text: str, as_json: bool) -> None:

@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -67,12 +66,7 @@ def serve(folder: Path) -> None:
         def log_message(self, *_: Any) -> None:
             pass
 
-    def follow() -> None:
-        while True:
-            time.sleep(0.1)
-            served.refresh()
-
-    threading.Thread(target=follow, daemon=True).start()
+    served.follow(0.1)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     print(server.server_port, flush=True)
     server.serve_forever()

@@ -3,6 +3,7 @@ from .freeze import FrozenModel as FrozenModel
 from .freeze import freeze as freeze
 from .freeze import load_program as load_program
 from .publish import publish as publish
+from .pull import pull as pull
 from .served import Served as Served
 from .served import ServedVersion as ServedVersion
 from .served import open_served as open_served

@@ -157,13 +157,17 @@ class ServingFolder:
         removed = self.list_versions()[:-keep]
         with suppress(MissingVersionError):  # no publish has been completed
             removed = [version for version in removed if version != self.read_current().version]
+        self.remove_versions(removed)
+        return removed
+
+    def remove_versions(self, versions: list[int]) -> None:
+        """Remove versions, and files that no version names. Call with the folder locked. Raises ServingError."""
         with self.convert_errors("prune"):
-            for version in removed:
+            for version in versions:
                 self._find_version(version).unlink()
-            if removed:  # a version must never outlive its files
+            if versions:  # a version must never outlive its files
                 fsync_dir(self._versions)
         self.remove_unnamed()
-        return removed
 
     def remove_unnamed(self) -> None:
         """Remove files that no version names, for example after a killed publish. Call with the folder locked."""
@@ -183,16 +187,27 @@ class ServingFolder:
 
     def check_file(self, file: ServedFile) -> str:
         """Read a file. Returns what is wrong with it, or ""."""
+        try:
+            for _ in self.read_file(file):
+                pass
+        except ServingError as error:
+            return str(error)
+        return ""
+
+    def read_file(self, file: ServedFile) -> Iterator[bytes]:
+        """Yields a file's bytes in pieces. Raises ServingError, at the end if the size or the checksum is wrong."""
         path, size, checksum = self.find_file(file), 0, 0
         try:
             with open_regular(path) as opened:
                 while data := opened.read(_PIECE_BYTES):
                     size, checksum = size + len(data), crc32(data, checksum)
+                    yield data
         except OSError as error:
-            return f"{str(path)!r} cannot be read: {error.strerror or error}"
+            raise ServingError(f"{str(path)!r} cannot be read: {error.strerror or error}") from error
         if size != file.bytes:
-            return f"{str(path)!r} has {size} bytes instead of {file.bytes}"
-        return "" if checksum == file.crc32 else f"{str(path)!r} is damaged: its checksum does not match"
+            raise ServingError(f"{str(path)!r} is damaged: it has {size} bytes instead of {file.bytes}")
+        if checksum != file.crc32:
+            raise ServingError(f"{str(path)!r} is damaged: its checksum does not match")
 
     def _make_missing_error(self, what: str) -> MissingVersionError:
         remedy = "publish a version there first, or give the folder of a publisher"

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from pathlib import Path
-from threading import Lock
+from threading import Event, Lock
 from typing import Any, Literal, Protocol, Self
-from weakref import WeakSet
+from weakref import WeakSet, finalize, ref
 
 import numpy as np
 import torch
@@ -19,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from ..engine import _core
-from ..engine.checks import check_choice
+from ..engine.checks import as_number, check_choice
 from ..engine.errors import ClosedError, InputError, OptionError, ServingError, StoreError
 from ..engine.ops.batch import (
     FeatureLookupArguments,
@@ -33,11 +35,13 @@ from ..engine.ops.batch import (
 )
 from ..engine.options.lookup import OUTPUT_DTYPES, check_lookup, check_output_dtype, check_weights
 from ..engine.options.table_spec import TableSpec
+from ..engine.threads import Thread
 from .folder import ServingFolder
 from .settings import pack_settings
 from .version import ServedEmbedding, Version
 
 Unknown = Literal["initial", "zeros"]
+log = logging.getLogger("tierbed")
 _ATTEMPTS = 3  # how often to open the current version if the publisher may remove it meanwhile
 
 
@@ -222,6 +226,7 @@ class Served:
         self._folder, self._unknown, self._output_dtype = ServingFolder(folder), unknown, output_dtype
         self._lock = Lock()  # held by a refresh, never by lookups
         self._num_refreshes = self._num_failed = 0
+        self._stop_following = Event()
         self._models: WeakSet[BoundModel] = WeakSet()
         self._current: ServedVersion | None = self._open(None)
         _open_folders.add(self)
@@ -234,6 +239,11 @@ class Served:
         with self._lock:
             self.current.models[model.key] = model.model = model.bind(self.current)
             self._models.add(model)
+            finalize(model, self._drop_model, model.key)
+
+    def _drop_model(self, key: int) -> None:
+        if (current := self._current) is not None:
+            current.models.pop(key, None)
 
     @property
     def current(self) -> ServedVersion:
@@ -269,7 +279,7 @@ class Served:
                 models = [] if newer is current else list(self._models)
                 for model in models:
                     newer.models[model.key] = model.bind(newer)
-            except ServingError:
+            except BaseException:
                 self._num_failed += 1
                 raise
             if self._current is not None and newer is not current:  # `close` does not wait for a refresh
@@ -279,11 +289,31 @@ class Served:
                     model.model = newer.models[model.key]
             return newer is not current
 
+    def follow(self, seconds: float = 1.0) -> None:
+        """Refresh every so many seconds, in a thread, until `close`. A later call changes the seconds.
+
+        A refresh that fails is counted in `metrics` and logged, unless the refresh before failed in the same way. A
+        forked process has no such thread: call `follow` there too.
+
+        Raises:
+            OptionError: If `seconds` is not a positive number.
+            ClosedError: After `close`.
+        """
+        number = as_number(seconds)
+        if number is None or not 0 < number <= threading.TIMEOUT_MAX:
+            raise OptionError(f"seconds={seconds!r}: give a number above 0")
+        self.current  # noqa: B018  # raises after `close`
+        self._stop_following.set()
+        self._stop_following = Event()
+        args = ref(self), self._stop_following, number
+        Thread(target=_follow, args=args, name="tierbed-follow", daemon=True).start()
+
     def metrics(self) -> dict[str, Any]:
         """Returns counts since the folder was opened, and the current version.
 
         `seconds_behind` is the version's age. `embeddings` has for each embedding the number of `lookups` and `ids`,
-        and how many of these ids were `unknown`, found in a `delta`, or illegal and `dropped`.
+        how many of these ids were `unknown`, found in a `delta`, or illegal and `dropped`, and quantiles of the
+        lookups' times, without Python.
         """
         current = self.current
         return {
@@ -292,11 +322,22 @@ class Served:
             "seconds_behind": max(0.0, time.time() - current.created * 1e-9),
             "refreshes": self._num_refreshes,
             "failed_refreshes": self._num_failed,
-            "embeddings": {name: rows.native.counts for name, rows in current.embeddings.items()},
+            "embeddings": {name: rows.native.metrics for name, rows in current.embeddings.items()},
         }
+
+    def describe(self) -> list[Any]:
+        """Returns an empty list. `prometheus_client` calls this when you register a folder."""
+        return []
+
+    def collect(self) -> Iterable[Any]:
+        """Returns families for `prometheus_client`, so a folder can be registered: `REGISTRY.register(served)`."""
+        from .metrics import collect
+
+        return () if self._current is None else collect(self.metrics())
 
     def close(self) -> None:
         """Close the folder. Its memory is unmapped once no lookup uses it. Later calls raise ClosedError."""
+        self._stop_following.set()
         self._current = None
 
     def __enter__(self) -> Self:
@@ -318,6 +359,20 @@ class Served:
                 if attempt + 1 == _ATTEMPTS or self._folder.read_current() == newest:
                     raise
         raise AssertionError
+
+
+def _follow(find_served: Callable[[], Served | None], stop: Event, seconds: float) -> None:
+    """Refresh a folder until `stop` is set or the folder was collected."""
+    last_error = ""
+    while not stop.wait(seconds) and (served := find_served()) is not None:
+        try:
+            served.refresh()
+            last_error = ""
+        except Exception as error:
+            if not stop.is_set() and str(error) != last_error:
+                last_error = str(error)
+                log.warning("a refresh failed, and lookups stay with the version that they have: %s", error)
+        del served
 
 
 def open_served(

@@ -25,30 +25,30 @@ class Metric(NamedTuple):
     exported_name: str = ""
 
 
-_counter, _gauge = partial(Metric, "counter"), partial(Metric, "gauge")
+counter, gauge = partial(Metric, "counter"), partial(Metric, "gauge")
 
 
-def _make_latency_metrics(name: str) -> dict[str, Metric]:
-    percentiles = {f"{name}_seconds_p{n}": _gauge(f"{n}th percentile of {name} times") for n in (50, 90, 99)}
-    return {**percentiles, f"{name}_seconds_max": _gauge(f"the longest {name} time")}
+def make_latency_metrics(name: str) -> dict[str, Metric]:
+    percentiles = {f"{name}_seconds_p{n}": gauge(f"{n}th percentile of {name} times") for n in (50, 90, 99)}
+    return {**percentiles, f"{name}_seconds_max": gauge(f"the longest {name} time")}
 
 
 METRICS: dict[str, Metric] = {
     # metrics of the embedding
-    "rows": _gauge("written rows of all tables, like `size()`"),
-    "step": _gauge("training steps of this embedding; stored in snapshots"),
-    "dropped": _counter("illegal ids that lookups and `get` dropped, if `bad_ids` is `drop`"),
-    "refused": _counter("times that `admission` refused a new row"),
-    "evicted": _counter("rows deleted because of `capacity`"),
-    "expired": _counter("rows deleted because of `ttl_steps`"),
-    "deleted": _counter("rows deleted by `delete`"),
-    "ledger_bytes": _gauge("host memory that `eviction`, `admission` and `ttl_steps` use"),
-    "changed_keys_bytes": _gauge("memory of the list of changed rows, at most `changed_keys_mb`"),
-    "total_bytes": _gauge(
+    "rows": gauge("written rows of all tables, like `size()`"),
+    "step": gauge("training steps of this embedding; stored in snapshots"),
+    "dropped": counter("illegal ids that lookups and `get` dropped, if `bad_ids` is `drop`"),
+    "refused": counter("times that `admission` refused a new row"),
+    "evicted": counter("rows deleted because of `capacity`"),
+    "expired": counter("rows deleted because of `ttl_steps`"),
+    "deleted": counter("rows deleted by `delete`"),
+    "ledger_bytes": gauge("host memory that `eviction`, `admission` and `ttl_steps` use"),
+    "changed_keys_bytes": gauge("memory of the list of changed rows, at most `changed_keys_mb`"),
+    "total_bytes": gauge(
         "memory of all tiers, their overflow areas, `ledger_bytes` and `changed_keys_bytes`", "total_memory_bytes"
     ),
     **{
-        f"{purpose}_{name}": _counter(f"rows that {calls} found {meaning}")
+        f"{purpose}_{name}": counter(f"rows that {calls} found {meaning}")
         for purpose, calls in (("train", "training or `put`"), ("evaluate", "evaluation"))
         for name, meaning in (
             ("hits", "in the top tier"),
@@ -56,75 +56,99 @@ METRICS: dict[str, Metric] = {
             ("unknown", "in no tier (never written)"),
         )
     },
-    "prefetch_hits": _counter("steps with a batch that `prefetch` had announced"),
-    "prefetch_misses": _counter("steps whose batch differs from the next announced batch"),
-    "prefetch_dropped": _counter("batches that `prefetch` announced and dropped, because too many waited"),
+    "prefetch_hits": counter("steps with a batch that `prefetch` had announced"),
+    "prefetch_misses": counter("steps whose batch differs from the next announced batch"),
+    "prefetch_dropped": counter("batches that `prefetch` announced and dropped, because too many waited"),
     # metrics of an embedding with a world, in addition to its tiers' metrics
-    "ids_sent": _counter("distinct ids requested from other ranks"),
-    "ids_received": _counter("distinct ids requested by other ranks"),
-    "rows_sent": _counter("rows sent to other ranks"),
-    "rows_received": _counter("rows received from other ranks"),
-    "bytes_sent": _counter("bytes of ids, rows and gradients sent"),
-    "bytes_received": _counter("bytes of ids, rows and gradients received"),
+    "ids_sent": counter("distinct ids requested from other ranks"),
+    "ids_received": counter("distinct ids requested by other ranks"),
+    "rows_sent": counter("rows sent to other ranks"),
+    "rows_received": counter("rows received from other ranks"),
+    "bytes_sent": counter("bytes of ids, rows and gradients sent"),
+    "bytes_received": counter("bytes of ids, rows and gradients received"),
     # metrics of every tier
-    "hits": _counter("rows requested from this tier and found"),
-    "misses": _counter("rows requested from this tier and not found"),
-    "insertions": _counter("rows inserted into this tier; for `ssd`, equal to `rows_written`"),
-    "bytes_in": _counter("bytes of rows copied into a cache from below, or into the last tier from above", "in_bytes"),
-    "bytes_out": _counter("bytes of rows copied out: from a cache down, or from the last tier up", "out_bytes"),
-    "resident_rows": _gauge("rows in this tier now; for `ssd` an estimate, too high until compaction"),
-    "bytes": _gauge(
+    "hits": counter("rows requested from this tier and found"),
+    "misses": counter("rows requested from this tier and not found"),
+    "insertions": counter("rows inserted into this tier; for `ssd`, equal to `rows_written`"),
+    "bytes_in": counter("bytes of rows copied into a cache from below, or into the last tier from above", "in_bytes"),
+    "bytes_out": counter("bytes of rows copied out: from a cache down, or from the last tier up", "out_bytes"),
+    "resident_rows": gauge("rows in this tier now; for `ssd` an estimate, too high until compaction"),
+    "bytes": gauge(
         "memory of rows, metadata and indexes; excludes `overflow_bytes` and `window_bytes`", "memory_bytes"
     ),
-    **_make_latency_metrics("fetch"),
-    **_make_latency_metrics("write"),
+    **make_latency_metrics("fetch"),
+    **make_latency_metrics("write"),
     # metrics of caches
-    "capacity": _gauge("rows that fit into this tier", "capacity_rows"),
-    "fill": _gauge("`resident_rows` / `capacity`", "fill_ratio"),
-    "index_bytes": _gauge("memory of the index, a part of `bytes`"),
-    "evictions_clean": _counter("unchanged rows evicted from the cache, without write-back"),
-    "evictions_dirty": _counter("changed rows evicted from the cache and written back"),
-    "too_small": _gauge("1 if the cache misses over half of the rows because it evicts rows that are needed again"),
-    "overflows": _counter("rows that did not fit in their set of 64: current or announced batches need all its rows"),
-    "overflow_rows": _gauge("rows in the overflow area now"),
-    "overflow_peak_rows": _gauge("the peak of `overflow_rows`"),
-    "overflow_capacity": _gauge("prefetch and steps wait if `overflow_rows` would exceed it", "overflow_capacity_rows"),
-    "overflow_evictions": _counter("rows evicted from the overflow area"),
-    "overflow_bytes": _gauge("memory of the overflow area"),
-    "window_bytes": _gauge("memory for lists of announced rows that are not cached yet"),
-    "prefetch_waits": _counter("times that prefetch waited for space in the overflow area"),
+    "capacity": gauge("rows that fit into this tier", "capacity_rows"),
+    "fill": gauge("`resident_rows` / `capacity`", "fill_ratio"),
+    "index_bytes": gauge("memory of the index, a part of `bytes`"),
+    "evictions_clean": counter("unchanged rows evicted from the cache, without write-back"),
+    "evictions_dirty": counter("changed rows evicted from the cache and written back"),
+    "too_small": gauge("1 if the cache misses over half of the rows because it evicts rows that are needed again"),
+    "overflows": counter("rows that did not fit in their set of 64: current or announced batches need all its rows"),
+    "overflow_rows": gauge("rows in the overflow area now"),
+    "overflow_peak_rows": gauge("the peak of `overflow_rows`"),
+    "overflow_capacity": gauge("prefetch and steps wait if `overflow_rows` would exceed it", "overflow_capacity_rows"),
+    "overflow_evictions": counter("rows evicted from the overflow area"),
+    "overflow_bytes": gauge("memory of the overflow area"),
+    "window_bytes": gauge("memory for lists of announced rows that are not cached yet"),
+    "prefetch_waits": counter("times that prefetch waited for space in the overflow area"),
     # metrics of RocksDB
-    "rows_written": _counter("rows written to RocksDB"),
-    "rows_erased": _counter("rows that RocksDB was told to erase, even rows that it did not have"),
-    "read_threads": _gauge("number of threads for the next read, up to `io_threads`"),
-    "read_buffer_bytes": _gauge("the most memory that the threads of one read held"),
-    "memtable_bytes": _gauge("memory of written rows that are not yet in RocksDB's files"),
-    "index_filter_bytes": _gauge("memory of indexes and filters, outside the block cache"),
-    "block_cache_bytes": _gauge("memory of RocksDB's block cache; with `index_mb`, it holds indexes and filters"),
-    "block_cache_hits": _counter("blocks found in RocksDB's block cache"),
-    "block_cache_misses": _counter("blocks read from files instead of the block cache"),
-    "bloom_useful": _counter("file reads that a Bloom filter avoided"),
-    "sst_bytes": _gauge("size of RocksDB's files"),
-    "live_data_bytes": _gauge("estimate of `sst_bytes` minus the replaced versions of rows"),
-    "flush_bytes": _counter("bytes written to files by saves and from memtables"),
-    "compaction_bytes": _counter("bytes that compactions wrote"),
-    "compaction_read_bytes": _counter("bytes that compactions read"),
-    "pending_compaction_bytes": _gauge("estimated bytes that compactions must still rewrite"),
-    "running_flushes": _gauge("memtable flushes running now"),
-    "running_compactions": _gauge("compactions running now"),
-    "background_errors": _counter("failed memtable flushes and compactions"),
-    "stall_seconds": _counter("time that writes waited for flushes and compactions"),
-    "write_amplification": _gauge("bytes written to RocksDB's files / bytes of rows written"),
+    "rows_written": counter("rows written to RocksDB"),
+    "rows_erased": counter("rows that RocksDB was told to erase, even rows that it did not have"),
+    "read_threads": gauge("number of threads for the next read, up to `io_threads`"),
+    "read_buffer_bytes": gauge("the most memory that the threads of one read held"),
+    "memtable_bytes": gauge("memory of written rows that are not yet in RocksDB's files"),
+    "index_filter_bytes": gauge("memory of indexes and filters, outside the block cache"),
+    "block_cache_bytes": gauge("memory of RocksDB's block cache; with `index_mb`, it holds indexes and filters"),
+    "block_cache_hits": counter("blocks found in RocksDB's block cache"),
+    "block_cache_misses": counter("blocks read from files instead of the block cache"),
+    "bloom_useful": counter("file reads that a Bloom filter avoided"),
+    "sst_bytes": gauge("size of RocksDB's files"),
+    "live_data_bytes": gauge("estimate of `sst_bytes` minus the replaced versions of rows"),
+    "flush_bytes": counter("bytes written to files by saves and from memtables"),
+    "compaction_bytes": counter("bytes that compactions wrote"),
+    "compaction_read_bytes": counter("bytes that compactions read"),
+    "pending_compaction_bytes": gauge("estimated bytes that compactions must still rewrite"),
+    "running_flushes": gauge("memtable flushes running now"),
+    "running_compactions": gauge("compactions running now"),
+    "background_errors": counter("failed memtable flushes and compactions"),
+    "stall_seconds": counter("time that writes waited for flushes and compactions"),
+    "write_amplification": gauge("bytes written to RocksDB's files / bytes of rows written"),
 }
 
 TABLE_METRICS: dict[str, Metric] = {
-    "rows": _gauge("written rows of this table", "table_rows"),
-    "hits": _counter("rows of this table found in the top tier", "table_hits"),
-    "misses": _counter("rows of this table not found in the top tier", "table_misses"),
-    "dropped": _counter("illegal ids dropped in lookups of this table", "table_dropped"),
+    "rows": gauge("written rows of this table", "table_rows"),
+    "hits": counter("rows of this table found in the top tier", "table_hits"),
+    "misses": counter("rows of this table not found in the top tier", "table_misses"),
+    "dropped": counter("illegal ids dropped in lookups of this table", "table_dropped"),
 }
 
 _QUANTILES = {"p50": "0.5", "p90": "0.9", "p99": "0.99", "max": "1"}
+
+
+class Families:
+    """Metric families of `prometheus_client`, whose names start with `prefix`."""
+
+    def __init__(self, prefix: str) -> None:
+        self._prefix, self._by_name = prefix, dict[str, Any]()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._by_name.values())
+
+    def add(self, name: str, metric: Metric, value: float, **labels: str) -> None:
+        """Add a number. Quantiles of a time become one family with the label `quantile`."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        latency, _, quantile = name.rpartition("_")
+        if latency.endswith("seconds") and quantile in _QUANTILES:
+            name, metric = latency, gauge("a share of the calls took no longer, in seconds")
+            labels["quantile"] = _QUANTILES[quantile]
+        name = metric.exported_name or name
+        if name not in self._by_name:
+            kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
+            self._by_name[name] = kind(self._prefix + name, metric.meaning, labels=list(labels))
+        self._by_name[name].add_metric(list(labels.values()), value)
 
 
 class MetricsCollector:
@@ -159,34 +183,19 @@ class MetricsCollector:
         and `table`. `tierbed_up` is 1 for an embedding with metrics. It is 0 if the embedding is unused, closed or
         failed; only a failed embedding also gives a warning.
         """
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-
-        families: dict[str, Any] = {}
-
-        def add(name: str, metric: Metric, value: float, **labels: str) -> None:
-            name = metric.exported_name or name
-            if name not in families:
-                kind = CounterMetricFamily if metric.kind == "counter" else GaugeMetricFamily
-                families[name] = kind(f"tierbed_{name}", metric.meaning, labels=list(labels))
-            families[name].add_metric(list(labels.values()), value)
-
+        families = Families("tierbed_")
         deadline = monotonic() + LOCK_TIMEOUT  # one deadline for all embeddings
         for embedding in self._embeddings:
             metrics = _read(embedding, max(deadline - monotonic(), 0))
             embedding_label = {"embedding": embedding.name}
-            add("up", _gauge("whether the embedding has metrics"), bool(metrics), **embedding_label)
+            families.add("up", gauge("whether the embedding has metrics"), bool(metrics), **embedding_label)
             for table, numbers in metrics.pop("tables", {}).items():
                 for name, value in numbers.items():
-                    add(name, TABLE_METRICS[name], value, **embedding_label, table=table)
+                    families.add(name, TABLE_METRICS[name], value, **embedding_label, table=table)
             for tier, numbers in metrics.items():
                 for name, value in numbers.items():
-                    latency, _, quantile = name.rpartition("_")
-                    if latency.endswith("seconds") and quantile in _QUANTILES:
-                        metric = _gauge("a share of the calls took no longer, in seconds")
-                        add(latency, metric, value, **embedding_label, tier=tier, quantile=_QUANTILES[quantile])
-                    else:
-                        add(name, METRICS[name], value, **embedding_label, tier=tier)
-        yield from families.values()
+                    families.add(name, METRICS[name], value, **embedding_label, tier=tier)
+        yield from families
 
 
 def prometheus_text(*embeddings: MultiTableMultiColumnEmbedding) -> str:

@@ -97,7 +97,7 @@ def load_together(world: World, managers: SnapshotManagers, name: str) -> list[L
     """
     op = f"loading snapshot {name!r} of {len(managers)} embeddings"
     _wait_for_save(world, op, managers)
-    with lock_between_steps(managers, replaces_rows=True):
+    with lock_between_steps(managers, finishes_saves=True):
         snapshots: list[Snapshot] = world.call_on_all_ranks(
             op, lambda: [manager.open_by_name(name) for manager in managers]
         )
@@ -111,7 +111,7 @@ def load_rows_together(world: World, managers: SnapshotManagers, paths: Sequence
     """Load the snapshots `paths`, already checked by `check_snapshot_at`, and link them into the store folders."""
     op = f"loading {len(managers)} embeddings"
     _wait_for_save(world, op, managers)
-    with lock_between_steps(managers, replaces_rows=True), ExitStack() as link_stack:
+    with lock_between_steps(managers, finishes_saves=True), ExitStack() as link_stack:
         linked = [manager.link_into_store(path, link_stack) for manager, path in zip(managers, paths, strict=True)]
         _load(world, op, managers, world.call_on_all_ranks(op, lambda: [Snapshot.open(path) for path in linked]))
 

@@ -339,7 +339,7 @@ class SnapshotManager:
         """
         self.world.call_on_all_ranks(self._name_load(path.name), lambda: self.local.table)  # raises ClosedError
         self.wait_for_save()
-        with lock_between_steps([self], replaces_rows=True), ExitStack() as link_stack:
+        with lock_between_steps([self], finishes_saves=True), ExitStack() as link_stack:
             if self._folder is not None and selection.can_recover:
                 path = self.link_into_store(path, link_stack)
             self.load(self.world.call_on_all_ranks(self._name_load(path.name), lambda: open_snapshot(path)), selection)

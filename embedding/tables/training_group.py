@@ -110,11 +110,11 @@ def mark_inconsistent(members: Iterable[Member], reason: str) -> None:
 
 
 @contextmanager
-def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_rows: bool = False) -> Iterator[None]:
+def lock_between_steps(handles: list[Any], awaits_step: bool = False, finishes_saves: bool = False) -> Iterator[None]:
     """Lock these tables and all tables trained with them, so that no other thread writes or saves the tables.
 
     awaits_step: first wait until no other thread is in a step, because a step updates one store after another.
-    replaces_rows: True if the block replaces rows. First finishes background saves, because they need the locks.
+    finishes_saves: first finish background saves, because they need the locks.
     """
     groups = {id(handle.group): handle.group for handle in handles if handle.group is not None}.values()
     all_handles = {id(handle): handle for handle in [*handles, *(h for group in groups for h in group.list_handles())]}
@@ -123,7 +123,7 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
         tables = sorted({handle.local.table for handle in all_handles.values()}, key=id)
         for table in tables:
             table.observers.wait_for_foreground_save()
-            if replaces_rows:
+            if finishes_saves:
                 table.observers.finish_saving()
         with ExitStack() as stack:
             if gate is not None:
@@ -132,7 +132,7 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, replaces_r
                 stack.enter_context(table.lock)
             if any(table.is_replaced or table.observers.is_being_saved_by_other_thread for table in tables):
                 continue
-            if replaces_rows and any(table.observers.is_being_saved_in_background for table in tables):  # a new save
+            if finishes_saves and any(table.observers.is_being_saved_in_background for table in tables):  # a new save
                 continue
             groups_in_step = [group for group in groups if awaits_step and group.is_mid_step]
             gate = next((group.gate for group in groups_in_step if is_trained_by_other_thread(group.embeddings)), None)

@@ -31,6 +31,7 @@ from ...serving.publish import Check, check_arguments, find_reusable, publish_so
 from ...serving.source import settle_changes
 from ...serving.version import ServedEmbedding, SnapshotEntry, Version
 from ...snapshots.store.selection import Selection
+from ..trace.names import map_unwrapped_names
 
 _NO_KEYS: RowArray = np.empty(0, ROW_KEY_DTYPE)
 log = logging.getLogger("tierbed")
@@ -138,8 +139,8 @@ class PublishingModel(ModelSnapshots):
         """Publish rows and dense weights as they are now, as a new version of a serving folder.
 
         A thread writes the version while training goes on. It reads the rows that changed since the last publish to
-        this folder; the first publish of a run reads all rows. Snapshots are neither needed nor affected. Rows must be
-        in one process, on a CPU.
+        this folder; the first publish of a run reads all rows. Snapshots are neither needed nor affected. A save that
+        runs in the background ends first. Rows must be in one process, on a CPU.
 
         Args:
             folder, encoding, keep, check: As in `tierbed.serving.publish`. `check` runs in the thread.
@@ -168,7 +169,7 @@ class PublishingModel(ModelSnapshots):
         def publish(set_can_train: Callable[[], None]) -> Version:
             with ExitStack() as ending:
                 old, consumer = find_reusable(target.read_latest(), encoding), f"publish to {target.path}"
-                with lock_between_steps(handles, awaits_step=True):
+                with lock_between_steps(handles, awaits_step=True, finishes_saves=True):
                     sources = [LiveRows(handle, consumer, old.get(handle.name), ending) for handle in handles]
                     tensors = _copy_dense_weights(self)
                 set_can_train()
@@ -182,11 +183,11 @@ class PublishingModel(ModelSnapshots):
 
 
 def _copy_dense_weights(model: Any) -> dict[str, Tensor]:
-    """Copy a model's parameters and buffers to the CPU, without embeddings."""
+    """Copy a model's parameters and buffers to the CPU, without embeddings. Names are without wrappers."""
     assert isinstance(model, nn.Module)
     tensors = {}
     for prefix, module in model.named_modules():
         if not isinstance(module, EmbeddingBase):
             for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
                 tensors[f"{prefix}.{name}" if prefix else name] = tensor.detach().to("cpu", copy=True)
-    return tensors
+    return {plain: tensors[name] for name, plain in map_unwrapped_names(model, tensors).items()}

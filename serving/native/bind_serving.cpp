@@ -86,17 +86,7 @@ void bind_serving(nb::module_& m) {
                 new (self) ServedTables(bytes, tables, unknown_initial, previous);
             },
             "settings"_a, "paths"_a, "unknown_initial"_a, "previous"_a.none() = nb::none())
-        .def_prop_ro("counts",
-                     [](const ServedTables& tables) {
-                         const LookupTotals& totals = tables.totals();
-                         nb::dict counts;
-                         counts["lookups"] = totals.lookups.load();
-                         counts["ids"] = totals.ids.load();
-                         counts["unknown"] = totals.unknown.load();
-                         counts["delta"] = totals.delta.load();
-                         counts["dropped"] = totals.dropped.load();
-                         return counts;
-                     })
+        .def_prop_ro("metrics", &read_metrics<ServedTables>)
         // Returns the first illegal id as (table, key), or None.
         .def(
             "look_up",

@@ -132,11 +132,14 @@ std::string decode_hex(const std::string& text) {
     return bytes;
 }
 
-tierbed_served* open_current(const std::string& folder, const std::string& embedding, bool unknown_initial,
-                             const ServedTables* previous) {
+u64 read_current(const std::string& folder) {
     JsonReader current = read_record(folder + "/CURRENT");
     current.expect(",\"version\":");
-    const u64 version = current.read_number();
+    return current.read_number();
+}
+
+tierbed_served* open_version(const std::string& folder, u64 version, const std::string& embedding,
+                             bool unknown_initial, const ServedTables* previous) {
     char name[64];
     std::snprintf(name, sizeof name, "/versions/%06llu.json", static_cast<unsigned long long>(version));
     JsonReader json = read_record(folder + name);
@@ -165,6 +168,18 @@ tierbed_served* open_current(const std::string& folder, const std::string& embed
                                   ServedTables(settings, paths, unknown_initial, previous)};
     } while (json.skip(","));
     throw std::runtime_error(folder + " has no embedding " + embedding);
+}
+
+tierbed_served* open_current(const std::string& folder, const std::string& embedding, bool unknown_initial,
+                             const ServedTables* previous) {
+    for (int attempts_left = 2;; --attempts_left) {
+        const u64 version = read_current(folder);
+        try {
+            return open_version(folder, version, embedding, unknown_initial, previous);
+        } catch (const std::runtime_error&) {  // if the publisher removed the version, CURRENT names another one
+            if (attempts_left == 0 || read_current(folder) == version) throw;
+        }
+    }
 }
 
 // Checks everything that Python's callers check before they call `ServedTables::look_up`.

@@ -127,7 +127,19 @@ std::shared_ptr<RowFile> ServedTables::open(const std::string& path, u32 table, 
     return file;
 }
 
+Metrics ServedTables::metrics() const {
+    Metrics metrics;
+    metrics.counts = {{"lookups", totals_->lookups},
+                      {"ids", totals_->ids},
+                      {"unknown", totals_->unknown},
+                      {"delta", totals_->delta},
+                      {"dropped", totals_->dropped}};
+    metrics.add("lookup", totals_->times);
+    return metrics;
+}
+
 LookupCounts ServedTables::look_up(const Lookup& lookup, FloatType output_type, void* out) const {
+    const Timer timer(totals_->times);
     constexpr std::size_t ON_STACK = 1024;
     float on_stack[ON_STACK];
     const std::size_t size = 3 * std::size_t{settings_.dim} + 8;  // a float32 line has at most dim + 5 floats

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "lookup_loops.h"
+#include "ops/native/histogram.h"
 #include "ops/native/layout.h"
 #include "row_file.h"
 
@@ -29,9 +30,10 @@ struct TablePaths {
     std::string base, delta;  // delta: "" if there is none
 };
 
-// Counts of all lookups. Later versions of the same embedding go on with them.
+// Counts and times of all lookups. Later versions of the same embedding go on with them.
 struct LookupTotals {
     std::atomic<u64> lookups{0}, ids{0}, unknown{0}, delta{0}, dropped{0};
+    Histogram times;
 };
 
 // Immutable, so any number of threads may look up rows without a lock.
@@ -45,7 +47,7 @@ public:
     u32 dim() const { return settings_.dim; }
     u32 num_tables() const { return settings_.num_tables; }
     Encoding encoding() const { return encoding_; }
-    const LookupTotals& totals() const { return *totals_; }
+    Metrics metrics() const;
 
     // Writes rows to out [bags, dim]. Returns the counts, with the first illegal id. The arguments must be valid.
     LookupCounts look_up(const Lookup& lookup, FloatType output_type, void* out) const;

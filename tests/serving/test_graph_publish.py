@@ -19,6 +19,7 @@ from support.embeddings import contents
 from support.served_rows import Rows, rows_of
 from support.stores import STORES, options
 from tierbed import ServingError
+from tierbed.engine.table import background_save
 from tierbed.serving import ServingFolder, Version
 from tierbed.serving.row_file import hash_rows
 
@@ -125,6 +126,20 @@ def test_publishing_goes_on_after_a_load_and_in_another_process(tmp_path: Path, 
     assert rows_of(served) == rows
     assert ServingFolder(served).list_versions() == [1, 2, 3]
     again.items.close()
+
+
+def test_a_publish_ends_a_save_in_the_background_and_names_are_without_wrappers(
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background_save, "PAUSE_RATIO", 1e9)  # the save lasts until somebody waits for it
+    model.top = torch.compile(model.top, backend="eager")  # type: ignore[assignment]
+    save = model.items.save_snapshot("s", background=True)
+    assert save is not None
+    version = model.publish(tmp_path / "served", "float32").wait()
+    assert version is not None
+    assert save.done
+    assert dense_of(tmp_path / "served", version).keys() == {"top.weight", "top.bias", "calls"}
+    model.items.close()
 
 
 def test_rows_that_catch_up_later_are_settled_when_they_are_written(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import threading
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import prometheus_client
 import pytest
 import torch
 from hypothesis import given
@@ -18,9 +20,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 import tierbed
+from support.background_saves import until
 from support.embeddings import DIM, TABLES, make, train
 from support.examples import examples
-from support.served_rows import snapshot_of
+from support.served_rows import save_finite, snapshot_of
 from support.stores import options
 from tierbed import ClosedError, InputError, MultiTableEmbedding, OptionError, ServingError
 from tierbed.serving import ServingFolder, open_served, publish
@@ -141,6 +144,9 @@ def test_features_unknown_ids_and_metrics(embedding: MultiTableEmbedding) -> Non
         assert (rows[1] == 0).all()
         assert torch.equal(rows[0, 2], embedding(torch.tensor(8), table_ids=2))
         counts = served.metrics()["embeddings"]["rows"]
+        times = [counts.pop(f"lookup_seconds_{quantile}") for quantile in ("p50", "p90", "p99", "max")]
+        assert times == sorted(times)
+        assert times[0] > 0
         assert counts == {"lookups": 1, "ids": 6, "unknown": 4, "delta": 2, "dropped": 1}
         assert served.metrics()["version"] == 2
         assert served.metrics()["seconds_behind"] >= 0
@@ -219,6 +225,61 @@ def test_a_refresh_changes_the_version_and_shares_unchanged_files(tmp_path: Path
             assert served.metrics()["failed_refreshes"] == 1
             del old
         assert count_mapped(tmp_path) == 0
+
+
+def test_metrics_are_exported_to_prometheus(embedding: MultiTableEmbedding) -> None:
+    registry = prometheus_client.CollectorRegistry(auto_describe=True)
+    with open_served(embedding.served["int8"]) as served:  # type: ignore[index]
+        registry.register(served)
+        served["rows"](torch.tensor([[99, 99, 8]]))
+        exported = {
+            (sample.name, sample.labels.get("quantile")): sample.value
+            for family in registry.collect()
+            for sample in family.samples
+            if sample.labels.get("embedding", "rows") == "rows"
+        }
+        metrics = served.metrics()
+    counts = metrics["embeddings"]["rows"]
+    assert exported["tierbed_serving_version", None] == 2
+    assert exported["tierbed_serving_failed_refreshes_total", None] == 0
+    assert exported["tierbed_serving_ids_total", None] == 3
+    assert exported["tierbed_serving_unknown_ids_total", None] == counts["unknown"] == 2
+    assert exported["tierbed_serving_lookup_seconds", "0.99"] == counts["lookup_seconds_p99"]
+    assert len(exported) == len(metrics) - 1 + len(counts)
+    assert not [*registry.collect()]  # once it is closed
+
+
+def test_following_refreshes_until_the_folder_is_closed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_finite(tmp_path / "s", 40)
+    path = tmp_path / "served"
+    publish(path, tmp_path / "s")
+    served = open_served(path)
+    for wrong in (0, -1.0, float("nan"), "1", True):
+        with pytest.raises(OptionError, match=r"seconds=.*: give a number above 0"):
+            served.follow(wrong)  # type: ignore[arg-type]
+    served.follow(1e9)
+    served.follow(0.001)  # replaces the one before
+    publish(path, tmp_path / "s")
+    until(lambda: served.version == 2)
+    current = (path / "CURRENT").read_bytes()
+    (path / "CURRENT").write_bytes(b"damaged")
+    until(lambda: served.metrics()["failed_refreshes"] > 3)
+    assert [record.message.count("damaged or foreign") for record in caplog.records] == [1]
+    (path / "CURRENT").write_bytes(current)
+    publish(path, tmp_path / "s")
+    until(lambda: served.version == 3)
+    served.close()
+    until(lambda: not followers())
+    with pytest.raises(ClosedError):
+        served.follow()
+    forgotten = open_served(path)
+    forgotten.follow(0.001)
+    del forgotten
+    until(lambda: gc.collect() >= 0 and not followers())
+
+
+def followers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "tierbed-follow"]
 
 
 def count_mapped(folder: Path) -> int:

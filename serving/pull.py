@@ -1,0 +1,81 @@
+"""Copies the version that readers of a serving folder take to another folder, for example from a network disk."""
+
+from __future__ import annotations
+
+import os
+
+from ..engine.durable import fsync_dir, make_temporary_path
+from ..engine.errors import ServingError
+from .folder import MissingVersionError, ServingFolder
+from .version import Current, ServedFile, Version
+
+_ATTEMPTS = 3  # how often to read the source if its publisher may remove the version meanwhile
+
+
+def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Version:
+    """Copy the version that readers of `source` take, and make readers of `folder` take it.
+
+    Only files that `folder` lacks are copied. Readers see the version once all its files are durable and their
+    checksums were compared. So they see the whole version or nothing of it. They also follow a rollback of `source`.
+    `folder` keeps this version and the one before.
+
+    Args:
+        source: A serving folder. It is only read.
+        folder: The copy. It is created if it does not exist. Nothing else may publish to it.
+
+    Returns:
+        The version.
+
+    Raises:
+        ServingError: If `source` has no version or is damaged, or `folder` is locked or unwritable.
+    """
+    origin, target = ServingFolder(source), ServingFolder(folder)
+    with target.lock("a pull", create=True):
+        target.remove_unnamed()
+        current, version = _copy_version(origin, target)
+        try:
+            before = target.read_current()
+        except MissingVersionError:
+            before = Current(0)
+        if before != current:
+            target.write_version(version)
+            target.write_current(current)
+        kept = before.version, version.version  # a reader may be about to open the version before
+        target.remove_versions([number for number in target.list_versions() if number not in kept])
+    return version
+
+
+def _copy_version(origin: ServingFolder, target: ServingFolder) -> tuple[Current, Version]:
+    """Copy the files of the current version. Raises ServingError."""
+    for attempt in range(_ATTEMPTS):
+        current = origin.read_current()
+        try:
+            version = origin.read_version(current.version)
+            for file in version.files:
+                _copy_file(origin, target, file)
+            with target.convert_errors("sync"):
+                fsync_dir(target.files)
+        except ServingError:  # if the publisher removed the version, CURRENT names another one
+            if attempt + 1 == _ATTEMPTS or origin.read_current() == current:
+                raise
+        else:
+            return current, version
+    raise AssertionError
+
+
+def _copy_file(origin: ServingFolder, target: ServingFolder, file: ServedFile) -> None:
+    """Copy a file that is missing, and make its contents durable. Raises ServingError."""
+    path = target.find_file(file)
+    if path.exists():  # complete, since only complete files get such a name, and names are not used twice
+        return
+    temporary = make_temporary_path(path)
+    with target.convert_errors("write to"):
+        try:
+            with temporary.open("wb") as copy:
+                copy.writelines(origin.read_file(file))
+                copy.flush()
+                os.fsync(copy.fileno())
+            temporary.rename(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
