@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 
 from ..engine import _core
 from ..engine.checksum import crc32
-from ..engine.durable import check_regular
 from ..engine.errors import InputError, ServingError, StoreError
 from ..engine.row_format import Keys, to_float32
 
@@ -25,7 +24,6 @@ _TRAILER = struct.Struct("<8s6I4Q")  # magic, format, encoding, dim, table, is_d
 _MAGIC, _FORMAT = b"TBROWS\r\n", 1
 _LINE_BYTES = 64
 _PIECE_LINES = 1 << 16
-_PIECE_BYTES = 1 << 24
 _HUGE_PAGE = 1 << 21
 _MAX_RECORDS = 2**32 - 1
 
@@ -216,22 +214,3 @@ class RowFile:
             records = np.array(self._records[begin : begin + max_rows])
             is_deleted = records["mark"] != 0 if self.kind == "delta" else np.zeros(len(records), np.bool_)
             yield records["hash"].copy(), records["row"].copy(), is_deleted
-
-
-def read_pieces(path: Path, max_rows: int = 1 << 16) -> Iterator[tuple[Hashes, Encoded, NDArray[np.bool_]]]:
-    """As `RowFile.pieces`, for a path. Raises ServingError."""
-    with RowFile(path) as file:
-        yield from file.pieces(max_rows)
-
-
-def verify_row_file(path: Path) -> None:
-    """Read all of a row file and compare its checksums. Raises ServingError, OSError."""
-    check_regular(path)
-    RowFile(path).close()  # checks the trailer
-    left, checksum = path.stat().st_size - TRAILER_BYTES, 0
-    with path.open("rb") as file:
-        while left > 0 and (data := file.read(min(left, _PIECE_BYTES))):
-            left, checksum = left - len(data), crc32(data, checksum)
-        expected = _TRAILER.unpack(file.read(_TRAILER.size))[6]
-    if checksum != expected:
-        raise ServingError(f"{str(path)!r} is damaged: its checksum does not match. Publish again with rebase=True")

@@ -21,7 +21,7 @@ from ..engine.errors import OptionError, ServingError
 from ..engine.row_format import EMBEDDING, Change, Keys
 from .folder import ServingFolder
 from .merging import HashSorter, Piece, PieceCursor, Pieces, merge
-from .row_file import RowFile, RowFileWriter, compute_bound, decode, encode, hash_rows, read_pieces
+from .row_file import RowFile, RowFileWriter, compute_bound, decode, encode, hash_rows
 from .source import RowSource
 from .version import RowFileEntry, ServedEmbedding, ServedFile, ServedTable
 
@@ -64,8 +64,9 @@ class NewFiles(ExitStack):
             return
         if problem := self.folder.check_file(entry):
             raise ServingError(f"{problem}. Publish with rebase=True, which does not read it")
-        for arrays in read_pieces(self.folder.find_file(entry)):
-            yield Piece(*arrays)
+        with RowFile(self.folder.find_file(entry)) as file:
+            for arrays in file.pieces():
+                yield Piece(*arrays)
 
     def write_tensors(self, tensors: Mapping[str, Tensor]) -> ServedFile:
         """Write dense weights. Raises OptionError, ServingError."""

@@ -12,7 +12,7 @@ from support.small_snapshots import chunked, description, make_rows
 from tierbed import MultiTableEmbedding
 from tierbed.engine.row_format import EMBEDDING
 from tierbed.serving import ServingFolder, Version
-from tierbed.serving.row_file import hash_rows, read_pieces
+from tierbed.serving.row_file import RowFile, hash_rows
 from tierbed.snapshots import Manifest, Snapshot, write_snapshot
 
 Rows = dict[tuple[str, int, int], bytes]  # embedding, table and hash: the encoded row
@@ -27,7 +27,9 @@ def rows_of(folder: Path, version: Version | None = None) -> Rows:
         for number, table in enumerate(embedding.tables):
             for file in table.files:
                 counts = [0, 0]
-                for hashes, encoded, is_deleted in read_pieces(opened.find_file(file)):
+                with RowFile(opened.find_file(file)) as opened_file:
+                    pieces = [*opened_file.pieces()]
+                for hashes, encoded, is_deleted in pieces:
                     for hash, row, gone in zip(hashes.tolist(), encoded, is_deleted.tolist(), strict=True):
                         rows[embedding.name, number, hash] = row.tobytes()
                         counts[gone] += 1
