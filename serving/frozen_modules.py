@@ -13,8 +13,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import numpy as np
 import torch
@@ -195,16 +194,22 @@ class FrozenEmbeddingBag(FrozenEmbedding):
         self.mode, self.include_last_offset, self.padding_idx = bag.mode, bag.include_last_offset, bag.padding_idx
 
 
-@lru_cache(maxsize=256)
-def _make_feature_arrays(
-    keys: tuple[str, ...], features: tuple[str, ...], tables: tuple[int, ...]
-) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Returns each column's table and the index of its feature in the batch's keys. Raises KeyError."""
-    return np.array(tables, np.uint32), np.array(find_key_indices(features, keys), np.uint32)
+class _Plan(NamedTuple):
+    """What all batches with the same keys share.
+
+    lookups: for each lookup its rows, the table of each column, the index of each column's feature in the keys, and
+    whether it takes the mean. context: the context of the resulting KeyedTensor.
+    """
+
+    keys: tuple[str, ...]
+    lookups: list[tuple[ServedRows, NDArray[np.uint32], NDArray[np.uint32], bool]]
+    context: tuple[Any, ...]
 
 
 class FrozenEmbeddingBagCollection(EmbeddingBagCollection):
     """A copy of a collection over frozen embeddings. Its `forward` skips the checks that a KeyedJaggedTensor made."""
+
+    _plan: _Plan | None = None  # of the last batch
 
     def forward(self, features: Any) -> KeyedTensor:
         batch = features if type(features) is KeyedJaggedTensor else as_features(features)
@@ -221,16 +226,27 @@ class FrozenEmbeddingBagCollection(EmbeddingBagCollection):
         else:
             keys, bags, size, parts = to_keys(ids), offsets.numpy(), batch.stride(), []
             factors = None if weights is None else flatten_weights(weights)
-            for lookup in self._lookups:
-                rows = cast(Any, self.embedding(lookup.embedding_name)).rows
-                tables, columns = _make_feature_arrays(batch._keys, tuple(lookup.features), tuple(lookup.table_ids))
+            plan = self._plan
+            if plan is None or plan.keys != batch._keys:
+                plan = self._plan = self._make_plan(batch._keys)
+            for rows, tables, columns, is_mean in plan.lookups:
                 arguments, shape = (keys, tables, bags, columns, size), (size, len(columns))
                 try:
-                    parts.append(rows.look_up(arguments, shape, lookup.pooling == "mean", factors).flatten(1))
+                    parts.append(rows.look_up(arguments, shape, is_mean, factors).flatten(1))
                 except ValueError:
                     return super().forward(batch)  # raises the error that names the offsets
-        values = self._column_joiner.join(parts)
-        return KeyedTensor._unflatten([values], (tuple(self._output_keys), tuple(self._output_lengths), 1))
+            return KeyedTensor._unflatten([self._column_joiner.join(parts)], plan.context)
+        return KeyedTensor(self._output_keys, self._output_lengths, self._column_joiner.join(parts))
+
+    def _make_plan(self, keys: tuple[str, ...]) -> _Plan:
+        """Raises KeyError if a feature is missing."""
+        lookups = []
+        for lookup in self._lookups:
+            rows = cast(Any, self.embedding(lookup.embedding_name)).rows
+            tables = np.array(lookup.table_ids, np.uint32)
+            columns = np.array(find_key_indices(lookup.features, keys), np.uint32)
+            lookups.append((rows, tables, columns, lookup.pooling == "mean"))
+        return _Plan(keys, lookups, (tuple(self._output_keys), tuple(self._output_lengths), 1))
 
     def _trace(
         self, lookup: _PooledLookup, keys: Sequence[str], ids: Tensor, offsets: Tensor, weights: Tensor | None
