@@ -68,7 +68,8 @@ def look_up(rows: ServedRows, lookup: Lookup, weights: Tensor | None) -> Tensor:
     """Returns a checked lookup's result. Raises InputError for ids, table ids or offsets out of range."""
     factors = None if weights is None else flatten_weights(weights)
     try:
-        return rows.look_up(make_lookup_arguments(rows.spec, lookup), lookup.shape, lookup.pooling == "mean", factors)
+        shape = *lookup.shape, rows.spec.dim
+        return rows.look_up(make_lookup_arguments(rows.spec, lookup), shape, lookup.pooling == "mean", factors)
     except ValueError:
         check_offsets(rows.spec, lookup)
         raise
@@ -230,9 +231,9 @@ class FrozenEmbeddingBagCollection(EmbeddingBagCollection):
             if plan is None or plan.keys != batch._keys:
                 plan = self._plan = self._make_plan(batch._keys)
             for rows, tables, columns, is_mean in plan.lookups:
-                arguments, shape = (keys, tables, bags, columns, size), (size, len(columns))
+                arguments, shape = (keys, tables, bags, columns, size), (size, len(columns) * rows.spec.dim)
                 try:
-                    parts.append(rows.look_up(arguments, shape, is_mean, factors).flatten(1))
+                    parts.append(rows.look_up(arguments, shape, is_mean, factors))
                 except ValueError:
                     return super().forward(batch)  # raises the error that names the offsets
             return KeyedTensor._unflatten([self._column_joiner.join(parts)], plan.context)

@@ -111,7 +111,8 @@ class ServedRows:
             )
         factors = None if weights is None else flatten_weights(weights)
         try:
-            return self.look_up(make_lookup_arguments(spec, lookup), lookup.shape, pooling == "mean", factors)
+            shape = *lookup.shape, spec.dim
+            return self.look_up(make_lookup_arguments(spec, lookup), shape, pooling == "mean", factors)
         except ValueError:
             check_offsets(spec, lookup)
             raise
@@ -127,7 +128,7 @@ class ServedRows:
 
         Args:
             arguments: As `make_lookup_arguments` returns them: (keys, tables, bags[, features, batch]).
-            shape: The result's shape without the rows' width.
+            shape: The result's shape. Its size is the number of rows times their width.
             is_mean: True to divide each bag's sum by its number of ids.
             weights: Float32 [ids], or None.
 
@@ -135,8 +136,8 @@ class ServedRows:
             InputError: If an id is out of range.
             ValueError: If the arrays do not fit each other.
         """
-        out = empty((*shape, self.spec.dim), self.output_dtype)
-        illegal = self.native.look_up(arguments, as_array(out), is_mean, weights, self._dtype_name)
+        out = empty(shape, self.output_dtype)
+        illegal = self.native.look_up(arguments, as_array(out, self.spec.dim), is_mean, weights, self._dtype_name)
         if illegal is not None:
             raise make_illegal_id_error(self.spec, *illegal)
         return out

@@ -150,12 +150,15 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
-def as_array(tensor: Tensor) -> NDArray[Any]:
-    """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if rows are not contiguous."""
+def as_array(tensor: Tensor, dim: int | None = None) -> NDArray[Any]:
+    """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if rows are not contiguous.
+
+    dim: the rows' width. Default: the last dimension.
+    """
+    dim = tensor.shape[-1] if dim is None else dim
     if tensor.dtype == torch.float32 and tensor.is_contiguous() and not tensor.requires_grad:
-        return tensor.numpy().reshape(-1, tensor.shape[-1])
-    rows = tensor.detach().contiguous()
-    rows = rows.view(-1, rows.shape[-1])
+        return tensor.numpy().reshape(-1, dim)
+    rows = tensor.detach().contiguous().view(-1, dim)
     return (rows if rows.dtype == torch.float32 else rows.view(torch.uint16)).numpy()
 
 
