@@ -122,6 +122,8 @@ class KeyedRows(SnapshotEmbedding):
                 first = next(scan, None)
                 break
         for _, rows in () if first is None else chain([first], scan):
+            if not len(rows):  # a scan of RocksDB begins with an empty chunk
+                continue
             keys = rows["key"].copy().view(_NUMPY_KEY_TYPES[self.spec.key_type])
             values = table.row_format.values(rows, EMBEDDING).copy()
             tables = torch.from_numpy(rows["table"].astype(np.int64))
