@@ -11,8 +11,8 @@ does nothing else. Written bytes are what the process passed to `write`. Readers
   process calls `refresh` every 5 ms, and training goes on. `dd` writes as many bytes as the largest of these publishes.
 - `lookups`: a process looks up 256 random ids at a time, and a thread in it calls `refresh` every second. First nobody
   publishes, then this process publishes 0.1 % of the rows every 3 seconds.
-- `steps`: training steps of 1,024 random ids with a dense network, while `graph.publish` runs every 10 seconds, and
-  without. The phases take turns; a phase ends once its publishes have ended.
+- `steps`: training steps of 1,024 ids from a power law with a dense network, while `graph.publish` runs every 10
+  seconds, and without. The phases take turns; a phase ends once its publishes have ended.
 - `written`: bytes that 1,000 publishes write, in a table of at most 200,000 rows. The optimum is the lowest that a base
   and cumulative deltas can reach: a cycle of n publishes writes all rows, and n deltas with all rows changed since.
 - `memory`: the memory of 8 processes that serve the table, after each has looked up all rows.
@@ -50,7 +50,7 @@ from tierbed.serving.row_file import count_row_bytes
 DIM, PUT_ROWS, LEARNING_RATE = 64, 1 << 18, 0.01
 VISIBLE_PUBLISHES, POLL_SECONDS = 30, 0.005
 LOOKUP_IDS, LOOKUP_SECONDS, PUBLISH_EVERY = 256, 15.0, 3.0
-STEP_IDS, PHASE_SECONDS, PHASES, STEPS_PUBLISH_EVERY = 1024, 20.0, 4, 10.0
+STEP_IDS, PHASES, PHASE_SECONDS, PUBLISH_TIMES = 1024, 4, 20.0, (5.0, 15.0)
 WRITTEN_ROWS, WRITTEN_PUBLISHES, WRITTEN_SHARES = 200_000, 1000, (0.0001, 0.01)
 PROCESSES = 8
 EXTRA_RECORD_BYTES, DELTA_MARK_BYTES, LINE_BYTES_PER_ROW = 8, 4, 4  # hash; mark in deltas; a line for 16 rows
@@ -58,13 +58,15 @@ MB = 1e6
 
 
 class Trained(tierbed.Graph):
-    """A graph that trains one embedding and a dense network."""
+    """A graph that trains one embedding and a dense network of this width."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, width: int = 256) -> None:
         super().__init__()
         store = tierbed.make_host_mem_store_options()
         self.rows = tierbed.MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, None, store)
-        self.layers = nn.Sequential(nn.Linear(DIM, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
+        self.layers = nn.Sequential(
+            nn.Linear(DIM, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
+        )
         self.add_optimizer(torch.optim.SGD(self.parameters(), lr=LEARNING_RATE))
         self.num_rows, self.random = num_rows, np.random.default_rng(0)
         self(torch.arange(2))  # now the rows have an optimizer
@@ -268,20 +270,24 @@ def touch_all(served: Any, num_rows: int) -> None:
 def steps(bench: Bench) -> None:
     graph = bench.ensure_published()
 
-    def train(publishes: int) -> float:
-        """Returns the steps per second of a phase."""
+    def train(seconds: float, times: tuple[float, ...] = ()) -> float:
+        """Train, and publish at these times. Returns the steps per second."""
         begin, number, handles = time.monotonic(), 0, []
-        while (elapsed := time.monotonic() - begin) < PHASE_SECONDS or not all(handle.done for handle in handles):
-            if len(handles) < publishes and elapsed >= STEPS_PUBLISH_EVERY * len(handles):
+        while (elapsed := time.monotonic() - begin) < seconds or not all(handle.done for handle in handles):
+            if len(handles) < len(times) and elapsed >= times[len(handles)]:
                 handles.append(graph.publish(bench.served))
-            graph(torch.from_numpy(graph.random.integers(0, graph.num_rows, STEP_IDS)))
+            graph((torch.rand(STEP_IDS, dtype=torch.float64) ** 4 * graph.num_rows).long())
             number += 1
         for handle in handles:
             handle.wait()
         return number / (time.monotonic() - begin)
 
-    graph.publish_and_wait(bench.served)
-    rates = [(train(0), train(int(PHASE_SECONDS / STEPS_PUBLISH_EVERY))) for _ in range(PHASES)]
+    rates = []
+    for _ in range(PHASES):
+        without = train(PHASE_SECONDS)
+        graph.publish_and_wait(bench.served)
+        train(PUBLISH_TIMES[0])  # so each publish has the changes of 10 seconds
+        rates.append((without, train(PHASE_SECONDS, PUBLISH_TIMES)))
     label = f"{median(without for without, _ in rates):.1f} steps/s without; of each pair of phases "
     label += ", ".join(f"{beside / without:.3f}" for without, beside in rates)
     ratio = sum(beside for _, beside in rates) / sum(without for without, _ in rates)
@@ -297,7 +303,7 @@ def compute_optimum(num_rows: int, count: int) -> float:
 
 
 def written(bench: Bench) -> None:
-    graph, folder = Trained(min(bench.num_rows, WRITTEN_ROWS)), bench.folder / "written"
+    graph, folder = Trained(min(bench.num_rows, WRITTEN_ROWS), width=1), bench.folder / "written"
     for share in WRITTEN_SHARES:
         shutil.rmtree(folder, ignore_errors=True)
         graph.publish_and_wait(folder)
