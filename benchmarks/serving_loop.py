@@ -29,8 +29,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from threading import Event, Thread
@@ -62,11 +62,9 @@ class Trained(tierbed.Graph):
 
     def __init__(self, num_rows: int, width: int = 256) -> None:
         super().__init__()
-        store = tierbed.make_host_mem_store_options()
+        store, relu = tierbed.make_host_mem_store_options(), nn.ReLU()
         self.rows = tierbed.MultiTableEmbedding("rows", DIM, torch.float32, torch.int64, None, store)
-        self.layers = nn.Sequential(
-            nn.Linear(DIM, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)
-        )
+        self.layers = nn.Sequential(nn.Linear(DIM, width), relu, nn.Linear(width, width), relu, nn.Linear(width, 1))
         self.add_optimizer(torch.optim.SGD(self.parameters(), lr=LEARNING_RATE))
         self.num_rows, self.random = num_rows, np.random.default_rng(0)
         self(torch.arange(2))  # now the rows have an optimizer
@@ -113,19 +111,16 @@ class Bench:
     def report(self, text: str, value: float, bar: float, is_lowest: bool = False) -> None:
         is_met = value >= bar if is_lowest else value <= bar
         self.is_met &= is_met
-        print(f"{text}: {value:.3g}, bar at {'least' if is_lowest else 'most'} {bar:.3g}{'' if is_met else ', MISSED'}")
-        sys.stdout.flush()
+        side, end = "least" if is_lowest else "most", "" if is_met else ", MISSED"
+        print(f"{text}: {value:.3g}, bar at {side} {bar:.3g}{end}", flush=True)
 
-    @contextmanager
-    def start(self, child: str) -> Iterator[subprocess.Popen[str]]:
-        """Run a child. It ends once its input is closed."""
+    def start(self, child: str) -> Any:
+        """Start a process that runs one of CHILDREN."""
         command = [sys.executable, __file__, "--child", child, "--folder", self.served, "--rows", str(self.num_rows)]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-            yield process
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def read_line(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout
+def read_line(process: Any) -> Any:
     line = process.stdout.readline()
     if not line:
         raise RuntimeError(f"a child ended with {process.wait()}")
@@ -148,9 +143,9 @@ def read_written_bytes() -> int:
 
 def publish(bench: Bench) -> None:
     def measure() -> list[float]:
-        begin = time.monotonic(), time.process_time(), read_written_bytes()
+        begin = time.monotonic(), time.process_time(), read_written_bytes() / MB
         bench.graph.publish_and_wait(bench.served)
-        end = time.monotonic(), time.process_time(), read_written_bytes()
+        end = time.monotonic(), time.process_time(), read_written_bytes() / MB
         return [after - before for after, before in zip(end, begin, strict=True)]
 
     alls, parts = [], []
@@ -159,14 +154,9 @@ def publish(bench: Bench) -> None:
         alls.append(measure())
         bench.graph.put(bench.graph.draw(0.01))
         parts.append(measure())
-    for name, unit, all_rows, some in zip(
-        ("time", "CPU time", "bytes"), ("s", "s", "MB"), zip(*alls, strict=True), zip(*parts, strict=True), strict=True
-    ):
-        scale = MB if unit == "MB" else 1.0
-        label = f"{min(some) / scale:.3g} of {min(all_rows) / scale:.3g} {unit}"
-        bench.report(
-            f"publish of 1 % of the rows, {name} ({label}), of a publish of all", min(some) / min(all_rows), 0.05
-        )
+    for number, unit in enumerate(("s", "s of CPU time", "MB")):
+        whole, part = (min(run[number] for run in runs) for runs in (alls, parts))
+        bench.report(f"publish of 1 % of the rows ({part:.3g} {unit}), of all ({whole:.3g})", part / whole, 0.05)
 
 
 def measure_dd(folder: Path, size: int) -> float:
@@ -198,8 +188,6 @@ def visible(bench: Bench) -> None:
             version = handle.wait()
             assert version is not None
             begins[version.version], largest = begin, max(largest, read_written_bytes() - written)
-        time.sleep(1.0)
-        assert follower.stdin
         follower.stdin.close()
         seen = {int(version): seconds for version, seconds in read_line(follower).items()}
     seconds = [min(seen[later] for later in seen if later >= version) - begin for version, begin in begins.items()]
@@ -212,8 +200,9 @@ def follow(folder: Path, num_rows: int) -> None:
     """The child of `visible`: refresh until the input ends. Prints when it saw each version."""
     with open_served(folder) as served:
         write_line("open")
-        seen = {}
-        while not select.select([sys.stdin], [], [], POLL_SECONDS)[0]:
+        seen, has_ended = {}, False
+        while not has_ended:
+            has_ended = bool(select.select([sys.stdin], [], [], POLL_SECONDS)[0])
             if served.refresh():
                 seen[served.version] = time.monotonic()
     write_line(seen)
@@ -270,9 +259,9 @@ def touch_all(served: Any, num_rows: int) -> None:
 def steps(bench: Bench) -> None:
     graph = bench.ensure_published()
 
-    def train(seconds: float, times: tuple[float, ...] = ()) -> float:
-        """Train, and publish at these times. Returns the steps per second."""
-        begin, number, handles = time.monotonic(), 0, []
+    def train(seconds: float, times: tuple[float, ...] = ()) -> tuple[float, float]:
+        """Train, and publish at these times. Returns the steps per second, and all CPU time per step."""
+        begin, cpu, number, handles = time.monotonic(), time.process_time(), 0, []
         while (elapsed := time.monotonic() - begin) < seconds or not all(handle.done for handle in handles):
             if len(handles) < len(times) and elapsed >= times[len(handles)]:
                 handles.append(graph.publish(bench.served))
@@ -280,7 +269,7 @@ def steps(bench: Bench) -> None:
             number += 1
         for handle in handles:
             handle.wait()
-        return number / (time.monotonic() - begin)
+        return number / (time.monotonic() - begin), (time.process_time() - cpu) / number
 
     rates = []
     for _ in range(PHASES):
@@ -288,9 +277,11 @@ def steps(bench: Bench) -> None:
         graph.publish_and_wait(bench.served)
         train(PUBLISH_TIMES[0])  # so each publish has the changes of 10 seconds
         rates.append((without, train(PHASE_SECONDS, PUBLISH_TIMES)))
-    label = f"{median(without for without, _ in rates):.1f} steps/s without; of each pair of phases "
-    label += ", ".join(f"{beside / without:.3f}" for without, beside in rates)
-    ratio = sum(beside for _, beside in rates) / sum(without for without, _ in rates)
+    without, beside = np.array(rates).transpose(1, 2, 0)  # each [steps per second and CPU time, phases]
+    ratios = ", ".join(f"{ratio:.3f}" for ratio in beside[0] / without[0])
+    label = f"{without[0].mean():.1f} steps/s without; of pairs of phases {ratios}; CPU time of a step "
+    label += f"{beside[1].sum() / without[1].sum():.3f}"
+    ratio = beside[0].sum() / without[0].sum()
     bench.report(f"steps beside publishes ({label}), of steps without", ratio, 0.95, is_lowest=True)
 
 
@@ -329,7 +320,6 @@ def memory(bench: Bench) -> None:
         growths = [read_line(process) for process in processes]
         shared = sum(read_mapped_bytes(process.pid, bench.served) for process in processes)
         for process in processes:
-            assert process.stdin
             process.stdin.close()
     folder = ServingFolder(bench.served)
     size = sum(file.bytes for file in folder.read_version(folder.read_current().version).files)
