@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field, is_dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -186,6 +186,9 @@ def unseal_record(kind: type[T], data: bytes) -> T:
     return record
 
 
+_find_types = cache(get_type_hints)  # which compiles the annotations anew each time
+
+
 def _decode(kind: Any, value: Any) -> Any:
     """Convert JSON to a value of this type: a dataclass, a tuple, a dict, an optional value or a plain value."""
     origin, arguments = get_origin(kind), get_args(kind)
@@ -200,6 +203,6 @@ def _decode(kind: Any, value: Any) -> Any:
     if origin is dict:
         return value if arguments[1] is Any else {name: _decode(arguments[1], value[name]) for name in value}
     if expected is dict:
-        types = get_type_hints(kind)
+        types = _find_types(kind)
         return kind(**{name: _decode(types[name], value[name]) for name in types if name in value})
     return value
