@@ -187,7 +187,7 @@ def compare_threads(folder: Path, rows: ServedRows, num_rows: int, batch: int = 
         end, number = time.monotonic() + seconds, int(random.integers(POOL))
         begin = number
         while time.monotonic() < end:
-            rows.look_up((pool[number % POOL], tables, offsets, tables, batch), (batch, FEATURES))
+            rows.look_up((pool[number % POOL], tables, offsets, tables, batch), (batch, FEATURES * DIM))
             number += 1
         counts.append((number - begin) * FEATURES * batch)
 

@@ -7,7 +7,8 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -99,8 +100,10 @@ class ServingFolder:
 
     def write_version(self, version: Version) -> None:
         """Write a version's description. All its files must be durable. Readers do not take it yet."""
-        with undo_on_error(self._find_version(version.version).unlink, True):  # its files may be removed then
-            self._write(self._find_version(version.version), version)
+        path = self._find_version(version.version)
+        remove = partial(path.unlink, missing_ok=True)
+        with nullcontext() if path.exists() else undo_on_error(remove, True):  # its files may be removed then
+            self._write(path, version)
 
     def write_current(self, current: Current) -> None:
         """Make readers take a version. Raises ServingError."""

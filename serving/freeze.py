@@ -23,6 +23,7 @@ from ..embedding.tables.names import make_path_name
 from ..engine.errors import OptionError, ServingError
 from ..engine.ops.embedding_base import EmbeddingBase
 from ..graph.graph import Graph
+from ..graph.trace.names import map_unwrapped_names
 from ..jagged.collections.embedding_collections import EmbeddingBagCollection
 from ..jagged.tbe.module import TableBatchedEmbeddingBags
 from ..jagged.tensors.jagged_tensor import JaggedTensor
@@ -103,7 +104,7 @@ class FrozenModel(nn.Module):
         tensors = version.tensors or {}
         for name, weight in weights.items():
             own_name = name.removeprefix(_PROGRAM_PREFIX) if self._is_program else name
-            names = [lookup.prefix + own_name, lookup.prefix + lookup.ties.get(own_name, own_name)]
+            names = [lookup.prefix + own_name, lookup.prefix + lookup.renamed.get(own_name, own_name)]
             published = next((published for published in names if published in tensors), None)
             new = None if published is None else tensors[published]
             if new is not None and (new.shape, new.dtype) != (weight.shape, weight.dtype):
@@ -167,14 +168,18 @@ def freeze(model: nn.Module, served: Served, prefix: str = "") -> FrozenModel:
         raise OptionError(f"model: {type(model).__name__} has no tierbed embedding; give a model that has one")
     prefix += "." * bool(prefix)
     weights = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    first_names: dict[int, str] = {}
-    ties = {name: first for name, weight in weights if (first := first_names.setdefault(id(weight), name)) != name}
+    first_names: dict[int, str] = {}  # by weight
+    holder = nn.Module()  # so that the model itself may be a wrapper
+    holder.model = model
+    plain = map_unwrapped_names(holder, [f"model.{name}" for name, _ in weights])
+    published = {name: plain[f"model.{first_names.setdefault(id(weight), name)}"][6:] for name, weight in weights}
+    renamed = {name: other for name, other in published.items() if other != name}
     memo: dict[int, Any] = {}
     for embedding, path in paths.items():
         given = [] if embedding.name_source == "path" else [embedding.name]
         other = [] if embedding.name_source == "given" else [make_path_name(path), make_path_name(prefix + path)]
         name = next((name for name in (*given, *other) if name in version.embeddings), (*given, *other)[0])
-        memo[id(embedding)] = _freeze_embedding(embedding, FrozenLookup.of(embedding, name, prefix, ties), version)
+        memo[id(embedding)] = _freeze_embedding(embedding, FrozenLookup.of(embedding, name, prefix, renamed), version)
     try:
         template = copy.deepcopy(model, memo)
     except Exception as error:

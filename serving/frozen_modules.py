@@ -79,12 +79,13 @@ def look_up(rows: ServedRows, lookup: Lookup, weights: Tensor | None) -> Tensor:
 class FrozenLookup:
     """What a frozen embedding needs to find its rows in a version, and what its model needs to find dense weights.
 
-    prefix: the model's name in the published model. ties: other names of shared weights, as {name: first name}.
+    prefix: the model's name in the published model. renamed: the published names of weights that have another name
+    there, as {name: published name}: of shared weights the first name, in wrappers the name without the wrapper.
     """
 
     name: str
     prefix: str
-    ties: dict[str, str]
+    renamed: dict[str, str]
     columns: list[int]
     key_type: str
     dtype: str
@@ -97,10 +98,10 @@ class FrozenLookup:
     output_dtype: str
 
     @classmethod
-    def of(cls, embedding: EmbeddingBase, name: str, prefix: str, ties: dict[str, str]) -> Self:
+    def of(cls, embedding: EmbeddingBase, name: str, prefix: str, renamed: dict[str, str]) -> Self:
         spec = embedding.spec
         return cls(
-            name, prefix, ties, list(spec.columns), KEY_TYPES[spec.key_type], spec.dtype, list(spec.table_names),
+            name, prefix, renamed, list(spec.columns), KEY_TYPES[spec.key_type], spec.dtype, list(spec.table_names),
             spec.padding_idx, spec.seed if spec.has_own_seed else None, [table.ids for table in spec.tables],
             [table.bad_ids for table in spec.tables], spec.zero_key, DTYPES[embedding.output_dtype],
         )  # fmt: skip

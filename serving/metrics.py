@@ -23,13 +23,16 @@ METRICS: dict[str, Metric] = {
 }
 
 
-def collect(metrics: dict[str, Any]) -> Iterable[Any]:
-    """Convert the result of `Served.metrics` to families, whose names start with `tierbed_serving_`."""
+def collect(metrics: dict[str, Any], folder: str) -> Iterable[Any]:
+    """Convert the result of `Served.metrics` to families, whose names start with `tierbed_serving_`.
+
+    Labels are `folder`, and for embeddings `embedding`.
+    """
     families = Families("tierbed_serving_")
     for name, value in metrics.items():
         if name != "embeddings":
-            families.add(name, METRICS[name], value)
+            families.add(name, METRICS[name], value, folder=folder)
     for embedding, numbers in metrics["embeddings"].items():
         for name, value in numbers.items():
-            families.add(name, METRICS[name], value, embedding=embedding)
+            families.add(name, METRICS[name], value, folder=folder, embedding=embedding)
     return families

@@ -6,7 +6,7 @@ import os
 
 from ..engine.durable import fsync_dir, make_temporary_path
 from ..engine.errors import ServingError
-from .folder import MissingVersionError, ServingFolder
+from .folder import PENDING, MissingVersionError, ServingFolder
 from .version import Current, ServedFile, Version
 
 _ATTEMPTS = 3  # how often to read the source if its publisher may remove the version meanwhile
@@ -30,6 +30,9 @@ def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Vers
         ServingError: If `source` has no version or is damaged, or `folder` is locked or unwritable.
     """
     origin, target = ServingFolder(source), ServingFolder(folder)
+    if (target.path / PENDING).exists():
+        remedy = "give a publisher's folder first, and the folder of the copy second"
+        raise ServingError(f"{str(target.path)!r} is the folder of a publisher: {remedy}")
     with target.lock("a pull", create=True):
         target.remove_unnamed()
         current, version = _copy_version(origin, target)
@@ -40,8 +43,8 @@ def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Vers
         if before != current:
             target.write_version(version)
             target.write_current(current)
-        kept = before.version, version.version  # a reader may be about to open the version before
-        target.remove_versions([number for number in target.list_versions() if number not in kept])
+            kept = before.version, version.version  # a reader may be about to open the version before
+            target.remove_versions([number for number in target.list_versions() if number not in kept])
     return version
 
 

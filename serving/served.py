@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from copy import copy
 from pathlib import Path
 from threading import Event, Lock
@@ -233,7 +234,7 @@ class Served:
         _open_folders.add(self)
 
     def _renew_lock(self) -> None:
-        self._lock = Lock()
+        self._lock, self._stop_following = Lock(), Event()
 
     def add_model(self, model: BoundModel) -> None:
         """Bind a model to the current version, and to each later one before calls see it. Raises ServingError."""
@@ -280,7 +281,7 @@ class Served:
                 models = [] if newer is current else list(self._models)
                 for model in models:
                     newer.models[model.key] = model.bind(newer)
-            except BaseException:
+            except Exception:
                 self._num_failed += 1
                 raise
             if self._current is not None and newer is not current:  # `close` does not wait for a refresh
@@ -304,9 +305,10 @@ class Served:
         if number is None or not 0 < number <= threading.TIMEOUT_MAX:
             raise OptionError(f"seconds={seconds!r}: give a number above 0")
         self.current  # noqa: B018  # raises after `close`
-        self._stop_following.set()
-        self._stop_following = Event()
-        args = ref(self), self._stop_following, number
+        with self._lock:
+            self._stop_following.set()
+            self._stop_following = stop = Event()
+        args = ref(self), stop, number
         Thread(target=_follow, args=args, name="tierbed-follow", daemon=True).start()
 
     def metrics(self) -> dict[str, Any]:
@@ -334,7 +336,9 @@ class Served:
         """Returns families for `prometheus_client`, so a folder can be registered: `REGISTRY.register(served)`."""
         from .metrics import collect
 
-        return () if self._current is None else collect(self.metrics())
+        with suppress(ClosedError):
+            return collect(self.metrics(), str(self._folder.path))
+        return ()
 
     def close(self) -> None:
         """Close the folder. Its memory is unmapped once no lookup uses it. Later calls raise ClosedError."""
@@ -364,15 +368,17 @@ class Served:
 
 def _follow(find_served: Callable[[], Served | None], stop: Event, seconds: float) -> None:
     """Refresh a folder until `stop` is set or the folder was collected."""
-    last_error = ""
+    last_error: str | None = None
     while not stop.wait(seconds) and (served := find_served()) is not None:
         try:
             served.refresh()
-            last_error = ""
+            last_error = None
+        except ClosedError:
+            return
         except Exception as error:
-            if not stop.is_set() and str(error) != last_error:
-                last_error = str(error)
-                log.warning("a refresh failed, and lookups stay with the version that they have: %s", error)
+            if repr(error) != last_error:
+                last_error = repr(error)
+                log.warning("a refresh failed, and lookups stay with the version that they have: %s", last_error)
         del served
 
 

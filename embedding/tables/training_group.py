@@ -121,10 +121,12 @@ def lock_between_steps(handles: list[Any], awaits_step: bool = False, finishes_s
     gate: StepGate | None = None
     while True:
         tables = sorted({handle.local.table for handle in all_handles.values()}, key=id)
+        for table in tables if finishes_saves else ():
+            table.observers.skip_pauses()  # of all tables: one save may wait for another one
         for table in tables:
             table.observers.wait_for_foreground_save()
             if finishes_saves:
-                table.observers.finish_saving()
+                table.observers.wait_for_background_save()
         with ExitStack() as stack:
             if gate is not None:
                 stack.enter_context(gate.between_steps(tables.copy, lambda: False))

@@ -146,6 +146,7 @@ class MemoryImage(Image):
         if self._has_memory():
             return
         self.num_waits += 1
+        self.is_urgent = True
         while not self._has_memory():
             if is_abandoned():
                 self.close()

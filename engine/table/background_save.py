@@ -18,7 +18,7 @@ from ..store.image import Image
 from ..threads import POLL_SECONDS, Thread
 
 NICENESS = 10  # how much nicer the saving thread is than training threads
-PAUSE_RATIO = 5.0  # seconds of pause per second of work; pauses limit memory and disk traffic, unlike a low priority
+PAUSE_RATIO = 5.0  # pause / processor time of the thread; limits memory and disk traffic, unlike a low priority
 
 log = logging.getLogger("tierbed")
 T = TypeVar("T")
@@ -128,10 +128,14 @@ class BackgroundSave:
     def skip_pauses(self) -> None:
         self._hurry_event.set()
 
-    def finish(self) -> BaseException | None:
-        """Wait until the save ends, except in the saving thread. Returns the save's error, unless raised before."""
+    def await_end(self) -> None:
+        """Wait until the save ends, except in the saving thread. Its error is raised later."""
         if self._process_id == os.getpid() and current_thread() is not self._thread:
             self._wait_for_end()
+
+    def finish(self) -> BaseException | None:
+        """As `await_end`, but returns the save's error, unless it was raised or returned before."""
+        self.await_end()
         if not self.done or self._is_error_raised:
             return None
         self._is_error_raised = True

@@ -296,6 +296,15 @@ class ChangeObservers:
     def is_being_saved_in_background(self) -> bool:
         return isinstance(self.last_save, BackgroundSave) and not self.last_save.done
 
+    def skip_pauses(self) -> None:
+        """Let the background save run at full speed."""
+        if isinstance(self.last_save, BackgroundSave):
+            self.last_save.skip_pauses()
+
+    def wait_for_background_save(self) -> None:
+        if isinstance(self.last_save, BackgroundSave):
+            self.last_save.await_end()
+
     def finish_saving(self) -> BaseException | None:
         """Wait for the background save. Returns the save's error, unless it was raised or returned before."""
         return None if self.last_save is None else self.last_save.finish()

@@ -396,3 +396,15 @@ def test_errors_of_a_bag_collection_are_those_of_the_trainer(trained: Trained) -
                 call(["a", "b", "c", "d"], ids, [0, 2, 1, 2, 2])
             with pytest.raises(InputError, match="the batch has no weights"):
                 model(KeyedJaggedTensor(["a", "b", "c", "d"], ids, offsets=torch.tensor([0, 1, 2, 2, 2])))
+
+
+def test_wrapped_modules_find_their_weights(tmp_path: Path) -> None:
+    trained = Trained(Constant(tmp_path), tmp_path)
+    trained.model.fill(1)
+    trained.publish()
+    trained.model.fill(2)
+    batch = KeyedJaggedTensor(["a"], torch.arange(50), offsets=torch.arange(51)), torch.arange(50)
+    trained.model.top = torch.compile(trained.model.top, backend="eager")
+    with open_served(trained.folder) as served:
+        for model in (trained.model, torch.compile(trained.model, backend="eager")):
+            assert freeze(model, served)(*batch).unique().tolist() == [7]

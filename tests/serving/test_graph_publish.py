@@ -128,16 +128,38 @@ def test_publishing_goes_on_after_a_load_and_in_another_process(tmp_path: Path, 
     again.items.close()
 
 
-def test_a_publish_ends_a_save_in_the_background_and_names_are_without_wrappers(
-    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Two(Model):
+    """Two embeddings, which are saved together."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.users = tierbed.MultiTableEmbedding(
+            "users", 4, torch.float32, torch.int64, None, options("device", path), seed=0
+        )
+        self.add_optimizer(torch.optim.SGD(self.users.parameters(), lr=0.1))
+
+    def build(self, ids: torch.Tensor) -> torch.Tensor:
+        loss = self.users(ids).square().mean() + super().build(ids).detach()
+        loss.backward()
+        return loss
+
+
+def test_a_publish_ends_a_save_in_the_background(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_save, "PAUSE_RATIO", 1e9)  # the save lasts until somebody waits for it
-    model.top = torch.compile(model.top, backend="eager")  # type: ignore[assignment]
-    save = model.items.save_snapshot("s", background=True)
+    model = Two(tmp_path / "store")
+    train(model, 3)
+    save = model.save(tmp_path / "checkpoint", background=True)
     assert save is not None
+    assert model.publish(tmp_path / "served", "float32").wait()
+    assert save.done
+    model.items.close()
+    model.users.close()
+
+
+def test_names_are_without_wrappers(tmp_path: Path, model: Model) -> None:
+    model.top = torch.compile(model.top, backend="eager")  # type: ignore[assignment]
     version = model.publish(tmp_path / "served", "float32").wait()
     assert version is not None
-    assert save.done
     assert dense_of(tmp_path / "served", version).keys() == {"top.weight", "top.bias", "calls"}
     model.items.close()
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from support import shim
 from support.examples import examples
 from support.killed import Warm
+from support.limits import file_size_limit
 from support.served_rows import rows_of, save_finite
 from support.small_snapshots import flip_bit
 from tierbed import ServingError
@@ -95,6 +96,25 @@ def test_a_damaged_source_changes_nothing(tmp_path: Path) -> None:
         ServingFolder(source).find_file(file).unlink(missing_ok=True)
     with ServingFolder(copy).lock("a test"), pytest.raises(ServingError, match="is locked by a test"):
         pull(source, copy)
+    for publisher in (source, tmp_path / "link"):
+        publisher.exists() or publisher.symlink_to(source)
+        with pytest.raises(ServingError, match="is the folder of a publisher: give"):
+            pull(copy, publisher)
+
+
+def test_a_full_disk_leaves_the_version_of_the_copy(tmp_path: Path) -> None:
+    source, copy = ServingFolder(tmp_path / "source"), ServingFolder(tmp_path / "copy")
+    for _ in range(2):
+        publish_next(source.path)
+        pull(source.path, copy.path)
+    pull(source.path, copy.path)
+    assert copy.list_versions() == [1, 2]
+    before = contents(copy.path)
+    source.rollback(1)
+    with file_size_limit(0), pytest.raises(ServingError, match="cannot write to"):
+        pull(source.path, copy.path)
+    assert contents(copy.path) == before
+    assert copy.list_versions() == [1, 2]
 
 
 def killed(path: str, call: str, number: int, when: str, events: int) -> None:
