@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ..embedding.modules.metrics import Families, Metric, counter, gauge, make_latency_metrics
+from ..engine.metric_families import Families, Metric, counter, gauge, make_latency_metrics
 
 METRICS: dict[str, Metric] = {
     "version": gauge("number of the version that lookups take"),

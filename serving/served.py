@@ -38,6 +38,7 @@ from ..engine.options.lookup import OUTPUT_DTYPES, check_lookup, check_output_dt
 from ..engine.options.table_spec import TableSpec
 from ..engine.threads import Thread
 from .folder import ServingFolder
+from .metrics import collect
 from .settings import pack_settings
 from .version import ServedEmbedding, Version
 
@@ -334,8 +335,6 @@ class Served:
 
     def collect(self) -> Iterable[Any]:
         """Returns families for `prometheus_client`, so a folder can be registered: `REGISTRY.register(served)`."""
-        from .metrics import collect
-
         with suppress(ClosedError):
             return collect(self.metrics(), str(self._folder.path))
         return ()
