@@ -50,6 +50,7 @@ class Result:
     recovered: int = 0
     lost_in_cuts: int = 0
     snapshots_checked: int = 0
+    answers: int = 0
     seconds: float = 0.0
 
 
@@ -57,6 +58,7 @@ class Rounds:
     """Runs rounds below a folder. script: what trainers run first, for tests of the harness."""
 
     runs: Callable[..., None] = staticmethod(run)
+    counted = SAVES  # what `Result.saves` counts
 
     def __init__(self, folder: Path, script: str = "") -> None:
         self.folder, self.script = folder, script
@@ -76,7 +78,7 @@ class Rounds:
             lines = [json.loads(line) for line in text.split("\n")[:-1]][seen:]  # the last may be torn
             seen += len(lines)
             expected.follow(lines)
-            saved = [line for line in lines if line["at"] == "end" and line["op"] in SAVES]
+            saved = [line for line in lines if line["at"] == "end" and line["op"] in self.counted]
             result.saves += Counter(line.get("kind", line["op"]) for line in saved)
             result.kills[way_of(expected.inside, session.kill)] += 1
             if plan.power:
