@@ -115,7 +115,7 @@ def draw_rank_round(seed: int, ranks: int) -> Round:
 
 
 def draw_serving_round(seed: int) -> Round:
-    """checks: whether the check after a trainer publishes."""
+    """checks: whether the check after a trainer publishes. Only then, the power may be cut before."""
     chance = random.Random(seed)
     sessions = [
         Session(

@@ -173,6 +173,7 @@ class Published:
     hold: bool = False
     inside: str = "between"  # the operation in flight
     _running: dict[str, Any] | None = None
+    _doubt: list[Published] = field(default_factory=list)  # to which of these a power cut may lead back
 
     def follow(self, lines: Iterable[dict[str, Any]]) -> None:
         """Take further lines of the log. A kill comes after them."""
@@ -183,6 +184,7 @@ class Published:
             if line["op"] in OPERATIONS:
                 self._running = None if is_end else line
                 if is_end:
+                    self._doubt = []
                     assert line.get("version") in (None, self._next) or line["op"] == "rollback"
                     self._go(line)
 
@@ -203,22 +205,26 @@ class Published:
             kept = {*sorted(self.versions)[-line["keep"] :], self.current}
             self.versions = {number: made for number, made in self.versions.items() if number in kept}
 
-    def found(self, folder: ServingFolder) -> None:
+    def found(self, folder: ServingFolder, is_durable: bool = True) -> None:
         """From now on, the folder is as found. Raises AssertionError if the log does not allow that."""
         records = {number: folder.read_version(number) for number in folder.list_versions()}
         there = {number: (one.step, one.encoding, one.tensors is not None) for number, one in records.items()}
         current, hold = None, False
         with suppress(MissingVersionError):
             current, hold = (taken := folder.read_current()).version, taken.hold
-        before = Published(dict(self.versions), self.current, self.hold)
+        options = [*self._doubt, Published(dict(self.versions), self.current, self.hold)]
         if self._running is not None:
             self._go(self._running)
-        assert (current, hold) in [(one.current, one.hold) for one in (before, self)], f"readers take {current, hold}"
-        assert self.versions.keys() & before.versions.keys() <= there.keys(), f"missing of {before, self}: {there}"
-        assert there.items() <= {**before.versions, **self.versions}.items(), f"not of {before, self}: {there}"
-        if not self.versions.keys() - before.versions.keys() <= there.keys():
-            assert there == before.versions, "a version was removed for one that does not exist"
+            options.append(Published(dict(self.versions), self.current, self.hold))
+        assert (current, hold) in [(one.current, one.hold) for one in options], f"{current, hold} is not of {options}"
+        assert set.intersection(*({*one.versions} for one in options)) <= there.keys(), (
+            f"{there} lacks some of {options}"
+        )
+        assert there.items() <= set().union(*(one.versions.items() for one in options)), f"{there} is not of {options}"
+        if not self.versions.keys() <= there.keys():  # the last operation was not durable, and so removed nothing
+            assert any(one.versions.keys() <= there.keys() for one in options[:-1]), f"{there} lacks some of {options}"
         self.versions, self.current, self.hold, self._running = there, current, hold, None
+        self._doubt = [] if is_durable else options
 
 
 class ServingRounds(Rounds):
@@ -242,9 +248,13 @@ class ServingRounds(Rounds):
         assert isinstance(outcome, int), f"the reader failed: {outcome}"
         self._num_answers = outcome
 
+    def cuts_power(self, plan: Any, number: int) -> bool:
+        return plan.power and bool(plan.checks[number])
+
     def check(self, path: Path, plan: Any, number: int, published: Published, result: Result) -> None:
         """Of the folder that a session left, and after one more publish there."""
         result.answers += self._num_answers
+        published.found(ServingFolder(path), is_durable=self.cuts_power(plan, number) or not plan.power)
         result.snapshots_checked += self._check_versions(path, published)
         snapshots = list_snapshots(path.with_name("trained") / "rows" / "snapshots").snapshots
         if not plan.checks[number] or not snapshots:
@@ -254,8 +264,9 @@ class ServingRounds(Rounds):
         drawn = draw_publish(chance, snapshot)
         version = publish_drawn(ServingFolder(path), snapshot, drawn)
         published.follow([{"at": "end", "op": "publish", "version": version, **drawn}])
-        result.snapshots_checked += self._check_versions(path, published)
         folder = ServingFolder(path)
+        published.found(folder)
+        result.snapshots_checked += self._check_versions(path, published)
         records = [folder.read_pending(), *map(folder.read_version, folder.list_versions())]
         assert {*os.listdir(folder.files)} == {file.name for record in records for file in record.files}, "leftovers"
         assert {*os.listdir(path)} == {CURRENT, LOCK, PENDING, "versions", "files"}
@@ -264,7 +275,6 @@ class ServingRounds(Rounds):
     def _check_versions(self, path: Path, published: Published) -> int:
         """All versions are whole, and answer as they must. Returns how many."""
         folder = ServingFolder(path)
-        published.found(folder)
         for number, made in published.versions.items():
             assert not folder.verify(number)
             record = folder.read_version(number)

@@ -17,11 +17,11 @@ from support.stores import options
 from tierbed.serving import ServingFolder, publish
 
 
-def change(path: str, what: str, call: str, number: int, when: str, events: int) -> None:
-    """Change the folder, killed at that call. What was done is traced."""
+def change(path: str, what: str, call: str, number: int, events: int) -> None:
+    """Change the folder, killed after that call. What was done is traced."""
     folder = ServingFolder(Path(path, "served"))
     shim.watch(folder.path, os.open(Path(path, "trace"), os.O_WRONLY | os.O_APPEND | os.O_CREAT))
-    shim.die_at(call, number, when)
+    shim.die_at(call, number, "after")
     if what == "publish":
         publish(folder.path, Path(path, "rows", "snapshots", "s3"), "float32", rebase=True)
     elif what == "prune":
@@ -31,18 +31,17 @@ def change(path: str, what: str, call: str, number: int, when: str, events: int)
     shim.live_on()
 
 
-# of the first process, after which the second one ends by itself
-KILLED = {
-    "a version is removed, then its files": ("prune", "unlink", "after", "prune"),
-    "a version is written, then readers take it": ("publish", "rename", "after", "release"),
-    "readers take a version, then the older ones are removed": ("publish", "rename", "after", "prune"),
+KILLED = {  # what is killed after which call, and what is done then
+    "a version is removed, then its files": ("prune", "unlink", 1, "prune"),
+    "a version is written, then readers take it": ("publish", "rename", 1, "release"),
+    "readers take a version, then older ones are removed": ("publish", "rename", 2, "prune"),
 }
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("name", KILLED)
 def test_what_a_killed_process_left_is_made_durable_first(tmp_path: Path, name: str, seed: int) -> None:
-    first, call, when, second = KILLED[name]
+    first, call, number, second = KILLED[name]
     served, warm = ServingFolder(tmp_path / "served"), Warm(change)
     (tmp_path / "aside").mkdir()
     with make(options("device", tmp_path), "adagrad", tables=1) as embedding:
@@ -51,10 +50,10 @@ def test_what_a_killed_process_left_is_made_durable_first(tmp_path: Path, name: 
             embedding.save_snapshot(step)
             if step != "s3":
                 publish(served.path, snapshot_of(embedding, tmp_path, step), "float32", rebase=True)
-    plan = {"path": str(tmp_path), "what": first, "call": call, "when": when}
-    plan["number"] = 2 if name.startswith("readers") else 1
+    plan = {"path": str(tmp_path), "what": first, "call": call, "number": number}
     assert warm.order(plan)["signal"] == 9
-    assert warm.order({"path": str(tmp_path), "what": second, "call": "", "number": 0, "when": when})["code"] == 0
+    answer = warm.order(plan | {"what": second, "call": ""})
+    assert (answer["signal"], answer["code"]) == (0, 0)
     Disk(served.path, (tmp_path / "trace").read_text()).cut(random.Random(seed))
     versions = served.list_versions()
     assert served.read_current().version in versions

@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from functools import cache
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -28,8 +27,8 @@ from tierbed.serving import ServingFolder, freeze, load_program, open_served
 from tierbed.serving.folder import LockedError, MissingVersionError
 
 IDS = torch.arange(300)  # the last 60 are never trained
-NUM_KILLS, NUM_PUBLISHES = 5, 40  # of each trainer
-ROLLBACK, RELEASE = (2, 20), (3, 10)  # in which life of the trainer, and after how many publishes
+NUM_KILLS, NUM_PUBLISHES = 5, 80  # of each trainer, and one more of each later one
+ROLLBACK, RELEASE = (2, 40), (3, 20)  # in which life of the trainer, and after how many publishes
 STEPS, SAVE_EVERY = 3, 4  # of a publish, and publishes
 
 
@@ -67,13 +66,17 @@ def gone_before(step: int) -> Tensor:
     return (torch.arange(9) * 11 + step) % 240
 
 
-@cache
+VALUES = [torch.zeros(len(IDS))]  # of the rows, after each step so far
+
+
 def answers_at(step: int) -> Tensor:
-    rows = answers_at(step - 1)[:, :1].clone() if step else torch.zeros(len(IDS), 1)
-    if step:
-        rows[gone_before(step)] = 0
-        rows[ids_of(step)] += 1
-    return torch.cat([rows.expand(-1, 6), torch.full((len(IDS), 1), float(step))], 1)
+    """What the model answers for IDS."""
+    while len(VALUES) <= step:
+        number, values = len(VALUES), VALUES[-1].clone()
+        values[gone_before(number)] = 0
+        values[ids_of(number)] += 1
+        VALUES.append(values)
+    return torch.cat([VALUES[step][:, None].expand(-1, 6), torch.full((len(IDS), 1), float(step))], 1)
 
 
 def train(place: str, pipe: Connection) -> None:
@@ -183,7 +186,7 @@ def test_readers_see_whole_versions_while_the_trainer_is_killed_and_resumed(tmp_
         for life in range(NUM_KILLS + 1):
             trainer, events = with_pipe(train, str(tmp_path))
             with trainer, events:
-                for number in range(NUM_PUBLISHES):
+                for number in range(NUM_PUBLISHES + life):
                     version, steps[version] = events.recv()
                     assert version > last
                     last = version
