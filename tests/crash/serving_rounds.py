@@ -276,7 +276,7 @@ class ServingRounds(Rounds):
         """All versions are whole, and answer as they must. Returns how many."""
         folder = ServingFolder(path)
         for number, made in published.versions.items():
-            assert not folder.verify(number)
+            assert not (damaged := folder.verify(number)), damaged
             record = folder.read_version(number)
             self._answers.check(ServedVersion(folder, record, "initial", torch.float32, None), made)
         if published.current is not None:
