@@ -27,8 +27,8 @@ from tierbed.serving import ServingFolder, freeze, load_program, open_served
 from tierbed.serving.folder import LockedError, MissingVersionError
 
 IDS = torch.arange(300)  # the last 60 are never trained
-NUM_KILLS, NUM_PUBLISHES = 5, 80  # of each trainer, and one more of each later one
-ROLLBACK, RELEASE = (2, 40), (3, 20)  # in which life of the trainer, and after how many publishes
+NUM_KILLS, NUM_PUBLISHES = 5, 180  # of each trainer, and one more of each later one
+ROLLBACK, RELEASE = (2, 90), (3, 60)  # in which life of the trainer, and after how many publishes
 STEPS, SAVE_EVERY = 3, 4  # of a publish, and publishes
 
 
