@@ -45,9 +45,9 @@ check: install peers
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(TESTERS) --dist worksteal $(if $(NAME),-m "$(WHAT)" -k "$(NAME)",-m "$(WHAT) and not slow")
 
 # rounds of the crash harness; SEED=7 N=1 repeats one, RANKS=2 is of ranks that share the rows, MODEL=1 of embeddings
-# that are trained together
+# that are trained together, SERVING=1 of a publisher with a reader
 crash: install
-	PYTHONPATH=tests $(BIN)/python -P -m crash -n $(or $(N),200) --seed $(or $(SEED),1) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model)
+	PYTHONPATH=tests $(BIN)/python -P -m crash -n $(or $(N),200) --seed $(or $(SEED),1) $(if $(RANKS),--ranks $(RANKS)) $(if $(MODEL),--model) $(if $(SERVING),--serving)
 
 # the native tests under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer
 sanitize: install

@@ -126,6 +126,9 @@ class ServingFolder:
                     "time may change a serving folder"
                 ) from None
         try:
+            with self.convert_errors("sync"):
+                for path in (self._versions, self.path):  # a killed process may have changed them just before
+                    fsync_dir(path)
             yield
         finally:
             lock.release()

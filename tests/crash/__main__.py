@@ -10,6 +10,7 @@ import statistics
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,9 @@ from rich.table import Column, Table
 from support import warm
 
 from .model_rounds import ModelRankRounds, ModelRounds
-from .plan import draw_model_round, draw_rank_round, draw_round
+from .plan import draw_model_round, draw_rank_round, draw_round, draw_serving_round
 from .rounds import RankRounds, Result, Rounds
+from .serving_rounds import ServingRounds
 
 console = Console(highlight=False)
 
@@ -34,11 +36,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next one's is one more")
     parser.add_argument("--ranks", type=int, help="rounds of that many ranks")
     parser.add_argument("--model", action="store_true", help="rounds of embeddings that are trained together")
+    parser.add_argument("--serving", action="store_true", help="rounds of a publisher and a reader")
     parser.add_argument("--folder", type=Path, help="where stores are made; a temporary folder by default")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     folder, ranks = Path(tempfile.mkdtemp(prefix="crash-", dir=arguments.folder)), arguments.ranks
-    if arguments.model:
+    rounds: Rounds
+    draw: Callable[[int], Any]
+    if arguments.serving:
+        rounds, draw = ServingRounds(folder), draw_serving_round
+    elif arguments.model:
         rounds, draw = ModelRounds(folder) if ranks is None else ModelRankRounds(folder, ranks), draw_model_round
     else:
         rounds, draw = (Rounds if ranks is None else RankRounds)(folder), draw_round
@@ -46,7 +53,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
     with warm.running_server(), contextlib.suppress(KeyboardInterrupt):  # the summary is of the rounds so far
         for seed in track(range(arguments.seed, arguments.seed + arguments.n), "rounds", console=console):
-            plan: Any = draw(seed) if arguments.model or ranks is None else draw_rank_round(seed, ranks)
+            plan: Any = draw(seed) if draw is not draw_round or ranks is None else draw_rank_round(seed, ranks)
             try:
                 results.append(rounds.run(plan))
             except Exception as error:
@@ -73,8 +80,9 @@ def summary(results: list[Result], failed: list[int]) -> None:
         "rounds": len(results) + len(failed),
         "failed": ", ".join(f"seed {seed}" for seed in failed) or 0,
         "kills": kills.total(),
-        "saves that returned": ", ".join(f"{count} {kind}" for kind, count in sorted(saves.items())),
-        "snapshots compared": sum(r.snapshots_checked for r in results),
+        "operations that returned": ", ".join(f"{count} {kind}" for kind, count in sorted(saves.items())),
+        "snapshots or versions compared": sum(r.snapshots_checked for r in results),
+        "answers that readers compared": sum(r.answers for r in results),
         "restarts that went back to a snapshot": sum(r.recovered for r in results),
         "changes lost in power cuts": sum(r.lost_in_cuts for r in results),
         "median round": f"{statistics.median([r.seconds for r in results] or [0.0]):.2f} s",

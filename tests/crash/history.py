@@ -120,6 +120,10 @@ class History:
             self._form.set_values(rows, STATE, numbers[:, DIM:])
         return rows
 
+    def values(self, step: int) -> Numbers:
+        """The embeddings of `rows`: [n, DIM]."""
+        return self._form.values(self.rows(step), EMBEDDING)
+
     def _replay(self, step: int) -> None:
         keys = self.batch(step)
         batch = [(int(key) % 2, int(key)) for key in keys]

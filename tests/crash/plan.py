@@ -20,6 +20,9 @@ CHAINS = {"save": 20, "prune": 3, "load": 0.3, "background": 0.3, "reopen": 0.5,
 # what a kill at a named point is inside of
 INSIDE = {"step": 1, "save": 6, "background": 3, "load": 3, "prune": 2, "merge": 1, "compact": 1, "close": 2, "open": 2}
 RANK_INSIDE = {"step": 2, "save": 6, "background": 2, "load": 4, "prune": 1, "close": 3, "open": 4}
+# "forget" removes old snapshots of the trainer
+SERVING_WEIGHTS = {"publish": 12, "rollback": 2, "release": 3, "prune": 2, "load": 1, "forget": 1}
+SERVING_INSIDE = {"publish": 10, "rollback": 1, "release": 1, "prune": 2}
 RANK_LIVES = ["forever", "ttl"]  # which rows an evicting table has depends on the number of ranks
 # calls that it may be before or after, and how many of them an operation has at most
 MAX_CALLS = {"any": 400, "open": 70, "write": 200, "sync": 70, "rename": 4, "mkdir": 3, "unlink": 80, "link": 4}
@@ -111,6 +114,30 @@ def draw_rank_round(seed: int, ranks: int) -> Round:
     )
 
 
+def draw_serving_round(seed: int) -> Round:
+    """checks: whether the check after a trainer publishes. Only then, the power may be cut before."""
+    chance = random.Random(seed)
+    sessions = [
+        Session(
+            seed=chance.randrange(1 << 32),
+            operations=chance.randint(3, 16),
+            store={"store": chance.choice(["device", "host"])},
+            ahead=0,
+            kill=draw_kill(chance, SERVING_INSIDE),
+        )
+        for _ in range(chance.choice([1, 2, 2, 3]))
+    ]
+    return Round(
+        seed=seed,
+        keys=chance.choice([50, 150, 400]),
+        life=chance.choice([*LIVES]),
+        power=chance.random() < 0.5,
+        sessions=sessions,
+        checks=[*(chance.random() < 0.5 for _ in sessions[1:]), True],
+        types=chance.choice(TYPES),
+    )
+
+
 def _session(chance: random.Random, inside: Mapping[str, float], store: Any) -> Session:
     has_chains = chance.random() < 0.3
     return Session(
@@ -133,7 +160,7 @@ def draw_kill(chance: random.Random, weights: Mapping[str, float]) -> Kill:
     if chance.random() < 0.3:
         return Kill(None, events=chance.randrange(24), wait=chance.uniform(0, 0.04))
     inside = chance.choices(list(weights), list(weights.values()))[0]
-    is_long = inside in ("save", "background", "load", "close", "prune", "merge")
+    is_long = inside in ("save", "background", "load", "close", "prune", "merge", "publish")
     call = chance.choice(CALLS if is_long else ["any", "write"])
     number = round(MAX_CALLS[call] ** chance.random())  # the first calls of an operation differ most
     when = chance.choice(["before", "after", "torn"] if call in ("any", "write") else ["before", "after"])

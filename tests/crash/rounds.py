@@ -50,6 +50,7 @@ class Result:
     recovered: int = 0
     lost_in_cuts: int = 0
     snapshots_checked: int = 0
+    answers: int = 0
     seconds: float = 0.0
 
 
@@ -57,6 +58,7 @@ class Rounds:
     """Runs rounds below a folder. script: what trainers run first, for tests of the harness."""
 
     runs: Callable[..., None] = staticmethod(run)
+    counted = SAVES  # what `Result.saves` counts
 
     def __init__(self, folder: Path, script: str = "") -> None:
         self.folder, self.script = folder, script
@@ -69,17 +71,19 @@ class Rounds:
         (place / "store").mkdir(parents=True)
         (place / "aside").mkdir()
         result, expected, seen = Result(), self.expected(plan), 0
+        was_cut = True
         for number, session in enumerate(plan.sessions):
-            (place / "trace").write_text("")  # a trainer may be killed before it begins its own
+            if was_cut:
+                (place / "trace").write_text("")  # a trainer may be killed before it begins its own
             self.train(place, session, self.orders(plan, session) | {"number": number, "power": plan.power})
             text = (place / "log").read_text() if (place / "log").exists() else ""
             lines = [json.loads(line) for line in text.split("\n")[:-1]][seen:]  # the last may be torn
             seen += len(lines)
             expected.follow(lines)
-            saved = [line for line in lines if line["at"] == "end" and line["op"] in SAVES]
+            saved = [line for line in lines if line["at"] == "end" and line["op"] in self.counted]
             result.saves += Counter(line.get("kind", line["op"]) for line in saved)
             result.kills[way_of(expected.inside, session.kill)] += 1
-            if plan.power:
+            if was_cut := self.cuts_power(plan, number):
                 disk = Disk(place / "store", (place / "trace").read_text())
                 result.lost_in_cuts += disk.cut(random.Random(session.seed))
             self.check(place / "store", plan, number, expected, result)
@@ -89,6 +93,10 @@ class Rounds:
     def expected(self, plan: Any) -> Any:
         """What the log allows, line by line."""
         return Expected()
+
+    def cuts_power(self, plan: Any, number: int) -> bool:
+        """Whether the power is cut once the trainer of this number is killed, else later."""
+        return bool(plan.power)
 
     def orders(self, plan: Any, session: Any) -> dict[str, Any]:
         return dataclasses.asdict(plan) | dataclasses.asdict(session)

@@ -13,9 +13,10 @@ from support.stores import STORES
 
 from .history import LIVES, TYPES, History, Types, in_order
 from .model_rounds import ModelRankRounds, ModelRounds
-from .plan import draw_model_round, draw_rank_round, draw_round
+from .plan import draw_model_round, draw_rank_round, draw_round, draw_serving_round
 from .power import Disk
 from .rounds import RankRounds, Rounds
+from .serving_rounds import ServingRounds
 
 BROKEN = {
     "folders are not synced": "import tierbed.engine.durable as d; "
@@ -40,6 +41,19 @@ BROKEN_FOR_MODELS = {
     "writes are not noted": "from tierbed.snapshots.store.group import Member as M; "
     "M.begin_change = lambda member, replaces=False: None",
 }
+BROKEN_FOR_SERVING = {
+    "names of row files are not synced": "from tierbed.serving.table_files import NewFiles; "
+    "NewFiles.sync = lambda files: None",
+    "a rollback does not hold": "from dataclasses import replace; from tierbed.serving import ServingFolder as F; "
+    "F.write_current = lambda f, c, w=F.write_current: w(f, replace(c, hold=False))",
+    "readers see a version before it is written": "from tierbed.serving import ServingFolder as F; "
+    "from tierbed.serving.version import Current; "
+    "F.write_version = lambda f, v, w=F.write_version: (f.write_current(Current(v.version)), w(f, v))",
+    "files are removed before their version": "from tierbed.serving import ServingFolder as F; "
+    "F.remove_old = lambda f, keep, r=F.remove_old: ([f.find_file(x).unlink() for v in f.list_versions()[:-keep] "
+    "if v != f.read_current().version for x in f.read_version(v).files[:1] "
+    "if x not in f.read_latest().files], r(f, keep))[1]",
+}
 
 
 def seeds(fast: range, slow: range) -> Any:
@@ -62,6 +76,11 @@ def test_killed_ranks_leave_what_their_log_allows(tmp_path: Path, seed: int, ran
     RankRounds(tmp_path).run(draw_rank_round(seed, ranks))
 
 
+@seeds(range(701, 702), range(702, 712))
+def test_a_killed_publisher_leaves_what_its_log_allows(tmp_path: Path, seed: int) -> None:
+    ServingRounds(tmp_path).run(draw_serving_round(seed))
+
+
 @seeds(range(0), range(601, 607))
 def test_killed_ranks_of_a_model_are_of_a_moment_of_their_log(tmp_path: Path, seed: int) -> None:
     ModelRankRounds(tmp_path, 2).run(draw_model_round(seed))
@@ -76,6 +95,16 @@ def test_a_broken_contract_is_found(tmp_path: Path, name: str) -> None:
         for seed in range(500, 560):
             rounds.run(draw_model_round(seed) if is_model else draw_round(seed))
     assert not is_model or (found.type is AssertionError and "ended by itself" not in str(found.value))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BROKEN_FOR_SERVING)
+def test_a_broken_contract_of_serving_is_found(tmp_path: Path, name: str) -> None:
+    rounds = ServingRounds(tmp_path, BROKEN_FOR_SERVING[name])
+    with pytest.raises(AssertionError) as found:  # noqa: PT012
+        for seed in range(800, 860):
+            rounds.run(draw_serving_round(seed))
+    assert "ended by itself" not in str(found.value)
 
 
 def test_a_line_that_a_kill_cut_off_does_not_change_the_next(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from support import shim
 from support.embeddings import make, train
@@ -28,6 +29,7 @@ from support.snapshot_parts import in_parts
 from support.stores import STORES, options
 from tierbed import InputError, MultiTableEmbedding, OptionError, ServingError, SnapshotError
 from tierbed.serving import ServingFolder, Version, merging, publish
+from tierbed.serving.row_file import encode, hash_rows
 from tierbed.serving.served import ServedVersion, open_served
 from tierbed.snapshots import Snapshot, list_snapshots
 
@@ -216,23 +218,62 @@ def test_a_trainer_that_went_back_is_published_with_higher_numbers(
     assert publish(served, step(embedding, tmp_path)).version == 5
 
 
-def test_deleted_rows_leave_no_byte_after_a_rebase_and_a_prune(tmp_path: Path, embedding: MultiTableEmbedding) -> None:
-    served, marker = tmp_path / "served", np.float32([7.123, 8.456, 9.789, 1.5, 2.25])
-    embedding.put(torch.tensor([3]), torch.from_numpy(marker)[None], table_ids=0)
+def needles_of(row: NDArray[np.float32], encoding: str, key: int) -> set[bytes]:
+    """What shows a row: its encoded bytes, each pair of its numbers, and its hash and key as bytes and digits."""
+    encoded = encode(row[None], encoding, 0, np.array([key]))[0].tobytes()
+    found = {encoded, *(row[at : at + 2].tobytes() for at in range(len(row) - 1))}
+    for number in (key, int(hash_rows(0, np.array([key], np.uint64))[0])):
+        found |= {number.to_bytes(8, order) for order in ("little", "big")} | {b"%d" % number, b"%x" % number}
+    return found
 
-    def holders() -> int:
-        return sum(marker.tobytes() in path.read_bytes() for path in served.rglob("*") if path.is_file())
 
-    publish(served, save(embedding, tmp_path), "float32")
-    assert holders() == 1
-    embedding.delete(torch.tensor([3]), table_ids=0)
-    before = rows_of(served)
-    publish(served, save(embedding, tmp_path), "float32")
-    assert len(rows_of(served)) == len(before) - 1
-    assert holders() == 1
-    publish(served, snapshot_of(embedding, tmp_path, "s2"), "float32", rebase=True)
-    ServingFolder(served).prune(1)
-    assert holders() == 0
+@pytest.mark.parametrize("encoding", ["float32", "int8"])
+@pytest.mark.parametrize("recipe", ["prune", "keep", "merged"])
+def test_deleted_rows_leave_no_byte_after_a_rebase_and_a_prune(
+    tmp_path: Path, embedding: MultiTableEmbedding, encoding: str, recipe: str
+) -> None:
+    """recipe: whether the publish prunes, and whether a base with the row waits for the next version."""
+    served, folder, key = tmp_path / "served", ServingFolder(tmp_path / "served"), 0x1122334455667788
+    row = np.float32([7.123, 8.456, 9.789, 1.5, 2.25])
+    needles = needles_of(row, encoding, key)
+    is_secret = torch.tensor([key])
+
+    def holders() -> set[str]:
+        files = {path: path.read_bytes() for path in served.rglob("*") if path.is_file()}
+        return {path.name.split("-")[2] for path, data in files.items() if any(one in data for one in needles)}
+
+    publish(served, save(embedding, tmp_path), encoding)
+    embedding.put(is_secret, torch.from_numpy(row)[None], table_ids=0)
+    publish(served, step(embedding, tmp_path, range(40 if recipe == "merged" else 3)), encoding)
+    assert holders() == ({"base", "delta"} if recipe == "merged" else {"delta"})
+    assert bool(folder.read_pending().files) == (recipe == "merged")
+    with open_served(served) as reader:
+        assert not torch.equal(reader["rows"](is_secret, 0), before_training(is_secret))
+        embedding.delete(is_secret, table_ids=0)
+        publish(served, save(embedding, tmp_path), encoding)
+        assert reader.refresh()
+        assert torch.equal(reader["rows"](is_secret, 0), before_training(is_secret))
+    assert "delta" in holders()
+    folder.rollback(2)
+    snapshot = snapshot_of(embedding, tmp_path, "s3")
+    publish(served, snapshot, encoding, rebase=True, keep=1)
+    folder.prune(1)
+    assert "delta" in holders()  # a rollback keeps it
+    folder.release()
+    if recipe == "keep":
+        publish(served, snapshot, encoding, rebase=True, keep=1)
+    else:
+        folder.prune(1)
+    assert holders() == set()
+    with open_served(served) as reader:
+        assert torch.equal(reader["rows"](is_secret, 0), before_training(is_secret))
+    assert not folder.verify(folder.read_current().version)
+
+
+def before_training(ids: torch.Tensor) -> torch.Tensor:
+    """The rows of ids of table 0 that were never trained."""
+    with make(options("device"), "adagrad") as untrained:
+        return untrained(ids, 0).detach()
 
 
 def killed(path: str, call: str, number: int, when: str, full: bool, events: int) -> None:
