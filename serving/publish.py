@@ -90,8 +90,7 @@ def publish_sources(
     allow_older: bool = False,
 ) -> Version:
     """As `publish`, for rows from anywhere."""
-    check_arguments(encoding, keep, check)
-    check_flags(OptionError, rebase=rebase, allow_older=allow_older)
+    check_arguments(encoding, keep, check, rebase=rebase, allow_older=allow_older)
     sources = sorted(sources, key=lambda source: str(source.description["name"]))
     names = [source.description["name"] for source in sources]
     if doubled := {name for name in names if names.count(name) > 1}:
@@ -134,8 +133,9 @@ def publish_sources(
     return version
 
 
-def check_arguments(encoding: str, keep: int, check: Check) -> None:
+def check_arguments(encoding: str, keep: int, check: Check, **flags: bool) -> None:
     """Raises OptionError for arguments of `publish` that are invalid whatever the folder has."""
+    check_flags(OptionError, **flags)
     check_choice("encoding", encoding, ENCODINGS)
     check_int("keep", keep, "how many versions to keep, 1 or more", 1)
     if check not in (None, False) and not callable(check):

@@ -134,7 +134,12 @@ class PublishingModel(ModelSnapshots):
         self.__publish: PublishHandle | None = None
 
     def publish(
-        self, folder: str | os.PathLike[str], encoding: str = "int8", keep: int = 3, check: Check = None
+        self,
+        folder: str | os.PathLike[str],
+        encoding: str = "int8",
+        keep: int = 3,
+        check: Check = None,
+        rebase: bool = False,
     ) -> PublishHandle:
         """Publish rows and dense weights as they are now, as a new version of a serving folder.
 
@@ -143,7 +148,7 @@ class PublishingModel(ModelSnapshots):
         runs in the background ends first. Rows must be in one process, on a CPU.
 
         Args:
-            folder, encoding, keep, check: As in `tierbed.serving.publish`. `check` runs in the thread.
+            folder, encoding, keep, check, rebase: As in `tierbed.serving.publish`. `check` runs in the thread.
 
         Returns:
             A handle: `wait()` returns the version once readers can see it, or raises the publish's error. The next
@@ -163,17 +168,20 @@ class PublishingModel(ModelSnapshots):
                     f"the rows of embedding {handle.name!r} are {place}, and publish needs them in one process on a "
                     "CPU; save snapshots, and publish them with tierbed.serving.publish"
                 )
-        check_arguments(encoding, keep, check)
+        check_arguments(encoding, keep, check, rebase=rebase)
         target = ServingFolder(folder)
 
         def publish(set_can_train: Callable[[], None]) -> Version:
             with ExitStack() as ending:
                 old, consumer = find_reusable(target.read_latest(), encoding), f"publish to {target.path}"
+                old = {} if rebase else old
                 with lock_between_steps(handles, awaits_step=True, finishes_saves=True):
                     sources = [LiveRows(handle, consumer, old.get(handle.name), ending) for handle in handles]
                     tensors = _copy_dense_weights(self)
                 set_can_train()
-                version = publish_sources(target.path, sources, encoding, tensors, keep, check, allow_older=True)
+                version = publish_sources(
+                    target.path, sources, encoding, tensors, keep, check, rebase, allow_older=True
+                )
                 for source in sources:
                     source.record_publish()
                 return version

@@ -156,6 +156,20 @@ def test_a_publish_ends_a_save_in_the_background(tmp_path: Path, monkeypatch: py
     model.users.close()
 
 
+def test_a_rebase_writes_all_rows_again(tmp_path: Path, model: Model) -> None:
+    assert model.publish(tmp_path / "served", "float32").wait()
+    train(model)
+    for rebase in (True, False):
+        version = model.publish(tmp_path / "served", "float32", rebase=rebase).wait()
+        assert version is not None
+        (table,) = version.embeddings[0].tables
+        assert table.delta is None
+        assert rows_of(tmp_path / "served") == evaluated(model)
+    with pytest.raises(tierbed.OptionError, match="rebase=1: give True or False"):
+        model.publish(tmp_path / "served", rebase=1)  # type: ignore[arg-type]
+    model.items.close()
+
+
 def test_names_are_without_wrappers(tmp_path: Path, model: Model) -> None:
     model.top = torch.compile(model.top, backend="eager")  # type: ignore[assignment]
     version = model.publish(tmp_path / "served", "float32").wait()
