@@ -153,16 +153,14 @@ def compare_with_fbgemm(folder: Path, num_rows: int) -> bool:
         offsets = torch.arange(batch * FEATURES + 1)
         offsets32, tables = offsets.int(), np.arange(FEATURES, dtype=np.uint32)
         batches = [KeyedJaggedTensor(names, each, offsets=offsets) for each in ids]
-        arguments, shape = (tables, offsets.numpy(), tables, batch), (batch, FEATURES)
+        arguments, shape = (tables, offsets.numpy(), tables, batch), (batch, FEATURES * DIM)
 
         def call_fbgemm64(i: int, ids: Any = ids, offsets: Any = offsets) -> Any:
             return fbgemm(torch.ops.fbgemm.pruned_hashmap_lookup(ids[i], offsets, *hash_map), offsets)
 
         calls: dict[str, Call] = {
             "frozen": lambda i, batches=batches: frozen(batches[i]).values(),
-            "bare": lambda i, ids=ids, a=arguments, shape=shape: table_rows.look_up(
-                (to_keys(ids[i]), *a), shape
-            ).flatten(1),
+            "bare": lambda i, ids=ids, a=arguments, shape=shape: table_rows.look_up((to_keys(ids[i]), *a), shape),
             "checked": lambda i, ids=ids, o=offsets: table_rows(ids[i], None, o, "sum", features=features).flatten(1),
             "fbgemm": lambda i, dense=dense, offsets=offsets32: fbgemm(dense[i], offsets),
             "fbgemm64": call_fbgemm64,

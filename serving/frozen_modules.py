@@ -200,12 +200,12 @@ class _Plan(NamedTuple):
     """What all batches with the same keys share.
 
     lookups: for each lookup its rows, the table of each column, the index of each column's feature in the keys, and
-    whether it takes the mean. context: the context of the resulting KeyedTensor.
+    whether it takes the mean. fields: of the resulting KeyedTensor, without its values.
     """
 
     keys: tuple[str, ...]
     lookups: list[tuple[ServedRows, NDArray[np.uint32], NDArray[np.uint32], bool]]
-    context: tuple[Any, ...]
+    fields: dict[str, Any]
 
 
 class FrozenEmbeddingBagCollection(EmbeddingBagCollection):
@@ -237,7 +237,9 @@ class FrozenEmbeddingBagCollection(EmbeddingBagCollection):
                     parts.append(rows.look_up(arguments, shape, is_mean, factors))
                 except ValueError:
                     return super().forward(batch)  # raises the error that names the offsets
-            return KeyedTensor._unflatten([self._column_joiner.join(parts)], plan.context)
+            result = KeyedTensor.__new__(KeyedTensor)  # skips checks
+            vars(result).update(plan.fields, _values=self._column_joiner.join(parts))
+            return result
         return KeyedTensor(self._output_keys, self._output_lengths, self._column_joiner.join(parts))
 
     def _make_plan(self, keys: tuple[str, ...]) -> _Plan:
@@ -248,7 +250,8 @@ class FrozenEmbeddingBagCollection(EmbeddingBagCollection):
             tables = np.array(lookup.table_ids, np.uint32)
             columns = np.array(find_key_indices(lookup.features, keys), np.uint32)
             lookups.append((rows, tables, columns, lookup.pooling == "mean"))
-        return _Plan(keys, lookups, (tuple(self._output_keys), tuple(self._output_lengths), 1))
+        fields = {"_keys": tuple(self._output_keys), "_lengths": tuple(self._output_lengths), "_dim": 1}
+        return _Plan(keys, lookups, fields)
 
     def _trace(
         self, lookup: _PooledLookup, keys: Sequence[str], ids: Tensor, offsets: Tensor, weights: Tensor | None

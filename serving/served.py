@@ -27,9 +27,8 @@ from ..engine.errors import ClosedError, InputError, OptionError, ServingError, 
 from ..engine.ops.batch import (
     FeatureLookupArguments,
     LookupArguments,
-    as_array,
     check_offsets,
-    empty,
+    empty_rows,
     flatten_weights,
     make_illegal_id_error,
     make_lookup_arguments,
@@ -138,8 +137,8 @@ class ServedRows:
             InputError: If an id is out of range.
             ValueError: If the arrays do not fit each other.
         """
-        out = empty(shape, self.output_dtype)
-        illegal = self.native.look_up(arguments, as_array(out, self.spec.dim), is_mean, weights, self._dtype_name)
+        out, array = empty_rows(shape, self.spec.dim, self.output_dtype)
+        illegal = self.native.look_up(arguments, array, is_mean, weights, self._dtype_name)
         if illegal is not None:
             raise make_illegal_id_error(self.spec, *illegal)
         return out

@@ -150,6 +150,15 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(memory).view(dtype).view(shape)
 
 
+def empty_rows(shape: tuple[int, ...], dim: int, dtype: torch.dtype) -> tuple[Tensor, NDArray[Any]]:
+    """Return an uninitialised CPU tensor, and the core's array [n, dim] with the same memory."""
+    if dtype == torch.float32 and (size := math.prod(shape)) * 4 < LARGE_ALLOCATION_BYTES:
+        array = np.empty((size // dim, dim), np.float32)  # faster than a tensor and its `numpy()`
+        return torch.from_numpy(array.reshape(shape)), array
+    out = empty(shape, dtype)
+    return out, as_array(out, dim)
+
+
 def as_array(tensor: Tensor, dim: int | None = None) -> NDArray[Any]:
     """Convert rows to the core's array [n, dim], 16-bit floats as uint16. Copies only if rows are not contiguous.
 
