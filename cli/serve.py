@@ -7,16 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
+from .. import serving
 from ..engine.errors import ServingError
 from . import output
 from .arguments import Json
-
-if TYPE_CHECKING:
-    from ..serving.version import Version
 
 Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="A serving folder.", show_default=False)]
 Keep = Annotated[int, typer.Option(help="Number of latest versions to keep.", min=1)]
@@ -60,21 +58,17 @@ def publish(
 
     Example: tierbed serve publish serving store/users/snapshots/monday store/items/snapshots/monday
     """
-    from ..serving.publish import publish as publish_snapshots
-
     begin = time.monotonic()
     check: Literal[False] | None = False if no_check else None
     with _exit_if_locked(as_json):
-        version = publish_snapshots(
+        version = serving.publish(
             folder, snapshots, encoding.value, keep=keep, check=check, rebase=rebase, allow_older=allow_older
         )
     seconds = time.monotonic() - begin
-    if as_json:
-        output.print_json({**_make_entry(version), "seconds": round(seconds, 3)})
-    else:
-        size = output.format_size(sum(file.bytes for file in version.files))
-        contents = f"{version.rows:,} rows, {size}, step {version.step:,}"
-        print(f"published version {version.version}: {contents}, in {output.format_seconds(seconds)}")
+    size = output.format_size(sum(file.bytes for file in version.files))
+    contents = f"{version.rows:,} rows, {size}, step {version.step:,}"
+    text = f"published version {version.version}: {contents}, in {output.format_seconds(seconds)}"
+    _report({**_make_entry(version), "seconds": round(seconds, 3)}, text, as_json)
 
 
 def list_(folder: Folder, as_json: Json = False) -> None:
@@ -82,9 +76,7 @@ def list_(folder: Folder, as_json: Json = False) -> None:
 
     Example: tierbed serve list serving
     """
-    from ..serving.folder import ServingFolder
-
-    opened = ServingFolder(folder)
+    opened = serving.ServingFolder(folder)
     current, versions = opened.read_current(), [opened.read_version(number) for number in opened.list_versions()]
     if as_json:
         entries = [_make_entry(version) for version in versions]
@@ -107,9 +99,7 @@ def verify(folder: Folder, as_json: Json = False) -> None:
 
     Example: tierbed serve verify serving
     """
-    from ..serving.folder import ServingFolder
-
-    opened = ServingFolder(folder)
+    opened = serving.ServingFolder(folder)
     damaged: dict[str, Exception] = {}
     sound = []
     problems: dict[str, str] = {}  # by file, since versions share files
@@ -138,10 +128,8 @@ def rollback(
 
     Example: tierbed serve rollback serving 11
     """
-    from ..serving.folder import ServingFolder
-
     with _exit_if_locked(as_json):
-        ServingFolder(folder).rollback(version)
+        serving.ServingFolder(folder).rollback(version)
     _report({"current": version, "hold": True}, f"readers are held at version {version}", as_json)
 
 
@@ -150,10 +138,8 @@ def release(folder: Folder, as_json: Json = False) -> None:
 
     Example: tierbed serve release serving
     """
-    from ..serving.folder import ServingFolder
-
     with _exit_if_locked(as_json):
-        version = ServingFolder(folder).release().version
+        version = serving.ServingFolder(folder).release().version
     _report({"current": version, "hold": False}, f"readers take version {version} and later ones", as_json)
 
 
@@ -162,10 +148,8 @@ def prune(folder: Folder, keep: Keep = 3, as_json: Json = False) -> None:
 
     Example: tierbed serve prune serving --keep 1
     """
-    from ..serving.folder import ServingFolder
-
     with _exit_if_locked(as_json):
-        removed = ServingFolder(folder).prune(keep)
+        removed = serving.ServingFolder(folder).prune(keep)
     _report({"removed": removed}, f"removed versions: {', '.join(map(str, removed)) or 'none'}", as_json)
 
 
@@ -178,10 +162,8 @@ def pull(
 
     Example: tierbed serve pull /mnt/models/serving serving
     """
-    from ..serving.pull import pull as pull_version
-
     with _exit_if_locked(as_json):
-        version = pull_version(source, folder)
+        version = serving.pull(source, folder)
     _report(_make_entry(version), f"{str(folder)!r} has version {version.version}", as_json)
 
 
@@ -192,7 +174,7 @@ def _report(document: dict[str, Any], text: str, as_json: bool) -> None:
         print(text)
 
 
-def _make_entry(version: Version) -> dict[str, Any]:
+def _make_entry(version: serving.Version) -> dict[str, Any]:
     """Return a version's entry in JSON output."""
     return {
         "version": version.version,

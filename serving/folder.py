@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ CURRENT, LOCK, PENDING = "CURRENT", "LOCK", "PENDING"
 _FILE_NAME = re.compile(r".+-[0-9a-f]{16}\.(rows|safetensors)")  # no other file is removed
 _VERSION_NAME = re.compile(r"([0-9]{6,})\.json")
 _PIECE_BYTES = 1 << 24
+_ATTEMPTS = 3  # how often to open the current version if the publisher may remove it meanwhile
 
 T = TypeVar("T")
 
@@ -58,10 +58,6 @@ class ServingFolder:
         """Returns the path of a version's file."""
         return self.files / file.name
 
-    def name_file(self, prefix: str, suffix: str) -> Path:
-        """Returns an unused path for a new file."""
-        return self.files / f"{prefix}-{secrets.token_hex(8)}{suffix}"
-
     def list_versions(self) -> list[int]:
         """Returns the numbers of all versions, ascending."""
         with self.convert_errors("list"):
@@ -76,6 +72,17 @@ class ServingFolder:
         if current := self._read(self.path / CURRENT, Current):
             return current
         raise self._make_missing_error(f"file {CURRENT}")
+
+    def use_current(self, use: Callable[[Current], T]) -> T:
+        """Call `use` with the version that readers take, and again if its files were removed. Raises ServingError."""
+        for attempt in range(_ATTEMPTS):
+            current = self.read_current()
+            try:
+                return use(current)
+            except ServingError:  # if the publisher removed the version, CURRENT names another one
+                if attempt + 1 == _ATTEMPTS or self.read_current() == current:
+                    raise
+        raise AssertionError
 
     def read_version(self, version: int) -> Version:
         """Returns a version. Raises ServingError if it does not exist or its description is damaged."""

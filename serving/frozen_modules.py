@@ -24,7 +24,7 @@ from ..embedding.autograd.lookup_op import is_eager
 from ..embedding.modules.embedding import MultiTableMultiColumnEmbedding
 from ..embedding.modules.torch_modules import EmbeddingBag
 from ..engine.errors import ServingError
-from ..engine.ops.batch import check_offsets, flatten_weights, make_lookup_arguments, to_keys
+from ..engine.ops.batch import flatten_weights, to_keys
 from ..engine.ops.embedding_base import EmbeddingBase
 from ..engine.options.lookup import Lookup
 from ..engine.options.table_spec import DTYPES, KEY_TYPES
@@ -55,24 +55,13 @@ def _(rows_id: Tensor, *rest: Any) -> Tensor:
             "its version was closed; load the program with tierbed.serving.load_program"
         )
     lookup = Lookup(ids, table_ids, offsets, pooling, None if columns is None else tuple(columns))
-    return look_up(rows, lookup, weights)
+    return rows.look_up_checked(lookup, weights)
 
 
 @torch.library.register_fake("tierbed::served_lookup")
 def _(rows_id: Tensor, *rest: Any) -> Tensor:
     *fields, _, dim, dtype = rest
     return torch.empty((*Lookup(*fields).shape, dim), dtype=dtype, device=rows_id.device)
-
-
-def look_up(rows: ServedRows, lookup: Lookup, weights: Tensor | None) -> Tensor:
-    """Returns a checked lookup's result. Raises InputError for ids, table ids or offsets out of range."""
-    factors = None if weights is None else flatten_weights(weights)
-    try:
-        shape = *lookup.shape, rows.spec.dim
-        return rows.look_up(make_lookup_arguments(rows.spec, lookup), shape, lookup.pooling == "mean", factors)
-    except ValueError:
-        check_offsets(rows.spec, lookup)
-        raise
 
 
 @dataclass(frozen=True)
@@ -172,7 +161,7 @@ class FrozenEmbedding(nn.Module):
     def look_up(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
         """Returns a checked lookup's result, or records it in a trace."""
         if is_eager(lookup.ids):
-            return look_up(self.rows, lookup, weights)
+            return self.rows.look_up_checked(lookup, weights)
         result: Tensor = torch.ops.tierbed.served_lookup(
             self.tierbed_rows_id, *lookup, weights, self.dim, self.output_dtype
         )

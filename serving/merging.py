@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import pickle
 import tempfile
 from collections.abc import Iterable, Iterator
 from functools import reduce
@@ -26,10 +26,6 @@ class Piece(NamedTuple):
     rows: NDArray[np.uint8]
     is_deleted: NDArray[np.bool_]
 
-    @property
-    def num_rows(self) -> int:
-        return len(self.hashes)
-
     def take(self, index: NDArray[np.integer] | NDArray[np.bool_] | slice) -> Piece:
         """Returns the rows that `index` selects."""
         row = self.rows.view(np.dtype((np.void, self.rows.shape[1]))).reshape(-1)  # NumPy copies these faster
@@ -51,14 +47,14 @@ class PieceCursor:
     """Reads sorted pieces up to given hashes. `piece` has the next rows, or is None at the end."""
 
     def __init__(self, pieces: Iterable[Piece]) -> None:
-        self._pieces = iter(piece for piece in pieces if piece.num_rows)
+        self._pieces = iter(piece for piece in pieces if len(piece.hashes))
         self.piece: Piece | None = next(self._pieces, None)
 
     def read_until(self, last: int) -> Pieces:
         """Yields the rows with hashes up to `last`."""
         while self.piece is not None and int(self.piece.hashes[0]) <= last:
             piece, count = self.piece, int(np.searchsorted(self.piece.hashes, np.uint64(last), "right"))
-            self.piece = piece.take(slice(count, None)) if count < piece.num_rows else next(self._pieces, None)
+            self.piece = piece.take(slice(count, None)) if count < len(piece.hashes) else next(self._pieces, None)
             yield piece.take(slice(count))
 
 
@@ -71,8 +67,8 @@ def merge(older: Iterable[Piece], newer: Iterable[Piece]) -> Pieces:
         if parts[0] and parts[1]:
             before, after = map(concatenate, parts)
             where = np.searchsorted(before.hashes, after.hashes)
-            where = where[before.hashes[np.minimum(where, before.num_rows - 1)] == after.hashes]
-            kept = np.ones(before.num_rows, np.bool_)
+            where = where[before.hashes[np.minimum(where, len(before.hashes) - 1)] == after.hashes]
+            kept = np.ones(len(before.hashes), np.bool_)
             kept[where] = False
             yield concatenate([before.take(kept), after]).sort()
         else:
@@ -91,7 +87,6 @@ class HashSorter:
         self._waiting: list[Piece] = []
         self._num_bytes = 0
         self._runs: list[IO[bytes]] = []
-        self._row_bytes = 0
 
     def add(self, piece: Piece) -> None:
         self._waiting.append(piece)
@@ -100,12 +95,11 @@ class HashSorter:
             run = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
             self._runs.append(run)
             for part in self._sort_waiting():
-                for array in part:
-                    run.write(array.data)
+                pickle.dump(part, run, protocol=5)  # copies no arrays
 
     def pieces(self) -> Pieces:
         """Yields all rows added since the last call, by ascending hash."""
-        yield from reduce(merge, [*(_read_run(run, self._row_bytes) for run in self._runs), self._sort_waiting()])
+        yield from reduce(merge, [*map(_read_run, self._runs), self._sort_waiting()])
         self.close()
 
     def close(self) -> None:
@@ -116,20 +110,15 @@ class HashSorter:
     def _sort_waiting(self) -> Pieces:
         waiting, self._waiting, self._num_bytes = self._waiting, [], 0
         if waiting:
-            self._row_bytes = waiting[0].rows.shape[1]
             piece = concatenate(waiting).sort()
             waiting.clear()
-            for begin in range(0, piece.num_rows, PIECE_ROWS):
+            for begin in range(0, len(piece.hashes), PIECE_ROWS):
                 yield piece.take(slice(begin, begin + PIECE_ROWS))
 
 
-def _read_run(run: IO[bytes], row_bytes: int) -> Pieces:
-    """Yields the pieces in a file, each of PIECE_ROWS rows except for the last."""
-    left = run.seek(0, os.SEEK_END) // (row_bytes + 9)
+def _read_run(run: IO[bytes]) -> Pieces:
+    """Yields the pieces in a temporary file."""
+    end = run.tell()
     run.seek(0)
-    while left:
-        count = min(left, PIECE_ROWS)
-        left -= count
-        hashes = np.frombuffer(run.read(8 * count), np.uint64)
-        rows = np.frombuffer(run.read(row_bytes * count), np.uint8).reshape(count, row_bytes)
-        yield Piece(hashes, rows, np.frombuffer(run.read(count), np.bool_))
+    while run.tell() < end:
+        yield pickle.load(run)

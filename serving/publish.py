@@ -101,16 +101,14 @@ def publish_sources(
         latest, current = target.read_latest(), Current(0)
         with suppress(MissingVersionError):
             current = target.read_current()
-        _check_same_model(latest, sources)
-        if tensors is None and latest is not None and latest.tensors is not None:
-            raise OptionError(
-                f"tensors=None, and version {latest.version} has dense weights, which readers need: pass the weights "
-                "of the same step, or tensors={} to serve rows alone from now on"
-            )
-        if not allow_older:
-            _check_not_older(latest, sources)
-        if check is not False:
-            _check_row_counts(latest, sources)
+        if latest is not None:
+            _check_same_model(latest, sources)
+            if tensors is None and latest.tensors is not None:
+                raise OptionError(
+                    f"tensors=None, and version {latest.version} has dense weights, which readers need: pass the "
+                    "weights of the same step, or tensors={} to serve rows alone from now on"
+                )
+            _check_progress(latest, sources, allow_older, counts_rows=check is not False)
         number = 1 + max(current.version, latest.version if latest else 0)
         with NewFiles(target, encoding) as files:
             embeddings = _write_embeddings(files, None if rebase else latest, sources)
@@ -199,10 +197,8 @@ def _write_next_bases(folder: ServingFolder, version: Version, sources: Sequence
     return pending
 
 
-def _check_same_model(latest: Version | None, sources: Sequence[RowSource]) -> None:
+def _check_same_model(latest: Version, sources: Sequence[RowSource]) -> None:
     """Raises ServingError if the folder is of other embeddings."""
-    if latest is None:
-        return
     remedy = f"publish the model of version {latest.version} there, and this one in another folder"
     names, served = [source.description["name"] for source in sources], [old.name for old in latest.embeddings]
     if names != served:
@@ -219,24 +215,21 @@ def _check_same_model(latest: Version | None, sources: Sequence[RowSource]) -> N
                 )
 
 
-def _check_not_older(latest: Version | None, sources: Sequence[RowSource]) -> None:
-    """Raises SnapshotError if rows are older than the last version's, and both are of one run."""
-    for source, old in zip(sources, latest.embeddings if latest else (), strict=bool(latest)):
-        new = source.origin
-        if new.run and new.run == old.snapshot.run and new.step < old.snapshot.step:
+def _check_progress(latest: Version, sources: Sequence[RowSource], allow_older: bool, counts_rows: bool) -> None:
+    """Raises SnapshotError if rows are older than the last version's, and both are of one run.
+
+    Raises ServingError if most of an embedding's rows are gone, unless the trainer went back to an earlier step.
+    """
+    for source, embedding in zip(sources, latest.embeddings, strict=True):
+        new, old = source.origin, embedding.snapshot
+        went_back = bool(new.run) and new.run == old.run and new.step < old.step
+        if went_back and not allow_older:
             raise SnapshotError(
-                f"{source.label} is of step {new.step}, and the last version has step {old.snapshot.step} of the same "
-                "run: publish a later snapshot, or pass allow_older=True"
+                f"{source.label} is of step {new.step}, and the last version has step {old.step} of the same run: "
+                "publish a later snapshot, or pass allow_older=True"
             )
-
-
-def _check_row_counts(latest: Version | None, sources: Sequence[RowSource]) -> None:
-    """Raises ServingError if most of an embedding's rows are gone, unless the trainer went back to an earlier step."""
-    for source, old in zip(sources, latest.embeddings if latest else (), strict=bool(latest)):
-        new = source.origin
-        went_back = bool(new.run) and new.run == old.snapshot.run and new.step < old.snapshot.step
-        if new.rows < _MIN_ROWS_LEFT * old.snapshot.rows and not went_back:
+        if counts_rows and new.rows < _MIN_ROWS_LEFT * old.rows and not went_back:
             raise ServingError(
-                f"embedding {old.name!r} has {new.rows:,} rows, and had {old.snapshot.rows:,}: if you "
-                "removed that many rows, publish with check=False"
+                f"embedding {embedding.name!r} has {new.rows:,} rows, and had {old.rows:,}: if you removed that many "
+                "rows, publish with check=False"
             )

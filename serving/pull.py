@@ -9,8 +9,6 @@ from ..engine.errors import ServingError
 from .folder import PENDING, MissingVersionError, ServingFolder
 from .version import Current, ServedFile, Version
 
-_ATTEMPTS = 3  # how often to read the source if its publisher may remove the version meanwhile
-
 
 def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Version:
     """Copy the version that readers of `source` take, and make readers of `folder` take it.
@@ -50,20 +48,16 @@ def pull(source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Vers
 
 def _copy_version(origin: ServingFolder, target: ServingFolder) -> tuple[Current, Version]:
     """Copy the files of the current version. Raises ServingError."""
-    for attempt in range(_ATTEMPTS):
-        current = origin.read_current()
-        try:
-            version = origin.read_version(current.version)
-            for file in version.files:
-                _copy_file(origin, target, file)
-            with target.convert_errors("sync"):
-                fsync_dir(target.files)
-        except ServingError:  # if the publisher removed the version, CURRENT names another one
-            if attempt + 1 == _ATTEMPTS or origin.read_current() == current:
-                raise
-        else:
-            return current, version
-    raise AssertionError
+
+    def copy(current: Current) -> tuple[Current, Version]:
+        version = origin.read_version(current.version)
+        for file in version.files:
+            _copy_file(origin, target, file)
+        with target.convert_errors("sync"):
+            fsync_dir(target.files)
+        return current, version
+
+    return origin.use_current(copy)
 
 
 def _copy_file(origin: ServingFolder, target: ServingFolder, file: ServedFile) -> None:

@@ -33,17 +33,16 @@ from ..engine.ops.batch import (
     make_illegal_id_error,
     make_lookup_arguments,
 )
-from ..engine.options.lookup import OUTPUT_DTYPES, check_lookup, check_output_dtype, check_weights
+from ..engine.options.lookup import OUTPUT_DTYPES, Lookup, check_lookup, check_output_dtype, check_weights
 from ..engine.options.table_spec import TableSpec
 from ..engine.threads import Thread
 from .folder import ServingFolder
 from .metrics import collect
 from .settings import pack_settings
-from .version import ServedEmbedding, Version
+from .version import Current, ServedEmbedding, Version
 
 Unknown = Literal["initial", "zeros"]
 log = logging.getLogger("tierbed")
-_ATTEMPTS = 3  # how often to open the current version if the publisher may remove it meanwhile
 
 
 class ServedRows:
@@ -110,12 +109,16 @@ class ServedRows:
             raise InputError(
                 f"ids of embedding {spec.name!r} are on {ids.device}; served rows are on the CPU: ids.cpu()"
             )
+        return self.look_up_checked(lookup, weights)
+
+    def look_up_checked(self, lookup: Lookup, weights: Tensor | None) -> Tensor:
+        """Returns a checked lookup's result. Raises InputError for ids, table ids or offsets out of range."""
         factors = None if weights is None else flatten_weights(weights)
+        shape = *lookup.shape, self.spec.dim
         try:
-            shape = *lookup.shape, spec.dim
-            return self.look_up(make_lookup_arguments(spec, lookup), shape, pooling == "mean", factors)
+            return self.look_up(make_lookup_arguments(self.spec, lookup), shape, lookup.pooling == "mean", factors)
         except ValueError:
-            check_offsets(spec, lookup)
+            check_offsets(self.spec, lookup)
             raise
 
     def look_up(
@@ -210,15 +213,8 @@ class BoundModel(Protocol):
 
 
 _open_folders: WeakSet[Served] = WeakSet()
-
-
-def _renew_locks() -> None:
-    """In a forked child, no thread ends a refresh that held a lock."""
-    for served in list(_open_folders):
-        served._renew_lock()
-
-
-os.register_at_fork(after_in_child=_renew_locks)
+# in a forked child, no thread ends a refresh that held a lock
+os.register_at_fork(after_in_child=lambda: [*map(Served._renew_lock, list(_open_folders))])
 
 
 class Served:
@@ -351,17 +347,14 @@ class Served:
 
     def _open(self, current: ServedVersion | None) -> ServedVersion:
         """Returns the version that CURRENT names, `current` if it is that one. Raises ServingError."""
-        for attempt in range(_ATTEMPTS):
-            newest = self._folder.read_current()
+
+        def open_version(newest: Current) -> ServedVersion:
             if current and (current.version, current.created) == (newest.version, newest.created):
                 return current
-            try:
-                record = self._folder.read_version(newest.version)
-                return ServedVersion(self._folder, record, self._unknown, self._output_dtype, current)
-            except ServingError:  # if the publisher removed the version, CURRENT names another one
-                if attempt + 1 == _ATTEMPTS or self._folder.read_current() == newest:
-                    raise
-        raise AssertionError
+            record = self._folder.read_version(newest.version)
+            return ServedVersion(self._folder, record, self._unknown, self._output_dtype, current)
+
+        return self._folder.use_current(open_version)
 
 
 def _follow(find_served: Callable[[], Served | None], stop: Event, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import groupby
@@ -39,7 +40,7 @@ class NewFiles(ExitStack):
 
     def name(self, prefix: str, suffix: str) -> Path:
         """Returns the path of a new file."""
-        path = self.folder.name_file(prefix, suffix)
+        path = self.folder.files / f"{prefix}-{secrets.token_hex(8)}{suffix}"
         self._paths.append(path)
         return path
 

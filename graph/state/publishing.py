@@ -80,11 +80,10 @@ class PublishHandle:
     def __init__(self, label: str, publish: Callable[[Callable[[], None]], Version]) -> None:
         """`publish` calls its argument once the model may be trained again."""
         self.label = label
-        self._publish: Callable[[Callable[[], None]], Version] | None = publish
         self._version: Version | None = None
         self._error: BaseException | None = None
         self._can_train, self._is_error_raised = Event(), False
-        self._thread = Thread(target=self._run, name="tierbed-publish")
+        self._thread = Thread(target=self._run, args=(publish,), name="tierbed-publish")
         self._thread.start()
         while not self._can_train.wait(POLL_SECONDS) and self._thread.is_alive():
             pass
@@ -113,16 +112,14 @@ class PublishHandle:
         if not self._is_error_raised:
             self.wait()
 
-    def _run(self) -> None:
-        assert self._publish is not None
+    def _run(self, publish: Callable[[Callable[[], None]], Version]) -> None:
         try:
             _core.use_own_pool(1)  # not a lower priority too: on a busy machine, versions would take minutes
-            self._version = self._publish(self._can_train.set)
+            self._version = publish(self._can_train.set)
         except BaseException as error:
             self._error = error
             log.error("%s failed: %s", self.label, error)
         finally:
-            self._publish = None  # the model may be collected
             self._can_train.set()
 
 
@@ -173,8 +170,8 @@ class PublishingModel(ModelSnapshots):
 
         def publish(set_can_train: Callable[[], None]) -> Version:
             with ExitStack() as ending:
-                old, consumer = find_reusable(target.read_latest(), encoding), f"publish to {target.path}"
-                old = {} if rebase else old
+                old = {} if rebase else find_reusable(target.read_latest(), encoding)
+                consumer = f"publish to {target.path}"
                 with lock_between_steps(handles, awaits_step=True, finishes_saves=True):
                     sources = [LiveRows(handle, consumer, old.get(handle.name), ending) for handle in handles]
                     tensors = _copy_dense_weights(self)
