@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any, TypeVar
 
 from ..engine.checks import check_int
@@ -23,6 +24,7 @@ from ..engine.durable import (
     write_atomically,
 )
 from ..engine.errors import ServingError, undo_on_error
+from ..engine.threads import POLL_SECONDS
 from ..snapshots.store.lock import FileLock, InUseError
 from .version import Current, Pending, ServedFile, Version, seal_record, unseal_record
 
@@ -30,6 +32,7 @@ CURRENT, LOCK, PENDING = "CURRENT", "LOCK", "PENDING"
 _FILE_NAME = re.compile(r".+-[0-9a-f]{16}\.(rows|safetensors)")  # no other file is removed
 _VERSION_NAME = re.compile(r"([0-9]{6,})\.json")
 _PIECE_BYTES = 1 << 24
+_LOCK_SECONDS = 10.0  # how long to wait for another process's lock
 _ATTEMPTS = 3  # how often to open the current version if the publisher may remove it meanwhile
 
 T = TypeVar("T")
@@ -124,14 +127,7 @@ class ServingFolder:
         with self.convert_errors("open"):
             for path in (self._versions, self.files):
                 make_folder(path)
-            try:
-                lock = FileLock(self.path / LOCK, user)
-            except InUseError as error:
-                holder = f"{error.user}, in this process" if error.user else f"process {error.holder}"
-                raise LockedError(
-                    f"{str(self.path)!r} is locked by {holder}: wait until it is done, or end it; one publisher at a "
-                    "time may change a serving folder"
-                ) from None
+            lock = self._wait_for_lock(user)
         try:
             with self.convert_errors("sync"):
                 for path in (self._versions, self.path):  # a killed process may have changed them just before
@@ -139,6 +135,21 @@ class ServingFolder:
             yield
         finally:
             lock.release()
+
+    def _wait_for_lock(self, user: str) -> FileLock:
+        """Lock the file, once no other process has. Raises LockedError after `_LOCK_SECONDS`."""
+        end = monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return FileLock(self.path / LOCK, user)
+            except InUseError as error:
+                if error.user or monotonic() > end:
+                    holder = f"{error.user}, in this process" if error.user else f"process {error.holder}"
+                    raise LockedError(
+                        f"{str(self.path)!r} is locked by {holder}: wait until it is done; one publisher at a time "
+                        "may change a serving folder"
+                    ) from None
+            sleep(POLL_SECONDS)
 
     def rollback(self, version: int) -> None:
         """Make readers take an older version, and hold them there until `release`. Raises ServingError."""
@@ -236,7 +247,8 @@ class ServingFolder:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise ServingError(f"{str(path)!r} cannot be read: {error}") from error
+            remedy = "check that it is a serving folder, and its permissions"
+            raise ServingError(f"{str(path)!r} cannot be read: {error}; {remedy}") from error
         except (ValueError, TypeError, RecursionError) as error:
             remedy = "Restore it from a copy, or delete it and publish again"
             raise ServingError(f"{str(path)!r} is damaged or foreign: {error}. {remedy}") from error

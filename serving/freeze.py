@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import zipfile
 from collections.abc import Callable, Iterable
 from itertools import count
 from typing import Any, NoReturn, Self
@@ -115,7 +116,8 @@ class FrozenModel(nn.Module):
                 memo[id(weight)] = nn.Parameter(new, requires_grad=False) if isinstance(weight, nn.Parameter) else new
         missing = [name for name, weight in weights.items() if name in self._state_names and id(weight) not in memo]
         if version.tensors is not None and missing:
-            problem = f"version {version.version} has no tensor for the model's {missing[0]!r}"
+            name = missing[0].removeprefix(_PROGRAM_PREFIX) if self._is_program else missing[0]
+            problem = f"version {version.version} has no tensor for the model's {name!r}"
             first = ", ".join(map(repr, [*tensors][:8])) or "none"
             remedy = "publish all weights; if the model is a part of the published one, give its name there as prefix="
             raise ServingError(f"{problem}; its first tensors are {first}: {remedy}")
@@ -130,8 +132,10 @@ class FrozenModel(nn.Module):
         return self
 
     def _apply(self, *_: Any, **__: Any) -> NoReturn:
-        remedy = "leave it there, or convert its arguments and results"
-        raise OptionError(f"a frozen model's rows and weights are mapped files on the CPU, so it cannot move: {remedy}")
+        remedy = "convert its arguments and results"
+        raise OptionError(
+            f"a frozen model has mapped files on the CPU, so it cannot move or change its dtype: {remedy}"
+        )
 
 
 def freeze(model: nn.Module, served: Served, prefix: str = "") -> FrozenModel:
@@ -162,6 +166,7 @@ def freeze(model: nn.Module, served: Served, prefix: str = "") -> FrozenModel:
     if not isinstance(model, nn.Module) or isinstance(model, Graph):
         remedy = "for a graph, give the module that build calls: freeze(graph.model, served, prefix='model')"
         raise OptionError(f"model: got a {type(model).__name__}; give a torch.nn.Module; {remedy}")
+    _check_served(served)
     version = served.current
     paths = {module: path for path, module in model.named_modules() if isinstance(module, EmbeddingBase)}
     if not paths:
@@ -213,12 +218,20 @@ def load_program(program: str | os.PathLike[str] | torch.export.ExportedProgram,
         >>> predict = tierbed.serving.load_program("model.pt2", tierbed.serving.open_served("serving"))
         >>> predictions = predict(ids)
     """
+    _check_served(served)
     if not isinstance(program, torch.export.ExportedProgram):
+        if not zipfile.is_zipfile(program):
+            raise OptionError(f"program={str(program)!r}: give a file from torch.export.save")
         with torch.serialization.safe_globals([KeyedJaggedTensor, JaggedTensor]):  # as example inputs of the program
             program = torch.export.load(program)
     if not any(name.rpartition(".")[2] == ROWS_ID for name in program.state_dict):
         raise OptionError("program: it has no frozen embedding; export the result of freeze")
     return FrozenModel(program.module(), served, program.state_dict, is_program=True)
+
+
+def _check_served(served: Any) -> None:
+    if not isinstance(served, Served):
+        raise OptionError(f"served={served!r:.80}: give the result of open_served")
 
 
 def _copy_program(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

@@ -11,6 +11,7 @@ METRICS: dict[str, Metric] = {
     "version": gauge("number of the version that lookups take"),
     "step": gauge("step of this version's rows and dense weights"),
     "seconds_behind": gauge("age of this version in seconds", "age_seconds"),
+    "held": gauge("1 while a rollback holds readers at this version"),
     "refreshes": counter("refreshes that took a newer version"),
     "failed_refreshes": counter("refreshes that failed, so that lookups stayed with their version"),
     # metrics of each embedding

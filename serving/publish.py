@@ -163,8 +163,12 @@ def _write_embeddings(
             tables = write_deltas(files, source, changes, old_tables)
         else:
             if latest is not None:
-                reason = f"{source.label} is no increment of what version {latest.version} has"
-                log.info("%r: embedding %r gets a new base, because %s", str(files.folder.path), name, reason)
+                is_other_run = old is not None and source.origin.run != old.snapshot.run
+                what = "is of another run than" if is_other_run else "is no increment of"
+                what = what if old else f"has another encoding than {latest.encoding} of"
+                message = "%r: all rows are written again, because %s %s version %d"
+                level = logging.WARNING if is_other_run else logging.INFO
+                log.log(level, message, str(files.folder.path), source.label, what, latest.version)
             tables = [ServedTable(base, None) for base in write_bases(files, source)]
         embeddings.append(ServedEmbedding(name, tuple(tables), source.origin, source.description))
     return tuple(embeddings)
@@ -231,5 +235,5 @@ def _check_progress(latest: Version, sources: Sequence[RowSource], allow_older: 
         if counts_rows and new.rows < _MIN_ROWS_LEFT * old.rows and not went_back:
             raise ServingError(
                 f"embedding {embedding.name!r} has {new.rows:,} rows, and had {old.rows:,}: if you removed that many "
-                "rows, publish with check=False"
+                "rows, publish with check=False; if this is another model, publish it to another folder"
             )

@@ -48,8 +48,8 @@ def hash_rows(table: int, keys: Keys) -> Hashes:
     return _core.hash_table_rows(table, keys)
 
 
-def encode(values: NDArray[np.float32], encoding: str, table: int, keys: NDArray[Any]) -> Encoded:
-    """Encode rows [n, dim]. `keys` [n] are the rows' ids, for error messages.
+def encode(values: NDArray[np.float32], encoding: str, table: int | str, keys: NDArray[Any]) -> Encoded:
+    """Encode rows [n, dim]. The table's number or description, and the rows' ids `keys` [n], are for error messages.
 
     Raises:
         InputError: If a value is not finite or overflows the encoding. The message names the table and the id.
@@ -58,7 +58,7 @@ def encode(values: NDArray[np.float32], encoding: str, table: int, keys: NDArray
     if (bad := _core.encode_rows(values, encoding, rows)) < len(values):
         finite = np.isfinite(values[bad])
         value = values[bad][~finite][0] if not finite.all() else values[bad][np.abs(values[bad]).argmax()]
-        remedy = "delete or overwrite this row, then save and publish again"
+        remedy = "delete or overwrite this row, then publish again"
         if finite.all():
             problem, remedy = f"overflows {encoding}", f"publish with encoding='float32', or {remedy}"
         else:

@@ -182,6 +182,9 @@ class ServedVersion:
             remedy = "publish again with rebase=True, or roll back to another version"
             raise ServingError(f"version {record.version} cannot be opened: {error}; {remedy}") from error
 
+    def __repr__(self) -> str:
+        return f"<version {self.version}, step {self.step}: {', '.join(self.embeddings)}>"
+
     def __getitem__(self, name: str) -> ServedRows:
         rows = self.embeddings.get(name)
         if rows is None:
@@ -228,6 +231,9 @@ class Served:
         self._models: WeakSet[BoundModel] = WeakSet()
         self._current: ServedVersion | None = self._open(None)
         _open_folders.add(self)
+
+    def __repr__(self) -> str:
+        return f"<serving folder {str(self._folder.path)!r}: {self._current or 'closed'}>"
 
     def _renew_lock(self) -> None:
         self._lock, self._stop_following = Lock(), Event()
@@ -310,15 +316,16 @@ class Served:
     def metrics(self) -> dict[str, Any]:
         """Returns counts since the folder was opened, and the current version.
 
-        `seconds_behind` is the version's age. `embeddings` has for each embedding the number of `lookups` and `ids`,
-        how many of these ids were `unknown`, found in a `delta`, or illegal and `dropped`, and quantiles of the
-        lookups' times, without Python.
+        `seconds_behind` is the version's age. `held` is 1 while a rollback holds readers. `embeddings` has for each
+        embedding the number of `lookups` and `ids`, how many of these ids were `unknown`, found in a `delta`, or
+        illegal and `dropped`, and quantiles of the lookups' times, without Python.
         """
         current = self.current
         return {
             "version": current.version,
             "step": current.step,
             "seconds_behind": max(0.0, time.time() - current.created * 1e-9),
+            "held": int(self._is_held),
             "refreshes": self._num_refreshes,
             "failed_refreshes": self._num_failed,
             "embeddings": {name: rows.native.metrics for name, rows in current.embeddings.items()},
@@ -349,6 +356,7 @@ class Served:
         """Returns the version that CURRENT names, `current` if it is that one. Raises ServingError."""
 
         def open_version(newest: Current) -> ServedVersion:
+            self._is_held = newest.hold
             if current and (current.version, current.created) == (newest.version, newest.created):
                 return current
             record = self._folder.read_version(newest.version)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..engine.checksum import crc32
 from ..engine.durable import fsync_dir, fsync_file
-from ..engine.errors import OptionError, ServingError
+from ..engine.errors import InputError, OptionError, ServingError
 from ..engine.row_format import EMBEDDING, Change, Keys
 from .folder import ServingFolder
 from .merging import HashSorter, Piece, PieceCursor, Pieces, merge
@@ -75,6 +75,8 @@ class NewFiles(ExitStack):
             raise OptionError(f"tensors={tensors!r:.80}: give a dict of tensors, such as model.state_dict()")
         if wrong := [name for name in tensors if not isinstance(name, str) or name in ("", "__metadata__")]:
             raise OptionError(f"tensors: safetensors cannot store a tensor named {wrong[0]!r}; give it another name")
+        if bad := [name for name, tensor in tensors.items() if tensor.is_floating_point() and tensor.isnan().any()]:
+            raise InputError(f"tensors: {bad[0]!r} has NaN: restore an earlier state of the model, and publish that")
         try:
             data = save({name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()})
         except (SafetensorError, ValueError, TypeError, KeyError) as error:
@@ -93,7 +95,7 @@ class TableFile:
         self, files: NewFiles, name: str, table: int, kind: str, dim: int, older: Iterable[Piece] = ()
     ) -> None:
         self.path = files.name(f"{name}-{table}-{kind}", ".rows")
-        self._table, self._dim, self._encoding = table, dim, files.encoding
+        self._name, self._table, self._dim, self._encoding = name, table, dim, files.encoding
         self._sorter = HashSorter(files.folder.files)
         self._older = PieceCursor(older)
         self._writer = RowFileWriter(self.path, dim, files.encoding, kind, table)
@@ -105,7 +107,8 @@ class TableFile:
     def add_rows(self, keys: Keys, values: NDArray[np.float32], is_signed: bool) -> None:
         """Add rows [n] of one bucket, in any order. Raises InputError, which names a row that cannot be encoded."""
         hashes, values = hash_rows(self._table, keys), np.ascontiguousarray(values)
-        rows = encode(values, self._encoding, self._table, keys.view(np.int64) if is_signed else keys)
+        label = f"{self._table} of embedding {self._name!r}"
+        rows = encode(values, self._encoding, label, keys.view(np.int64) if is_signed else keys)
         self._sorter.add(Piece(hashes, rows, np.zeros(len(keys), np.bool_)))
         if len(self._canaries) < _NUM_CANARIES:
             self._canaries.append((hashes[:1], values[:1].copy()))

@@ -363,6 +363,11 @@ def test_errors(trained: Trained, tmp_path: Path) -> None:
     model.top.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(OptionError, match=r"cannot be copied.*without loaders"):
         freeze(model, served)
+    for make in (lambda: freeze(model, "served"), lambda: load_program("a", "served")):  # type: ignore[arg-type]
+        with pytest.raises(OptionError, match="served='served': give the result of open_served"):
+            make()
+    with pytest.raises(OptionError, match=r"program='missing\.pt2': give a file from torch\.export\.save"):
+        load_program("missing.pt2", served)
     with pytest.raises(OptionError, match="no frozen embedding"):
         load_program(torch.export.export(nn.Linear(1, 1), (torch.ones(1),)), served)
     frozen: FrozenModel = freeze(trained.model.items, served)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -99,7 +101,7 @@ def test_a_version_has_one_step_though_training_goes_on(
         for name, tensor in dense.items():
             assert torch.equal(dense_of(served, version)[name], tensor)
         assert dense_of(served, version).keys() == {"top.weight", "top.bias", "calls"}
-    assert "new base" not in caplog.text  # only changes were read
+    assert "written again" not in caplog.text  # only changes were read
     rows = evaluated(model)
     model.save_snapshot("end", kind="incremental")
     model.load_snapshot("end")
@@ -221,5 +223,25 @@ def test_errors_are_raised_by_wait_or_the_next_publish(tmp_path: Path, model: Mo
     ):
         model.publish(served, "float32").wait()
     model.items.put(torch.tensor([7]), torch.full((1, 4), torch.nan), allow_nonfinite=True)
-    with pytest.raises(tierbed.InputError, match="row 7 of table 0"):
+    with pytest.raises(tierbed.InputError, match="row 7 of table 0 of embedding 'items'"):
         model.publish(served, "float32").wait()
+    model.items.delete(torch.tensor([7]))
+    with torch.no_grad():
+        model.top.weight[0, 1] = torch.nan
+    with pytest.raises(tierbed.InputError, match=r"tensors: 'top\.weight' has NaN: restore"):
+        model.publish(served, "float32").wait()
+    assert ServingFolder(served).list_versions() == [1, 2]
+
+
+def test_a_publish_waits_for_another_process(tmp_path: Path, model: Model) -> None:
+    """A process that locks the folder, and ends once its input ends."""
+    model.publish(tmp_path / "served").wait()
+    code = "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.flock(f, fcntl.LOCK_EX); print(flush=True); input()"
+    command = [sys.executable, "-c", code, str(tmp_path / "served" / "LOCK")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        handle = model.publish(tmp_path / "served")
+        assert handle.wait(0.2) is None
+        process.communicate(b"\n")
+        assert handle.wait() is not None
