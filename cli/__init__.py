@@ -11,9 +11,9 @@ try:
     import rich  # noqa: F401  output imports rich's modules later
     import typer
 
-    from ..engine.errors import TierbedError
+    from ..engine.errors import LockedError, TierbedError
     from . import checkpoint, compare, doctor, export_import, options, serve, snapshot, store, watch
-    from .output import EXIT_INTERRUPTED, check_stdout, fail, print_interrupted
+    from .output import EXIT_IN_USE, EXIT_INTERRUPTED, EXIT_PROBLEM, check_stdout, fail, print_interrupted
 except KeyboardInterrupt:  # report Ctrl-C like `main`, without more imports
     if "--json" in sys.argv:
         print('{"error": "interrupted"}')
@@ -70,7 +70,7 @@ def main(arguments: list[str] | None = None) -> None:
             is_file_error = isinstance(error, OSError) and error.filename is not None  # stdout's OSErrors name no file
             if not (remedy or is_file_error or isinstance(error, TierbedError)):
                 raise  # any other exception is a bug in tierbed
-            fail(f"{error}{remedy}", as_json=as_json)
+            fail(f"{error}{remedy}", EXIT_IN_USE if isinstance(error, LockedError) else EXIT_PROBLEM, as_json)
 
 
 def _print_version(is_set: bool) -> None:
