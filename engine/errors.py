@@ -42,10 +42,6 @@ class ServingError(TierbedError, RuntimeError):
     """A serving folder or a version in it is missing, damaged, locked, or of another model."""
 
 
-class LockedError(ServingError):
-    """Another publisher changes the serving folder."""
-
-
 class GraphError(TierbedError, RuntimeError):
     """A graph's `build` does something that cannot be traced."""
 

@@ -22,7 +22,7 @@ from ..engine.durable import (
     read_record_bytes,
     write_atomically,
 )
-from ..engine.errors import LockedError, ServingError, undo_on_error
+from ..engine.errors import ServingError, undo_on_error
 from ..snapshots.store.lock import FileLock, InUseError
 from .version import Current, Pending, ServedFile, Version, seal_record, unseal_record
 
@@ -37,6 +37,10 @@ T = TypeVar("T")
 
 class MissingVersionError(ServingError):
     """No such version is in the folder."""
+
+
+class LockedError(ServingError):
+    """Another publisher changes the folder."""
 
 
 class ServingFolder:
@@ -170,10 +174,7 @@ class ServingFolder:
         return removed
 
     def clean(self, versions: Sequence[int] = ()) -> None:
-        """Remove these versions, and files that no version names, for example after a killed publish.
-
-        Call with the folder locked. Raises ServingError.
-        """
+        """Remove these versions, and files that no version names. Call with the folder locked. Raises ServingError."""
         with self.convert_errors("clean"):
             for version in versions:
                 self._find_version(version).unlink()

@@ -95,7 +95,7 @@ def publish_sources(
         raise OptionError(f"snapshots: there are two of embedding {doubled.pop()!r}; give one of each embedding")
     target = ServingFolder(folder)
     with target.lock("a publish", create=True):
-        target.clean()
+        target.clean()  # a killed publish may have left files
         latest, current = target.read_latest(), target.find_current()
         if latest is not None:
             _check_same_model(latest, sources)

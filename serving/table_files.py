@@ -146,8 +146,9 @@ class TableFile:
 
 def write_bases(files: NewFiles, source: RowSource) -> list[RowFileEntry]:
     """Write a base of each table with all rows. Raises SnapshotError, ServingError, InputError."""
+    name, dim = source.description["name"], source.row_format.dim
     with files.folder.convert_errors("write to"):
-        tables = [_make_file(files, source, table, "base") for table in range(len(source.description["tables"]))]
+        tables = [TableFile(files, name, table, "base", dim) for table in range(len(source.description["tables"]))]
         _write_changes(source, source.read_all(), lambda table: tables[table])
         return [table.close() for table in tables]
 
@@ -159,11 +160,12 @@ def write_deltas(
 
     old: the files with the rows before the changes. Raises SnapshotError, ServingError, InputError.
     """
+    name, dim = source.description["name"], source.row_format.dim
     new, tables = list(old), dict[int, TableFile]()
 
     def find_file(number: int) -> TableFile:
         if number not in tables:
-            tables[number] = _make_file(files, source, number, "delta", files.read(old[number].delta))
+            tables[number] = TableFile(files, name, number, "delta", dim, files.read(old[number].delta))
         return tables[number]
 
     with files.folder.convert_errors("write to"):
@@ -181,10 +183,6 @@ def merge_base(files: NewFiles, embedding: ServedEmbedding, number: int, table: 
         pieces = merge(files.read(table.base), files.read(table.delta))
         new.append(piece.take(~piece.is_deleted) if piece.is_deleted.any() else piece for piece in pieces)
         return new.close()
-
-
-def _make_file(files: NewFiles, source: RowSource, table: int, kind: str, older: Iterable[Piece] = ()) -> TableFile:
-    return TableFile(files, source.description["name"], table, kind, source.row_format.dim, older)
 
 
 def _write_changes(source: RowSource, changes: Iterator[Change], find_file: Callable[[int], TableFile]) -> None:

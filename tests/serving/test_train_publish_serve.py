@@ -23,9 +23,8 @@ from torch import Tensor, nn
 import tierbed
 from support.forked import with_pipe
 from support.stores import options
-from tierbed.engine.errors import LockedError
 from tierbed.serving import ServingFolder, freeze, load_program, open_served
-from tierbed.serving.folder import MissingVersionError
+from tierbed.serving.folder import LockedError, MissingVersionError
 
 IDS = torch.arange(300)  # the last 60 are never trained
 NUM_KILLS, NUM_PUBLISHES = 5, 180  # of each trainer, and one more of each later one
